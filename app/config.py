@@ -1,0 +1,459 @@
+"""Every setting of the server, in one place.
+
+`Config` holds settled values and nothing else: `Config(...)` and `Config.model_validate_json(...)` read neither the
+environment nor a file, so what one process sends is what the other gets. `Config.load` is the way in for people:
+flags > DFLASH_* environment > YAML file (`--config FILE`) > defaults.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+ENV_PREFIX = "DFLASH_"
+DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+BINARY_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+DECIMAL_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be. The message is one line saying what was given; `hint` says what to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Config(BaseSettings):
+    """The settled settings. Sizes are counts of tokens or sequences unless a unit is named."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        enable_decoding=False,
+        protected_namespaces=(),
+    )
+
+    model: str = Field("demo", description="target: a folder, a Hugging Face id, or `demo`, the pair that is shipped")
+    draft_model: str | None = Field(
+        None, description="DFlash draft: a folder or a Hugging Face id; `demo` brings its own"
+    )
+    served_model_name: list[str] = Field(
+        default_factory=list, description="names that requests may use; the first one is answered with (default: MODEL)"
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="auto | bfloat16 | float16 | float32; auto is the device's own, float32 on a CPU"
+    )
+    device: str = Field("auto", description="auto | cpu | cuda | cuda:N | npu | npu:N")
+
+    speculation: bool = Field(True, description="decode with the draft; --no-speculation decodes plainly")
+    num_speculative_tokens: int | None = Field(
+        None, description="draft tokens of a block, which has one row more, the anchor (default: the checkpoint's)"
+    )
+    draft_enforce_eager: bool = Field(False, description="run the draft without graphs")
+
+    max_model_len: int | None = Field(None, gt=0, description="longest prompt and answer together, in tokens")
+    max_num_seqs: int | None = Field(None, gt=0, description="most sequences in one step")
+    max_num_batched_tokens: int | None = Field(None, gt=0, description="most target rows in one step")
+    page_size: int | None = Field(None, gt=0, description="tokens of a KV page (default: 128 on NPU, 16 elsewhere)")
+    kv_cache_memory: int | None = Field(
+        None, gt=0, description="memory of all KV pages: bytes, or 4GiB, 512MiB, 2G (binary), 2GB (decimal)"
+    )
+    memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the device's memory to use, where --kv-cache-memory is not given"
+    )
+    enforce_eager: bool = Field(False, description="run without graphs")
+    tensor_parallel_size: int = Field(1, description="only 1 for now")
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    shutdown_timeout: float = Field(30.0, ge=0, description="seconds that running requests get after SIGTERM")
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="debug | info | warning | error"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="text | json, one object a line")
+    metrics_prefix: str = Field("dflash:", description="prefix of metric names; `vllm:` for existing dashboards")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed. `_Layers` adds the environment and the YAML file."""
+        return (init_settings,)
+
+    @classmethod
+    def load(cls, flags: Iterable["Said"] = ()) -> "Config":
+        """Settle flags, environment and YAML file. Raises ConfigError naming the flag, variable or key at fault."""
+        given = _settle(flags)
+        try:
+            layers = _Layers(**_values(given))
+        except ValidationError as error:
+            raise _explain(error, given) from None
+        return cls(**{name: getattr(layers, name) for name in cls.model_fields})
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _split_names(cls, value: object) -> object:
+        return value.split() if isinstance(value, str) else value
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _spell_out_dtype(cls, value: object) -> object:
+        return DTYPES.get(value.lower(), value.lower()) if isinstance(value, str) else value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower_case(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|(cuda|npu)(:\d+)?", value):
+            raise ValueError("a device is auto, cpu, cuda, cuda:N, npu or npu:N")
+        return value
+
+    @field_validator("num_speculative_tokens")
+    @classmethod
+    def _at_least_one_draft(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError("a block needs at least 1 draft token; --no-speculation decodes plainly")
+        return value
+
+    @field_validator("kv_cache_memory", mode="before")
+    @classmethod
+    def _count_bytes(cls, value: object) -> object:
+        return parse_bytes(value) if isinstance(value, str) else value
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _one_device(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("tensor parallelism is not supported yet; run one replica per device")
+        return value
+
+
+class SpeculativeConfig(BaseModel):
+    """vLLM's `--speculative-config`. It is spread over Config's own fields and not kept."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    method: str = "dflash"
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    enforce_eager: bool | None = None
+    draft_tensor_parallel_size: int = 1
+
+    @field_validator("method")
+    @classmethod
+    def _dflash_only(cls, value: str) -> str:
+        if value.lower() != "dflash":
+            raise ValueError('this server decodes with method "dflash" only')
+        return value
+
+    @field_validator("draft_tensor_parallel_size")
+    @classmethod
+    def _one_device(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("tensor parallelism is not supported yet; run one replica per device")
+        return value
+
+    def spread(self) -> dict[str, Any]:
+        """Field of Config -> value, for what was said. In vLLM `enforce_eager` here is the draft's alone."""
+        values = {
+            "draft_model": self.model,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "draft_enforce_eager": self.enforce_eager,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Said(NamedTuple):
+    """One thing that somebody said: as it was spelt, the field it is about, and the value."""
+
+    spelling: str
+    field: str
+    value: Any
+
+
+class PeerFlag(NamedTuple):
+    """A flag that vLLM, vllm-ascend or SGLang users bring; `field` is what it sets here, if anything.
+
+    `value` says what follows the flag: "same" is our value, "block" a block size (so one more than
+    `num_speculative_tokens`), "algorithm" must be DFLASH, "none" nothing (and `field`, if any, becomes true), and a
+    "refused" flag stops the start with its note.
+    """
+
+    flag: str
+    field: str | None
+    peers: str
+    note: str = ""
+    value: Literal["same", "block", "algorithm", "none", "refused"] = "same"
+
+
+BLOCK_NOTE = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
+NO_PREFIX_CACHE = "there is no prefix cache yet, so it is off already"
+
+PEER_FLAGS = (
+    PeerFlag("--model", "model", "vLLM"),
+    PeerFlag("--model-path", "model", "SGLang"),
+    PeerFlag("--speculative-draft-model-path", "draft_model", "SGLang"),
+    PeerFlag("--speculative-algorithm", None, "SGLang", "DFLASH and no other", "algorithm"),
+    PeerFlag("--speculative-dflash-block-size", "num_speculative_tokens", "SGLang", BLOCK_NOTE, "block"),
+    PeerFlag("--speculative-num-draft-tokens", "num_speculative_tokens", "SGLang", BLOCK_NOTE, "block"),
+    PeerFlag("-sc", "speculative_config", "vLLM"),
+    PeerFlag("--gpu-memory-utilization", "memory_utilization", "vLLM"),
+    PeerFlag("--mem-fraction-static", "memory_utilization", "SGLang", "there it leaves activations out"),
+    PeerFlag("--kv-cache-memory-bytes", "kv_cache_memory", "vLLM"),
+    PeerFlag("--block-size", "page_size", "vLLM", "tokens of a KV page, not the DFlash block"),
+    PeerFlag("--context-length", "max_model_len", "SGLang"),
+    PeerFlag("--max-running-requests", "max_num_seqs", "SGLang"),
+    PeerFlag("--disable-cuda-graph", "enforce_eager", "SGLang", value="none"),
+    PeerFlag("--tp", "tensor_parallel_size", "SGLang"),
+    PeerFlag("--tp-size", "tensor_parallel_size", "SGLang"),
+    PeerFlag("-tp", "tensor_parallel_size", "vLLM"),
+    PeerFlag("--no-enable-prefix-caching", None, "vLLM", NO_PREFIX_CACHE, "none"),
+    PeerFlag("--disable-radix-cache", None, "SGLang", NO_PREFIX_CACHE, "none"),
+    PeerFlag("--trust-remote-code", None, "vLLM, SGLang", "no code of a checkpoint is ever run", "none"),
+    PeerFlag("--enable-prefix-caching", None, "vLLM", "prefix caching is not supported yet; leave it out", "refused"),
+    PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),
+)
+
+GROUPS = {
+    "model": ("model", "draft_model", "served_model_name", "dtype", "device", "config"),
+    "speculative decoding": ("speculation", "num_speculative_tokens", "speculative_config", "draft_enforce_eager"),
+    "engine and memory": (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "page_size",
+        "kv_cache_memory",
+        "memory_utilization",
+        "enforce_eager",
+        "tensor_parallel_size",
+    ),
+    "server": ("host", "port", "shutdown_timeout"),
+    "logs and metrics": ("log_level", "log_format", "metrics_prefix"),
+}
+
+
+def flag_table() -> list[tuple[str, str, str, str]]:
+    """Rows (their flag, ours, whose it is, note) for the README."""
+    return [(peer.flag, flag_name(peer.field) if peer.field else "-", peer.peers, peer.note) for peer in PEER_FLAGS]
+
+
+def flag_name(field: str) -> str:
+    """The flag of a field: `page_size` -> `--page-size`."""
+    return "MODEL" if field == "model" else "--" + field.replace("_", "-")
+
+
+def env_name(field: str) -> str:
+    """The environment variable of a field: `page_size` -> `DFLASH_PAGE_SIZE`."""
+    return ENV_PREFIX + field.upper()
+
+
+def setting_fields() -> dict[str, Any]:
+    """Every name that flags, environment and YAML know -> its pydantic FieldInfo."""
+    return dict(_Layers.model_fields)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint with the known name nearest to `name`, or an empty string."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {found[0]}?" if found else ""
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "4GiB", "2G" (both binary), "2GB" (decimal) or "1048576". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?\s*", text.upper())
+    if match is None:
+        raise ValueError("a size is a number of bytes, or a number with a unit: 512MiB, 4GiB, 2G, 2GB")
+    number, unit, suffix = match.groups()
+    units = DECIMAL_UNITS if unit and suffix == "B" else BINARY_UNITS
+    return int(float(number) * units[unit])
+
+
+class _Layers(Config):
+    """Config as people say it: with what only serves to say other things, and with all sources."""
+
+    config: Path | None = Field(None, description="YAML file with the same names: `max_num_seqs: 8`")
+    speculative_config: str | None = Field(
+        None, description='as vLLM has it, in JSON: {"method": "dflash", "model": PATH, "num_speculative_tokens": N}'
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, _Environment(settings_cls), _YamlFile(settings_cls, {})
+
+
+class _Environment(EnvSettingsSource):
+    """The DFLASH_* variables. A variable that is no setting is an error."""
+
+    def __call__(self) -> dict[str, Any]:
+        foreign = _kubernetes_variables()
+        known = {env_name(field) for field in _Layers.model_fields}
+        for name in sorted(os.environ):
+            if name.startswith(ENV_PREFIX) and name not in known and name not in foreign:
+                raise _unknown("environment variable", name, known, name.removeprefix(ENV_PREFIX).lower(), env_name)
+        values = super().__call__()
+        said = [Said(env_name(f), f, v) for f, v in values.items() if env_name(f) not in foreign]
+        return _beneath(self.current_state, _settle(said))
+
+
+class _YamlFile(InitSettingsSource):
+    """The file that `--config` or DFLASH_CONFIG names. Its keys are the fields; `-` may stand for `_`."""
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        if path is None:
+            return {}
+        known = [field for field in _Layers.model_fields if field != "config"]
+        said = []
+        for key, value in _read_yaml(Path(path)).items():
+            field = str(key).replace("-", "_")
+            if field not in known:
+                raise _unknown("key", f"{key} in {path}", known, field, str)
+            if value is not None:
+                said.append(Said(f"{field} in {path}", field, value))
+        return _beneath(self.current_state, _settle(said))
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    import yaml  # only a start with a file pays for it
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"--config {path}: a mapping of names to values is wanted, not a {type(content).__name__}")
+    return content or {}
+
+
+def _settle(layer: Iterable[Said]) -> dict[str, Said]:
+    """One layer (flags, environment or file) as field -> Said. Raises ConfigError where it contradicts itself."""
+    settled: dict[str, Said] = {}
+    for said in _spread(layer):
+        before = settled.get(said.field)
+        if before is not None and said.field == "served_model_name":
+            settled[said.field] = said._replace(value=before.value + said.value)
+        elif before is not None and str(before.value) != str(said.value):
+            raise ConfigError(
+                f"{before.spelling} and {said.spelling} contradict each other: {before.value} and {said.value}",
+                "give one of them",
+            )
+        else:
+            settled[said.field] = said
+    if {"kv_cache_memory", "memory_utilization"} <= settled.keys():
+        rivals = (settled["kv_cache_memory"].spelling, settled["memory_utilization"].spelling)
+        raise ConfigError(f"{rivals[0]} and {rivals[1]} exclude each other", "give one of them")
+    return settled
+
+
+def _spread(layer: Iterable[Said]) -> Iterable[Said]:
+    for said in layer:
+        if said.field != "speculative_config":
+            yield said
+            continue
+        for field, value in _speculative_config(said).spread().items():
+            yield Said(f"{said.spelling} ({field})", field, value)
+
+
+def _speculative_config(said: Said) -> SpeculativeConfig:
+    example = """for example '{"method": "dflash", "model": "PATH", "num_speculative_tokens": 15}'"""
+    value = said.value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{said.spelling}: not JSON: {error}", example) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{said.spelling}: an object is wanted, not {value!r}", example)
+    known = SpeculativeConfig.model_fields
+    for key in value:
+        if key not in known:
+            hint = nearest(str(key), known) or f"known are {', '.join(known)}"
+            raise ConfigError(f"{said.spelling}: unknown key {key!r}", hint)
+    try:
+        return SpeculativeConfig.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{said.spelling}: {first['loc'][0]} {first['input']!r}: {_message(first)}") from None
+
+
+def _values(settled: dict[str, Said]) -> dict[str, Any]:
+    return {field: said.value for field, said in settled.items()}
+
+
+def _beneath(above: dict[str, Any], settled: dict[str, Said]) -> dict[str, Any]:
+    """A layer's values, without a memory limit where a layer above gives the other kind."""
+    values = _values(settled)
+    for mine, theirs in (("kv_cache_memory", "memory_utilization"), ("memory_utilization", "kv_cache_memory")):
+        if theirs in above:
+            values.pop(mine, None)
+    return values
+
+
+def _kubernetes_variables() -> set[str]:
+    """The DFLASH_* variables that Kubernetes sets in every pod for a Service whose name begins with `dflash`."""
+    services = [n.removesuffix("_SERVICE_HOST") for n in os.environ if re.fullmatch(r"DFLASH.*_SERVICE_HOST", n)]
+    return {
+        name
+        for service in services
+        for name, value in os.environ.items()
+        if name.startswith((f"{service}_SERVICE_", f"{service}_PORT_"))
+        or (name == f"{service}_PORT" and "://" in value)
+    }
+
+
+def _unknown(kind: str, shown: str, known: Iterable[str], field: str, spell: Callable[[str], str]) -> ConfigError:
+    """The error for a name that is no setting: our own name if a peer's was used, else the nearest."""
+    ours = next((p.field for p in PEER_FLAGS if p.field and p.flag.lstrip("-").replace("-", "_") == field), None)
+    hint = f"it is {spell(ours)} here" if ours else nearest(spell(field), known)
+    return ConfigError(f"unknown {kind} {shown}", hint or "`dflash-server serve --help` lists them all")
+
+
+def _explain(error: ValidationError, flags: dict[str, Said]) -> ConfigError:
+    first = error.errors()[0]
+    field = str(first["loc"][0])
+    if field in flags:
+        spelling = flags[field].spelling
+    elif os.environ.get(env_name(field)):
+        spelling = env_name(field)
+    else:
+        spelling = f"{field} in {flags['config'].value if 'config' in flags else os.environ.get(env_name('config'))}"
+    return ConfigError(f"{spelling} {first['input']}: {_message(first)}", "see `dflash-server serve --help`")
+
+
+def _message(error: Any) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message[0].lower() + message[1:]

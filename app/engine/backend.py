@@ -1,0 +1,106 @@
+"""What a device must offer. The models and dflash/ are written against this and know no device."""
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.engine.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """One layer's paged K and V, each [pages, page_size, kv_heads, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(slots=True)
+class AttnMeta:
+    """What attention reads for the rows of S sequences lying back to back.
+
+    `cu_q` [S + 1] and `kv_len` [S] are int32 and `page_table` [S, P] int64, on the device; `q_lens` and `kv_lens`
+    are the same lengths on the host, exact. `kv_lens` include the rows themselves. Causal rows see the tokens up to
+    themselves, others all `kv_len` tokens. `plan` is for a backend to keep what it derives once for all layers.
+    """
+
+    cu_q: Tensor
+    kv_len: Tensor
+    page_table: Tensor
+    q_lens: list[int]
+    kv_lens: list[int]
+    causal: bool
+    plan: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Sizes a device works well with when the user gives none."""
+
+    dtype: torch.dtype
+    page_size: int
+    max_num_seqs: int
+
+
+class Backend(ABC):
+    """The operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D]."""
+
+    defaults: Defaults
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+        """softmax(q k^T / sqrt(D)) v over paged K/V, grouped-query heads. Returns o [T, heads, D]."""
+
+    @abstractmethod
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
+        """Put row t at slot `slots[t]` = page id * page_size + offset. Slots are unique in a call."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last axis."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+
+    @abstractmethod
+    def rope(self, x_thd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Half-rotation RoPE; `cos` and `sin` are [T, 1, D] with both halves alike."""
+
+    @abstractmethod
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x)); `gate_up` is [2I, H], gate first."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T"""
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device."""
+
+    def check(self, block_size: int, head_dims: set[int]) -> None:  # noqa: B027 - most devices have no such limit
+        """Raises UnsupportedError when the device cannot run such a block or head size."""
+
+
+def make_backend(device: str) -> Backend:
+    """The backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
+
+    Raises UnsupportedError when there is no such device here. "auto" is CUDA where torch sees a GPU, else the CPU.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"--device {device}: this torch ({torch.__version__}) sees no CUDA device")
+    if kind == "npu":
+        raise UnsupportedError(f"--device {device}: the Ascend backend is not part of this version; use cpu or cuda")
+    module = importlib.import_module("app.engine.torch_backend")
+    return module.TorchBackend(torch.device(device))  # type: ignore[no-any-return]

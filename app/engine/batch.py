@@ -1,0 +1,78 @@
+"""What one step runs: which rows of which sequences. Built by the scheduler, turned into arrays by `step_inputs`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from app.engine.sequence import Sequence
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class Rows:
+    """A sequence's share of a step: target rows [start, start + count) of its tokens.
+
+    A decoding sequence has start = n - 1 and count = its width w: row 0 is the anchor, the `num_drafts` = w - 1
+    rows after it are drafts. A prefilling one has a chunk of its own tokens. `samples` is true when the rows reach
+    the last token, so that the step yields the sequence's next one.
+    """
+
+    seq: Sequence
+    start: int
+    count: int
+    samples: bool
+    num_drafts: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step. Rows of decoding sequences come first, then prefill chunks, each in order of arrival."""
+
+    decodes: list[Rows] = field(default_factory=list)
+    prefills: list[Rows] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Rows]:
+        return self.decodes + self.prefills
+
+    @property
+    def sampling(self) -> list[Rows]:
+        """The shares that yield tokens, in the order in which the step's result lists them."""
+        return [rows for rows in self.rows if rows.samples]
+
+    @property
+    def kind(self) -> str:
+        if self.decodes and self.prefills:
+            return "mixed"
+        return "decode" if self.decodes else "prefill"
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step's one device-to-host copy says, per sequence of `Batch.sampling`.
+
+    `tokens[i]` is the target's own choice after each row; the first `num_accepted[i]` equal the drafts and one more
+    is the bonus. Entries past that are meaningless.
+    """
+
+    tokens: list[list[int]]
+    num_accepted: list[int]
+
+
+@dataclass(slots=True)
+class Delta:
+    """New tokens of one request. The last delta has a `finish_reason`: "stop" (the last token is a stop token) or
+    "length". `num_verified` and `num_accepted` count drafts; `num_accepted` is without the bonus."""
+
+    request_id: str
+    token_ids: list[int]
+    num_verified: int
+    num_accepted: int
+    finish_reason: FinishReason | None

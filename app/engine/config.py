@@ -1,0 +1,87 @@
+"""What the engine is asked to be, and the sizes it settles on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.engine.backend import Defaults
+from app.engine.errors import UnsupportedError
+from app.engine.kv_cache import SCRATCH_PAGES
+
+MIN_BATCHED_TOKENS = 2048
+PREFILL_SHARE = 512
+"""Rows a derived token budget leaves to prefill when every sequence verifies a whole block."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The user's wishes; None means: choose for me. Folders hold config.json and safetensors; memory is in bytes.
+
+    `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or "bfloat16".
+    """
+
+    target: Path
+    draft: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    kv_cache_memory: int | None = None
+    memory_utilization: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Settled sizes. `block_size` is 1 without a draft. RoPE tables cover `padded_len` positions."""
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+
+    @property
+    def padded_len(self) -> int:
+        """A draft block is never cut at the context limit, so tables reach two blocks past it."""
+        return self.max_model_len + 2 * self.block_size
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.padded_len // self.page_size)
+
+
+def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:
+    """Fill in what the user left open. Raises UnsupportedError with the number to use where sizes do not fit."""
+    max_model_len = config.max_model_len or model_limit
+    if max_model_len > model_limit:
+        raise UnsupportedError(f"--max-model-len {max_model_len} is more than the model's {model_limit} positions")
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is None:
+        seqs = defaults.max_num_seqs if tokens is None else max(1, min(defaults.max_num_seqs, tokens // block_size))
+    if tokens is None:
+        tokens = max(MIN_BATCHED_TOKENS, seqs * block_size + PREFILL_SHARE)
+    if tokens < seqs * block_size:
+        raise UnsupportedError(
+            f"--max-num-batched-tokens {tokens} is too small: {seqs} sequences verify blocks of {block_size} rows; "
+            f"give at least {seqs * block_size}, or --max-num-seqs {max(1, tokens // block_size)} at most"
+        )
+    return Sizes(block_size, max_model_len, seqs, tokens, config.page_size or defaults.page_size)
+
+
+def settle_pages(sizes: Sizes, kv_bytes: int, bytes_per_token: int) -> int:
+    """How many pages `kv_bytes` of memory hold, never more than all sequences can use.
+
+    Raises UnsupportedError when not even one sequence of `max_model_len` fits.
+    """
+    page_bytes = sizes.page_size * bytes_per_token
+    num_pages = min(kv_bytes // page_bytes, sizes.max_num_seqs * sizes.pages_per_sequence + SCRATCH_PAGES)
+    needed = sizes.pages_per_sequence + SCRATCH_PAGES
+    if num_pages < needed:
+        raise UnsupportedError(
+            f"{kv_bytes / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one sequence "
+            f"of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
+            f"{-(-needed * page_bytes // 2**20)}MiB, or a smaller --max-model-len"
+        )
+    return int(num_pages)

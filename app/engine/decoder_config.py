@@ -1,0 +1,98 @@
+"""The shape of a Qwen3-style decoder, read from a `config.json` and refused by name where we would run it wrongly."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.engine.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes shared by the target and the draft; `dtype` is the checkpoint's own name for it, such as "bfloat16"."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], where: str) -> "DecoderConfig":
+        """Raises UnsupportedError naming the field. `where` says whose config it is, for the message."""
+        _refuse_variants(raw, where)
+        heads = _positive(raw, "num_attention_heads", where)
+        config = cls(
+            hidden_size=_positive(raw, "hidden_size", where),
+            intermediate_size=_positive(raw, "intermediate_size", where),
+            num_layers=_positive(raw, "num_hidden_layers", where),
+            num_heads=heads,
+            num_kv_heads=_positive(raw, "num_key_value_heads", where, default=heads),
+            head_dim=_positive(raw, "head_dim", where, default=raw.get("hidden_size", 0) // heads),
+            vocab_size=_positive(raw, "vocab_size", where),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=_rope_theta(raw, where),
+            max_position_embeddings=_positive(raw, "max_position_embeddings", where, default=32768),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+        )
+        if config.num_heads % config.num_kv_heads:
+            raise UnsupportedError(
+                f"{where}: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads "
+                f"{config.num_kv_heads}"
+            )
+        return config
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises UnsupportedError naming the file when it is missing or not a JSON object."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise UnsupportedError(f"{path}: expected a JSON object")
+    return raw
+
+
+def _refuse_variants(raw: Mapping[str, Any], where: str) -> None:
+    layer_types = set(raw.get("layer_types") or ["full_attention"])
+    refusals = {
+        "use_sliding_window": bool(raw.get("use_sliding_window")),
+        "layer_types": layer_types != {"full_attention"},
+        "attention_bias": bool(raw.get("attention_bias")),
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "quantization_config": raw.get("quantization_config") is not None,
+        "num_experts": bool(raw.get("num_experts")),
+    }
+    for field, refused in refusals.items():
+        if refused:
+            raise UnsupportedError(f"{where}: {field} = {raw.get(field)!r} is not supported yet")
+
+
+def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
+    """Both dialects: `rope_theta` with `rope_scaling`, and `rope_parameters` that hold the two."""
+    rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UnsupportedError(f"{where}: RoPE scaling of type {kind!r} is not supported yet")
+    return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+
+
+def _positive(raw: Mapping[str, Any], field: str, where: str, default: int | None = None) -> int:
+    value = raw.get(field)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedError(f"{where}: {field} must be a positive number, found {value!r}")
+    return value

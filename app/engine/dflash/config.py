@@ -1,0 +1,107 @@
+"""A DFlash draft's config.json in its dialects, checked against the target it is to serve."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.engine.decoder_config import DecoderConfig
+from app.engine.errors import UnsupportedError
+
+_WHERE = "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """`block_size` is the anchor plus the drafts; `taps` are the target's layers whose residual stream is read."""
+
+    decoder: DecoderConfig
+    block_size: int
+    taps: tuple[int, ...]
+    mask_token_id: int
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], target: DecoderConfig, block_size: int | None = None) -> "DFlashConfig":
+        """`block_size` asks for a smaller block than the checkpoint was trained with; None takes the checkpoint's.
+
+        Raises UnsupportedError naming the field that we would run wrongly or that does not fit the target.
+        """
+        _refuse_variants(raw)
+        decoder = DecoderConfig.from_json({"vocab_size": target.vocab_size, **raw}, _WHERE)
+        _check_widths(raw, decoder, target)
+        dflash = raw.get("dflash_config") or {}
+        trained = raw.get("block_size") or dflash.get("block_size")
+        return cls(
+            decoder=decoder,
+            block_size=_block_size(trained, block_size),
+            taps=_taps(dflash.get("target_layer_ids"), decoder.num_layers, target.num_layers),
+            mask_token_id=_mask_token_id(dflash.get("mask_token_id", raw.get("mask_token_id")), target.vocab_size),
+        )
+
+
+def _refuse_variants(raw: Mapping[str, Any]) -> None:
+    dflash = raw.get("dflash_config")
+    if not isinstance(dflash, Mapping):
+        raise UnsupportedError(
+            f"{_WHERE}: config.json has no dflash_config, so this is no DFlash draft (architectures: "
+            f"{raw.get('architectures')})"
+        )
+    known = {"target_layer_ids", "mask_token_id", "block_size"}
+    if unknown := sorted(set(dflash) - known):
+        raise UnsupportedError(f"{_WHERE}: dflash_config.{unknown[0]} is of a variant that is not supported yet")
+    for field in ("is_causal", "d2t", "final_logit_softcapping"):
+        if raw.get(field) is not None:
+            raise UnsupportedError(f"{_WHERE}: {field} = {raw[field]!r} is not supported yet")
+
+
+def _check_widths(raw: Mapping[str, Any], decoder: DecoderConfig, target: DecoderConfig) -> None:
+    expected = {
+        "hidden_size": (decoder.hidden_size, target.hidden_size),
+        "target_hidden_size": (raw.get("target_hidden_size", target.hidden_size), target.hidden_size),
+        "num_target_layers": (raw.get("num_target_layers", target.num_layers), target.num_layers),
+        "vocab_size": (decoder.vocab_size, target.vocab_size),
+        "draft_vocab_size": (raw.get("draft_vocab_size", target.vocab_size), target.vocab_size),
+    }
+    for field, (found, wanted) in expected.items():
+        if found != wanted:
+            raise UnsupportedError(f"{_WHERE}: {field} is {found}, but this target has {wanted}; is the draft for it?")
+
+
+def _block_size(trained: Any, wanted: int | None) -> int:
+    if trained is None:
+        if wanted is None:
+            raise UnsupportedError(f"{_WHERE}: config.json names no block_size; give --num-speculative-tokens")
+        return wanted
+    if type(trained) is not int or trained < 2:
+        raise UnsupportedError(f"{_WHERE}: block_size must be a number of at least 2, found {trained!r}")
+    if wanted is not None and not 2 <= wanted <= trained:
+        raise UnsupportedError(
+            f"{_WHERE}: num_speculative_tokens {wanted - 1} is outside 1..{trained - 1}: the draft was trained with "
+            f"block_size {trained}, and a larger block than that does not draft well"
+        )
+    return wanted or trained
+
+
+def _taps(ids: Any, num_draft_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    """Ids as given, or the default of the method: the middle, else evenly spaced from 1 to N - 3."""
+    if ids is None:
+        if num_draft_layers == 1:
+            return (num_target_layers // 2,)
+        span = num_target_layers - 4
+        return tuple(1 + round(span * i / (num_draft_layers - 1)) for i in range(num_draft_layers))
+    field = f"{_WHERE}: dflash_config.target_layer_ids"
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise UnsupportedError(f"{field} must be a list of layer numbers, found {ids!r}")
+    if ids != sorted(set(ids)):
+        raise UnsupportedError(f"{field} {ids} must ascend without repeats")
+    if ids[0] < 0 or ids[-1] > num_target_layers - 2:
+        raise UnsupportedError(f"{field} {ids} must lie in 0..{num_target_layers - 2}, the last layer excluded")
+    return tuple(ids)
+
+
+def _mask_token_id(value: Any, vocab_size: int) -> int:
+    if type(value) is not int or not 0 <= value < vocab_size:
+        raise UnsupportedError(
+            f"{_WHERE}: dflash_config.mask_token_id must be a token of the target's vocabulary of {vocab_size}, "
+            f"found {value!r}"
+        )
+    return value

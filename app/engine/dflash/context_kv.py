@@ -1,0 +1,39 @@
+"""Context KV: what the draft attends to, computed once per target row from the target's features."""
+
+import torch
+from torch import Tensor
+
+from app.engine.backend import Backend
+from app.engine.dflash.model import DFlashModel
+from app.engine.kv_pool import KvPool
+from app.engine.layers import RotaryTable
+
+
+class ContextKv:
+    """features -> fc -> hidden_norm -> K and V of all draft layers in one projection -> k_norm -> RoPE -> pool.
+
+    Context rows never pass through a draft layer, so their K/V depend on the feature and the position alone.
+    """
+
+    def __init__(self, model: DFlashModel, pool: KvPool, rotary: RotaryTable, backend: Backend) -> None:
+        decoder = model.config.decoder
+        self._fc = model.fc
+        self._hidden_norm = model.hidden_norm
+        self._eps = decoder.rms_norm_eps
+        self._kv = torch.cat([layer.attention.kv_weight for layer in model.layers])
+        self._k_norm = torch.stack([layer.attention.k_norm for layer in model.layers])[:, None, None]
+        self._ones = torch.ones_like(self._k_norm[0, 0, 0])
+        self._shape = (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
+        self._pool = pool
+        self._rotary = rotary
+        self._backend = backend
+
+    def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Features [T, taps * H] of the rows at `positions` [T], into the same slots [T] as the target's KV."""
+        backend, (layers, _, heads, dim) = self._backend, self._shape
+        context = backend.rms_norm(backend.linear(features, self._fc), self._hidden_norm, self._eps)
+        kv = backend.linear(context, self._kv).view(-1, *self._shape).permute(2, 1, 0, 3, 4)
+        k_lthd = backend.rms_norm(kv[0], self._ones, self._eps) * self._k_norm
+        k = backend.rope(k_lthd.reshape(-1, heads, dim), *self._rotary.at(positions.repeat(layers)))
+        v = kv[1].reshape(-1, heads, dim)
+        backend.write_kv(k, v, self._pool.all_layers, self._pool.slots_in_all_layers(slots))

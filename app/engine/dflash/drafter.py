@@ -1,0 +1,55 @@
+"""One forward of the draft model proposes a whole block per sequence."""
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.backend import AttnMeta, Backend
+from app.engine.dflash.context_kv import ContextKv
+from app.engine.dflash.model import DFlashModel
+from app.engine.kv_pool import KvPool
+from app.engine.layers import RotaryTable, StepRows
+from app.engine.sampler import Sampler
+
+
+class Drafter(Protocol):
+    """What the runner needs of a draft, whatever proposes it."""
+
+    def propose(
+        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
+    ) -> Tensor:
+        """Drafts [D, b - 1] of the tokens after each anchor [D]; the block lies at `positions` and `slots` [D * b]."""
+        ...
+
+    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Take in the features [T, taps * H] of all target rows of the step."""
+        ...
+
+
+class DFlashDrafter:
+    """Blocks `[anchor, MASK x (b - 1)]`, bidirectional inside and over the context KV; row k predicts token k."""
+
+    def __init__(
+        self, model: DFlashModel, pool: KvPool, rotary: RotaryTable, sampler: Sampler, backend: Backend
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._rotary = rotary
+        self._sampler = sampler
+        self._context = ContextKv(model, pool, rotary, backend)
+
+    def propose(
+        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
+    ) -> Tensor:
+        config = self._model.config
+        blocks = anchors.new_full((anchors.shape[0], config.block_size), config.mask_token_id)
+        blocks[:, 0] = anchors
+        cos, sin = self._rotary.at(positions)
+        embedded = F.embedding(blocks.flatten(), self._model.embedding)
+        hidden = self._model.forward(embedded, StepRows(cos, sin, slots, [meta]), self._pool)
+        masked = hidden.view(*blocks.shape, -1)[:, 1:].flatten(0, 1)
+        return self._sampler.choose(masked, self._model.lm_head).view(-1, config.block_size - 1)
+
+    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        self._context.write(features, positions, slots)

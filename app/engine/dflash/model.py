@@ -1,0 +1,44 @@
+"""The draft model: target features in, hidden states of a whole block out."""
+
+from torch import Tensor
+
+from app.engine.backend import Backend
+from app.engine.dflash.config import DFlashConfig
+from app.engine.kv_pool import KvPool
+from app.engine.layers import DecoderLayer, StepRows, add_norm
+from app.engine.loader import Weights
+
+
+class DFlashModel:
+    """Qwen3-style layers over a block, plus `fc` and `hidden_norm` that turn features into context.
+
+    A draft that brings an embedding or an lm_head of its own keeps it; otherwise the target's serve.
+    """
+
+    def __init__(
+        self, config: DFlashConfig, weights: Weights, backend: Backend, embedding: Tensor, lm_head: Tensor
+    ) -> None:
+        decoder = config.decoder
+        hidden, vocab = decoder.hidden_size, decoder.vocab_size
+        self.config = config
+        self.fc = weights.get("fc.weight", hidden, len(config.taps) * hidden)
+        self.hidden_norm = weights.get("hidden_norm.weight", hidden)
+        self.layers = [DecoderLayer(decoder, weights, f"layers.{i}", backend) for i in range(decoder.num_layers)]
+        self._norm = weights.get("norm.weight", hidden)
+        self.embedding = _own("embed_tokens.weight", weights, embedding, vocab, hidden)
+        self.lm_head = _own("lm_head.weight", weights, lm_head, vocab, hidden)
+        self._backend = backend
+
+    def forward(self, embedded: Tensor, rows: StepRows, pool: KvPool) -> Tensor:
+        """Embedded blocks [D * b, H] -> hidden states after the final norm [D * b, H].
+
+        Reads the context's K/V from the pool, and writes the block's own past it, where the context will grow.
+        """
+        hidden, residual = embedded, None
+        for layer, kv in zip(self.layers, pool.layers, strict=True):
+            hidden, residual = layer.forward(hidden, residual, rows, kv)
+        return add_norm(self._backend, hidden, residual, self._norm, self.config.decoder.rms_norm_eps)[0]
+
+
+def _own(name: str, weights: Weights, shared: Tensor, *shape: int) -> Tensor:
+    return weights.get(name, *shape) if name in weights else shared

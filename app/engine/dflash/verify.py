@@ -1,0 +1,26 @@
+"""Verification: keep the longest prefix of the draft that equals the target's own choices, plus one bonus token.
+
+Because a kept draft *equals* the target's choice, the emitted tokens are the target's choices themselves, at any
+temperature: what the draft proposes decides how many come out of a step, never which.
+"""
+
+import torch
+from torch import Tensor
+
+
+def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_of: Tensor) -> Tensor:
+    """Accept drafts of S sequences at once.
+
+    `choices` [R] is the target's choice after each logit row; sequence i has rows first[i] .. first[i] +
+    num_drafts[i]. `drafts` [D, b - 1] with `draft_of[i]` the sequence's row in it. Returns [S, w + 1] int64, w the
+    block size or 1 without drafts: the choices padded with repeats, then the number of accepted drafts.
+    """
+    if drafts is None:
+        return torch.stack((choices[first], torch.zeros_like(first)), dim=1)
+    column = torch.arange(drafts.shape[1] + 1, device=choices.device)
+    rows = first[:, None] + torch.minimum(column, num_drafts[:, None])
+    tokens = choices[rows]
+    verified = column[1:] <= num_drafts[:, None]
+    # draft_of is -1 where nothing was drafted; num_drafts is 0 there, so whatever row that picks counts for nothing.
+    accepted = ((tokens[:, :-1] == drafts[draft_of]) & verified).cumprod(dim=1).sum(dim=1, keepdim=True)
+    return torch.cat((tokens, accepted), dim=1)

@@ -1,0 +1,5 @@
+"""What a user can get wrong at start-up."""
+
+
+class UnsupportedError(ValueError):
+    """A checkpoint, size or device that this engine would run wrongly, or not at all. The message says what to do."""

@@ -1,0 +1,33 @@
+"""The KV memory of one model: the tensors that page ids index."""
+
+import torch
+from torch import Tensor
+
+from app.engine.backend import LayerKv
+from app.engine.decoder_config import DecoderConfig
+
+
+class KvPool:
+    """K and V of all layers, each [layers, pages, page_size, kv_heads, head_dim], zeroed once.
+
+    `layers[i]` is what attention of layer i reads. `all_layers` is the same memory seen as one pool of
+    layers * pages pages, for a write to every layer at once.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.layers = [LayerKv(k[i], v[i]) for i in range(config.num_layers)]
+        self.all_layers = LayerKv(k.flatten(0, 1), v.flatten(0, 1))
+        self.slots_per_layer = num_pages * page_size
+
+    def slots_in_all_layers(self, slots: Tensor) -> Tensor:
+        """Slots [T] of one layer as slots [layers * T] of `all_layers`."""
+        offsets = torch.arange(len(self.layers), device=slots.device) * self.slots_per_layer
+        return (offsets[:, None] + slots).flatten()
+
+
+def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

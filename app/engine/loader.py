@@ -1,0 +1,84 @@
+"""Weights from safetensors files, by name and expected shape."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from app.engine.errors import UnsupportedError
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes in all)."""
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from. Names are without the `model.` prefix that some files have."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """The tensor, on the device, in the engine's dtype. Raises UnsupportedError if missing or shaped otherwise."""
+        ...
+
+    def skip(self, name: str) -> None:
+        """A tensor that may be in the file and is not needed."""
+        ...
+
+
+class SafetensorsWeights:
+    """The safetensors of one folder, single or sharded, read straight to the device when asked for."""
+
+    def __init__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress | None = None
+    ) -> None:
+        self._folder = folder
+        self._device = device
+        self._dtype = dtype
+        self._on_progress = on_progress
+        self._files = {name.removeprefix("model."): (path, name) for name, path in _index(folder).items()}
+        self._open = {path: safe_open(path, framework="pt", device=str(device)) for path, _ in self._files.values()}
+        self._total = sum(path.stat().st_size for path in self._open)
+        self._read = 0
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        if name not in self._files:
+            raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
+        path, stored_name = self._files[name]
+        tensor: Tensor = self._open[path].get_tensor(stored_name)
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedError(
+                f"{self._folder}: tensor {name} has shape {list(tensor.shape)}, the config wants {list(shape)}"
+            )
+        self._used.add(name)
+        self._read += tensor.nbytes
+        if self._on_progress:
+            self._on_progress(self._read, self._total)
+        return tensor.to(self._device, self._dtype)
+
+    def skip(self, name: str) -> None:
+        self._used.add(name)
+
+    def unused(self) -> list[str]:
+        """Names in the files that nobody asked for."""
+        return sorted(set(self._files) - self._used)
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise UnsupportedError(f"{folder}: neither {single.name} nor {index.name} is there")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)

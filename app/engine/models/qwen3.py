@@ -1,0 +1,54 @@
+"""Qwen3 dense: a causal target that hands out the residual stream after chosen layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.backend import Backend
+from app.engine.decoder_config import DecoderConfig
+from app.engine.errors import UnsupportedError
+from app.engine.kv_pool import KvPool
+from app.engine.layers import DecoderLayer, StepRows, add_norm
+from app.engine.loader import Weights
+
+
+def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Raises UnsupportedError for anything but a dense Qwen3."""
+    kind = raw.get("model_type")
+    if kind != "qwen3":
+        raise UnsupportedError(f"target: model_type {kind!r} is not supported yet; supported: 'qwen3' (dense Qwen3)")
+    return DecoderConfig.from_json(raw, "target")
+
+
+class Qwen3:
+    """`taps` are zero-based layer numbers, ascending; feature i is the residual stream after layer taps[i]."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, backend: Backend, taps: tuple[int, ...] = ()) -> None:
+        self.config = config
+        self.taps = taps
+        self.embedding = weights.get("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._layers = [DecoderLayer(config, weights, f"layers.{i}", backend) for i in range(config.num_layers)]
+        self._norm = weights.get("norm.weight", config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head = self.embedding
+            weights.skip("lm_head.weight")
+        else:
+            self.lm_head = weights.get("lm_head.weight", config.vocab_size, config.hidden_size)
+        self._backend = backend
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.embedding)
+
+    def forward(self, token_ids: Tensor, rows: StepRows, pool: KvPool) -> tuple[Tensor, Tensor | None]:
+        """Token ids [T] -> (hidden states after the final norm [T, H], features [T, taps * H] or None without taps)."""
+        hidden, residual, features = self.embed(token_ids), None, []
+        eps = self.config.rms_norm_eps
+        for i, (layer, kv) in enumerate(zip(self._layers, pool.layers, strict=True)):
+            hidden, residual = layer.forward(hidden, residual, rows, kv)
+            if i in self.taps:
+                features.append(hidden + residual)
+        hidden, _ = add_norm(self._backend, hidden, residual, self._norm, eps)
+        return hidden, torch.cat(features, dim=-1) if features else None

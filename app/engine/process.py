@@ -1,0 +1,199 @@
+"""The engine process: `python -m app.engine.process COMMANDS REPLIES EPOCH`, started by the API process.
+
+The two addresses are ZeroMQ sockets that the parent has bound. The first line of stdin is a JSON object `{"config":
+..., "target": folder, "draft": folder or null}`; after it stdin stays open, and its end means that the parent is gone.
+This is the only module of the engine that knows messages and settings: below it there are plain dataclasses.
+"""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from app.config import Config
+from app.engine.batch import Delta
+from app.engine.build import Engine, Progress, build_engine
+from app.engine.config import EngineConfig
+from app.engine.core import Step
+from app.engine.errors import UnsupportedError
+from app.engine.sequence import Request
+from app.types import (
+    Abort,
+    Command,
+    EngineInfo,
+    Fatal,
+    LoadProgress,
+    Ready,
+    Reply,
+    Shutdown,
+    SpecStep,
+    StepOutput,
+    StepStats,
+    Submit,
+    TokenDelta,
+)
+
+_PROGRESS_INTERVAL_SECONDS = 0.1
+
+
+class Link:
+    """The sockets to the parent. Commands for another epoch are dropped."""
+
+    def __init__(self, commands: str, replies: str, epoch: int) -> None:
+        self.epoch = epoch
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._commands = context.socket(zmq.PULL)
+        self._replies = context.socket(zmq.PUSH)
+        for socket, address in ((self._commands, commands), (self._replies, replies)):
+            socket.set_hwm(0)
+            socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+    def send(self, reply: Reply) -> None:
+        self._replies.send(self._encoder.encode(reply))
+
+    def receive(self, *, wait: bool) -> list[Command]:
+        """All commands that have come; with `wait`, at least one."""
+        commands: list[Command] = []
+        while self._commands.poll(None if wait and not commands else 0):
+            command = self._decoder.decode(self._commands.recv())
+            if isinstance(command, Shutdown) or command.epoch == self.epoch:
+                commands.append(command)
+        return commands
+
+    def close(self) -> None:
+        """Deliver what was sent, then let go."""
+        zmq.Context.instance().destroy(linger=1000)
+
+
+def main() -> int:
+    commands, replies, epoch = sys.argv[1:]
+    settings = msgspec.json.decode(sys.stdin.readline())
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    link = Link(commands, replies, int(epoch))
+    try:
+        engine = build_engine(_engine_config(settings), _progress(link))
+        link.send(Ready(link.epoch, _info(engine, settings)))
+        serve(link, engine)
+        return 0
+    except UnsupportedError as error:
+        link.send(Fatal(link.epoch, str(error), user_error=True))
+        return 2
+    except Exception as error:
+        link.send(Fatal(link.epoch, f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        link.close()
+
+
+def serve(link: Link, engine: Engine) -> None:
+    """Take commands, step while there is work, one reply a step; until Shutdown."""
+    core = engine.core
+    while True:
+        for command in link.receive(wait=not core.has_work):
+            match command:
+                case Submit():
+                    core.add(_request(command))
+                case Abort():
+                    core.abort(command.request_id)
+                case Shutdown():
+                    return
+        if core.has_work:
+            link.send(_output(link.epoch, engine, core.step()))
+
+
+def _engine_config(settings: dict[str, Any]) -> EngineConfig:
+    config = Config.model_validate(settings["config"])
+    drafts = config.num_speculative_tokens
+    return EngineConfig(
+        target=Path(settings["target"]),
+        draft=Path(settings["draft"]) if settings["draft"] else None,
+        device=config.device,
+        dtype=config.dtype,
+        block_size=None if drafts is None else drafts + 1,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        page_size=config.page_size,
+        kv_cache_memory=config.kv_cache_memory,
+        memory_utilization=config.memory_utilization,
+    )
+
+
+def _request(submit: Submit) -> Request:
+    return Request(
+        request_id=submit.request_id,
+        token_ids=tuple(submit.token_ids),
+        max_tokens=submit.max_tokens,
+        temperature=submit.sampling.temperature,
+        seed=submit.sampling.seed,
+        stop_token_ids=frozenset(submit.stop_token_ids),
+        speculate=submit.speculate,
+    )
+
+
+def _info(engine: Engine, settings: dict[str, Any]) -> EngineInfo:
+    sizes, draft = engine.sizes, engine.draft
+    return EngineInfo(
+        target=settings["target"],
+        draft=settings["draft"],
+        device=engine.device,
+        dtype=engine.dtype,
+        block_size=sizes.block_size,
+        taps=list(draft.taps) if draft else [],
+        page_size=sizes.page_size,
+        num_pages=engine.core.scheduler.pool.num_usable,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        vocab_size=engine.target.vocab_size,
+    )
+
+
+def _output(epoch: int, engine: Engine, step: Step) -> StepOutput:
+    scheduler = engine.core.scheduler
+    stats = StepStats(
+        kind=step.kind,
+        seconds=step.seconds,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        used_pages=scheduler.pool.num_used,
+        num_pages=scheduler.pool.num_usable,
+        num_preemptions=scheduler.num_preemptions,
+    )
+    return StepOutput(epoch, [_token_delta(delta) for delta in step.deltas], stats)
+
+
+def _token_delta(delta: Delta) -> TokenDelta:
+    steps = [SpecStep(len(delta.token_ids), delta.num_verified, delta.num_accepted)]
+    return TokenDelta(delta.request_id, delta.token_ids, steps, finish_reason=delta.finish_reason)
+
+
+def _progress(link: Link) -> Progress:
+    """Progress replies, a few a second, and always the last of a stage."""
+    sent_at = 0.0
+
+    def send(stage: str, done: int, total: int) -> None:
+        nonlocal sent_at
+        now = time.monotonic()
+        if done == total or now - sent_at > _PROGRESS_INTERVAL_SECONDS:
+            sent_at = now
+            link.send(LoadProgress(link.epoch, stage, done, total))
+
+    return send
+
+
+def _leave_with_parent() -> None:
+    while sys.stdin.read(1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

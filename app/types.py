@@ -1,0 +1,135 @@
+"""Every message that crosses the border between the API process and the engine process.
+
+The border carries msgspec messages over ZeroMQ. The API process sends `Request` messages, the engine process
+answers with `Reply` messages. Every message has the epoch of the engine it is meant for or comes from: a restarted
+engine gets the next epoch, and whatever a dead one left behind in a socket is dropped by that number.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the target chooses a token. Temperature 0 is argmax; `seed` is an unsigned 64-bit number."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """One request. `token_ids` is the whole prompt, never empty; the engine knows no text."""
+
+    request_id: str
+    epoch: int
+    token_ids: list[int]
+    sampling: Sampling
+    stop_token_ids: list[int]
+    max_tokens: int
+    speculate: bool = True
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The client has gone, or a stop string has matched: free the request's pages. No reply is sent."""
+
+    request_id: str
+    epoch: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave the step loop and exit 0."""
+
+
+Command = Submit | Abort | Shutdown
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """How far the start is: `stage` is "target", "draft" or "warm-up"; `done` and `total` are bytes, or steps."""
+
+    epoch: int
+    stage: str
+    done: int
+    total: int
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What was loaded, for the start-up table, /v1/models and the checks at the door.
+
+    `draft` is None for a target alone, and then `block_size` is 1 and `taps` is empty.
+    """
+
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    block_size: int
+    taps: list[int]
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Weights are loaded and the engine is warm: requests may come."""
+
+    epoch: int
+    info: EngineInfo
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on. `user_error`: the configuration is at fault, so a restart is pointless."""
+
+    epoch: int
+    reason: str
+    user_error: bool = False
+
+
+class SpecStep(msgspec.Struct, frozen=True, array_like=True):
+    """One engine step of one request: tokens emitted, drafts verified, and drafts accepted (without the bonus)."""
+
+    n_tokens: int
+    n_verified: int
+    n_accepted: int
+
+
+class TokenDelta(msgspec.Struct, frozen=True):
+    """New tokens of one request, in order; `steps` says how they were come by, one entry per engine step.
+
+    The last delta of a request has a `finish_reason`. With "stop" its last token is the stop token itself: it
+    counts as a token and is not text. With "error" `error` says what happened.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    steps: list[SpecStep]
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class StepStats(msgspec.Struct, frozen=True):
+    """The engine after a step: `kind` is "prefill", "decode" or "mixed"; preemptions count since the start."""
+
+    kind: str
+    seconds: float
+    num_running: int
+    num_waiting: int
+    used_pages: int
+    num_pages: int
+    num_preemptions: int
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag=True):
+    """One message per engine step for the whole batch."""
+
+    epoch: int
+    deltas: list[TokenDelta]
+    stats: StepStats
+
+
+Reply = LoadProgress | Ready | Fatal | StepOutput

@@ -1,0 +1,205 @@
+"""Tiny random target + draft pairs in the published file formats, made in milliseconds.
+
+The weights mean nothing, but they are scaled so that a mistake shows: logits spread by about 2, greedy text wanders,
+and every norm has a weight well away from 1. They are mild enough that fp32 rounding moves a logit by some 3e-5 at most
+(4 layers, token by token against whole), which stays below the 1e-4 of the lossless rule.
+
+The same seed and sizes give the same tensors in every dialect (shards, key prefix, where the config keeps the block
+size, taps and rope), so dialects can be compared exactly.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoint folders and what was put into them."""
+
+    target: Path
+    draft: Path
+    vocab_size: int
+    num_layers: int
+    draft_layers: int
+    block_size: int
+    taps: tuple[int, ...]
+    mask_token_id: int
+    max_position_embeddings: int
+    dtype: torch.dtype
+
+
+def make_pair(
+    folder: Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = 97,
+    hidden_size: int = 32,
+    intermediate_size: int = 64,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    tied: bool = False,
+    block_size: int = 8,
+    draft_layers: int = 2,
+    taps: tuple[int, ...] = (1, 2),
+    mask_token_id: int | None = None,
+    rope_theta: float = 10000.0,
+    max_position_embeddings: int = 512,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    draft_prefix: Literal["", "model."] = "",
+    block_size_in: Literal["top", "dflash_config"] = "top",
+    rope_dialect: Literal["rope_theta", "rope_parameters"] = "rope_theta",
+    name_taps: bool = True,
+    own_embedding: bool = False,
+    own_head: bool = False,
+    eos_token_id: int | list[int] | None = None,
+) -> Pair:
+    """Write `folder/target` (a Qwen3ForCausalLM) and `folder/draft` (DFlash v1).
+
+    `mask_token_id` defaults to the last id of the vocabulary. `name_taps=False` leaves `target_layer_ids` out of the
+    draft's config, so `taps` must be the default ones. `own_embedding` and `own_head` give the draft an embedding
+    and an lm_head that differ from the target's. `shards` applies to both folders.
+    """
+    mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
+    shape: dict[str, Any] = {
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": max_position_embeddings,
+        "use_sliding_window": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if rope_dialect == "rope_theta":
+        shape |= {"rope_theta": rope_theta, "rope_scaling": None}
+    else:
+        shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": rope_theta}}
+
+    target_config = shape | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": num_layers,
+        "tie_word_embeddings": tied,
+    }
+    if eos_token_id is not None:
+        target_config["eos_token_id"] = eos_token_id
+
+    dflash: dict[str, Any] = {"mask_token_id": mask_token_id}
+    if name_taps:
+        dflash["target_layer_ids"] = list(taps)
+    draft_config = shape | {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": draft_layers,
+        "layer_types": ["full_attention"] * draft_layers,
+        "num_target_layers": num_layers,
+        "tie_word_embeddings": False,
+        "dflash_config": dflash,
+    }
+    (draft_config if block_size_in == "top" else dflash)["block_size"] = block_size
+
+    draw = _Draw(2 * seed)
+    target: Tensors = {"model.embed_tokens.weight": draw.normal(vocab_size, hidden_size, std=0.35)}
+    for i in range(num_layers):
+        target |= _layer(draw, f"model.layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim)
+    target["model.norm.weight"] = draw.norm(hidden_size)
+    if not tied:
+        target["lm_head.weight"] = draw.linear(vocab_size, hidden_size, gain=2.0)
+
+    draw = _Draw(2 * seed + 1)
+    draft: Tensors = {
+        "fc.weight": draw.linear(hidden_size, len(taps) * hidden_size),
+        "hidden_norm.weight": draw.norm(hidden_size),
+    }
+    for i in range(draft_layers):
+        draft |= _layer(draw, f"layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim)
+    draft["norm.weight"] = draw.norm(hidden_size)
+    if own_embedding:
+        draft["embed_tokens.weight"] = draw.normal(vocab_size, hidden_size, std=0.35)
+    draft = {draft_prefix + name: tensor for name, tensor in draft.items()}
+    if own_head:
+        draft["lm_head.weight"] = draw.linear(vocab_size, hidden_size, gain=2.0)
+
+    _write(folder / "target", target_config, target, dtype, shards)
+    _write(folder / "draft", draft_config, draft, dtype, shards)
+    return Pair(
+        target=folder / "target",
+        draft=folder / "draft",
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        draft_layers=draft_layers,
+        block_size=block_size,
+        taps=tuple(taps),
+        mask_token_id=mask_token_id,
+        max_position_embeddings=max_position_embeddings,
+        dtype=dtype,
+    )
+
+
+class _Draw:
+    """Seeded weights; the gain keeps each projection's output near the size of its input."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, std: float) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator) * std
+
+    def linear(self, out_features: int, in_features: int, gain: float = 1.0) -> torch.Tensor:
+        return self.normal(out_features, in_features, std=gain * in_features**-0.5)
+
+    def norm(self, size: int) -> torch.Tensor:
+        """Between 0.5 and 1.5, so that a weight that is skipped or misplaced is seen."""
+        return torch.rand(size, generator=self.generator) + 0.5
+
+
+def _layer(draw: _Draw, prefix: str, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int) -> Tensors:
+    # Context must outweigh the token's own embedding, or greedy text falls into a loop of one token: hence the gains of
+    # attention. Sharper attention (q and k norms) wanders more still, but amplifies rounding past 1e-4.
+    tensors = {
+        "input_layernorm.weight": draw.norm(hidden),
+        "self_attn.q_proj.weight": draw.linear(heads * head_dim, hidden),
+        "self_attn.k_proj.weight": draw.linear(kv_heads * head_dim, hidden),
+        "self_attn.v_proj.weight": draw.linear(kv_heads * head_dim, hidden, gain=2.0),
+        "self_attn.q_norm.weight": draw.norm(head_dim) * 1.5,
+        "self_attn.k_norm.weight": draw.norm(head_dim) * 1.5,
+        "self_attn.o_proj.weight": draw.linear(hidden, heads * head_dim, gain=4.0),
+        "post_attention_layernorm.weight": draw.norm(hidden),
+        "mlp.gate_proj.weight": draw.linear(inner, hidden, gain=1.5),
+        "mlp.up_proj.weight": draw.linear(inner, hidden, gain=1.5),
+        "mlp.down_proj.weight": draw.linear(hidden, inner, gain=1.5),
+    }
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: Tensors, dtype: torch.dtype, shards: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(tensors)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[shard::shards]
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,233 @@
+"""One class of settings: where a value may come from, who wins, and what a mistake is told."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from app.config import GROUPS, PEER_FLAGS, Config, ConfigError, Said, flag_table, parse_bytes, setting_fields
+
+VLLM_CONFIG = '{"method": "dflash", "model": "draft", "num_speculative_tokens": 15}'
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("DFLASH_")]:
+        monkeypatch.delenv(name)
+
+
+def flag(field: str, value: object) -> Said:
+    return Said("--" + field.replace("_", "-"), field, value)
+
+
+def yaml_file(folder: Path, text: str) -> Said:
+    file = folder / "server.yaml"
+    file.write_text(text)
+    return Said("--config", "config", str(file))
+
+
+def refusal(*said: Said) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(said)
+    return caught.value
+
+
+def test_flags_win_over_environment_over_yaml_over_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1\npage-size: 1\n")
+    monkeypatch.setenv("DFLASH_PORT", "2")
+    monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "2")
+    config = Config.load([file, flag("port", "3")])
+    assert (config.port, config.max_num_seqs, config.page_size, config.host) == (3, 2, 1, "127.0.0.1")
+
+
+def test_the_environment_may_name_the_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_CONFIG", yaml_file(tmp_path, "port: 1234").value)
+    assert Config.load().port == 1234
+
+
+def test_a_flag_wins_over_a_speculative_config_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", VLLM_CONFIG)
+    config = Config.load([flag("num_speculative_tokens", "7")])
+    assert (config.draft_model, config.num_speculative_tokens) == ("draft", 7)
+
+
+def test_the_nearer_source_decides_between_the_two_memory_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = yaml_file(tmp_path, "kv_cache_memory: 4GiB")
+    assert Config.load([file]).kv_cache_memory == 4 * 2**30
+    monkeypatch.setenv("DFLASH_MEMORY_UTILIZATION", "0.5")
+    config = Config.load([file])
+    assert (config.kv_cache_memory, config.memory_utilization) == (None, 0.5)
+
+
+@pytest.mark.parametrize("field", ["modle", "prot"])
+def test_an_unknown_environment_variable_names_the_nearest(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_" + field.upper(), "x")
+    error = refusal()
+    assert f"DFLASH_{field.upper()}" in str(error)
+    assert error.hint in ("did you mean DFLASH_MODEL?", "did you mean DFLASH_PORT?")
+
+
+def test_an_unknown_yaml_key_names_the_nearest_and_the_file(tmp_path: Path) -> None:
+    error = refusal(yaml_file(tmp_path, "max_num_seq: 4"))
+    assert "max_num_seq" in str(error) and "server.yaml" in str(error)
+    assert error.hint == "did you mean max_num_seqs?"
+
+
+def test_a_peers_name_in_yaml_is_answered_with_ours(tmp_path: Path) -> None:
+    assert refusal(yaml_file(tmp_path, "gpu-memory-utilization: 0.9")).hint == "it is memory_utilization here"
+
+
+@pytest.mark.parametrize(("text", "why"), [("- a\n- b", "mapping"), ("a: [", "not YAML"), (None, "cannot be read")])
+def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, why: str) -> None:
+    said = yaml_file(tmp_path, text or "")
+    if text is None:
+        Path(said.value).unlink()
+    error = refusal(said)
+    assert why in str(error) and "server.yaml" in str(error)
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in ("DFLASH", "DFLASH_SERVER"):
+        monkeypatch.setenv(f"{service}_SERVICE_HOST", "10.0.0.1")
+        monkeypatch.setenv(f"{service}_SERVICE_PORT", "8000")
+        monkeypatch.setenv(f"{service}_PORT", "tcp://10.0.0.1:8000")
+        monkeypatch.setenv(f"{service}_PORT_8000_TCP_ADDR", "10.0.0.1")
+    assert Config.load().port == 8000
+
+
+def test_an_empty_environment_variable_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_MODEL", "")
+    assert Config.load().model == "demo"
+
+
+def test_a_bad_value_is_told_with_the_name_it_was_given_under(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(refusal(flag("port", "abc"))).startswith("--port abc: ")
+    assert str(refusal(yaml_file(tmp_path, "port: 70000"))).startswith(f"port in {tmp_path}")
+    monkeypatch.setenv("DFLASH_PORT", "abc")
+    assert str(refusal()).startswith("DFLASH_PORT abc: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"num_speculative_tokens": 8, "method":"dflash","model":"draft","enforce_eager": true}',
+        VLLM_CONFIG,
+        '{"model": "draft", "num_speculative_tokens": 5, "method": "dflash", "draft_tensor_parallel_size": 1}',
+    ],
+    ids=["vllm-ascend", "vllm", "vllm with draft_tensor_parallel_size"],
+)
+def test_a_peers_speculative_config_starts_as_it_stands(text: str) -> None:
+    config = Config.load([flag("speculative_config", text)])
+    said = json.loads(text)
+    assert config.draft_model == "draft"
+    assert config.num_speculative_tokens == said["num_speculative_tokens"]
+    assert config.draft_enforce_eager == said.get("enforce_eager", False)
+    assert config.enforce_eager is False
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"method": "eagle3", "model": "x"}', "eagle3"),
+        ('{"method": "dflash", "modle": "x"}', "modle"),
+        ('{"model": "x", "draft_tensor_parallel_size": 2}', "one replica per device"),
+        ('{"model": "x"', "not JSON"),
+        ("[1]", "object"),
+    ],
+)
+def test_what_a_speculative_config_may_not_say_is_refused_by_name(text: str, named: str) -> None:
+    error = refusal(flag("speculative_config", text))
+    assert named in str(error) and "--speculative-config" in str(error)
+
+
+def test_a_speculative_config_may_be_a_mapping_in_yaml(tmp_path: Path) -> None:
+    config = Config.load([yaml_file(tmp_path, f"speculative_config: {VLLM_CONFIG}")])
+    assert (config.draft_model, config.num_speculative_tokens) == ("draft", 15)
+
+
+def test_saying_a_thing_twice_with_different_values_is_an_error_naming_both() -> None:
+    error = refusal(flag("speculative_config", VLLM_CONFIG), flag("num_speculative_tokens", "7"))
+    assert "--speculative-config" in str(error) and "--num-speculative-tokens" in str(error)
+    assert Config.load([flag("speculative_config", VLLM_CONFIG), flag("num_speculative_tokens", "15")])
+
+
+def test_both_memory_limits_in_one_source_exclude_each_other() -> None:
+    error = refusal(flag("kv_cache_memory", "1GiB"), flag("memory_utilization", "0.9"))
+    assert "--kv-cache-memory" in str(error) and "--memory-utilization" in str(error)
+
+
+def test_the_engine_process_reads_what_the_api_process_wrote_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1")
+    monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", VLLM_CONFIG)
+    config = Config.load([file, flag("kv_cache_memory", "2G"), flag("served_model_name", ["a", "b"])])
+    text = config.model_dump_json()
+    Path(file.value).unlink()
+    monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "99")
+    monkeypatch.setenv("DFLASH_NO_SUCH_THING", "1")
+    assert Config.model_validate_json(text) == config
+    assert Config() == Config.model_validate_json("{}")
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Config().port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 2**32), ("512MiB", 2**29), ("2G", 2**31), ("2GB", 2 * 10**9), ("1.5g", 3 * 2**29), ("77", 77)],
+)
+def test_memory_may_be_given_with_a_unit(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+    assert Config.load([flag("kv_cache_memory", text)]).kv_cache_memory == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 potatoes", "4iB2"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="512MiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [("half", "float16"), ("fp16", "float16"), ("float", "float32"), ("fp32", "float32"), ("BF16", "bfloat16")],
+)
+def test_short_spellings_of_dtypes_are_understood(said: str, dtype: str) -> None:
+    assert Config.load([flag("dtype", said)]).dtype == dtype
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1", "npu", "npu:7"])
+def test_a_device_may_carry_an_index(device: str) -> None:
+    assert Config.load([flag("device", device)]).device == device
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("device", "tpu", "cuda:N"),
+        ("device", "cpu:0", "cuda:N"),
+        ("num_speculative_tokens", "0", "--no-speculation"),
+        ("tensor_parallel_size", "2", "one replica per device"),
+        ("memory_utilization", "1.5", "less than or equal to 1"),
+        ("max_num_seqs", "0", "greater than 0"),
+        ("dtype", "int8", "bfloat16"),
+    ],
+)
+def test_a_refused_value_says_what_is_allowed(field: str, value: str, why: str) -> None:
+    assert why in str(refusal(flag(field, value)))
+
+
+def test_every_setting_is_in_one_group_of_the_help() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(setting_fields())
+
+
+def test_the_peer_table_names_only_settings_that_exist() -> None:
+    assert {peer.field for peer in PEER_FLAGS if peer.field} <= setting_fields().keys()
+    assert ("--block-size", "--page-size", "vLLM", "tokens of a KV page, not the DFlash block") in flag_table()
