@@ -113,7 +113,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    """The engine after a step: `kind` is "prefill", "decode" or "mixed"; preemptions count since the start."""
+    """The engine after a step: `kind` is "prefill", "decode" or "mixed", or "idle" where there was no step; preemptions
+    count since the start, and pages leave out the scratch pages."""
 
     kind: str
     seconds: float

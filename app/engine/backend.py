@@ -2,6 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,9 @@ class LayerKv:
 class AttnMeta:
     """What attention reads for the rows of S sequences lying back to back.
 
-    `cu_q` [S + 1] and `kv_len` [S] are int32 and `page_table` [S, P] int64, on the device; `q_lens` and `kv_lens`
-    are the same lengths on the host, exact. `kv_lens` include the rows themselves. Causal rows see the tokens up to
-    themselves, others all `kv_len` tokens. `plan` is for a backend to keep what it derives once for all layers.
+    `cu_q` [S + 1], `kv_len` [S] and `page_table` [S, P] are int32 on the device; `q_lens` and `kv_lens` are the same
+    lengths on the host, exact. `kv_lens` include the rows themselves. Causal rows see the tokens up to themselves,
+    others all `kv_len` tokens. `plan` is what `Backend.plan_attention` derived, once for all layers.
     """
 
     cu_q: Tensor
@@ -33,6 +34,7 @@ class AttnMeta:
     page_table: Tensor
     q_lens: list[int]
     kv_lens: list[int]
+    page_size: int
     causal: bool
     plan: Any = None
 
@@ -54,13 +56,26 @@ class Backend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+        """What `attention` needs of `meta` beyond itself, with `group` query heads to a KV head.
+
+        Called once a step, before the forward, so that `attention` itself can be captured in a graph.
+        """
+        return None
+
     @abstractmethod
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
-        """softmax(q k^T / sqrt(D)) v over paged K/V, grouped-query heads. Returns o [T, heads, D]."""
+        """softmax(q k^T / sqrt(D)) v over paged K/V, grouped-query heads. Returns o [T, heads, D].
+
+        Slots past `kv_len` may hold anything finite; nothing of them may show in o.
+        """
 
     @abstractmethod
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        """Put row t at slot `slots[t]` = page id * page_size + offset. Slots are unique in a call."""
+        """Put row t at slot `slots[t]` = page id * page_size + offset; int32, unique in a call.
+
+        The rows may be strided views of a wider tensor.
+        """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -83,11 +98,12 @@ class Backend(ABC):
         """x @ weight.T"""
 
     @abstractmethod
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin the copy of x to the host behind the work queued so far; calling the result waits for that alone."""
+
+    @abstractmethod
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
-
-    def check(self, block_size: int, head_dims: set[int]) -> None:  # noqa: B027 - most devices have no such limit
-        """Raises UnsupportedError when the device cannot run such a block or head size."""
 
 
 def make_backend(device: str) -> Backend:
@@ -97,10 +113,12 @@ def make_backend(device: str) -> Backend:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(f"--device {device}: this torch ({torch.__version__}) sees no CUDA device")
+    kind, _, number = device.partition(":")
     if kind == "npu":
         raise UnsupportedError(f"--device {device}: the Ascend backend is not part of this version; use cpu or cuda")
-    module = importlib.import_module("app.engine.torch_backend")
-    return module.TorchBackend(torch.device(device))  # type: ignore[no-any-return]
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(
+            f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
+        )
+    backend: Backend = importlib.import_module("app.engine.torch_backend").TorchBackend(torch.device(device))
+    return backend

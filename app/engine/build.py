@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -13,7 +12,7 @@ from app.engine.core import EngineCore
 from app.engine.decoder_config import DecoderConfig, read_config
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.dflash.model import DFlashModel
+from app.engine.dflash.model import DFlashModel, check_tensor_names
 from app.engine.errors import UnsupportedError
 from app.engine.kv_cache import PagePool
 from app.engine.kv_pool import KvPool, bytes_per_token
@@ -21,16 +20,16 @@ from app.engine.layers import RotaryTable
 from app.engine.loader import SafetensorsWeights
 from app.engine.model_runner import ModelRunner
 from app.engine.models.qwen3 import Qwen3, qwen3_config
-from app.engine.sampler import LOGITS_CHUNK_BYTES, Sampler
+from app.engine.sampler import LOGITS_CHUNK_BYTES, PEAK_CHUNKS, Sampler
 from app.engine.scheduler import Scheduler
+from app.engine.self_test import check_attention
 from app.engine.sequence import Request
 
-M = TypeVar("M")
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "target" and "draft" in bytes, "warm-up" in steps."""
 
-CPU_KV_BYTES = 1 << 30
-"""KV memory on a CPU when nothing is asked for: a laptop's memory is not the server's to fill."""
+CPU_KV_BYTES = 4 << 30
+"""KV memory on a CPU when nothing is asked for, or half of what is free: the machine is not the server's to fill."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,7 +40,6 @@ class Engine:
 
     core: EngineCore
     sizes: Sizes
-    num_pages: int
     device: str
     dtype: str
     target: DecoderConfig
@@ -49,7 +47,7 @@ class Engine:
 
 
 def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) -> Engine:
-    """Raises UnsupportedError, before any weight is read where it can, for what we would run wrongly."""
+    """Raises UnsupportedError, before any weight is read where it can, for what would run wrongly or not fit."""
     backend = make_backend(config.device)
     target_config = qwen3_config(read_config(config.target))
     draft_config = None
@@ -58,26 +56,27 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
     block_size = draft_config.block_size if draft_config else 1
     sizes = settle_sizes(config, block_size, target_config.max_position_embeddings, backend.defaults)
     decoders = [target_config, *([draft_config.decoder] if draft_config else [])]
-    backend.check(block_size, {decoder.head_dim for decoder in decoders})
-    dtype = backend.defaults.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
+    dtype = _dtype(config, target_config, backend)
+    for decoder in decoders:
+        check_attention(backend, decoder, sizes.page_size, block_size, dtype)
 
-    taps = draft_config.taps if draft_config else ()
-    target = _load(
-        config.target, "target", backend, dtype, on_progress, lambda w: Qwen3(target_config, w, backend, taps)
-    )
+    def open_weights(folder: Path, stage: str) -> SafetensorsWeights:
+        return SafetensorsWeights(folder, backend.device, dtype, lambda done, total: on_progress(stage, done, total))
+
+    target_weights = open_weights(config.target, "target")
+    draft_weights = open_weights(config.draft, "draft") if config.draft else None
+    if draft_weights:
+        check_tensor_names(draft_weights.names)
+    target = Qwen3(target_config, target_weights, backend, draft_config.taps if draft_config else ())
+    target_weights.close()
     model = None
-    if draft_config and config.draft:
-        model = _load(
-            config.draft,
-            "draft",
-            backend,
-            dtype,
-            on_progress,
-            lambda w: DFlashModel(draft_config, w, backend, target.embedding, target.lm_head),
-        )
+    if draft_config and draft_weights:
+        model = DFlashModel(draft_config, draft_weights, backend, target.embedding, target.lm_head)
+        draft_weights.close()
 
-    kv_bytes = config.kv_cache_memory or _kv_bytes(config, sizes, target_config, dtype, backend)
-    num_pages = settle_pages(sizes, kv_bytes, sum(bytes_per_token(decoder, dtype) for decoder in decoders))
+    kv_bytes = _kv_bytes(config, sizes, target_config, dtype, backend)
+    token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
+    sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     sampler = Sampler(target_config.vocab_size, backend)
     rotaries = [RotaryTable(d.head_dim, d.rope_theta, sizes.padded_len, dtype, backend.device) for d in decoders]
     pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
@@ -102,35 +101,38 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
     core = EngineCore(scheduler, runner)
     _warm_up(core, sizes, on_progress)
     name = str(dtype).removeprefix("torch.")
-    return Engine(core, sizes, num_pages, str(backend.device), name, target_config, draft_config)
+    return Engine(core, sizes, str(backend.device), name, target_config, draft_config)
 
 
-def _load(
-    folder: Path,
-    stage: str,
-    backend: Backend,
-    dtype: torch.dtype,
-    on_progress: Progress,
-    build: Callable[[SafetensorsWeights], M],
-) -> M:
-    weights = SafetensorsWeights(folder, backend.device, dtype, lambda done, total: on_progress(stage, done, total))
-    model = build(weights)
-    if unused := weights.unused():
-        raise UnsupportedError(
-            f"{stage}: {folder} has {len(unused)} tensors this architecture does not use, such as {unused[0]}; "
-            "running without them would be wrong"
-        )
-    return model
+def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> torch.dtype:
+    """What was asked for; else float32 on a CPU, and elsewhere the checkpoint's own if it is a 16-bit one."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    own = _DTYPES.get(target.dtype, torch.float32)
+    return own if own.itemsize == backend.defaults.dtype.itemsize else backend.defaults.dtype
 
 
 def _kv_bytes(config: EngineConfig, sizes: Sizes, target: DecoderConfig, dtype: torch.dtype, backend: Backend) -> int:
-    """What is left of the device for KV after the weights, the widest activations and a chunk of logits."""
+    """Memory for KV: what was asked for, or what the weights, the widest step and its logits leave.
+
+    Raises UnsupportedError when what was asked for does not fit beside those.
+    """
     free, total = backend.memory()
+    rows = sizes.max_num_batched_tokens
+    step = rows * (8 * target.hidden_size + 4 * target.intermediate_size) * dtype.itemsize
+    logits = PEAK_CHUNKS * min(
+        LOGITS_CHUNK_BYTES, max(rows, sizes.max_num_seqs * sizes.block_size) * 4 * target.vocab_size
+    )
+    if config.kv_cache_memory is not None:
+        if config.kv_cache_memory + step + logits > free:
+            raise UnsupportedError(
+                f"--kv-cache-memory {config.kv_cache_memory >> 20}MiB, {step >> 20} MiB for a step of {rows} rows and "
+                f"{logits >> 20} MiB for its logits are more than the {free >> 20} MiB free on {backend.device}"
+            )
+        return config.kv_cache_memory
     if backend.device.type == "cpu":
-        return min(CPU_KV_BYTES, int(free * config.memory_utilization))
-    widest = 8 * target.hidden_size + 4 * target.intermediate_size
-    activations = sizes.max_num_batched_tokens * widest * dtype.itemsize + 3 * LOGITS_CHUNK_BYTES
-    return int(total * config.memory_utilization) - (total - free) - activations
+        return min(CPU_KV_BYTES, (free - step - logits) // 2)
+    return int(total * config.memory_utilization) - (total - free) - step - logits
 
 
 def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:

@@ -1,6 +1,6 @@
 """What the engine is asked to be, and the sizes it settles on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.engine.backend import Defaults
@@ -8,6 +8,8 @@ from app.engine.errors import UnsupportedError
 from app.engine.kv_cache import SCRATCH_PAGES
 
 MIN_BATCHED_TOKENS = 2048
+MIN_MODEL_LEN = 2
+"""A token of prompt and one of answer."""
 PREFILL_SHARE = 512
 """Rows a derived token budget leaves to prefill when every sequence verifies a whole block."""
 
@@ -55,8 +57,8 @@ class Sizes:
 def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:
     """Fill in what the user left open. Raises UnsupportedError with the number to use where sizes do not fit."""
     max_model_len = config.max_model_len or model_limit
-    if max_model_len > model_limit:
-        raise UnsupportedError(f"--max-model-len {max_model_len} is more than the model's {model_limit} positions")
+    if not MIN_MODEL_LEN <= max_model_len <= model_limit:
+        raise UnsupportedError(f"--max-model-len {max_model_len} is outside {MIN_MODEL_LEN}..{model_limit}")
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
         seqs = defaults.max_num_seqs if tokens is None else max(1, min(defaults.max_num_seqs, tokens // block_size))
@@ -70,18 +72,24 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
     return Sizes(block_size, max_model_len, seqs, tokens, config.page_size or defaults.page_size)
 
 
-def settle_pages(sizes: Sizes, kv_bytes: int, bytes_per_token: int) -> int:
-    """How many pages `kv_bytes` of memory hold, never more than all sequences can use.
+def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, bytes_per_token: int) -> tuple[Sizes, int]:
+    """How many pages `kv_bytes` of memory hold, scratch included and never more than all sequences can use.
 
-    Raises UnsupportedError when not even one sequence of `max_model_len` fits.
+    One sequence of `max_model_len` must fit. Where the user left that open it is shortened until it does; otherwise
+    raises UnsupportedError with the numbers.
     """
     page_bytes = sizes.page_size * bytes_per_token
-    num_pages = min(kv_bytes // page_bytes, sizes.max_num_seqs * sizes.pages_per_sequence + SCRATCH_PAGES)
+    num_pages = max(0, kv_bytes) // page_bytes
     needed = sizes.pages_per_sequence + SCRATCH_PAGES
+    if num_pages < needed and config.max_model_len is None:
+        fitting = (num_pages - SCRATCH_PAGES) * sizes.page_size - 2 * sizes.block_size
+        if fitting >= MIN_MODEL_LEN:
+            sizes = replace(sizes, max_model_len=fitting)
+            needed = num_pages
     if num_pages < needed:
         raise UnsupportedError(
             f"{kv_bytes / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one sequence "
             f"of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
             f"{-(-needed * page_bytes // 2**20)}MiB, or a smaller --max-model-len"
         )
-    return int(num_pages)
+    return sizes, min(num_pages, sizes.max_num_seqs * sizes.pages_per_sequence + SCRATCH_PAGES)

@@ -30,14 +30,14 @@ class DecoderConfig:
     def from_json(cls, raw: Mapping[str, Any], where: str) -> "DecoderConfig":
         """Raises UnsupportedError naming the field. `where` says whose config it is, for the message."""
         _refuse_variants(raw, where)
-        heads = _positive(raw, "num_attention_heads", where)
+        hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
         config = cls(
-            hidden_size=_positive(raw, "hidden_size", where),
+            hidden_size=hidden,
             intermediate_size=_positive(raw, "intermediate_size", where),
             num_layers=_positive(raw, "num_hidden_layers", where),
             num_heads=heads,
             num_kv_heads=_positive(raw, "num_key_value_heads", where, default=heads),
-            head_dim=_positive(raw, "head_dim", where, default=raw.get("hidden_size", 0) // heads),
+            head_dim=_positive(raw, "head_dim", where, default=hidden // heads),
             vocab_size=_positive(raw, "vocab_size", where),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=_rope_theta(raw, where),
@@ -50,6 +50,8 @@ class DecoderConfig:
                 f"{where}: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads "
                 f"{config.num_kv_heads}"
             )
+        if config.head_dim % 2:
+            raise UnsupportedError(f"{where}: head_dim {config.head_dim} is odd; RoPE needs two halves")
         return config
 
 
@@ -67,10 +69,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _refuse_variants(raw: Mapping[str, Any], where: str) -> None:
     layer_types = set(raw.get("layer_types") or ["full_attention"])
+    sliding = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
     refusals = {
-        "use_sliding_window": bool(raw.get("use_sliding_window")),
+        "sliding_window": bool(sliding),
         "layer_types": layer_types != {"full_attention"},
         "attention_bias": bool(raw.get("attention_bias")),
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0,
+        "final_logit_softcapping": raw.get("final_logit_softcapping") is not None,
+        "attn_logit_softcapping": raw.get("attn_logit_softcapping") is not None,
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
         "quantization_config": raw.get("quantization_config") is not None,
         "num_experts": bool(raw.get("num_experts")),
@@ -86,6 +93,8 @@ def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise UnsupportedError(f"{where}: RoPE scaling of type {kind!r} is not supported yet")
+    if unknown := sorted(set(rope) - {"rope_type", "type", "rope_theta"}):
+        raise UnsupportedError(f"{where}: RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} is not supported yet")
     return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
 
 
@@ -93,6 +102,6 @@ def _positive(raw: Mapping[str, Any], field: str, where: str, default: int | Non
     value = raw.get(field)
     if value is None:
         value = default
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise UnsupportedError(f"{where}: {field} must be a positive number, found {value!r}")
     return value

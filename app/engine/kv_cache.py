@@ -1,7 +1,7 @@
 """Pages of KV memory: which are free, which are owned. The tensors they stand for are in `kv_pool`."""
 
+from array import array
 from collections import deque
-from collections.abc import Iterable
 
 SCRATCH_PAGES = 1
 """Pages [0, SCRATCH_PAGES) belong to nobody: padded page tables and padding rows point there."""
@@ -38,12 +38,13 @@ class PagePool:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def grow(self, pages: list[int], num_tokens: int) -> None:
+    def grow(self, pages: "array[int]", num_tokens: int) -> None:
         """Extend `pages` in place until it holds `num_tokens`. Raises OutOfPages and takes nothing otherwise."""
         missing = self.pages_for(num_tokens) - len(pages)
         if missing > len(self._free):
             raise OutOfPages(f"{missing} pages wanted, {len(self._free)} free")
         pages.extend(self._free.popleft() for _ in range(missing))
 
-    def release(self, pages: Iterable[int]) -> None:
-        self._free.extend(pages)
+    def release(self, pages: "array[int]") -> None:
+        """Take pages back, the tail first: a sequence's first pages are the likeliest to be wanted again."""
+        self._free.extend(reversed(pages))

@@ -25,7 +25,7 @@ class KvPool:
 
     def slots_in_all_layers(self, slots: Tensor) -> Tensor:
         """Slots [T] of one layer as slots [layers * T] of `all_layers`."""
-        offsets = torch.arange(len(self.layers), device=slots.device) * self.slots_per_layer
+        offsets = torch.arange(len(self.layers), dtype=slots.dtype, device=slots.device) * self.slots_per_layer
         return (offsets[:, None] + slots).flatten()
 
 

@@ -1,7 +1,7 @@
 """Weights from safetensors files, by name and expected shape."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -40,8 +40,9 @@ class SafetensorsWeights:
         self._dtype = dtype
         self._on_progress = on_progress
         self._files = {name.removeprefix("model."): (path, name) for name, path in _index(folder).items()}
-        self._open = {path: safe_open(path, framework="pt", device=str(device)) for path, _ in self._files.values()}
-        self._total = sum(path.stat().st_size for path in self._open)
+        paths = {path for path, _ in self._files.values()}
+        self._open = {path: safe_open(path, framework="pt", device=str(device)) for path in paths}
+        self._total = sum(path.stat().st_size for path in paths)
         self._read = 0
         self._used: set[str] = set()
 
@@ -63,12 +64,23 @@ class SafetensorsWeights:
             self._on_progress(self._read, self._total)
         return tensor.to(self._device, self._dtype)
 
+    @property
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
     def skip(self, name: str) -> None:
         self._used.add(name)
 
-    def unused(self) -> list[str]:
-        """Names in the files that nobody asked for."""
-        return sorted(set(self._files) - self._used)
+    def close(self) -> None:
+        """Let go of the files. Raises UnsupportedError if they hold a tensor that nobody asked for."""
+        self._open.clear()
+        if self._on_progress:
+            self._on_progress(self._total, self._total)
+        if unused := sorted(set(self._files) - self._used):
+            raise UnsupportedError(
+                f"{self._folder}: {len(unused)} tensors do not belong to this architecture, such as {unused[0]}; "
+                "leaving them out would be wrong"
+            )
 
 
 def _index(folder: Path) -> dict[str, Path]:

@@ -19,7 +19,6 @@ from app.config import Config
 from app.engine.batch import Delta
 from app.engine.build import Engine, Progress, build_engine
 from app.engine.config import EngineConfig
-from app.engine.core import Step
 from app.engine.errors import UnsupportedError
 from app.engine.sequence import Request
 from app.types import (
@@ -99,13 +98,25 @@ def serve(link: Link, engine: Engine) -> None:
         for command in link.receive(wait=not core.has_work):
             match command:
                 case Submit():
-                    core.add(_request(command))
+                    if refusal := _add(engine, command):
+                        link.send(StepOutput(link.epoch, [refusal], _stats(engine, "idle", 0.0)))
                 case Abort():
                     core.abort(command.request_id)
                 case Shutdown():
                     return
         if core.has_work:
-            link.send(_output(link.epoch, engine, core.step()))
+            step = core.step()
+            deltas = [_token_delta(delta) for delta in step.deltas]
+            link.send(StepOutput(link.epoch, deltas, _stats(engine, step.kind, step.seconds)))
+
+
+def _add(engine: Engine, submit: Submit) -> TokenDelta | None:
+    """None, or why this request cannot run: the door should have known, and nobody else may suffer from it."""
+    try:
+        engine.core.add(_request(submit))
+    except ValueError as error:
+        return TokenDelta(submit.request_id, [], [], finish_reason="error", error=str(error))
+    return None
 
 
 def _engine_config(settings: dict[str, Any]) -> EngineConfig:
@@ -156,18 +167,17 @@ def _info(engine: Engine, settings: dict[str, Any]) -> EngineInfo:
     )
 
 
-def _output(epoch: int, engine: Engine, step: Step) -> StepOutput:
+def _stats(engine: Engine, kind: str, seconds: float) -> StepStats:
     scheduler = engine.core.scheduler
-    stats = StepStats(
-        kind=step.kind,
-        seconds=step.seconds,
+    return StepStats(
+        kind=kind,
+        seconds=seconds,
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         used_pages=scheduler.pool.num_used,
         num_pages=scheduler.pool.num_usable,
         num_preemptions=scheduler.num_preemptions,
     )
-    return StepOutput(epoch, [_token_delta(delta) for delta in step.deltas], stats)
 
 
 def _token_delta(delta: Delta) -> TokenDelta:

@@ -1,5 +1,6 @@
 """Who runs in the next step, with how many rows, and what became of the last one."""
 
+from array import array
 from collections import deque
 
 from app.engine.batch import Batch, Delta, FinishReason, Rows, StepResult
@@ -15,7 +16,8 @@ class Scheduler:
     gives its pages back and is recomputed later from its tokens, so nothing is lost. The caller guarantees that one
     sequence of `max_model_len` plus two blocks fits the pool; the oldest sequence therefore always makes progress.
 
-    `running` is in order of arrival, and everything in it is older than everything in `waiting`.
+    `running` is in order of arrival, and everything in it is older than everything in `waiting`. A step is committed
+    before the next one is scheduled, and nothing is aborted in between.
     """
 
     def __init__(
@@ -58,18 +60,17 @@ class Scheduler:
         """The rows of the next step; empty when there is nothing to do."""
         batch = Batch()
         budget = self.max_num_batched_tokens
-        for seq in list(self.running):
-            if seq.is_decoding and self._reserve(seq):
-                width = self._width(seq)
-                batch.decodes.append(Rows(seq, seq.num_computed, width, samples=True, num_drafts=width - 1))
-                budget -= batch.decodes[-1].count
+        for seq in self._decoding_with_pages():
+            width = self._width(seq)
+            batch.decodes.append(Rows(seq, seq.num_computed, width, samples=True, num_drafts=width - 1))
+            budget -= width
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
                 batch.prefills.append(self._chunk(seq, budget))
                 budget -= batch.prefills[-1].count
         while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            if not self._grow(seq):
+            if not self._may_admit(seq):
                 break
             self.running.append(self.waiting.popleft())
             batch.prefills.append(self._chunk(seq, budget))
@@ -113,6 +114,28 @@ class Scheduler:
         count = min(seq.num_tokens - seq.num_computed, budget)
         return Rows(seq, seq.num_computed, count, samples=seq.num_computed + count == seq.num_tokens)
 
+    def _decoding_with_pages(self) -> list[Sequence]:
+        """Decoding sequences that own pages for this step, taken from the newest sequences if need be."""
+        ready: list[Sequence] = []
+        for seq in [seq for seq in self.running if seq.is_decoding]:
+            if seq.arrival > self.running[-1].arrival:
+                break  # preempted for an older one, as is everything behind it
+            while not self._grow(seq):
+                newest = self.running[-1]
+                self._preempt(newest)
+                if newest is seq:
+                    return ready
+            ready.append(seq)
+        return ready
+
+    def _may_admit(self, seq: Sequence) -> bool:
+        """Own pages for a new sequence, if a page stays free for each running one: else the next growth of an older
+        sequence would preempt the newcomer at once."""
+        wanted = self.pool.pages_for(seq.num_tokens + self.block_size - 1)
+        if self.running and wanted + len(self.running) > self.pool.num_free:
+            return False
+        return self._grow(seq)
+
     def _grow(self, seq: Sequence) -> bool:
         """Own pages for the whole draft block too: it is never cut, and its KV lies past the last token."""
         try:
@@ -120,14 +143,6 @@ class Scheduler:
         except OutOfPages:
             return False
         return True
-
-    def _reserve(self, seq: Sequence) -> bool:
-        """Pages for a decoding sequence, taken from the newest ones if need be; false if it was itself preempted."""
-        while seq in self.running:
-            if self._grow(seq):
-                return True
-            self._preempt(self.running[-1])
-        return False
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
@@ -138,4 +153,4 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.pool.release(seq.pages)
-        seq.pages = []
+        seq.pages = array("i")

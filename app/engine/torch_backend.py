@@ -1,7 +1,9 @@
 """The backend in plain PyTorch: what the CPU runs, and the reference on CUDA."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -9,20 +11,39 @@ from torch import Tensor
 
 from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv
 
+MAX_SCORES = 1 << 24
+"""Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
+MAX_GATHERED_TOKENS = 1 << 18
+"""Tokens whose K and V one attention call gathers out of the pages."""
+SMALL_CALL = 1 << 18
+"""Padding up to this many scores costs less than a call more."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """One padded attention call: S sequences by Q query rows by L tokens, with G query heads to a KV head.
+class _Piece:
+    """Rows [first, first + q_len) of a batch's rows, of sequence `seq`, seeing the first `kv_len` tokens at most."""
 
-    `pages` [S * P]; `q_index` [T] is each row's place among S * Q padded ones, None when nothing is padded; `mask`
-    [S, 1, G * Q, L] is true where a row may look, None when it may look everywhere.
+    seq: int
+    first: int
+    q_len: int
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head.
+
+    `pages` is [S * P]. `rows` [n] are the rows of the batch and `places` [n] where they stand among the S * Q padded
+    ones; both are None when the call is the whole batch with nothing padded. `mask` [S, 1, G * Q, L] is true where a
+    row may look, None when every row may look everywhere.
     """
 
-    num_seqs: int
+    num_pieces: int
     max_q: int
     max_kv: int
     pages: Tensor
-    q_index: Tensor | None
+    rows: Tensor | None
+    places: Tensor | None
     mask: Tensor | None
 
 
@@ -30,27 +51,33 @@ class TorchBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         on_cpu = device.type == "cpu"
+        if not on_cpu:
+            torch.cuda.set_device(device)
         self.defaults = Defaults(
             dtype=torch.float32 if on_cpu else torch.bfloat16, page_size=16, max_num_seqs=32 if on_cpu else 256
         )
 
+    def plan_attention(self, meta: AttnMeta, group: int) -> list[_Call]:
+        """Few padded calls, none of them mostly padding and none over the memory bounds above."""
+        pieces = _pieces(meta, MAX_SCORES // group)
+        bins = _bins(pieces, group)
+        whole = len(bins) == 1 and len(pieces) == len(meta.q_lens)
+        return [self._call(meta, some, group, whole=whole) for some in bins]
+
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
-        heads, dim, kv_heads = q_thd.shape[1], q_thd.shape[2], kv.k.shape[2]
-        group = heads // kv_heads
-        plan = meta.plan or self._plan(meta, group)
-        meta.plan = plan
-        k, v = (self._gather(pool, plan) for pool in (kv.k, kv.v))
-        # The query heads of a KV head become rows of one matrix, so K and V are not repeated.
-        padded = q_thd if plan.q_index is None else _scatter(q_thd, plan.q_index, plan.num_seqs * plan.max_q)
-        q = padded.reshape(plan.num_seqs, plan.max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-        q = q.reshape(plan.num_seqs, kv_heads, group * plan.max_q, dim)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask)
-        o = o.view(plan.num_seqs, kv_heads, group, plan.max_q, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
-        return o if plan.q_index is None else o[plan.q_index]
+        calls: list[_Call] = meta.plan
+        if len(calls) == 1 and calls[0].rows is None:
+            return self._attend(q_thd, kv, calls[0])
+        o = torch.empty_like(q_thd)
+        for call in calls:
+            padded = q_thd.new_zeros(call.num_pieces * call.max_q, *q_thd.shape[1:])
+            padded[call.places] = q_thd[call.rows]
+            o[call.rows] = self._attend(padded, kv, call)[call.places]
+        return o
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        kv.k.view(-1, *k_thd.shape[1:]).index_copy_(0, slots, k_thd)
-        kv.v.view(-1, *v_thd.shape[1:]).index_copy_(0, slots, v_thd)
+        kv.k.view(-1, *k_thd.shape[1:])[slots] = k_thd
+        kv.v.view(-1, *v_thd.shape[1:])[slots] = v_thd
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -70,40 +97,120 @@ class TorchBackend(Backend):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        if self.device.type == "cpu":
+            return lambda: x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
+
     def memory(self) -> tuple[int, int]:
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
-    def _gather(self, pool: Tensor, plan: _Plan) -> Tensor:
-        """[S, kv_heads, L, D] out of [pages, page_size, kv_heads, D]."""
-        pages = pool.index_select(0, plan.pages)
-        return pages.view(plan.num_seqs, -1, *pool.shape[2:])[:, : plan.max_kv].transpose(1, 2)
+    def _attend(self, q_thd: Tensor, kv: LayerKv, call: _Call) -> Tensor:
+        """Padded q [S * Q, heads, D] -> o of the same shape."""
+        heads, dim, kv_heads = q_thd.shape[1], q_thd.shape[2], kv.k.shape[2]
+        group = heads // kv_heads
+        k, v = (_gather(pool, call) for pool in (kv.k, kv.v))
+        # The query heads of a KV head become rows of one matrix, so K and V are not repeated.
+        q = q_thd.reshape(call.num_pieces, call.max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(call.num_pieces, kv_heads, group * call.max_q, dim)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
+        o = o.view(call.num_pieces, kv_heads, group, call.max_q, dim)
+        return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
-    def _plan(self, meta: AttnMeta, group: int) -> _Plan:
-        num_seqs, max_q, max_kv = len(meta.q_lens), max(meta.q_lens), max(meta.kv_lens)
-        ragged = min(meta.q_lens) != max_q
-        q_index = None
-        if ragged:
-            q_lens = (meta.cu_q[1:] - meta.cu_q[:-1]).long()
-            rows = torch.arange(int(sum(meta.q_lens)), device=self.device)
-            starts = torch.arange(num_seqs, device=self.device) * max_q - meta.cu_q[:-1]
-            q_index = rows + torch.repeat_interleave(starts, q_lens, output_size=rows.shape[0])
-        mask = None
-        if ragged or min(meta.kv_lens) != max_kv or (meta.causal and max_q > 1):
-            mask = self._mask(meta, max_q, max_kv).repeat(1, group, 1).unsqueeze(1)
-        return _Plan(num_seqs, max_q, max_kv, meta.page_table.reshape(-1), q_index, mask)
+    def _call(self, meta: AttnMeta, pieces: list[_Piece], group: int, *, whole: bool) -> _Call:
+        max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
+        min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
+        pages = meta.page_table[:, : -(-max_kv // meta.page_size)]
+        rows = places = mask = None
+        if not whole:
+            pages = pages[torch.tensor([piece.seq for piece in pieces], device=self.device)]
+        if not whole or min_q != max_q:
+            ranges = [(piece.first, i * max_q, piece.q_len) for i, piece in enumerate(pieces)]
+            rows = torch.tensor([first + j for first, _, n in ranges for j in range(n)], device=self.device)
+            places = torch.tensor([place + j for _, place, n in ranges for j in range(n)], device=self.device)
+        if min_q != max_q or min_kv != max_kv or (meta.causal and max_q > 1):
+            mask = self._mask(pieces, max_q, max_kv, causal=meta.causal).repeat(1, group, 1).unsqueeze(1)
+        return _Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, mask)
 
-    def _mask(self, meta: AttnMeta, max_q: int, max_kv: int) -> Tensor:
-        """[S, Q, L]; a padding row looks at token 0 at least, so that no softmax is over nothing."""
-        kv_len, q_len = meta.kv_len[:, None, None], (meta.cu_q[1:] - meta.cu_q[:-1])[:, None, None]
+    def _mask(self, pieces: list[_Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
+        """[S, Q, L]; a padding row looks where the last row looks, so that no softmax is over nothing."""
+        lengths = torch.tensor([(piece.q_len, piece.kv_len) for piece in pieces], device=self.device)
+        q_len, kv_len = lengths[:, 0, None, None], lengths[:, 1, None, None]
         token = torch.arange(max_kv, device=self.device)
-        if not meta.causal:
+        if not causal:
             return (token < kv_len).expand(-1, max_q, -1)
         row = torch.arange(max_q, device=self.device)[:, None]
         return token <= torch.minimum(kv_len - q_len + row, kv_len - 1)
 
 
-def _scatter(x: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, index, x)
+def _gather(pool: Tensor, call: _Call) -> Tensor:
+    """[S, kv_heads, L, D] out of [pages, page_size, kv_heads, D]."""
+    pages = pool.index_select(0, call.pages)
+    return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
+
+
+def _pieces(meta: AttnMeta, max_scores: int) -> list[_Piece]:
+    """One piece a sequence, or several where its rows by its tokens pass `max_scores`."""
+    pieces = []
+    firsts = accumulate(meta.q_lens, initial=0)
+    for seq, (first, q_len, kv_len) in enumerate(zip(firsts, meta.q_lens, meta.kv_lens, strict=False)):
+        step = max(1, max_scores // kv_len)
+        for offset in range(0, q_len, step):
+            rows = min(step, q_len - offset)
+            unseen = q_len - offset - rows if meta.causal else 0
+            pieces.append(_Piece(seq, first + offset, rows, kv_len - unseen))
+    return pieces
+
+
+def _bins(pieces: list[_Piece], group: int) -> list[list[_Piece]]:
+    """Pieces that share a call: all of them in order if that pads little, else those of similar size."""
+    whole = _Size()
+    for piece in pieces:
+        whole = whole.with_one(piece)
+    if whole.fits(group):
+        return [pieces]
+    bins: list[list[_Piece]] = []
+    size = _Size()
+    for piece in sorted(pieces, key=lambda piece: (piece.q_len, piece.kv_len)):
+        size = size.with_one(piece)
+        if not bins or not size.fits(group):
+            bins.append([])
+            size = _Size().with_one(piece)
+        bins[-1].append(piece)
+    return bins
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a call over some pieces costs; `useful` counts scores that are not padding."""
+
+    num_pieces: int = 0
+    max_q: int = 0
+    max_kv: int = 0
+    useful: int = 0
+
+    def with_one(self, piece: _Piece) -> "_Size":
+        return _Size(
+            self.num_pieces + 1,
+            max(self.max_q, piece.q_len),
+            max(self.max_kv, piece.kv_len),
+            self.useful + piece.q_len * piece.kv_len,
+        )
+
+    def fits(self, group: int) -> bool:
+        scores = group * self.num_pieces * self.max_q * self.max_kv
+        return scores <= max(
+            SMALL_CALL, min(2 * group * self.useful, MAX_SCORES)
+        ) and self.num_pieces * self.max_kv <= max(self.max_kv, MAX_GATHERED_TOKENS)

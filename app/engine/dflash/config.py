@@ -8,6 +8,7 @@ from app.engine.decoder_config import DecoderConfig
 from app.engine.errors import UnsupportedError
 
 _WHERE = "draft"
+_KINDS = {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,13 @@ class DFlashConfig:
         _refuse_variants(raw)
         decoder = DecoderConfig.from_json({"vocab_size": target.vocab_size, **raw}, _WHERE)
         _check_widths(raw, decoder, target)
-        dflash = raw.get("dflash_config") or {}
-        trained = raw.get("block_size") or dflash.get("block_size")
+        dflash = raw["dflash_config"]
+        trained = raw.get("block_size", dflash.get("block_size"))
+        taps = dflash.get("target_layer_ids") or _default_taps(decoder.num_layers, target.num_layers)
         return cls(
             decoder=decoder,
             block_size=_block_size(trained, block_size),
-            taps=_taps(dflash.get("target_layer_ids"), decoder.num_layers, target.num_layers),
+            taps=_taps(taps, target.num_layers),
             mask_token_id=_mask_token_id(dflash.get("mask_token_id", raw.get("mask_token_id")), target.vocab_size),
         )
 
@@ -48,9 +50,11 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
     known = {"target_layer_ids", "mask_token_id", "block_size"}
     if unknown := sorted(set(dflash) - known):
         raise UnsupportedError(f"{_WHERE}: dflash_config.{unknown[0]} is of a variant that is not supported yet")
-    for field in ("is_causal", "d2t", "final_logit_softcapping"):
-        if raw.get(field) is not None:
-            raise UnsupportedError(f"{_WHERE}: {field} = {raw[field]!r} is not supported yet")
+    if raw.get("is_causal") is not None:
+        raise UnsupportedError(f"{_WHERE}: is_causal = {raw['is_causal']!r} is not supported yet")
+    for field, supported in _KINDS.items():
+        if raw.get(field) not in (None, supported):
+            raise UnsupportedError(f"{_WHERE}: {field} {raw[field]} is not supported yet; supported: {supported}")
 
 
 def _check_widths(raw: Mapping[str, Any], decoder: DecoderConfig, target: DecoderConfig) -> None:
@@ -70,6 +74,8 @@ def _block_size(trained: Any, wanted: int | None) -> int:
     if trained is None:
         if wanted is None:
             raise UnsupportedError(f"{_WHERE}: config.json names no block_size; give --num-speculative-tokens")
+        if wanted < 2:
+            raise UnsupportedError(f"{_WHERE}: a block of {wanted} holds no draft; give --num-speculative-tokens >= 1")
         return wanted
     if type(trained) is not int or trained < 2:
         raise UnsupportedError(f"{_WHERE}: block_size must be a number of at least 2, found {trained!r}")
@@ -81,13 +87,7 @@ def _block_size(trained: Any, wanted: int | None) -> int:
     return wanted or trained
 
 
-def _taps(ids: Any, num_draft_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Ids as given, or the default of the method: the middle, else evenly spaced from 1 to N - 3."""
-    if ids is None:
-        if num_draft_layers == 1:
-            return (num_target_layers // 2,)
-        span = num_target_layers - 4
-        return tuple(1 + round(span * i / (num_draft_layers - 1)) for i in range(num_draft_layers))
+def _taps(ids: Any, num_target_layers: int) -> tuple[int, ...]:
     field = f"{_WHERE}: dflash_config.target_layer_ids"
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise UnsupportedError(f"{field} must be a list of layer numbers, found {ids!r}")
@@ -96,6 +96,14 @@ def _taps(ids: Any, num_draft_layers: int, num_target_layers: int) -> tuple[int,
     if ids[0] < 0 or ids[-1] > num_target_layers - 2:
         raise UnsupportedError(f"{field} {ids} must lie in 0..{num_target_layers - 2}, the last layer excluded")
     return tuple(ids)
+
+
+def _default_taps(num_draft_layers: int, num_target_layers: int) -> list[int]:
+    """The method's default: the middle layer, or as many as the draft has layers, evenly from 1 to N - 3."""
+    if num_draft_layers == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + span * i / (num_draft_layers - 1)) for i in range(num_draft_layers)]
 
 
 def _mask_token_id(value: Any, vocab_size: int) -> int:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend import AttnMeta, Backend
+from app.engine.decoder_config import DecoderConfig
 from app.engine.dflash.context_kv import ContextKv
 from app.engine.dflash.model import DFlashModel
 from app.engine.kv_pool import KvPool
@@ -14,7 +15,10 @@ from app.engine.sampler import Sampler
 
 
 class Drafter(Protocol):
-    """What the runner needs of a draft, whatever proposes it."""
+    """What the runner needs of a draft, whatever proposes it. `decoder` has the heads its attention plan is for."""
+
+    @property
+    def decoder(self) -> DecoderConfig: ...
 
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
@@ -38,6 +42,7 @@ class DFlashDrafter:
         self._rotary = rotary
         self._sampler = sampler
         self._context = ContextKv(model, pool, rotary, backend)
+        self.decoder = model.config.decoder
 
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta

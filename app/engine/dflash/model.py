@@ -1,12 +1,32 @@
 """The draft model: target features in, hidden states of a whole block out."""
 
+import re
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from app.engine.backend import Backend
 from app.engine.dflash.config import DFlashConfig
+from app.engine.errors import UnsupportedError
 from app.engine.kv_pool import KvPool
 from app.engine.layers import DecoderLayer, StepRows, add_norm
 from app.engine.loader import Weights
+
+_TENSOR_NAME = re.compile(
+    r"(fc|hidden_norm|norm|embed_tokens|lm_head)\.weight"
+    r"|layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
+    r"|mlp\.(gate|up|down)_proj)\.weight"
+)
+
+
+def check_tensor_names(names: Iterable[str]) -> None:
+    """Raises UnsupportedError for a tensor that only other drafts have: reduced vocabularies (d2t), in-block
+    convolutions, candidate selectors, biases. Run without it, such a draft loses its acceptance silently."""
+    unknown = sorted(name for name in names if not _TENSOR_NAME.fullmatch(name))
+    if unknown:
+        raise UnsupportedError(
+            f"draft: tensor {unknown[0]} (one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
+        )
 
 
 class DFlashModel:
@@ -27,6 +47,8 @@ class DFlashModel:
         self._norm = weights.get("norm.weight", hidden)
         self.embedding = _own("embed_tokens.weight", weights, embedding, vocab, hidden)
         self.lm_head = _own("lm_head.weight", weights, lm_head, vocab, hidden)
+        if "embed_tokens.weight" in weights and "lm_head.weight" not in weights and decoder.tie_word_embeddings:
+            raise UnsupportedError("draft: an lm_head tied to an embedding of its own is not supported yet")
         self._backend = backend
 
     def forward(self, embedded: Tensor, rows: StepRows, pool: KvPool) -> Tensor:
