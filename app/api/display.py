@@ -1,0 +1,84 @@
+"""What a person at a terminal sees while the server starts: a progress bar, then a short table."""
+
+import json
+import logging
+import shlex
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from app.async_engine import AsyncEngine, EngineState
+from app.types import EngineInfo, LoadProgress
+
+logger = logging.getLogger(__name__)
+
+
+async def show_start(engine: AsyncEngine, url: str, model: str) -> None:
+    """Follow the engine until it is ready, then print the table; again after a restart. Runs until cancelled."""
+    console = Console(stderr=True)
+    while True:
+        state = await _show_loading(engine, console)
+        if state.phase != "ready" or state.info is None:
+            return
+        if console.is_terminal:
+            console.print(ready_table(state.info))
+            console.print("try:", first_request(url, model), markup=False, highlight=False, soft_wrap=True)
+        else:
+            logger.info("ready: %s on %s, serving %s at %s", state.info.target, state.info.device, model, url)
+        while engine.state.phase == "ready":
+            await engine.next_state()
+
+
+async def _show_loading(engine: AsyncEngine, console: Console) -> EngineState:
+    """A progress bar on a terminal, else a log line for every stage."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    shown: AbstractContextManager[object] = bar if console.is_terminal else nullcontext()
+    tasks: dict[str, TaskID] = {}
+    with shown:
+        while engine.state.phase == "loading":
+            if (progress := engine.state.progress) is not None:
+                if progress.stage not in tasks:
+                    tasks[progress.stage] = bar.add_task(progress.stage)
+                    if not console.is_terminal:
+                        logger.info("loading: %s", progress.stage)
+                _advance(bar, tasks[progress.stage], progress)
+            await engine.next_state()
+    return engine.state
+
+
+def _advance(bar: Progress, task: TaskID, progress: LoadProgress) -> None:
+    bar.update(task, completed=progress.done, total=max(1, progress.total))
+
+
+def ready_table(info: EngineInfo) -> Table:
+    """What was loaded."""
+    table = Table(title="dflash-server is ready", show_header=False, title_justify="left", min_width=60)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("device", f"{info.device}, {info.dtype}")
+    table.add_row("target", info.target)
+    if info.draft is None:
+        table.add_row("draft", "none: decoding plainly, one token a step")
+    else:
+        table.add_row("draft", info.draft)
+        table.add_row("block", f"{info.block_size} rows, {info.block_size - 1} drafted")
+        table.add_row("taps", ", ".join(str(tap) for tap in info.taps))
+    tokens = info.num_pages * info.page_size
+    table.add_row("KV", f"{info.num_pages:,} pages of {info.page_size} = {tokens:,} tokens")
+    table.add_row("limits", f"{info.max_model_len:,} tokens a request, {info.max_num_seqs} requests at once")
+    return table
+
+
+def first_request(url: str, model: str) -> str:
+    """A curl command that works as it stands."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    return shlex.join(["curl", f"{url}/v1/chat/completions", "-d", body])
+
+
+def complain(message: str) -> None:
+    """The one line that tells why the server cannot go on."""
+    print(f"error: {message}", file=sys.stderr, flush=True)

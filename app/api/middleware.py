@@ -1,0 +1,59 @@
+"""Around every request: its id, taken or made, and one line in the access log."""
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.log import request_id
+
+logger = logging.getLogger("app.access")
+
+_PROBES = {"/live", "/ready", "/health", "/metrics"}
+_SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestIds:
+    """Takes X-Request-Id (1 to 128 printable ASCII characters) or makes one, returns it, and logs the request.
+
+    This wraps the application from outside, so that even the answer to a bug of ours carries the id.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        identifier = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        token = request_id.set(identifier)
+        started = time.monotonic()
+        status = 0
+        complete = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = identifier
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            # Starlette answers 500 and raises again. Once the client has its answer the connection may live on; a
+            # response broken off in the middle must end with it, which is what uvicorn does.
+            if not complete:
+                raise
+            logger.exception("a bug of ours answered %s %s with 500", scope["method"], scope["path"])
+        finally:
+            level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+            milliseconds = 1000 * (time.monotonic() - started)
+            logger.log(level, "%s %s %d %.1f ms", scope["method"], scope["path"], status, milliseconds)
+            request_id.reset(token)

@@ -1,0 +1,55 @@
+"""What operators and orchestrators ask: is it alive, is it ready, how is it doing."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from app.api.errors import RETRY_AFTER_SECONDS
+from app.api.services import services_of
+from app.async_engine import EngineState
+
+router = APIRouter()
+
+
+@router.get("/live")
+async def live() -> Response:
+    """200 as long as this process answers at all."""
+    return _json(200, {"status": "live"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 only when requests are taken; else 503 with the phase, the reason if any, and how far loading is."""
+    state = services_of(request).engine.state
+    return _json(200 if state.phase == "ready" else 503, _describe(state))
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 with no body while the engine works, draining included; 503 while it loads or is dead."""
+    state = services_of(request).engine.state
+    if state.phase in ("ready", "draining"):
+        return Response(status_code=200)
+    return _json(503, _describe(state))
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(services_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _describe(state: EngineState) -> dict[str, Any]:
+    description: dict[str, Any] = {"status": state.phase}
+    if state.reason is not None:
+        description["reason"] = state.reason
+    if state.progress is not None:
+        progress = state.progress
+        description["progress"] = {"stage": progress.stage, "done": progress.done, "total": progress.total}
+    return description
+
+
+def _json(status: int, body: dict[str, Any]) -> Response:
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == 503 else None
+    return Response(msgspec.json.encode(body), status, headers=headers, media_type="application/json")

@@ -1,0 +1,188 @@
+"""The server from start to end: bind, start the engine, serve while it loads, drain on a signal, stop."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from app import log
+from app.api import errors, ops, routes
+from app.api.display import complain, show_start
+from app.api.middleware import RequestIds
+from app.api.services import Services
+from app.async_engine import AsyncEngine
+from app.config import Config
+from app.metrics import Metrics
+from app.text.chat_template import ChatTemplateError
+from app.text.tokenizer import Tokenizer, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "app.engine.process")
+_REPORT_SECONDS = 10.0
+_LAST_BYTES_SECONDS = 5
+
+
+def create_app(services: Services) -> ASGIApp:
+    """The HTTP application; `services.engine` need not be ready."""
+    app = FastAPI(title="dflash-server", redirect_slashes=False)
+    app.state.services = services
+    errors.install(app)
+    app.include_router(routes.router)
+    app.include_router(ops.router)
+    return RequestIds(app)
+
+
+def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Serve until a signal comes; returns the exit code.
+
+    0 after a drain; 1 if the port is taken, the tokenizer or the engine cannot be used, or a second signal forced it.
+    """
+    log.set_up(config.log_level, config.log_format)
+    try:
+        listener = _bind(config.host, config.port)
+    except OSError as error:
+        complain(f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another with --host, --port.")
+        return 1
+    with contextlib.closing(listener):
+        try:
+            tokenizer = Tokenizer(target)
+        except (TokenizerError, ChatTemplateError) as error:
+            complain(str(error))
+            return 1
+        if tokenizer.defaults.not_applied:
+            settings = ", ".join(tokenizer.defaults.not_applied)
+            logger.warning("generation_config.json asks for %s: not supported yet, so not applied", settings)
+        paths = {"target": str(target), "draft": None if draft is None else str(draft)}
+        settings = json.dumps({"config": json.loads(config.model_dump_json())} | paths)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_Life(config, tokenizer, engine_command, settings, listener).run())
+
+
+class _Life:
+    """One run of the server, from the first signal handler to the exit code."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        engine_command: Sequence[str],
+        settings: str,
+        listener: socket.socket,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._model_names = config.served_model_name or [config.model]
+        self._metrics = Metrics(config.metrics_prefix)
+        self._engine = AsyncEngine(engine_command, settings, self._metrics)
+        services = Services(self._engine, tokenizer, self._model_names, self._metrics)
+        self._http = _Http(
+            uvicorn.Config(
+                create_app(services),
+                http="httptools",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+            )
+        )
+        self._asked_to_stop = asyncio.Event()
+        self._forced = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        logger.info("listening on %s", self._url())
+        self._engine.start()
+        serving = asyncio.create_task(self._http.serve([self._listener]))
+        beside = [
+            asyncio.create_task(show_start(self._engine, self._url(), self._model_names[0])),
+            asyncio.create_task(self._report()),
+        ]
+        await _first_of(self._asked_to_stop.wait(), self._engine_death(), _finished(serving))
+        if self._asked_to_stop.is_set():
+            logger.info("stopping: running requests get %g s", self._config.shutdown_timeout)
+            await _first_of(self._engine.drain(self._config.shutdown_timeout), self._forced.wait())
+        self._http.should_exit = True
+        if self._forced.is_set():
+            self._http.force_exit = True
+            await self._engine.shutdown(grace=0)
+        await serving
+        await self._engine.shutdown()
+        for task in beside:
+            task.cancel()
+        await asyncio.wait(beside)
+        if self._engine.state.phase == "dead":
+            complain(self._engine.state.reason or "the engine died")
+            return 1
+        return 1 if self._forced.is_set() else 0
+
+    def _on_signal(self) -> None:
+        if self._asked_to_stop.is_set():
+            self._forced.set()
+            self._http.force_exit = True
+        self._asked_to_stop.set()
+
+    async def _engine_death(self) -> None:
+        while self._engine.state.phase != "dead":
+            await self._engine.next_state()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_SECONDS)
+            self._metrics.log_line()
+
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):
+            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its signal handlers: on a signal it would close its doors, and we still answer 503."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError if the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def _first_of(*works: Coroutine[Any, Any, Any]) -> None:
+    """Wait for the first of them to end and cancel the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def _finished(task: "asyncio.Task[None]") -> None:
+    await asyncio.wait({task})

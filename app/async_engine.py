@@ -1,0 +1,288 @@
+"""AsyncEngine, the asyncio face of the engine process: start, generate, abort, drain, shut down, and restart.
+
+One task reads the engine's replies; every request has a mailbox of its own. When the engine process dies, each running
+request ends with an error, new ones are refused with the reason, and the next epoch is started after a pause. An engine
+that says its configuration is at fault, or dies again and again, is given up: then the state is "dead" for good.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from app.engine_link import EngineLink
+from app.generation import Generation
+from app.metrics import Metrics
+from app.types import (
+    Abort,
+    EngineInfo,
+    Fatal,
+    LoadProgress,
+    Ready,
+    Reply,
+    Sampling,
+    Shutdown,
+    StepOutput,
+    StepStats,
+    Submit,
+    TokenDelta,
+)
+
+logger = logging.getLogger(__name__)
+
+_WAITING_PER_SEAT = 4
+_MOST_DEATHS = 3
+_DEATHS_WINDOW_SECONDS = 60.0
+_FATAL_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """Where the engine stands. `info` is set once it was ready; `reason` says why it is not ready, if there is one."""
+
+    phase: Literal["loading", "ready", "draining", "dead"]
+    info: EngineInfo | None = None
+    progress: LoadProgress | None = None
+    reason: str | None = None
+
+
+class EngineUnavailable(Exception):
+    """The engine takes no requests: it is loading, draining or dead. The argument is a sentence for the client."""
+
+
+class EngineBusy(Exception):
+    """As many requests are in flight as may be; the argument is a sentence for the client."""
+
+
+def requests_allowed(info: EngineInfo) -> int:
+    """How many requests may be in flight: those that run together, and four times as many waiting."""
+    return info.max_num_seqs * (1 + _WAITING_PER_SEAT)
+
+
+class Engine(Protocol):
+    """What the HTTP side needs of an engine; AsyncEngine is one, and tests may bring their own."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def stats(self) -> StepStats | None: ...
+
+    def ready_info(self) -> EngineInfo: ...
+
+    def generate(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        sampling: Sampling,
+        stop_token_ids: list[int],
+        max_tokens: int,
+        speculate: bool = True,
+        arrived: float | None = None,
+    ) -> Generation: ...
+
+
+class AsyncEngine:
+    """`command` is the engine's argv without the addresses; `settings` is the JSON line for its stdin.
+
+    `backoff` is the pause in seconds before the first restart; it doubles with every start that failed.
+    """
+
+    def __init__(self, command: Sequence[str], settings: str, metrics: Metrics, *, backoff: float = 1.0) -> None:
+        self._command = command
+        self._settings = settings
+        self._metrics = metrics
+        self._backoff = backoff
+        self._state = EngineState("loading")
+        self._state_changed = asyncio.Event()
+        self._stats: StepStats | None = None
+        self._link: EngineLink | None = None
+        self._epoch = 0
+        self._running: dict[str, Generation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
+        self._failed_starts = 0
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def stats(self) -> StepStats | None:
+        """The engine after its last step; None before the first."""
+        return self._stats
+
+    async def next_state(self) -> EngineState:
+        """Wait for the state to change, and return it."""
+        await self._state_changed.wait()
+        return self._state
+
+    def _set_state(self, state: EngineState) -> None:
+        self._state = state
+        changed, self._state_changed = self._state_changed, asyncio.Event()
+        changed.set()
+
+    def start(self) -> None:
+        """Start the engine process and return; `state` tells how far it is."""
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    def ready_info(self) -> EngineInfo:
+        """What was loaded. Raises EngineUnavailable unless requests are taken now."""
+        state = self._state
+        if state.phase == "ready" and state.info is not None:
+            return state.info
+        because = f": {state.reason}" if state.reason else ""
+        if state.phase == "loading":
+            raise EngineUnavailable(f"The model is loading{because}. Ask GET /ready for progress and try again.")
+        if state.phase == "draining":
+            raise EngineUnavailable("The server is shutting down and takes no new requests.")
+        raise EngineUnavailable(f"The engine is dead{because}.")
+
+    def generate(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        sampling: Sampling,
+        stop_token_ids: list[int],
+        max_tokens: int,
+        speculate: bool = True,
+        arrived: float | None = None,
+    ) -> Generation:
+        """Submit one request. `request_id` must be new; `arrived` is `time.monotonic()` when its client asked.
+
+        Raises EngineUnavailable or EngineBusy, and then nothing was sent. The caller closes the Generation.
+        """
+        info = self.ready_info()
+        most = requests_allowed(info)
+        if len(self._running) >= most:
+            raise EngineBusy(f"{most} requests are in flight, as many as this server takes. Try again shortly.")
+        assert self._link is not None and request_id not in self._running
+        generation = Generation(request_id, self._leave, self._metrics, arrived or time.monotonic())
+        self._running[request_id] = generation
+        self._idle.clear()
+        self._metrics.request_accepted(len(token_ids))
+        self._link.send(
+            Submit(request_id, self._epoch, token_ids, sampling, stop_token_ids, max_tokens, speculate=speculate)
+        )
+        return generation
+
+    def abort(self, request_id: str) -> None:
+        """End a request as if its reader had gone; an unknown id is not an error, for it may just have finished."""
+        if generation := self._running.get(request_id):
+            generation.put(TokenDelta(request_id, [], [], finish_reason="abort"))
+            self._leave(generation)
+
+    def _leave(self, generation: Generation) -> None:
+        """The reader has gone: free what the engine still holds of it."""
+        if self._running.get(generation.request_id) is generation:
+            self._forget(generation.request_id)
+            if self._link is not None:
+                self._link.send(Abort(generation.request_id, self._epoch))
+
+    def _forget(self, request_id: str) -> None:
+        del self._running[request_id]
+        if not self._running:
+            self._idle.set()
+            self._metrics.engine_idle()
+
+    def _fail_running(self, reason: str) -> None:
+        for request_id, generation in list(self._running.items()):
+            generation.put(TokenDelta(request_id, [], [], finish_reason="error", error=reason))
+            self._forget(request_id)
+
+    async def drain(self, timeout: float) -> None:
+        """Take no new requests and wait for the running ones; what is not done in `timeout` s ends in an error."""
+        if self._state.phase == "dead":
+            return
+        self._set_state(EngineState("draining", info=self._state.info))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            self._fail_running(f"the server shut down before the request was done (waited {timeout:g} s)")
+
+    async def shutdown(self, grace: float = 5.0) -> None:
+        """End the engine process, which gets `grace` seconds to do it by itself. Running requests end in an error."""
+        if self._state.phase != "dead":
+            self._set_state(EngineState("draining", info=self._state.info))
+        self._fail_running("the server is shutting down")
+        if self._supervisor is None:
+            return
+        if self._link is not None:
+            self._link.send(Shutdown())
+            await asyncio.wait({self._supervisor}, timeout=grace)
+        self._supervisor.cancel()
+        await asyncio.wait({self._supervisor})
+
+    async def _supervise(self) -> None:
+        """Run one engine process after another until one is not worth restarting."""
+        while True:
+            self._epoch += 1
+            fatal = await self._live()
+            self._fail_running(fatal.reason)
+            if self._state.phase == "draining":
+                return
+            if fatal.user_error or self._beyond_hope():
+                logger.error("giving up: %s", fatal.reason)
+                self._set_state(EngineState("dead", reason=fatal.reason))
+                return
+            pause = self._backoff * 2**self._failed_starts
+            logger.error("%s; starting it again in %.1f s", fatal.reason, pause)
+            self._set_state(EngineState("loading", reason=f"{fatal.reason}; it is being started again"))
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> Fatal:
+        """One engine process from start to end; returns why it ended."""
+        self._failed_starts += 1
+        grace = 0.0
+        try:
+            self._link = await EngineLink.open(self._command, self._settings, self._epoch)
+            async with aclosing(self._link.replies()) as replies:
+                async for reply in replies:
+                    if isinstance(reply, Fatal) and reply.epoch == self._epoch:
+                        grace = _FATAL_GRACE_SECONDS
+                        return reply
+                    self._take(reply)
+            return Fatal(self._epoch, self._link.exit_reason())
+        except OSError as error:
+            return Fatal(self._epoch, f"the engine process cannot be started: {error}", user_error=True)
+        except msgspec.DecodeError as error:
+            return Fatal(self._epoch, f"the engine process sent a message that cannot be read: {error}")
+        finally:
+            link, self._link = self._link, None
+            if link is not None:
+                await link.close(grace)
+
+    def _take(self, reply: Reply) -> None:
+        if reply.epoch != self._epoch:
+            return
+        if isinstance(reply, StepOutput):
+            self._stats = reply.stats
+            self._metrics.step(reply)
+            for delta in reply.deltas:
+                if generation := self._running.get(delta.request_id):
+                    if delta.finish_reason is not None:
+                        self._forget(delta.request_id)
+                    generation.put(delta)
+        elif self._state.phase == "draining":
+            return
+        elif isinstance(reply, LoadProgress):
+            self._set_state(EngineState("loading", progress=reply, reason=self._state.reason))
+        elif isinstance(reply, Ready):
+            self._failed_starts = 0
+            self._metrics.engine_started()
+            self._set_state(EngineState("ready", info=reply.info))
+
+    def _beyond_hope(self) -> bool:
+        """Three starts in a row that never became ready, or three deaths within a minute."""
+        self._deaths.append(time.monotonic())
+        quick = len(self._deaths) == _MOST_DEATHS and self._deaths[-1] - self._deaths[0] < _DEATHS_WINDOW_SECONDS
+        return quick or self._failed_starts >= _MOST_DEATHS

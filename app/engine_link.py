@@ -1,0 +1,123 @@
+"""One engine process of one epoch, and the two sockets that lead to it."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from app.types import Command, Reply
+
+_LAST_WORDS_SECONDS = 0.2
+_TERMINATE_SECONDS = 2.0
+_LONGEST_IPC_FOLDER = 80
+
+
+class EngineLink:
+    """A running engine process. Make one with `open`, and always `close` it.
+
+    The engine is its own session, so Ctrl-C in a terminal reaches only the API process, which then drains. Its stdin
+    stays open as long as this process lives: the end of it tells the engine that its parent is gone.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._folder = _private_folder()
+        self._context = zmq.asyncio.Context()
+        self._commands = zmq.Socket(zmq.Context(self._context), zmq.PUSH)
+        self._replies = self._context.socket(zmq.PULL)
+        for socket in (self._commands, self._replies):
+            socket.set_hwm(0)  # The bound on work is at admission; a socket that drops messages would lose requests.
+            socket.linger = 0
+        self._addresses = [f"ipc://{self._folder / name}" for name in ("commands", "replies")]
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @classmethod
+    async def open(cls, command: Sequence[str], settings: str, epoch: int) -> "EngineLink":
+        """Bind the sockets and start `command` with their addresses, the epoch, and `settings` as stdin's first line.
+
+        Raises OSError if the process cannot be started.
+        """
+        link = cls(epoch)
+        try:
+            link._commands.bind(link._addresses[0])
+            link._replies.bind(link._addresses[1])
+            link._process = await asyncio.create_subprocess_exec(
+                *command, *link._addresses, str(epoch), stdin=asyncio.subprocess.PIPE, start_new_session=True
+            )
+            assert link._process.stdin is not None
+            link._process.stdin.write(settings.encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                await link._process.stdin.drain()
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    def send(self, command: Command) -> None:
+        """Send without waiting. To a dead engine nothing is sent: its death is reported by `replies` ending."""
+        with contextlib.suppress(zmq.Again):
+            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+
+    async def replies(self) -> AsyncGenerator[Reply, None]:
+        """Every reply in order, to the end of the process, including what it sent just before dying.
+
+        Raises msgspec.DecodeError for a reply that is none of `Reply`.
+        """
+        assert self._process is not None
+        exited = asyncio.ensure_future(self._process.wait())
+        try:
+            while True:
+                message = asyncio.ensure_future(self._replies.recv())
+                if not exited.done():
+                    await asyncio.wait({message, exited}, return_when=asyncio.FIRST_COMPLETED)
+                if not message.done():
+                    await asyncio.wait({message}, timeout=_LAST_WORDS_SECONDS)
+                if not message.done():
+                    message.cancel()
+                    return
+                yield self._decoder.decode(message.result())
+        finally:
+            exited.cancel()
+
+    def exit_reason(self) -> str:
+        """How the process ended, in words."""
+        code = self._process.returncode if self._process else None
+        if code is None:
+            return "the engine process stopped answering"
+        if code < 0:
+            return f"the engine process was killed by {signal.Signals(-code).name}"
+        return f"the engine process ended with exit code {code}"
+
+    async def close(self, grace: float = 0.0) -> None:
+        """Wait `grace` seconds for the process to end by itself, terminate it, kill it if need be; free the sockets."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            ends = ((grace, None), (_TERMINATE_SECONDS, process.terminate), (_TERMINATE_SECONDS, process.kill))
+            for seconds, end in ends:
+                with contextlib.suppress(ProcessLookupError, TimeoutError):
+                    if end is not None and process.returncode is None:
+                        end()
+                    async with asyncio.timeout(seconds):
+                        await process.wait()
+            process.stdin.close()
+        self._commands.close()
+        self._replies.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> Path:
+    """A fresh folder that only this user may enter, with a path short enough for a Unix socket (107 bytes)."""
+    short = len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_IPC_FOLDER
+    return Path(tempfile.mkdtemp(prefix="dflash-", dir=None if short else "/tmp"))

@@ -1,0 +1,165 @@
+"""Prometheus metrics: one table of names, and the few calls that fill it.
+
+Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serves its dashboards. Counters appear with
+`_total` behind the name. Nothing here is global: every `Metrics` has its own registry.
+"""
+
+import logging
+import time
+from typing import Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from app.types import SpecStep, StepOutput, StepStats
+
+logger = logging.getLogger(__name__)
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Metric(NamedTuple):
+    """A row of the table; buckets are seconds."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    label: str | None = None
+
+
+TABLE = (
+    Metric("num_requests_running", "gauge", "Requests that the last engine step worked on or could have"),
+    Metric("num_requests_waiting", "gauge", "Requests queued in the engine"),
+    Metric("kv_cache_usage_perc", "gauge", "KV pages in use, 0 to 1"),
+    Metric("prompt_tokens", "counter", "Prompt tokens of requests handed to the engine"),
+    Metric("generation_tokens", "counter", "Tokens emitted by the engine"),
+    Metric("request_success", "counter", "Requests ended, by reason", "finished_reason"),
+    Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token"),
+    Metric("inter_token_latency_seconds", "histogram", "Per token after the first; tokens of a step share its time"),
+    Metric("e2e_request_latency_seconds", "histogram", "From arrival to the last token"),
+    Metric("spec_decode_num_drafts", "counter", "Steps of a request that verified at least one draft token"),
+    Metric("spec_decode_num_draft_tokens", "counter", "Draft tokens that were verified"),
+    Metric("spec_decode_num_accepted_tokens", "counter", "Draft tokens accepted, without the bonus token"),
+    Metric("spec_decode_num_accepted_tokens_per_pos", "counter", "Accepted draft tokens by position", "position"),
+    Metric("spec_decode_num_verified_tokens_per_pos", "counter", "Verified draft tokens by position", "position"),
+    Metric("preemptions", "counter", "Requests preempted for want of KV pages"),
+    Metric("request_refused", "counter", "Requests refused because of a field, by field", "param"),
+    Metric("step_seconds", "histogram", "Engine steps by kind", "kind"),
+)
+
+
+class Metrics:
+    """Every metric of one server. `prefix` is put before each name as it stands ("dflash:", "vllm:")."""
+
+    def __init__(self, prefix: str = "dflash:") -> None:
+        self._registry = CollectorRegistry()
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for name, kind, text, label in TABLE:
+            labels = [label] if label else []
+            if kind == "counter":
+                self._counters[name] = Counter(prefix + name, text, labels, registry=self._registry)
+            elif kind == "gauge":
+                self._gauges[name] = Gauge(prefix + name, text, labels, registry=self._registry)
+            else:
+                self._histograms[name] = Histogram(
+                    prefix + name, text, labels, registry=self._registry, buckets=_LATENCY
+                )
+        self._preemptions = 0
+        self._window = _Window()
+
+    def render(self) -> bytes:
+        """The exposition text for GET /metrics."""
+        return generate_latest(self._registry)
+
+    def request_accepted(self, prompt_tokens: int) -> None:
+        self._counters["prompt_tokens"].inc(prompt_tokens)
+
+    def request_refused(self, param: str) -> None:
+        self._counters["request_refused"].labels(param).inc()
+
+    def request_ended(self, reason: str, seconds: float) -> None:
+        self._counters["request_success"].labels(reason).inc()
+        self._histograms["e2e_request_latency_seconds"].observe(seconds)
+
+    def first_token(self, seconds: float) -> None:
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
+
+    def later_tokens(self, seconds: float, count: int) -> None:
+        """`count` tokens came together, `seconds` after the one before them: each took its share."""
+        for _ in range(count):
+            self._histograms["inter_token_latency_seconds"].observe(seconds / count)
+
+    def engine_started(self) -> None:
+        """A new engine process counts its preemptions from 0 again."""
+        self._preemptions = 0
+
+    def engine_idle(self) -> None:
+        """No request is left; the engine may have died and make no step to say so."""
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            self._gauges[name].set(0)
+
+    def step(self, output: StepOutput) -> None:
+        """Book one engine step of the whole batch."""
+        stats = output.stats
+        self._gauges["num_requests_running"].set(stats.num_running)
+        self._gauges["num_requests_waiting"].set(stats.num_waiting)
+        self._gauges["kv_cache_usage_perc"].set(stats.used_pages / max(1, stats.num_pages))
+        if stats.kind != "idle":
+            self._histograms["step_seconds"].labels(stats.kind).observe(stats.seconds)
+        self._counters["preemptions"].inc(max(0, stats.num_preemptions - self._preemptions))
+        self._preemptions = stats.num_preemptions
+        tokens = sum(len(delta.token_ids) for delta in output.deltas)
+        self._counters["generation_tokens"].inc(tokens)
+        drafted = [step for delta in output.deltas for step in delta.steps if step.n_verified > 0]
+        if drafted:
+            self._speculation(drafted)
+        self._window.add(stats, tokens, drafted)
+
+    def _speculation(self, steps: list[SpecStep]) -> None:
+        self._counters["spec_decode_num_drafts"].inc(len(steps))
+        self._counters["spec_decode_num_draft_tokens"].inc(sum(step.n_verified for step in steps))
+        self._counters["spec_decode_num_accepted_tokens"].inc(sum(step.n_accepted for step in steps))
+        for position in range(max(step.n_verified for step in steps)):
+            verified = sum(step.n_verified > position for step in steps)
+            accepted = sum(step.n_accepted > position for step in steps)
+            self._counters["spec_decode_num_verified_tokens_per_pos"].labels(str(position)).inc(verified)
+            self._counters["spec_decode_num_accepted_tokens_per_pos"].labels(str(position)).inc(accepted)
+
+    def log_line(self) -> None:
+        """Log what happened since the last call, if anything did."""
+        line = self._window.read()
+        if line:
+            logger.info(line)
+
+
+class _Window:
+    """What the line in the log says: sums since it was last read."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._since = time.monotonic()
+        self._tokens = self._drafted_tokens = self._drafted_steps = 0
+        self._last: StepStats | None = None
+
+    def add(self, stats: StepStats, tokens: int, drafted: list[SpecStep]) -> None:
+        self._last = stats
+        self._tokens += tokens
+        self._drafted_tokens += sum(step.n_tokens for step in drafted)
+        self._drafted_steps += len(drafted)
+
+    def read(self) -> str | None:
+        stats = self._last
+        if stats is None:
+            self._clear()
+            return None
+        rate = self._tokens / max(1e-9, time.monotonic() - self._since)
+        length = f"{self._drafted_tokens / self._drafted_steps:.2f}" if self._drafted_steps else "-"
+        usage = 100 * stats.used_pages / max(1, stats.num_pages)
+        self._clear()
+        return (
+            f"running {stats.num_running}, waiting {stats.num_waiting}, {rate:.1f} tok/s, "
+            f"mean acceptance length {length}, KV use {usage:.1f} %"
+        )

@@ -1,0 +1,270 @@
+"""A server on a real socket, its engine process scripted by the test."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import tokenizers
+import uvicorn
+import uvloop
+import zmq
+from openai import OpenAI
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from app.api.server import create_app
+from app.api.services import Services
+from app.async_engine import AsyncEngine, EngineState
+from app.metrics import Metrics
+from app.text.tokenizer import Tokenizer
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?", "stop here and there"] * 4
+INFO = {
+    "target": "tiny",
+    "draft": "tiny-draft",
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 16,
+    "taps": [1, 3],
+    "page_size": 16,
+    "num_pages": 100,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 512,
+    "vocab_size": 512,
+}
+PATIENCE = 10.0
+
+
+class Script:
+    """The test's side of the scripted engine: orders go in, and what the engine sees comes out, in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._context = zmq.Context()
+        self._orders = self._context.socket(zmq.PUSH)
+        self._seen = self._context.socket(zmq.PULL)
+        for name, bound in (("orders", self._orders), ("seen", self._seen)):
+            bound.linger = 0
+            bound.rcvtimeo = bound.sndtimeo = int(1000 * PATIENCE)
+            bound.bind(f"ipc://{folder}/{name}")
+        script = Path(__file__).with_name("scripted_engine.py")
+        self.command = (sys.executable, str(script), f"ipc://{folder}/orders", f"ipc://{folder}/seen")
+        self._later: list[dict[str, Any]] = []
+        self.info = INFO
+
+    def order(self, do: str, **more: Any) -> None:
+        """Give an order and wait until it was obeyed, unless it ends the engine."""
+        self._orders.send(msgspec.msgpack.encode({"do": do, **more}))
+        if do not in ("die", "fatal", "garbage"):
+            self.see("obeyed")
+
+    def see(self, what: str) -> dict[str, Any]:
+        """The next event of this kind: "started", "Submit", "Abort". Others are kept for later."""
+        for index, event in enumerate(self._later):
+            if event["what"] == what:
+                return self._later.pop(index)
+        while True:
+            event = msgspec.msgpack.decode(self._seen.recv())
+            if event["what"] == what:
+                return event
+            self._later.append(event)
+
+    def plan(self, *steps: list[int]) -> None:
+        """From now on every request gets these steps at once."""
+        self.order("plan", steps=list(steps))
+
+    def by_hand(self) -> None:
+        """From now on requests wait for `emit`."""
+        self.order("plan", steps=None)
+
+    def emit(self, request_id: str, token_ids: list[int], **more: Any) -> None:
+        self.order("emit", request_id=request_id, token_ids=token_ids, **more)
+
+    def ready(self, **info: Any) -> None:
+        self.see("started")
+        self.order("ready", info=self.info | info)
+
+    def forget(self) -> None:
+        """Drop what was seen and not asked for."""
+        self._later.clear()
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._seen.recv(zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._orders.close()
+        self._seen.close()
+        self._context.term()
+
+
+class Server:
+    """The application on a real socket, in a thread with its own uvloop."""
+
+    def __init__(self, script: Script, model_folder: Path, names: list[str]) -> None:
+        self.script = script
+        self.tokenizer = Tokenizer(model_folder)
+        self.metrics = Metrics()
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # Slow readers are felt soon.
+        listener.setblocking(False)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._listener = listener
+        self._names = names
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()), daemon=True)
+        self._thread.start()
+        assert self._started.wait(PATIENCE)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        settings = json.dumps({"config": {}, "target": "tiny", "draft": None})
+        self.engine = AsyncEngine(self.script.command, settings, self.metrics, backoff=0.01)
+        services = Services(self.engine, self.tokenizer, self._names, self.metrics)
+        http = uvicorn.Server(
+            uvicorn.Config(create_app(services), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        )
+        self.engine.start()
+        serving = asyncio.create_task(http.serve([self._listener]))
+        self._started.set()
+        await self._stop.wait()
+        await self.engine.shutdown()
+        http.should_exit = True
+        await serving
+
+    def call(self, make: Callable[[], Any]) -> Any:
+        """Run a coroutine on the server's loop."""
+
+        async def called() -> Any:
+            return await make()
+
+        return asyncio.run_coroutine_threadsafe(called(), self._loop).result(PATIENCE)
+
+    def reach(self, phase: str) -> None:
+        """Wait until the engine's state has this phase."""
+        self.until(lambda state: state.phase == phase)
+
+    def until(self, reached: Callable[[EngineState], bool]) -> None:
+        """Wait until the engine's state is as wanted."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(PATIENCE):
+                while not reached(self.engine.state):
+                    await self.engine.next_state()
+
+        self.call(wait)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample's value; 0 if it is not there."""
+        wanted = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        line = f"dflash:{name}{{{wanted}}} " if labels else f"dflash:{name} "
+        for sample in self.http.get("/metrics").text.splitlines():
+            if sample.startswith(line):
+                return float(sample.removeprefix(line))
+        return 0.0
+
+    def text(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def bytes(self, text: str) -> list[int]:
+        """One token for every byte of `text`."""
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return [self.tokenizer.backend.token_to_id(c) for c in level.pre_tokenize_str(text)[0][0]]
+
+    def close(self) -> None:
+        self.openai.close()
+        self.http.close()
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    """Threads for what must happen while the test waits for an answer."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer of 512 ids, with the files of a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("model")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    files = {
+        "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": CHATML},
+        "generation_config.json": {"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.6},
+        "config.json": {"model_type": "qwen3", "vocab_size": 512},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def short_folder() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="dft-") as folder:
+        yield Path(folder)
+
+
+def _serve(folder: Path, model_folder: Path) -> Iterator[Server]:
+    script = Script(folder)
+    server = Server(script, model_folder, ["tiny", "also-tiny"])
+    yield server
+    server.close()
+    script.close()
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder: Path, short_folder: Path) -> Iterator[Server]:
+    """One ready server for all tests of a module that leave it as they found it."""
+    for server in _serve(short_folder, model_folder):
+        server.script.ready()
+        server.reach("ready")
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Iterator[Server]:
+    """A ready server; requests wait for the test to emit tokens unless it plans them."""
+    shared_server.script.forget()
+    shared_server.script.by_hand()
+    yield shared_server
+
+
+@pytest.fixture
+def own_server(model_folder: Path) -> Iterator[Server]:
+    """A server of this test's own, whose engine has not said that it is ready."""
+    with tempfile.TemporaryDirectory(prefix="dft-") as folder:
+        yield from _serve(Path(folder), model_folder)

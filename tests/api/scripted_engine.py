@@ -1,0 +1,128 @@
+"""An engine process without a model: it speaks the ZeroMQ contract and emits what a test has planned.
+
+argv: ORDERS SEEN COMMANDS REPLIES EPOCH. `ORDERS` and `SEEN` lead to the test: orders come in, and every command of
+the API process goes out. Requests without a plan wait for orders. Exits when stdin ends, as the real engine must.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import msgspec
+import zmq
+
+from app.types import (
+    Abort,
+    Command,
+    EngineInfo,
+    Fatal,
+    LoadProgress,
+    Ready,
+    Reply,
+    Shutdown,
+    SpecStep,
+    StepOutput,
+    StepStats,
+    Submit,
+    TokenDelta,
+)
+
+
+class ScriptedEngine:
+    def __init__(self, orders: str, seen: str, commands: str, replies: str, epoch: str) -> None:
+        self.epoch = int(epoch)
+        self.settings = json.loads(sys.stdin.buffer.readline())
+        context = zmq.Context()
+        self.orders = context.socket(zmq.PULL)
+        self.orders.connect(orders)
+        self.seen = context.socket(zmq.PUSH)
+        self.seen.connect(seen)
+        self.commands = context.socket(zmq.PULL)
+        self.commands.connect(commands)
+        self.replies = context.socket(zmq.PUSH)
+        self.replies.connect(replies)
+        self.running: dict[str, Submit] = {}
+        self.emitted: dict[str, int] = {}
+        self.plan: list[list[int]] | None = None
+
+    def send(self, reply: Reply) -> None:
+        self.replies.send(msgspec.msgpack.encode(reply))
+
+    def tell(self, what: str, **more: Any) -> None:
+        self.seen.send(msgspec.msgpack.encode({"what": what, "epoch": self.epoch, **more}))
+
+    def run(self) -> None:
+        self.tell("started", settings=self.settings)
+        poller = zmq.Poller()
+        for source in (self.orders, self.commands, sys.stdin.fileno()):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            for source, _ in poller.poll():
+                if source is self.orders:
+                    self.obey(msgspec.msgpack.decode(self.orders.recv()))
+                elif source is self.commands:
+                    self.take(msgspec.msgpack.decode(self.commands.recv(), type=Command))
+                else:
+                    self.tell("orphaned")
+                    sys.exit(0)
+
+    def obey(self, order: dict[str, Any]) -> None:
+        match order.pop("do"):
+            case "progress":
+                self.send(LoadProgress(self.epoch, **order))
+            case "ready":
+                self.send(Ready(self.epoch, msgspec.convert(order["info"], EngineInfo)))
+            case "fatal":
+                self.send(Fatal(self.epoch, **order))
+                sys.exit(2)
+            case "plan":
+                self.plan = order["steps"]
+            case "emit":
+                self.step(order["request_id"], order["token_ids"], order.get("finish"), order.get("error"))
+            case "stale":
+                self.send(StepOutput(self.epoch - 1, [TokenDelta(order["request_id"], [1], [])], self.stats(0.0)))
+            case "garbage":
+                self.replies.send(b"\xc1")
+            case "die":
+                os._exit(order["code"])
+        self.tell("obeyed")
+
+    def take(self, command: Command) -> None:
+        if isinstance(command, Shutdown):
+            sys.exit(0)
+        fields = msgspec.to_builtins(command)
+        del fields["epoch"]
+        self.tell(fields.pop("type"), **fields)
+        if isinstance(command, Abort):
+            self.running.pop(command.request_id, None)
+        elif command.epoch == self.epoch:
+            self.running[command.request_id] = command
+            self.emitted[command.request_id] = 0
+            for step in self.plan or []:
+                if command.request_id in self.running:
+                    self.step(command.request_id, step, None, None)
+
+    def step(self, request_id: str, token_ids: list[int], finish: Any, error: str | None) -> None:
+        """One engine step, cut at stop tokens and the limit in token order as the engine cuts it."""
+        request = self.running.get(request_id)
+        if request is not None:
+            room = request.max_tokens - self.emitted[request_id]
+            stops = [index for index, token in enumerate(token_ids[:room]) if token in request.stop_token_ids]
+            if stops:
+                token_ids, finish = token_ids[: stops[0] + 1], "stop"
+            elif len(token_ids) >= room:
+                token_ids, finish = token_ids[:room], "length"
+            self.emitted[request_id] += len(token_ids)
+        if finish is not None:
+            self.running.pop(request_id, None)
+        steps = [SpecStep(len(token_ids), 15, len(token_ids) - 1)] if token_ids else []
+        delta = TokenDelta(request_id, token_ids, steps, finish_reason=finish, error=error)
+        self.send(StepOutput(self.epoch, [delta], self.stats(0.01)))
+
+    def stats(self, seconds: float) -> StepStats:
+        return StepStats("decode", seconds, len(self.running), 0, 3 * len(self.running), 100, 0)
+
+
+if __name__ == "__main__":
+    ScriptedEngine(*sys.argv[1:]).run()

@@ -1,0 +1,159 @@
+"""Mistakes of every kind get OpenAI's error shape and name what is wrong."""
+
+import pytest
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "tiny", "prompt": "hi"}
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and response.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b"[]", b'"text"'])
+def test_a_body_that_is_no_json_object_is_a_400(server, content):
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert error_of(server.http.post(path, content=content), 400)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages.0"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages.0.content"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0.",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"messages": [{"role": "user", "content": "hi", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"speculate": 1}, "speculate"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
+        ({"stream": True, "stream_options": 1}, "stream_options"),
+        ({"model": 5}, "model"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
+    error = error_of(server.http.post("/v1/chat/completions", json=CHAT | fields), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param or (param.endswith(".") and error["param"].startswith(param))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (None, "prompt"),
+        ("", "prompt"),
+        ([], "prompt"),
+        ([[]], "prompt"),
+        (5, "prompt"),
+        ({"a": 1}, "prompt"),
+        ([512], "prompt"),
+        ([-1], "prompt.0"),
+        ([1, "a"], "prompt"),
+        (["a"] * 21, "prompt"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(server, prompt, param):
+    error = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": prompt}), 400)
+    assert error["param"].startswith(param)
+
+
+def test_a_missing_prompt_is_named(server):
+    error = error_of(server.http.post("/v1/completions", json={"model": "tiny"}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "missing_parameter")
+
+
+@pytest.mark.parametrize(("path", "base"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_an_unknown_model_is_a_404_with_the_names_that_are_served(server, path, base):
+    error = error_of(server.http.post(path, json=base | {"model": "gpt-9"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "gpt-9" in error["message"] and "`tiny`" in error["message"]
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_the_limit_and_the_count(server):
+    ids = [5] * 256
+    error = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": ids}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["message"].count("256") == 2
+    long = [{"role": "user", "content": "x" * 300}]
+    error = error_of(server.http.post("/v1/chat/completions", json=CHAT | {"messages": long}), 400)
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_more_tokens_than_fit_are_refused_if_asked_for_and_clipped_if_only_the_default(server):
+    ids = [5] * 250
+    asked = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": ids, "max_tokens": 7}), 400)
+    assert asked["code"] == "context_length_exceeded" and "257" in asked["message"]
+    server.script.plan([2])
+    assert server.http.post("/v1/completions", json=TEXT | {"prompt": ids}).status_code == 200
+    assert server.script.see("Submit")["max_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v2/nothing", 404),
+        ("POST", "/v1/chat/completions/", 404),
+        ("POST", "/v1/embeddings", 404),
+    ],
+)
+def test_wrong_methods_and_unknown_paths_have_the_same_shape(server, method, path, status):
+    error_of(server.http.request(method, path), status)
+
+
+def test_a_bug_of_ours_is_a_500_in_the_same_shape_with_the_request_id(server, monkeypatch):
+    def fail(text):
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(server.tokenizer, "encode", fail)
+    error = error_of(server.http.post("/v1/completions", json=TEXT), 500)
+    assert error["type"] == "server_error" and "secret" not in error["message"]
+
+
+def test_too_many_requests_in_flight_are_a_429_and_nothing_is_sent(server, background):
+    texts = [background.submit(lambda: server.http.post("/v1/completions", json=TEXT)) for _ in range(20)]
+    running = [server.script.see("Submit")["request_id"] for _ in texts]
+    response = server.http.post("/v1/completions", json=TEXT)
+    error = error_of(response, 429)
+    assert error["type"] == "rate_limit_error" and int(response.headers["retry-after"]) > 0
+    server.script.emit(running[0], [2])
+    # One place is free now: of a request for two prompts neither is left behind.
+    response = server.http.post("/v1/completions", json=TEXT | {"prompt": ["a", "b"]})
+    error_of(response, 429)
+    assert server.script.see("Submit")["request_id"] == server.script.see("Abort")["request_id"]
+    for request_id in running[1:]:
+        server.script.emit(request_id, [2])
+    assert all(text.result().status_code == 200 for text in texts)

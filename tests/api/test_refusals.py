@@ -1,0 +1,128 @@
+"""Every row of the table in app/api/validation.py, through a real socket."""
+
+import pytest
+
+from app.api.validation import REFUSALS
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "tiny", "prompt": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
+HARMFUL = {
+    "logprobs": [True, 0, 5],
+    "top_logprobs": [3],
+    "prompt_logprobs": [0, 1],
+    "return_logprob": [True],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text"],
+    "structured_outputs": [{"regex": "a"}],
+    "parallel_tool_calls": [3],
+    "tools": [[TOOL]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    "functions": [[{"name": "f"}]],
+    "function_call": [{"name": "f"}],
+    "n": [2, 0, True],
+    "best_of": [2],
+    "use_beam_search": [True],
+    "top_p": [0.9],
+    "top_k": [20],
+    "min_p": [0.1],
+    "presence_penalty": [0.5],
+    "frequency_penalty": [-0.5],
+    "repetition_penalty": [1.1],
+    "length_penalty": [2.0],
+    "logit_bias": [{"5": 10}],
+    "bad_words": [["a"]],
+    "min_tokens": [1],
+    "echo": [True],
+    "suffix": ["end"],
+    "skip_special_tokens": [False],
+    "spaces_between_special_tokens": ["no"],
+    "stream_options.include_usage": [1],
+    "add_generation_prompt": [False],
+    "documents": [[{"text": "a"}]],
+    "modalities": [["text", "audio"]],
+    "mm_processor_kwargs": [{"a": 1}],
+    "logits_processors": [["x"]],
+    "vllm_xargs": [{"a": 1}],
+    "chat_template_kwargs": [{"enable_thinking": False}],
+    "priority": [1],
+    "stop_regex": ["a+"],
+}
+HARMLESS = {
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "response_format": [{"type": "text"}],
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "n": [1],
+    "best_of": [1],
+    "top_p": [1, 1.0],
+    "top_k": [0, -1],
+    "min_p": [0],
+    "presence_penalty": [0],
+    "frequency_penalty": [0.0],
+    "repetition_penalty": [1.0],
+    "logit_bias": [{}],
+    "echo": [False],
+    "suffix": [""],
+    "skip_special_tokens": [True],
+    "parallel_tool_calls": [True, False],
+    "min_tokens": [0],
+    "chat_template_kwargs": [{}],
+    "modalities": [["text"]],
+}
+
+
+def body(base, field, value, **more):
+    """`base` with the dotted `field` set."""
+    outer, _, inner = field.partition(".")
+    return base | ({outer: {inner: value}, "stream": True} if inner else {outer: value}) | more
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.field)
+@pytest.mark.parametrize(("path", "base"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_a_field_that_cannot_be_honoured_is_refused_by_name_and_never_reaches_the_engine(server, refusal, path, base):
+    before = server.metric("request_refused_total", param=refusal.field)
+    values = HARMFUL.get(refusal.field, [True] if not refusal.harmless(True) else ["x"])
+    for value in values:
+        response = server.http.post(path, json=body(base, refusal.field, value))
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert set(response.json()) == {"error"} and set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == refusal.field
+        assert refusal.field.split(".")[0] in error["message"] or refusal.field == "use_beam_search"
+        assert "{}" not in error["message"] and error["message"].endswith(".")
+    assert server.metric("request_refused_total", param=refusal.field) == before + len(values)
+    assert server.metric("prompt_tokens_total") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_neutral_values_pass(model_folder, own_server, stream):
+    own_server.script.ready()
+    own_server.reach("ready")
+    own_server.script.plan([2])
+    everything = {refusal.field: None for refusal in REFUSALS if "." not in refusal.field}
+    bookkeeping = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "unheard_of": 1}
+    bodies = [everything, bookkeeping, {name: values[0] for name, values in HARMLESS.items()}]
+    bodies += [{name: value} for name, values in HARMLESS.items() for value in values]
+    for fields in bodies:
+        for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            response = own_server.http.post(path, json=base | fields | {"stream": stream})
+            assert response.status_code == 200, (fields, response.text)
+
+
+def test_refusals_are_the_same_through_the_sdk(server):
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError) as caught:
+        server.openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
+    assert caught.value.param == "logprobs"
+    assert caught.value.code == "unsupported_parameter"
+
+
+def test_a_refused_request_does_not_disturb_a_running_one(server, background):
+    running = background.submit(lambda: server.openai.completions.create(**TEXT))
+    request_id = server.script.see("Submit")["request_id"]
+    assert server.http.post("/v1/completions", json=TEXT | {"logprobs": 1}).status_code == 400
+    server.script.emit(request_id, [*server.ids("fine"), 2])
+    assert running.result().choices[0].text == "fine"

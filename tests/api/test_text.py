@@ -1,0 +1,122 @@
+"""The tokenizer and the chat template agree with Transformers, without importing it."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from app.text.chat_template import ChatTemplate, ChatTemplateError
+from app.text.tokenizer import Tokenizer, TokenizerError
+
+MESSAGES = [
+    {"role": "system", "content": "be <b>kind</b>"},
+    {"role": "user", "content": "hello 漢字 & 'you'"},
+    {"role": "assistant", "content": "hi"},
+    {"role": "user", "content": "stop"},
+]
+TEMPLATE = (
+    "{%- for m in messages %}\n    {%- if m.role == 'bad' %}{{ raise_exception('no bad roles') }}{% endif %}\n"
+    "    {{- bos_token or '' }}{{ '[' + m.role + ']' + m.content | trim | tojson }}\n"
+    "{%- generation %}{{ eos_token }}{% endgeneration %}{% endfor %}"
+    "{%- for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% endfor %}"
+    "{% if add_generation_prompt %}[go]{% endif %}{% if tools %}tools{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(model_folder, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(model_folder, tmp_path / "copy")
+
+
+def test_neither_torch_nor_transformers_is_imported_by_the_api_process(model_folder):
+    code = (
+        "import sys; from pathlib import Path; import app.api.server; from app.text.tokenizer import Tokenizer\n"
+        "Tokenizer(Path(sys.argv[1])).apply_chat_template([{'role': 'user', 'content': 'hi'}])\n"
+        "print(sorted({'torch', 'transformers', 'app.engine'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(model_folder)], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+def test_prompts_are_those_of_transformers(folder, recwarn):
+    transformers = pytest.importorskip("transformers")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    ours = Tokenizer(folder)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.encode(MESSAGES[1]["content"]) == theirs(MESSAGES[1]["content"])["input_ids"]
+    rendered = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert ours.chat_template.render(MESSAGES) == rendered
+    ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert ours.apply_chat_template(MESSAGES) == ids
+
+
+def test_a_template_that_refuses_is_an_error_for_the_client():
+    template = ChatTemplate(TEMPLATE, {"eos_token": "</s>"})
+    with pytest.raises(ChatTemplateError, match="no bad roles"):
+        template.render([{"role": "bad", "content": "x"}])
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox():
+    template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
+    with pytest.raises(ChatTemplateError):
+        template.render([])
+
+
+def test_without_a_template_chat_is_refused_with_what_to_do():
+    with pytest.raises(ChatTemplateError, match="/v1/completions"):
+        ChatTemplate(None, {}).render(MESSAGES)
+
+
+def test_the_default_of_several_named_templates_is_taken(folder):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer(folder).chat_template.render(MESSAGES) == "plain"
+
+
+@pytest.mark.parametrize(
+    ("generation", "temperature", "not_applied"),
+    [
+        ({}, 1.0, ()),
+        ({"temperature": 0.6}, 0.6, ()),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 50}, 0.0, ()),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, 0.6, ("top_k=20", "top_p=0.95")),
+        ({"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}, 1.0, ()),
+    ],
+)
+def test_defaults_are_those_of_the_generation_config(folder, generation, temperature, not_applied):
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    defaults = Tokenizer(folder).defaults
+    assert (defaults.temperature, defaults.not_applied) == (temperature, not_applied)
+
+
+@pytest.mark.parametrize(
+    ("generation", "settings", "config", "expected"),
+    [
+        ({"eos_token_id": [0, 2]}, {"eos_token": "<|im_end|>"}, {}, [0, 2]),
+        ({"eos_token_id": 0}, {"eos_token": {"content": "<|im_end|>"}}, {"eos_token_id": 7}, [0, 2]),
+        ({}, {}, {"eos_token_id": 7}, [7]),
+        ({}, {}, {}, []),
+    ],
+)
+def test_eos_ids_come_from_every_file_that_names_them(folder, generation, settings, config, expected):
+    for name, content in (("generation_config", generation), ("tokenizer_config", settings), ("config", config)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    assert Tokenizer(folder).eos_ids == expected
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"a": 1}'])
+def test_an_unusable_tokenizer_file_is_named(folder, content):
+    path = folder / "tokenizer.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
+def test_a_broken_json_file_is_named(folder, name):
+    (folder / name).write_text("{")
+    with pytest.raises(TokenizerError, match=name):
+        Tokenizer(folder)

@@ -1,0 +1,99 @@
+"""The demo corpus: the same for the same seed, held-out templates truly held out, and answers judged strictly."""
+
+import itertools
+import re
+import subprocess
+import sys
+
+import pytest
+
+from app.demo.corpus import DOMAINS, Sample, drawn, is_right, samples
+from app.demo.corpus.lexicon import _COPIED
+
+
+def take(domain: str, split: str, seed: int, count: int) -> list[Sample]:
+    return list(itertools.islice(samples(domain, split, seed), count))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_a_seed_gives_the_same_samples_and_another_seed_others(domain: str) -> None:
+    assert take(domain, "train", 7, 50) == take(domain, "train", 7, 50)
+    assert take(domain, "train", 7, 50) != take(domain, "train", 8, 50)
+
+
+def test_samples_do_not_depend_on_the_hash_seed_of_the_process() -> None:
+    program = (
+        "import itertools, app.demo.corpus as c; "
+        "print([list(itertools.islice(c.samples(d, 'heldout', 3), 5)) for d in c.DOMAINS])"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_no_heldout_template_is_ever_used_in_training(domain: str) -> None:
+    train = {d.template for d in itertools.islice(drawn(domain, "train", 0), 4000)}
+    heldout = {d.template for d in itertools.islice(drawn(domain, "heldout", 0), 1000)}
+    assert len(heldout) >= 15
+    assert not train & heldout
+
+
+def test_heldout_copy_words_are_never_copied_in_training() -> None:
+    assert len(_COPIED["heldout"]) > 30
+    assert not set(_COPIED["train"]) & set(_COPIED["heldout"])
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_conversation_ends_with_the_user_and_its_answer_is_right(domain: str, split: str) -> None:
+    for sample in take(domain, split, 1, 300):
+        roles = [message["role"] for message in sample.messages]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+        assert all(message["content"].strip() for message in sample.messages)
+        assert sample.answer == sample.answer.strip() != ""
+        assert "{" not in sample.answer or domain == "copy"
+        assert is_right(sample, sample.answer)
+
+
+def test_wrong_math_is_caught_however_it_is_written() -> None:
+    sample = Sample("math", [{"role": "user", "content": "What is 40 + 2?"}], "40 + 2 = 42\n#### 42")
+    assert is_right(sample, "It is 42.")
+    assert is_right(sample, "40 + 2 = 42. The answer is 42.")
+    assert not is_right(sample, "40 + 2 = 43\n#### 43")
+    assert not is_right(sample, "42 is not the answer, 41 is")
+    assert not is_right(sample, "I do not know.")
+    assert not is_right(sample, "")
+
+
+def test_a_copy_must_be_exact_but_for_the_space_around_it() -> None:
+    sample = Sample("copy", [{"role": "user", "content": "Repeat this: red kite"}], "red kite")
+    assert is_right(sample, " red kite\n")
+    assert not is_right(sample, "red  kite")
+    assert not is_right(sample, "Red kite")
+    assert not is_right(sample, "red kite red kite")
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_worked_step_of_the_math_answers_holds(split: str) -> None:
+    for sample in take("math", split, 2, 2000):
+        for a, sign, b, result in re.findall(r"(\d+) ([+*/-]) (\d+) = (-?\d+)", sample.answer):
+            wanted = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[sign]
+            assert int(result) == wanted, sample
+        assert all(int(n) < 1000 for n in re.findall(r"\d+", sample.answer))
+
+
+def test_importing_the_corpus_loads_no_torch() -> None:
+    program = "import sys, app.demo.corpus; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_unknown_domain_or_split_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="unknown domain 'poetry'"):
+        next(samples("poetry", "train", 0))
+    with pytest.raises(ValueError, match="unknown split 'test'"):
+        next(samples("math", "test", 0))  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""Stop strings and incremental text against a plain reference, over random tokenisations and step boundaries."""
+
+import itertools
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from app.text.detokenizer import Detokenizer
+
+EOS = "<eos>"
+PIECES = ["a", "b", "c", "ab", "ba", "abc", "cab", "bb", "aab", "Ġa", "Ġ", "bca"]
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """Every byte is a token, some short strings are tokens too, and <eos> is special."""
+    vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet()) + [p for p in PIECES if len(p) > 1]
+    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS])
+    return backend
+
+
+def byte_ids(backend, data: bytes) -> list[int]:
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [backend.token_to_id(c) for text, _ in letters.pre_tokenize_str(data.decode()) for c in text]
+
+
+def cut_steps(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    return [ids[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def run(backend, ids, stop, cuts, finish) -> tuple[Detokenizer, list[str]]:
+    detokenizer = Detokenizer(backend, stop)
+    steps = cut_steps(ids, cuts)
+    shown = []
+    for number, step in enumerate(steps):
+        shown.append(detokenizer.push(step, finish if number == len(steps) - 1 else None))
+        if detokenizer.finish_reason is not None:
+            break
+    return detokenizer, shown
+
+
+def reference(text: str, stop: list[str]) -> str | None:
+    """The text before the stop string that is complete first, reading character by character; None if there is none."""
+    for end in range(1, len(text) + 1):
+        if matched := [s for s in stop if text[:end].endswith(s)]:
+            return text[: end - max(len(s) for s in matched)]
+    return None
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=24),
+    stop=st.lists(st.text("abc ", min_size=1, max_size=6), max_size=3),
+    cuts=st.lists(st.integers(0, 24), max_size=8),
+    finish=st.sampled_from(["stop", "length"]),
+)
+def test_text_ends_where_a_plain_reading_finds_the_first_stop_string(backend, pieces, stop, cuts, finish):
+    ids = [backend.token_to_id(piece) for piece in pieces]
+    text = backend.decode(ids)
+    if finish == "stop":
+        ids.append(backend.token_to_id(EOS))
+    detokenizer, shown = run(backend, ids, stop, cuts, finish)
+    expected = reference(text, stop)
+    assert "".join(shown) == (text if expected is None else expected)
+    assert detokenizer.finish_reason == (finish if expected is None else "stop")
+    if expected is None:
+        assert detokenizer.n_tokens == len(ids)
+    else:
+        completed = next(n for n in range(len(pieces) + 1) if reference(backend.decode(ids[:n]), stop) is not None)
+        assert detokenizer.n_tokens == completed
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=24),
+    stop=st.lists(st.text("abc ", min_size=2, max_size=6), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 24), max_size=8),
+)
+def test_no_prefix_of_a_stop_string_that_completes_is_ever_shown(backend, pieces, stop, cuts):
+    ids = [backend.token_to_id(piece) for piece in pieces]
+    _, shown = run(backend, ids, stop, cuts, "length")
+    full = reference(backend.decode(ids), stop)
+    so_far = ""
+    for piece in shown:
+        so_far += piece
+        assert full is None or full.startswith(so_far)
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=20))
+def test_text_of_any_script_comes_whole_and_without_replacement_characters(backend, text, cuts):
+    text = text.replace("\ufffd", "")
+    _, shown = run(backend, byte_ids(backend, text.encode()), [], cuts, "length")
+    assert "".join(shown) == text
+    assert not any("\ufffd" in piece for piece in shown)
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=20))
+def test_bytes_that_are_no_text_read_as_the_tokenizer_reads_them_whole(backend, ids, cuts):
+    _, shown = run(backend, ids, [], cuts, "length")
+    assert "".join(shown) == backend.decode(ids)
+
+
+def test_stop_string_spanning_two_tokens_is_cut_exactly(backend):
+    detokenizer = Detokenizer(backend, ["bca"])
+    assert detokenizer.push([backend.token_to_id("ab")]) == "a"
+    assert detokenizer.push([backend.token_to_id("cab"), backend.token_to_id("c")]) == ""
+    assert (detokenizer.finish_reason, detokenizer.n_tokens) == ("stop", 2)
+
+
+def test_stop_string_behind_the_eos_of_the_same_run_does_not_win(backend):
+    detokenizer = Detokenizer(backend, [EOS, "bb"])
+    text = detokenizer.push([backend.token_to_id("a"), backend.token_to_id("b"), backend.token_to_id(EOS)], "stop")
+    assert (text, detokenizer.finish_reason, detokenizer.n_tokens) == ("ab", "stop", 3)
+
+
+def test_stop_token_is_counted_and_not_shown_even_if_it_is_ordinary_text(backend):
+    detokenizer = Detokenizer(backend, ["ac"])
+    assert detokenizer.push([backend.token_to_id("a"), backend.token_to_id("c")], "stop") == "a"
+    assert (detokenizer.finish_reason, detokenizer.n_tokens) == ("stop", 2)
+
+
+def test_stop_string_on_the_last_allowed_token_beats_the_length_limit(backend):
+    detokenizer = Detokenizer(backend, ["c"])
+    assert detokenizer.push([backend.token_to_id("ab"), backend.token_to_id("c")], "length") == "ab"
+    assert detokenizer.finish_reason == "stop"
+
+
+def test_what_might_become_a_stop_string_is_held_back_and_released_when_it_does_not(backend):
+    detokenizer = Detokenizer(backend, ["abc"])
+    assert detokenizer.push([backend.token_to_id("ab")]) == ""
+    assert detokenizer.push([backend.token_to_id("ab")]) == "ab"
+    assert detokenizer.push([backend.token_to_id("b")], "length") == "abb"
+
+
+def test_an_unfinished_character_is_flushed_at_the_end(backend):
+    ids = byte_ids(backend, "a漢".encode())
+    detokenizer = Detokenizer(backend)
+    assert detokenizer.push(ids[:-1]) == "a"
+    assert detokenizer.push([], "length") == "\ufffd"
+
+
+def test_special_tokens_inside_the_text_are_counted_and_not_shown(backend):
+    detokenizer = Detokenizer(backend)
+    ids = [backend.token_to_id(t) for t in ("a", EOS, "b")]
+    assert detokenizer.push(ids, "length") == "ab"
+    assert detokenizer.n_tokens == 3
+
+
+def test_an_id_beyond_the_vocabulary_is_no_text_and_no_error(backend):
+    detokenizer = Detokenizer(backend)
+    assert detokenizer.push([backend.token_to_id("a"), 100_000, backend.token_to_id("b")], "length") == "ab"
+
+
+@settings(deadline=None)
+@given(text=st.text(st.sampled_from("ab é漢👩"), max_size=30), cuts=st.lists(st.integers(0, 90), max_size=20))
+def test_byte_fallback_tokens_of_sentencepiece_models_make_whole_characters(text, cuts):
+    vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4} | {f"<0x{n:02X}>": n + 5 for n in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    ids = [1]
+    for character in text:
+        known = vocabulary.get("▁" if character == " " else character)
+        ids += [byte + 5 for byte in character.encode()] if known is None else [known]
+    _, shown = run(backend, ids, [], cuts, "length")
+    assert "".join(shown) == backend.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in shown)

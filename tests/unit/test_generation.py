@@ -1,0 +1,56 @@
+import asyncio
+
+import pytest
+
+from app.generation import Generation
+from app.metrics import Metrics
+from app.types import SpecStep, TokenDelta
+
+
+@pytest.fixture
+def left() -> list[Generation]:
+    """The generations whose reader has gone."""
+    return []
+
+
+@pytest.fixture
+def generation(left) -> Generation:
+    return Generation("r", left.append, Metrics(), arrived=0.0)
+
+
+def test_undelivered_deltas_become_one_that_keeps_the_step_bounds(generation):
+    async def read():
+        generation.put(TokenDelta("r", [1, 2], [SpecStep(2, 15, 1)], cached_tokens=16))
+        generation.put(TokenDelta("r", [3], [SpecStep(1, 15, 0)]))
+        generation.put(TokenDelta("r", [4], [SpecStep(1, 15, 0)], finish_reason="stop"))
+        return [delta async for delta in generation]
+
+    assert asyncio.run(read()) == [
+        TokenDelta("r", [1, 2, 3, 4], [SpecStep(2, 15, 1), SpecStep(1, 15, 0), SpecStep(1, 15, 0)], 16, "stop")
+    ]
+
+
+def test_a_cancelled_wait_frees_the_engine(generation, left):
+    async def wait():
+        waiting = asyncio.ensure_future(anext(generation))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+
+    asyncio.run(wait())
+    assert left == [generation]
+
+
+def test_closing_twice_leaves_once(generation, left):
+    generation.close()
+    asyncio.run(generation.aclose())
+    assert left == [generation]
+
+
+def test_a_closed_generation_has_no_more_deltas(generation):
+    async def read():
+        generation.close()
+        generation.put(TokenDelta("r", [1], []))
+        return [delta async for delta in generation]
+
+    assert asyncio.run(read()) == []

@@ -1,0 +1,55 @@
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from app import log
+
+
+@pytest.fixture(autouse=True)
+def root_logger_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_json_lines_carry_the_request_id_of_their_task(capsys):
+    log.set_up("info", "json")
+    token = log.request_id.set("abc")
+    logging.getLogger("app.x").info("hello %s", "wörld")
+    log.request_id.reset(token)
+    logging.getLogger("app.x").info("later")
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert (first["message"], first["level"], first["logger"], first["request_id"]) == (
+        "hello wörld",
+        "INFO",
+        "app.x",
+        "abc",
+    )
+    assert "request_id" not in second
+
+
+def test_json_lines_hold_a_traceback_in_one_line(capsys):
+    log.set_up("info", "json")
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("app.x").exception("it failed")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ValueError: broken" in json.loads(line)["exception"]
+
+
+def test_text_lines_end_with_the_request_id(capsys):
+    log.set_up("info", "text")
+    token = log.request_id.set("abc")
+    logging.getLogger("app.x").info("hello")
+    log.request_id.reset(token)
+    assert capsys.readouterr().err.endswith("INFO app.x hello [abc]\n")
+
+
+def test_lines_below_the_level_are_not_written(capsys):
+    log.set_up("warning", "text")
+    logging.getLogger("app.x").info("hello")
+    assert capsys.readouterr().err == ""

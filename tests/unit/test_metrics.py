@@ -1,0 +1,67 @@
+import logging
+
+from app.metrics import TABLE, Metrics
+from app.types import SpecStep, StepOutput, StepStats, TokenDelta
+
+
+def output(steps: list[SpecStep], preemptions: int = 0) -> StepOutput:
+    tokens = sum(step.n_tokens for step in steps)
+    stats = StepStats("decode", 0.02, 3, 1, 50, 200, preemptions)
+    return StepOutput(1, [TokenDelta("r", [7] * tokens, steps)], stats)
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def test_every_name_of_the_table_is_exposed_under_the_prefix():
+    text = Metrics("vllm:").render().decode()
+    for metric in TABLE:
+        assert f"# TYPE vllm:{metric.name}{'_total' if metric.kind == 'counter' else ''} {metric.kind}" in text
+
+
+def test_two_servers_in_one_process_share_no_metric():
+    first, second = Metrics(), Metrics()
+    first.step(output([SpecStep(1, 0, 0)]))
+    assert samples(first)["dflash:generation_tokens_total"] == 1
+    assert samples(second)["dflash:generation_tokens_total"] == 0
+
+
+def test_acceptance_per_position_is_accepted_over_verified_at_that_position():
+    metrics = Metrics()
+    metrics.step(output([SpecStep(3, 4, 2), SpecStep(1, 2, 0), SpecStep(1, 0, 0)]))
+    found = samples(metrics)
+    verified = [found[f'dflash:spec_decode_num_verified_tokens_per_pos_total{{position="{k}"}}'] for k in range(4)]
+    accepted = [found[f'dflash:spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}}'] for k in range(4)]
+    assert (verified, accepted) == ([2, 2, 1, 1], [1, 1, 0, 0])
+    assert found["dflash:spec_decode_num_drafts_total"] == 2
+
+
+def test_preemptions_are_counted_across_restarts_of_the_engine():
+    metrics = Metrics()
+    metrics.step(output([], preemptions=2))
+    metrics.step(output([], preemptions=5))
+    metrics.engine_started()
+    metrics.step(output([], preemptions=1))
+    assert samples(metrics)["dflash:preemptions_total"] == 6
+
+
+def test_tokens_of_one_step_share_its_time():
+    metrics = Metrics()
+    metrics.later_tokens(0.8, 16)
+    found = samples(metrics)
+    assert found["dflash:inter_token_latency_seconds_count"] == 16
+    assert round(found["dflash:inter_token_latency_seconds_sum"], 9) == 0.8
+
+
+def test_the_log_line_speaks_of_the_time_since_the_last_one_and_is_silent_without_work(caplog):
+    metrics = Metrics()
+    with caplog.at_level(logging.INFO):
+        metrics.log_line()
+        metrics.step(output([SpecStep(9, 15, 8), SpecStep(3, 15, 2), SpecStep(1, 0, 0)]))
+        metrics.log_line()
+        metrics.log_line()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "running 3, waiting 1" in line
+    assert "mean acceptance length 6.00" in line and "KV use 25.0 %" in line
