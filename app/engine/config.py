@@ -67,7 +67,8 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
     if tokens < seqs * block_size:
         raise UnsupportedError(
             f"--max-num-batched-tokens {tokens} is too small: {seqs} sequences verify blocks of {block_size} rows; "
-            f"give at least {seqs * block_size}, or --max-num-seqs {max(1, tokens // block_size)} at most"
+            f"give at least {seqs * block_size}"
+            + (f", or --max-num-seqs {tokens // block_size} at most" if tokens >= block_size else "")
         )
     return Sizes(block_size, max_model_len, seqs, tokens, config.page_size or defaults.page_size)
 

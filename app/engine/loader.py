@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from app.engine.errors import UnsupportedError
@@ -41,7 +41,7 @@ class SafetensorsWeights:
         self._on_progress = on_progress
         self._files = {name.removeprefix("model."): (path, name) for name, path in _index(folder).items()}
         paths = {path for path, _ in self._files.values()}
-        self._open = {path: safe_open(path, framework="pt", device=str(device)) for path in paths}
+        self._open = {path: _open(path, device) for path in paths}
         self._total = sum(path.stat().st_size for path in paths)
         self._read = 0
         self._used: set[str] = set()
@@ -92,5 +92,11 @@ def _index(folder: Path) -> dict[str, Path]:
     single = folder / "model.safetensors"
     if not single.exists():
         raise UnsupportedError(f"{folder}: neither {single.name} nor {index.name} is there")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    return dict.fromkeys(_open(single, torch.device("cpu")).keys(), single)
+
+
+def _open(path: Path, device: torch.device) -> Any:
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedError(f"{path}: cannot be read as safetensors: {error}") from error

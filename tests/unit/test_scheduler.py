@@ -265,60 +265,6 @@ class Harness:
         assert self.pool.num_used == len(owned)
 
 
-# Anything goes
-
-
-class AnyTraffic(RuleBasedStateMachine):
-    """Requests of every kind come, are cut short, and decode with any luck, over any sizes start-up allows."""
-
-    requests = Bundle("requests")
-
-    @initialize(
-        page_size=st.sampled_from([1, 2, 3, 4, 8, 16]),
-        spare_pages=st.integers(0, 12),
-        block_size=st.integers(1, 6),
-        max_num_seqs=st.integers(1, 5),
-        spare_rows=st.integers(0, 24),
-        max_model_len=st.integers(2, 40),
-    )
-    def start(self, **sizes: int) -> None:
-        self.harness = Harness(**sizes)
-
-    @rule(
-        target=requests,
-        prompt=st.integers(1, 40),
-        max_tokens=st.integers(1, 40),
-        stop=st.sets(st.integers(0, VOCAB - 1), max_size=2),
-        speculate=st.booleans(),
-        count=st.integers(1, 3),
-    )
-    def add(self, prompt: int, max_tokens: int, stop: set[int], speculate: bool, count: int) -> object:
-        room = self.harness.scheduler.max_model_len
-        prompt = min(prompt, room - 1)
-        max_tokens = min(max_tokens, room - prompt)
-        return multiple(*(self.harness.add(prompt, max_tokens, stop=stop, speculate=speculate) for _ in range(count)))
-
-    @rule(request_id=requests)
-    def abort(self, request_id: str) -> None:
-        self.harness.abort(request_id)
-
-    @rule(luck=st.lists(st.integers(0, 5), min_size=1, max_size=4), count=st.integers(1, 6))
-    def step(self, luck: list[int], count: int) -> None:
-        for _ in range(count):
-            if self.harness.scheduler.has_work:
-                self.harness.step(lambda rows: min(luck[rows.seq.arrival % len(luck)], rows.num_drafts))
-
-    def teardown(self) -> None:
-        if hasattr(self, "harness"):
-            self.harness.drain(lambda rows: rows.seq.arrival % (rows.num_drafts + 1))
-
-
-TestInvariantsHoldUnderAnyTraffic = AnyTraffic.TestCase
-TestInvariantsHoldUnderAnyTraffic.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
-
-
 # Who runs
 
 
@@ -607,3 +553,58 @@ def test_free_pages_are_reused_least_recently_used_first_and_scratch_never():
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_pages_for_rounds_up(tokens, pages):
     assert PagePool(10, page_size=16).pages_for(tokens) == pages
+
+
+# Anything goes
+
+
+class AnyTraffic(RuleBasedStateMachine):
+    """Requests of every kind come, are cut short, and decode with any luck, over any sizes start-up allows."""
+
+    requests = Bundle("requests")
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 4, 8, 16]),
+        spare_pages=st.integers(0, 12),
+        block_size=st.integers(1, 6),
+        max_num_seqs=st.integers(1, 5),
+        spare_rows=st.integers(0, 24),
+        max_model_len=st.integers(2, 40),
+    )
+    def start(self, **sizes: int) -> None:
+        self.harness = Harness(**sizes)
+
+    @rule(
+        target=requests,
+        prompt=st.integers(1, 40),
+        max_tokens=st.integers(1, 40),
+        stop=st.sets(st.integers(0, VOCAB - 1), max_size=2),
+        speculate=st.booleans(),
+        count=st.integers(1, 3),
+    )
+    def add(self, prompt: int, max_tokens: int, stop: set[int], speculate: bool, count: int) -> object:
+        room = self.harness.scheduler.max_model_len
+        prompt = min(prompt, room - 1)
+        max_tokens = min(max_tokens, room - prompt)
+        return multiple(*(self.harness.add(prompt, max_tokens, stop=stop, speculate=speculate) for _ in range(count)))
+
+    @rule(request_id=requests)
+    def abort(self, request_id: str) -> None:
+        self.harness.abort(request_id)
+
+    @rule(luck=st.lists(st.integers(0, 5), min_size=1, max_size=4), count=st.integers(1, 6))
+    def step(self, luck: list[int], count: int) -> None:
+        for _ in range(count):
+            if self.harness.scheduler.has_work:
+                self.harness.step(lambda rows: min(luck[rows.seq.arrival % len(luck)], rows.num_drafts))
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.drain(lambda rows: rows.seq.arrival % (rows.num_drafts + 1))
+
+
+TestInvariantsHoldUnderAnyTraffic = AnyTraffic.TestCase
+TestInvariantsHoldUnderAnyTraffic.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, database=None
+)
+TestInvariantsHoldUnderAnyTraffic.pytestmark = pytest.mark.timeout(900)  # a failure is made small for minutes
