@@ -2,11 +2,10 @@
 #
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
-#   make test | make check | make proof                   tests; lint, types and import rules; every test, slow ones too
+#   make test | make check | make proof                   tests; lint, types and import rules; all of it, to docs/proof.md
 #
 # pip's own environment holds. PyPI's torch for Linux brings gigabytes of CUDA; without a GPU say once
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve
-# Ascend hosts: make serve TORCH="torch==2.10.0 torch_npu==2.10.0.post4" (on x86 with that index too)
 
 TORCH ?= torch==2.13.0
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
@@ -27,7 +26,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest tests -m "not slow" $(ARGS)
 
 proof: $(STAMP)
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests
+	$(BIN)/python -m tests.proof $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

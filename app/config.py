@@ -48,7 +48,9 @@ class Config(BaseSettings):
         protected_namespaces=(),
     )
 
-    model: str = Field("demo", description="target: a folder, a Hugging Face id, or `demo`, the pair that is shipped")
+    model: str = Field(
+        "demo", min_length=1, description="target: a folder, a Hugging Face id, or `demo`, the pair that is shipped"
+    )
     draft_model: str | None = Field(
         None, description="DFlash draft: a folder or a Hugging Face id; `demo` brings its own"
     )
@@ -69,25 +71,37 @@ class Config(BaseSettings):
     max_model_len: int | None = Field(None, gt=0, description="longest prompt and answer together, in tokens")
     max_num_seqs: int | None = Field(None, gt=0, description="most sequences in one step")
     max_num_batched_tokens: int | None = Field(None, gt=0, description="most target rows in one step")
-    page_size: int | None = Field(None, gt=0, description="tokens of a KV page (default: 128 on NPU, 16 elsewhere)")
+    page_size: int | None = Field(
+        None, gt=0, le=1024, description="tokens of a KV page (default: 128 on NPU, 16 elsewhere)"
+    )
     kv_cache_memory: int | None = Field(
         None, gt=0, description="memory of all KV pages: bytes, or 4GiB, 512MiB, 2G (binary), 2GB (decimal)"
     )
     memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of the device's memory to use, where --kv-cache-memory is not given"
+        0.9,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="share of the device's memory to use, where --kv-cache-memory is not given",
     )
     enforce_eager: bool = Field(False, description="run without graphs")
     tensor_parallel_size: int = Field(1, description="only 1 for now")
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    shutdown_timeout: float = Field(30.0, ge=0, description="seconds that running requests get after SIGTERM")
+    shutdown_timeout: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM"
+    )
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="debug | info | warning | error"
     )
     log_format: Literal["text", "json"] = Field("text", description="text | json, one object a line")
-    metrics_prefix: str = Field("dflash:", description="prefix of metric names; `vllm:` for existing dashboards")
+    metrics_prefix: str = Field(
+        "dflash:",
+        pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$",
+        description="prefix of metric names; `vllm:` for existing dashboards",
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -279,7 +293,7 @@ def setting_fields() -> dict[str, Any]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint with the known name nearest to `name`, or an empty string."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {found[0]}?" if found else ""
 
 
@@ -366,7 +380,7 @@ def _settle(layer: Iterable[Said]) -> dict[str, Said]:
         before = settled.get(said.field)
         if before is not None and said.field == "served_model_name":
             settled[said.field] = said._replace(value=before.value + said.value)
-        elif before is not None and str(before.value) != str(said.value):
+        elif before is not None and before.spelling != said.spelling and str(before.value) != str(said.value):
             raise ConfigError(
                 f"{before.spelling} and {said.spelling} contradict each other: {before.value} and {said.value}",
                 "give one of them",

@@ -39,7 +39,7 @@ class DecoderConfig:
             num_kv_heads=_positive(raw, "num_key_value_heads", where, default=heads),
             head_dim=_positive(raw, "head_dim", where, default=hidden // heads),
             vocab_size=_positive(raw, "vocab_size", where),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6, where),
             rope_theta=_rope_theta(raw, where),
             max_position_embeddings=_positive(raw, "max_position_embeddings", where, default=32768),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -68,11 +68,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_variants(raw: Mapping[str, Any], where: str) -> None:
-    layer_types = set(raw.get("layer_types") or ["full_attention"])
+    layer_types = raw.get("layer_types")
     sliding = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
     refusals = {
         "sliding_window": bool(sliding),
-        "layer_types": layer_types != {"full_attention"},
+        "layer_types": layer_types is not None and any(kind != "full_attention" for kind in _list(layer_types)),
         "attention_bias": bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0,
@@ -87,15 +87,33 @@ def _refuse_variants(raw: Mapping[str, Any], where: str) -> None:
             raise UnsupportedError(f"{where}: {field} = {raw.get(field)!r} is not supported yet")
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
     """Both dialects: `rope_theta` with `rope_scaling`, and `rope_parameters` that hold the two."""
-    rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    rope: dict[str, Any] = {}
+    for field in ("rope_scaling", "rope_parameters"):
+        part = raw.get(field) or {}
+        if not isinstance(part, Mapping):
+            raise UnsupportedError(f"{where}: {field} must be an object, found {part!r}")
+        rope |= part
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise UnsupportedError(f"{where}: RoPE scaling of type {kind!r} is not supported yet")
     if unknown := sorted(set(rope) - {"rope_type", "type", "rope_theta"}):
         raise UnsupportedError(f"{where}: RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} is not supported yet")
-    return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    return _number({"rope_theta": raw.get("rope_theta"), **rope}, "rope_theta", 10000.0, where)
+
+
+def _number(raw: Mapping[str, Any], field: str, default: float, where: str) -> float:
+    value = raw.get(field)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not value > 0:
+        raise UnsupportedError(f"{where}: {field} must be a positive number, found {value!r}")
+    return float(value)
 
 
 def _positive(raw: Mapping[str, Any], field: str, where: str, default: int | None = None) -> int:

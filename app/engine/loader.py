@@ -84,15 +84,14 @@ class SafetensorsWeights:
 
 
 def _index(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
+    """Tensor name -> file. A single file goes before an index, as in Transformers."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return dict.fromkeys(_open(single, torch.device("cpu")).keys(), single)
+    if not index.exists():
         raise UnsupportedError(f"{folder}: neither {single.name} nor {index.name} is there")
-    return dict.fromkeys(_open(single, torch.device("cpu")).keys(), single)
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return {name: folder / file for name, file in weight_map.items()}
 
 
 def _open(path: Path, device: torch.device) -> Any:

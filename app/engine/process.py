@@ -102,6 +102,8 @@ def serve(link: Link, engine: Engine) -> None:
                         link.send(StepOutput(link.epoch, [refusal], _stats(engine, "idle", 0.0)))
                 case Abort():
                     core.abort(command.request_id)
+                    if not core.has_work:  # no step will tell that the pages are free
+                        link.send(StepOutput(link.epoch, [], _stats(engine, "idle", 0.0)))
                 case Shutdown():
                     return
         if core.has_work:

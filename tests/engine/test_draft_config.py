@@ -191,11 +191,21 @@ MISFITS: list[tuple[Json, str]] = [
     ({"block_size": NO}, "block_size; give --num-speculative-tokens"),
     ({"block_size": 1}, "block_size"),
     ({"block_size": "16"}, "block_size"),
+    ({"block_size": 8, "dflash_config.block_size": 4}, "block_size is 8 .* 4"),
+    ({"rope_theta": "abc"}, "rope_theta"),
+    ({"rope_scaling": "x"}, "rope_scaling"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"layer_types": 5}, "layer_types"),
     ({"num_hidden_layers": 0}, "num_hidden_layers"),
     ({"num_attention_heads": NO}, "num_attention_heads"),
     ({"num_attention_heads": 3}, "num_attention_heads 3 .*num_key_value_heads 2"),
     ({"head_dim": 15}, "head_dim 15"),
 ]
+
+
+def test_a_null_rope_theta_beside_rope_parameters_is_no_mistake(pair, target):
+    raw = changed(read_config(pair.draft), {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}})
+    assert DFlashConfig.from_json(raw, target).decoder.rope_theta == 5e5
 
 
 @pytest.mark.parametrize(("changes", "names"), VARIANTS + MISFITS, ids=[str(c) for c, _ in VARIANTS + MISFITS])

@@ -116,7 +116,6 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         (["--port"], "--port"),
         (["a", "b"], "unexpected argument b"),
         (["--port", "x"], "--port x"),
-        (["--port", "1", "--port", "2"], "--port and --port"),
         (["--speculation", "--no-speculation"], "--speculation and --no-speculation"),
         (["a", "--model", "b"], "MODEL and --model"),
         (["--speculative-algorithm", "EAGLE3"], "DFLASH only"),
@@ -134,6 +133,10 @@ def test_a_mistake_exits_2_with_one_line_that_names_it(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("error: ") and words in lines[0]
     assert all(line.startswith("hint: ") for line in lines[1:])
+
+
+def test_the_same_flag_again_wins_as_in_any_command_line() -> None:
+    assert typed("--port 1 --port 2").port == 2
 
 
 def test_a_vllm_command_starts_as_it_stands() -> None:

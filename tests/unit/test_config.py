@@ -217,6 +217,10 @@ def test_a_device_may_carry_an_index(device: str) -> None:
         ("memory_utilization", "1.5", "less than or equal to 1"),
         ("max_num_seqs", "0", "greater than 0"),
         ("dtype", "int8", "bfloat16"),
+        ("page_size", "100000000", "less than or equal to 1024"),
+        ("shutdown_timeout", "inf", "finite"),
+        ("metrics_prefix", "a b", "pattern"),
+        ("model", "", "at least 1 character"),
     ],
 )
 def test_a_refused_value_says_what_is_allowed(field: str, value: str, why: str) -> None:

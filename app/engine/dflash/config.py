@@ -31,6 +31,10 @@ class DFlashConfig:
         _check_widths(raw, decoder, target)
         dflash = raw["dflash_config"]
         trained = raw.get("block_size", dflash.get("block_size"))
+        if dflash.get("block_size", trained) != trained:
+            raise UnsupportedError(
+                f"{_WHERE}: block_size is {trained} in config.json and {dflash['block_size']} in its dflash_config"
+            )
         taps = dflash.get("target_layer_ids") or _default_taps(decoder.num_layers, target.num_layers)
         return cls(
             decoder=decoder,
