@@ -2,7 +2,8 @@
 
 One task reads the engine's replies; every request has a mailbox of its own. When the engine process dies, each running
 request ends with an error, new ones are refused with the reason, and the next epoch is started after a pause. An engine
-that says its configuration is at fault, or dies again and again, is given up: then the state is "dead" for good.
+that says its configuration is at fault, fails before it was ever ready and says why, or dies again and again, is given
+up: then the state is "dead" for good.
 """
 
 import asyncio
@@ -109,6 +110,7 @@ class AsyncEngine:
         self._idle.set()
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
         self._failed_starts = 0
+        self._ever_ready = False
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
@@ -137,9 +139,11 @@ class AsyncEngine:
     def ready_info(self) -> EngineInfo:
         """What was loaded. Raises EngineUnavailable unless requests are taken now."""
         state = self._state
-        if state.phase == "ready" and state.info is not None:
+        if state.phase == "ready" and state.info is not None and self._link is not None:
             return state.info
         because = f": {state.reason}" if state.reason else ""
+        if state.phase == "ready":
+            raise EngineUnavailable("The engine has just ended and is being started again. Try again shortly.")
         if state.phase == "loading":
             raise EngineUnavailable(f"The model is loading{because}. Ask GET /ready for progress and try again.")
         if state.phase == "draining":
@@ -158,20 +162,21 @@ class AsyncEngine:
     ) -> Generation:
         """Submit one request. `request_id` must be new; `arrived` is `time.monotonic()` when its client asked.
 
-        Raises EngineUnavailable or EngineBusy, and then nothing was sent. The caller closes the Generation.
+        Raises EngineUnavailable or EngineBusy. Whatever is raised, nothing was sent and no place is taken. The caller
+        closes the Generation.
         """
         info = self.ready_info()
         most = requests_allowed(info)
         if len(self._running) >= most:
             raise EngineBusy(f"{most} requests are in flight, as many as this server takes. Try again shortly.")
         assert self._link is not None and request_id not in self._running
+        self._link.send(
+            Submit(request_id, self._epoch, token_ids, sampling, stop_token_ids, max_tokens, speculate=speculate)
+        )
         generation = Generation(request_id, self._leave, self._metrics, arrived or time.monotonic())
         self._running[request_id] = generation
         self._idle.clear()
         self._metrics.request_accepted(len(token_ids))
-        self._link.send(
-            Submit(request_id, self._epoch, token_ids, sampling, stop_token_ids, max_tokens, speculate=speculate)
-        )
         return generation
 
     def abort(self, request_id: str) -> None:
@@ -191,7 +196,6 @@ class AsyncEngine:
         del self._running[request_id]
         if not self._running:
             self._idle.set()
-            self._metrics.engine_idle()
 
     def _fail_running(self, reason: str) -> None:
         for request_id, generation in list(self._running.items()):
@@ -210,7 +214,10 @@ class AsyncEngine:
             self._fail_running(f"the server shut down before the request was done (waited {timeout:g} s)")
 
     async def shutdown(self, grace: float = 5.0) -> None:
-        """End the engine process, which gets `grace` seconds to do it by itself. Running requests end in an error."""
+        """End the engine process. Running requests end in an error.
+
+        It gets `grace` seconds to do it by itself; while it loads it hears nothing, and gets none.
+        """
         if self._state.phase != "dead":
             self._set_state(EngineState("draining", info=self._state.info))
         self._fail_running("the server is shutting down")
@@ -218,7 +225,7 @@ class AsyncEngine:
             return
         if self._link is not None:
             self._link.send(Shutdown())
-            await asyncio.wait({self._supervisor}, timeout=grace)
+            await asyncio.wait({self._supervisor}, timeout=0 if self._state.info is None else grace)
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})
 
@@ -227,10 +234,11 @@ class AsyncEngine:
         while True:
             self._epoch += 1
             fatal = await self._live()
+            self._metrics.engine_ended()
             self._fail_running(fatal.reason)
             if self._state.phase == "draining":
                 return
-            if fatal.user_error or self._beyond_hope():
+            if self._beyond_hope(fatal):
                 logger.error("giving up: %s", fatal.reason)
                 self._set_state(EngineState("dead", reason=fatal.reason))
                 return
@@ -240,7 +248,10 @@ class AsyncEngine:
             await asyncio.sleep(pause)
 
     async def _live(self) -> Fatal:
-        """One engine process from start to end; returns why it ended."""
+        """One engine process from start to end; returns why it ended.
+
+        What an engine says against its very first start would be said again: that counts as a user error.
+        """
         self._failed_starts += 1
         grace = 0.0
         try:
@@ -249,7 +260,7 @@ class AsyncEngine:
                 async for reply in replies:
                     if isinstance(reply, Fatal) and reply.epoch == self._epoch:
                         grace = _FATAL_GRACE_SECONDS
-                        return reply
+                        return Fatal(self._epoch, reply.reason, reply.user_error or not self._ever_ready)
                     self._take(reply)
             return Fatal(self._epoch, self._link.exit_reason())
         except OSError as error:
@@ -278,11 +289,11 @@ class AsyncEngine:
             self._set_state(EngineState("loading", progress=reply, reason=self._state.reason))
         elif isinstance(reply, Ready):
             self._failed_starts = 0
-            self._metrics.engine_started()
+            self._ever_ready = True
             self._set_state(EngineState("ready", info=reply.info))
 
-    def _beyond_hope(self) -> bool:
-        """Three starts in a row that never became ready, or three deaths within a minute."""
+    def _beyond_hope(self, fatal: Fatal) -> bool:
+        """A user error, three starts in a row that never became ready, or three deaths within a minute."""
         self._deaths.append(time.monotonic())
         quick = len(self._deaths) == _MOST_DEATHS and self._deaths[-1] - self._deaths[0] < _DEATHS_WINDOW_SECONDS
-        return quick or self._failed_starts >= _MOST_DEATHS
+        return fatal.user_error or quick or self._failed_starts >= _MOST_DEATHS

@@ -20,6 +20,14 @@ _TERMINATE_SECONDS = 2.0
 _LONGEST_IPC_FOLDER = 80
 
 
+def engine_environment() -> dict[str, str]:
+    """Ours, with this very package first on the path: the engine is started with -P, so that an `app` or a `json.py` in
+    the folder where somebody starts the server is never imported in our place."""
+    root = str(Path(__file__).parents[1])
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([root, *others])}
+
+
 class EngineLink:
     """A running engine process. Make one with `open`, and always `close` it.
 
@@ -52,7 +60,12 @@ class EngineLink:
             link._commands.bind(link._addresses[0])
             link._replies.bind(link._addresses[1])
             link._process = await asyncio.create_subprocess_exec(
-                *command, *link._addresses, str(epoch), stdin=asyncio.subprocess.PIPE, start_new_session=True
+                *command,
+                *link._addresses,
+                str(epoch),
+                stdin=asyncio.subprocess.PIPE,
+                env=engine_environment(),
+                start_new_session=True,
             )
             assert link._process.stdin is not None
             link._process.stdin.write(settings.encode() + b"\n")

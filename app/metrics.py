@@ -90,17 +90,14 @@ class Metrics:
         for _ in range(count):
             self._histograms["inter_token_latency_seconds"].observe(seconds / count)
 
-    def engine_started(self) -> None:
-        """A new engine process counts its preemptions from 0 again."""
+    def engine_ended(self) -> None:
+        """Nothing runs any more, and the next engine process counts its preemptions from 0 again."""
         self._preemptions = 0
-
-    def engine_idle(self) -> None:
-        """No request is left; the engine may have died and make no step to say so."""
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             self._gauges[name].set(0)
 
     def step(self, output: StepOutput) -> None:
-        """Book one engine step of the whole batch."""
+        """Book one engine step of the whole batch; "idle" tells where the engine stands without one."""
         stats = output.stats
         self._gauges["num_requests_running"].set(stats.num_running)
         self._gauges["num_requests_waiting"].set(stats.num_waiting)

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 RETRY_AFTER_SECONDS = 2
+_LONGEST_ECHO = 64
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -45,21 +46,35 @@ class ApiError(Exception):
         return Response(content, self.status, headers=self.headers, media_type="application/json")
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def clip(text: str, longest: int = _LONGEST_ECHO) -> str:
+    """What a client sent, short enough to be said back."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"The body is larger than {limit:,} bytes, the most that is read. Send less.", code="request_too_large"
+    )
 
 
 def model_not_found(asked: str, served: list[str]) -> ApiError:
     names = ", ".join(f"`{name}`" for name in served)
     return ApiError(
-        404, f"The model `{asked}` does not exist here. Served: {names}.", param="model", code="model_not_found"
+        404, f"The model `{clip(asked)}` does not exist here. Served: {names}.", param="model", code="model_not_found"
     )
 
 
-def context_length_exceeded(param: str, limit: int, prompt: int, asked: int | None) -> ApiError:
-    """`asked` is the explicit limit on new tokens, if that is what makes it too long."""
+def context_length_exceeded(
+    param: str, limit: int, prompt: int, asked: int | None = None, *, at_least: bool = False
+) -> ApiError:
+    """`asked` is the explicit limit on new tokens, if that is what makes it too long; `at_least` bounds `prompt`."""
     if asked is None:
-        given = f"your prompt has {prompt} tokens, which leaves no room for an answer. Shorten the prompt"
+        count = f"at least {prompt}" if at_least else f"{prompt}"
+        given = f"your prompt has {count} tokens, which leaves no room for an answer. Shorten the prompt"
     else:
         given = f"you asked for {prompt + asked}: {prompt} in the prompt and {asked} to be made. Reduce one of them"
     return bad_request(
@@ -93,7 +108,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     """What Starlette itself refuses: unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {clip(request.url.path)}"
     if error.status_code == 404:
         answer = ApiError(404, f"There is nothing at {where}.", code="not_found")
     elif error.status_code == 405:

@@ -42,7 +42,11 @@ class RequestIds:
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = identifier
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:  # uvloop's way to say that the client hung up while uvicorn was answering.
+                if "the handler is closed" not in str(error):
+                    raise
 
         try:
             await self._app(scope, receive, send_with_id)

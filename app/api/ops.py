@@ -13,12 +13,14 @@ from app.async_engine import EngineState
 router = APIRouter()
 
 
+@router.head("/live", include_in_schema=False)
 @router.get("/live")
 async def live() -> Response:
     """200 as long as this process answers at all."""
     return _json(200, {"status": "live"})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """200 only when requests are taken; else 503 with the phase, the reason if any, and how far loading is."""
@@ -26,6 +28,7 @@ async def ready(request: Request) -> Response:
     return _json(200 if state.phase == "ready" else 503, _describe(state))
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 with no body while the engine works, draining included; 503 while it loads or is dead."""
@@ -35,6 +38,7 @@ async def health(request: Request) -> Response:
     return _json(503, _describe(state))
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     return Response(services_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,7 +1,8 @@
 """The requests that are understood, and the answers, in OpenAI's shapes.
 
 Only fields that are honoured appear here. What else a client sends ends up in `model_extra`, where validation.py finds
-what must be refused. Values are strict: "5" is not a number.
+what must be refused. Values are strict: "5" is not a number. Every list has a greatest length and fails at its first
+wrong item (`fail_fast`), so that no body makes the server busy with complaints.
 """
 
 import time
@@ -14,8 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from app.types import FinishReason
 
+MOST_MESSAGES = 4096
+MOST_PARTS = 1024
+MOST_PROMPTS = 4096
+MOST_PROMPT_IDS = 2**20
+MOST_STOPS = 64
+MOST_STOP_IDS = 1024
+LONGEST_STOP = 1024
+
 TokenId = Annotated[int, Field(ge=0)]
-StopString = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+PromptIds = Annotated[list[TokenId], Field(max_length=MOST_PROMPT_IDS, fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -32,10 +42,12 @@ class GenerationRequest(BaseModel):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculate: bool | None = None
@@ -52,7 +64,9 @@ class GenerationRequest(BaseModel):
 
 
 class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    """One part of a message; unknown fields are as in ChatMessage."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text"]
     text: str
@@ -64,7 +78,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
     name: str | None = None
 
     @property
@@ -80,14 +94,19 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    """`max_tokens` is the older name of `max_completion_tokens`, which wins where both are given, as at OpenAI."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class CompletionRequest(GenerationRequest):
     """`prompt` becomes a list of texts or of lists of token ids, whatever form it came in."""
 
-    prompt: list[str] | list[list[TokenId]]
+    prompt: (
+        Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[PromptIds], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+    )
 
     @field_validator("prompt", mode="before")
     @classmethod

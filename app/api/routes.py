@@ -3,13 +3,14 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api.errors import bad_request, busy
+from app.api.errors import ApiError, bad_request, busy, clip, context_length_exceeded
 from app.api.protocol import (
     Answers,
     ChatAnswers,
@@ -24,12 +25,15 @@ from app.api.validation import read_request, token_budget
 from app.async_engine import EngineBusy, EngineUnavailable, requests_allowed
 from app.text.chat_template import ChatTemplateError
 from app.text.detokenizer import Detokenizer
+from app.text.tokenizer import PromptTooLong
 from app.types import EngineInfo, Sampling
 
 router = APIRouter()
+T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16
 _GREEDY_BELOW = 1e-5
+_LONGEST_TEMPLATE_ERROR = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +51,12 @@ async def chat_completions(request: Request) -> Response:
     asked = await read_request(request, ChatCompletionRequest, services.metrics)
     name = services.served_name(asked.model)
     info = services.ready_engine()
+    _check_stop_ids(asked, info)
     messages = [message.for_template() for message in asked.messages]
     try:
-        token_ids = await asyncio.to_thread(services.tokenizer.apply_chat_template, messages)
+        token_ids = await _encoded(services.tokenizer.apply_chat_template, messages, "messages", info)
     except ChatTemplateError as error:
-        raise bad_request(str(error), "messages") from None
+        raise bad_request(clip(str(error), _LONGEST_TEMPLATE_ERROR), "messages") from None
     limit = asked.max_completion_tokens or asked.max_tokens
     prompt = Prompt(token_ids, token_budget("messages", len(token_ids), limit, None, info.max_model_len))
     streams = _submit(services, asked, [prompt], arrived)
@@ -65,6 +70,7 @@ async def completions(request: Request) -> Response:
     asked = await read_request(request, CompletionRequest, services.metrics)
     name = services.served_name(asked.model)
     info = services.ready_engine()
+    _check_stop_ids(asked, info)
     if len(asked.prompt) > requests_allowed(info):
         raise bad_request(
             f"`prompt` has {len(asked.prompt)} prompts; at most {requests_allowed(info)} may come in one request.",
@@ -79,6 +85,7 @@ async def completions(request: Request) -> Response:
     return await _answer(request, asked, streams, CompletionAnswers(name, asked.include_usage), prompts)
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     services = services_of(request)
@@ -99,17 +106,41 @@ async def models(request: Request) -> Response:
 
 async def _token_ids(services: Services, prompt: str | list[int], info: EngineInfo) -> list[int]:
     if isinstance(prompt, str):
-        token_ids = await asyncio.to_thread(services.tokenizer.encode, prompt)
+        token_ids = await _encoded(services.tokenizer.encode, prompt, "prompt", info)
     else:
         token_ids = prompt
         if (largest := max(token_ids, default=0)) >= info.vocab_size:
-            raise bad_request(
-                f"`prompt` has the token id {largest}, but this model's vocabulary ends at {info.vocab_size - 1}.",
-                "prompt",
-            )
+            raise _no_such_id("prompt", largest, info)
     if not token_ids:
         raise bad_request("`prompt` is empty. Send at least one token.", "prompt")
     return token_ids
+
+
+async def _encoded(encode: Callable[[T, int], list[int]], given: T, param: str, info: EngineInfo) -> list[int]:
+    """`given` in tokens, made in a thread. Raises ApiError if it is too long or has tokens the model does not know."""
+    try:
+        token_ids = await asyncio.to_thread(encode, given, info.max_model_len)
+    except PromptTooLong as error:
+        raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
+    if (largest := max(token_ids, default=0)) >= info.vocab_size:
+        raise bad_request(
+            f"The tokenizer makes the token id {largest} of `{param}`, but this model's vocabulary ends at "
+            f"{info.vocab_size - 1}: its tokenizer.json is another model's. Tell those who run this server.",
+            param,
+        )
+    return token_ids
+
+
+def _check_stop_ids(asked: GenerationRequest, info: EngineInfo) -> None:
+    for index, token_id in enumerate(asked.stop_token_ids or []):
+        if token_id >= info.vocab_size:
+            raise _no_such_id(f"stop_token_ids.{index}", token_id, info)
+
+
+def _no_such_id(param: str, token_id: int, info: EngineInfo) -> ApiError:
+    return bad_request(
+        f"`{param}` has the token id {token_id}, but this model's vocabulary ends at {info.vocab_size - 1}.", param
+    )
 
 
 def _submit(
@@ -125,6 +156,7 @@ def _submit(
     try:
         for index, prompt in enumerate(prompts):
             seed = secrets.randbits(64) if asked.seed is None else asked.seed % 2**64
+            detokenizer = Detokenizer(tokenizer.backend, asked.stop_strings)
             generation = services.engine.generate(
                 request_id=secrets.token_hex(16),
                 token_ids=prompt.token_ids,
@@ -135,13 +167,15 @@ def _submit(
                 speculate=asked.speculate is not False,
                 arrived=arrived,
             )
-            streams.append(TextStream(index, generation, Detokenizer(tokenizer.backend, asked.stop_strings), services))
-    except (EngineUnavailable, EngineBusy) as error:
+            streams.append(TextStream(index, generation, detokenizer, services))
+    except Exception as error:
         for stream in streams:
             stream.close()
         if isinstance(error, EngineBusy):
             raise busy(str(error)) from None
-        raise services.unavailable(str(error)) from None
+        if isinstance(error, EngineUnavailable):
+            raise services.unavailable(str(error)) from None
+        raise
     return streams
 
 

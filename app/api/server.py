@@ -29,7 +29,7 @@ from app.text.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "app.engine.process")
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "app.engine.process")
 _REPORT_SECONDS = 10.0
 _LAST_BYTES_SECONDS = 5
 
@@ -47,27 +47,40 @@ def create_app(services: Services) -> ASGIApp:
 def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until a signal comes; returns the exit code.
 
-    0 after a drain; 1 if the port is taken, the tokenizer or the engine cannot be used, or a second signal forced it.
+    0 after a drain; 2 if the tokenizer's files cannot be used; 1 if the port is taken, the engine cannot be used, or a
+    second signal forced it.
     """
     log.set_up(config.log_level, config.log_format)
+    try:
+        tokenizer = Tokenizer(target)
+    except (TokenizerError, ChatTemplateError) as error:
+        complain(str(error))
+        return 2
+    _warn(tokenizer)
     try:
         listener = _bind(config.host, config.port)
     except OSError as error:
         complain(f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another with --host, --port.")
         return 1
     with contextlib.closing(listener):
-        try:
-            tokenizer = Tokenizer(target)
-        except (TokenizerError, ChatTemplateError) as error:
-            complain(str(error))
-            return 1
-        if tokenizer.defaults.not_applied:
-            settings = ", ".join(tokenizer.defaults.not_applied)
-            logger.warning("generation_config.json asks for %s: not supported yet, so not applied", settings)
         paths = {"target": str(target), "draft": None if draft is None else str(draft)}
         settings = json.dumps({"config": json.loads(config.model_dump_json())} | paths)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Life(config, tokenizer, engine_command, settings, listener).run())
+
+
+def _warn(tokenizer: Tokenizer) -> None:
+    """Of what the tokenizer's files say and this server cannot honour."""
+    if tokenizer.defaults.not_applied:
+        settings = ", ".join(tokenizer.defaults.not_applied)
+        logger.warning("generation_config.json asks for %s: not supported yet, so not applied", settings)
+    if tokenizer.model_vocab_size is not None and tokenizer.largest_id >= tokenizer.model_vocab_size:
+        logger.warning(
+            "tokenizer.json makes token ids up to %d, but by config.json the vocabulary of the model ends at %d: "
+            "a text that has such a token will be refused",
+            tokenizer.largest_id,
+            tokenizer.model_vocab_size - 1,
+        )
 
 
 class _Life:

@@ -88,8 +88,8 @@ async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[Piece, Non
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                stream = waiting.pop(task)
                 piece = task.result()
+                stream = waiting.pop(task)
                 if piece.finish_reason is None:
                     waiting[asyncio.ensure_future(stream.next())] = stream
                 yield piece
@@ -98,6 +98,7 @@ async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[Piece, Non
             task.cancel()
         for stream in streams:
             stream.close()
+        await asyncio.gather(*waiting, return_exceptions=True)  # One answer's error is told; the others' are not lost.
 
 
 async def events(
@@ -165,7 +166,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         for task in (working, watching):
             task.cancel()
-        await asyncio.wait({working, watching})
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _disconnect(request: Request) -> None:

@@ -5,7 +5,8 @@ changes nothing, or unknown and at the top level, which is tolerated because SDK
 bookkeeping ("user", "metadata", "store", "service_tier", ...).
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -13,9 +14,12 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from app.api.errors import ApiError, bad_request, context_length_exceeded
-from app.api.protocol import ChatCompletionRequest, GenerationRequest
+from app.api.errors import ApiError, bad_request, body_too_large, clip, context_length_exceeded
+from app.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from app.metrics import Metrics
+
+MAX_BODY_BYTES = 8 * 2**20
+_MOST_ERRORS = 16
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 Harmless = Callable[[Any], bool]
@@ -35,6 +39,11 @@ def _number(*neutral: float) -> Harmless:
 
 def _is(*neutral: bool | str) -> Harmless:
     return lambda value: any(type(value) is type(item) and value == item for item in neutral)
+
+
+def _not_above_one(value: Any) -> bool:
+    """What is no count at all is left to protocol.py, which says so."""
+    return not isinstance(value, int) or value <= 1
 
 
 def _empty(value: Any) -> bool:
@@ -89,8 +98,12 @@ REFUSALS = tuple(
         ("parallel_tool_calls", _is(True, False), _TOOLS),
         ("functions", _empty, _TOOLS),
         ("function_call", _is("none", "auto"), _TOOLS),
-        ("n", _number(1), "`{}` above 1 is not supported yet. Send the request several times with different seeds."),
-        ("best_of", _number(1), "`{}` above 1 is not supported: it ranks by log probabilities. Leave it out."),
+        (
+            "n",
+            _not_above_one,
+            "`{}` above 1 is not supported yet. Send the request several times with different seeds.",
+        ),
+        ("best_of", _not_above_one, "`{}` above 1 is not supported: it ranks by log probabilities. Leave it out."),
         ("use_beam_search", _is(False), "Beam search is not supported: DFlash verifies one sequence. Leave `{}` out."),
         ("top_p", _number(1), _SAMPLING),
         ("top_k", _number(0, -1), _SAMPLING),
@@ -106,6 +119,7 @@ REFUSALS = tuple(
         ("bad_words", _empty, _SAMPLING),
         ("min_tokens", _number(0), _SAMPLING),
         ("thinking_token_budget", _never, _SAMPLING),
+        ("max_new_tokens", _never, "`{}` is not this API's name for it. Use `max_tokens`."),
         ("echo", _is(False), _OUTPUT),
         ("suffix", _empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
         ("include_stop_str_in_output", _is(False), _OUTPUT),
@@ -142,18 +156,31 @@ REFUSALS = tuple(
     )
 )
 
+ELSEWHERE: dict[type[GenerationRequest], tuple[Refusal, ...]] = {
+    ChatCompletionRequest: (Refusal("prompt", _never, "`prompt` belongs to /v1/completions. Send `messages` here."),),
+    CompletionRequest: (
+        Refusal("messages", _never, "`messages` belongs to /v1/chat/completions. Send `prompt` here."),
+        Refusal("max_completion_tokens", _never, "`max_completion_tokens` belongs to chat. Use `max_tokens` here."),
+    ),
+}
+"""Fields of the other endpoint."""
+
 
 async def read_request(request: Request, model: type[RequestT], metrics: Metrics) -> RequestT:
-    """The body as a `model`. Raises ApiError 400 naming the field at fault; a refusal is counted in `metrics`."""
+    """The body as a `model`. Raises ApiError: 413 for a body above MAX_BODY_BYTES, else 400 naming the field at fault.
+
+    A refusal is counted in `metrics`.
+    """
+    body = await _read_body(request)
     try:
-        raw = msgspec.json.decode(await request.body())
+        raw = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise bad_request("The body is not valid JSON: it is nested too deeply.", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise bad_request("The body must be a JSON object.", code="invalid_json")
-    refusal = find_refusal(raw)
+    refusal = find_refusal(raw, REFUSALS + ELSEWHERE[model])
     if refusal is not None:
         metrics.request_refused(refusal.field)
         raise bad_request(refusal.why, refusal.field, "unsupported_parameter")
@@ -165,9 +192,31 @@ async def read_request(request: Request, model: type[RequestT], metrics: Metrics
     return parsed
 
 
-def find_refusal(raw: dict[str, Any]) -> Refusal | None:
+async def _read_body(request: Request) -> bytes:
+    """At most MAX_BODY_BYTES, whether the client says how much is coming or not. Raises ApiError 413."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise body_too_large(MAX_BODY_BYTES)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise body_too_large(MAX_BODY_BYTES)
+    return bytes(body)
+
+
+def _decode(body: bytes) -> Any:
+    """JSON to objects. They hold no cycles, and millions of them would keep the collector busy for seconds."""
+    gc.disable()
+    try:
+        return msgspec.json.decode(body)
+    finally:
+        gc.enable()
+
+
+def find_refusal(raw: dict[str, Any], table: Sequence[Refusal]) -> Refusal | None:
     """The first row of the table that this body runs into."""
-    for refusal in REFUSALS:
+    for refusal in table:
         value: Any = raw
         for name in refusal.field.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -184,7 +233,7 @@ def token_budget(param: str, prompt: int, asked: int | None, default: int | None
     """
     room = limit - prompt
     if room < 1:
-        raise context_length_exceeded(param, limit, prompt, None)
+        raise context_length_exceeded(param, limit, prompt)
     if asked is not None and asked > room:
         raise context_length_exceeded(param, limit, prompt, asked)
     return asked or min(room, default or room)
@@ -199,19 +248,21 @@ def _check_together(parsed: GenerationRequest) -> None:
     if isinstance(parsed, ChatCompletionRequest):
         for index, message in enumerate(parsed.messages):
             _refuse_extra(f"messages.{index}", message.model_extra)
+            for part, content in enumerate([] if isinstance(message.content, str) else message.content):
+                _refuse_extra(f"messages.{index}.content.{part}", content.model_extra)
 
 
 def _refuse_extra(where: str, extra: dict[str, Any] | None) -> None:
     """Below the top level an unknown field passes only while it says nothing."""
     for name, value in (extra or {}).items():
         if value is not None and value is not False and not _empty(value):
-            param = f"{where}.{name}"
+            param = f"{where}.{clip(name)}"
             raise bad_request(f"`{param}` is not supported. Leave it out.", param, "unsupported_parameter")
 
 
 def _explain(error: ValidationError, raw: dict[str, Any]) -> ApiError:
     """The error deepest in the body: of a union's branches, the one that the client most likely meant."""
-    found = [(_param(details, raw), details) for details in error.errors(include_url=False)]
+    found = [(_param(details, raw), details) for details in error.errors(include_url=False)[:_MOST_ERRORS]]
     param, details = max(found, key=lambda item: item[0].count("."))
     branches = dict.fromkeys(_complaint(other) for name, other in found if name == param)
     message = f"`{param}` {' or '.join(branches)}." if param else f"The body is wrong: {details['msg']}."
@@ -231,13 +282,15 @@ def _param(details: ErrorDetails, raw: Any) -> str:
             value = value[step]
         else:
             continue
-        path.append(str(step))
+        path.append(clip(str(step)))
     return ".".join(path)
 
 
 def _complaint(details: ErrorDetails) -> str:
     if details["type"] == "missing":
         return "is required"
+    if details["type"] in ("too_long", "too_short"):
+        return details["msg"].partition(" after validation")[0].replace("List should have", "must have")
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = message.replace("Input should have", "must have").replace("Extra inputs are not permitted", "is unknown")
     shown = details["input"]

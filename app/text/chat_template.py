@@ -13,7 +13,7 @@ import jinja2.sandbox
 
 
 class ChatTemplateError(ValueError):
-    """The messages cannot be rendered; the message is for the client."""
+    """The template cannot be used, or it cannot render these messages; then the message is for the client."""
 
 
 class ChatTemplate:
@@ -28,17 +28,24 @@ class ChatTemplate:
     def load(cls, folder: Path, settings: dict[str, Any], special: dict[str, str]) -> "ChatTemplate":
         """From chat_template.jinja, else chat_template.json, else `chat_template` in tokenizer_config.json.
 
-        Raises ChatTemplateError if the template is not Jinja.
+        Raises ChatTemplateError, naming the file, if it cannot be read or the template is not Jinja.
         """
-        if (path := folder / "chat_template.jinja").is_file():
-            source: Any = path.read_text(encoding="utf-8")
-        elif (path := folder / "chat_template.json").is_file():
-            source = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-        else:
-            path = folder / "tokenizer_config.json"
-            source = settings.get("chat_template")
-        if isinstance(source, list):
-            source = {item["name"]: item["template"] for item in source}.get("default")
+        try:
+            if (path := folder / "chat_template.jinja").is_file():
+                source: Any = path.read_text(encoding="utf-8")
+            elif (path := folder / "chat_template.json").is_file():
+                source = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+            else:
+                path = folder / "tokenizer_config.json"
+                source = settings.get("chat_template")
+            if isinstance(source, list):
+                source = {item["name"]: item["template"] for item in source}.get("default")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ChatTemplateError(f"the chat template in {path} cannot be read: {reason}") from None
+        if source is not None and not isinstance(source, str):
+            kind = type(source).__name__
+            raise ChatTemplateError(f"the chat template in {path} must be a string of Jinja, not {kind}")
         try:
             return cls(source, special)
         except jinja2.TemplateError as error:

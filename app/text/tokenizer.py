@@ -5,6 +5,7 @@ itself is not imported: it imports torch, which the API process must never do.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 class TokenizerError(ValueError):
     """The folder's files cannot be used; the message names the file and says what to do."""
+
+
+class PromptTooLong(ValueError):
+    """A text that has more tokens than it may, by its length alone; `at_least` is how many it must have."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens")
+        self.at_least = at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,9 @@ class GenerationDefaults:
 class Tokenizer:
     """The tokenizer of the target in `folder`. Safe to use from several threads.
 
-    Raises TokenizerError if there is no usable tokenizer.json.
+    `largest_id` is the highest id it can make, and `model_vocab_size` what config.json says the model has, if it does.
+
+    Raises TokenizerError or ChatTemplateError, naming the file, if one of its files cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,48 +61,68 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read: {error}") from None
         self.backend.no_truncation()
         self.backend.no_padding()
-        settings = _read_json(folder / "tokenizer_config.json")
-        generation = _read_json(folder / "generation_config.json")
-        special = {name: _content(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
-        self.eos_ids = self._eos_ids(generation, special, _read_json(folder / "config.json"))
-        self.defaults = _defaults(generation)
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        self.largest_id = max(vocabulary.values(), default=0)
+        self._longest_token = max((len(token.encode()) for token in vocabulary), default=1) or 1
+        settings_path, generation_path, config_path = (
+            folder / name for name in ("tokenizer_config.json", "generation_config.json", "config.json")
+        )
+        settings, generation, config = (_read_json(path) for path in (settings_path, generation_path, config_path))
+        special = {
+            name: _content(settings_path, name, settings[name])
+            for name in _SPECIAL_TOKENS
+            if settings.get(name) is not None
+        }
+        eos_ids = _ids(generation_path, generation.get("eos_token_id"))
+        eos_ids += _ids(
+            settings_path, self.backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+        )
+        self.eos_ids = sorted(set(eos_ids or _ids(config_path, config.get("eos_token_id"))))
+        self.model_vocab_size = size if isinstance(size := config.get("vocab_size"), int) else None
+        self.defaults = _defaults(generation_path, generation)
         self.chat_template = ChatTemplate.load(folder, settings, special)
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids below this can be text; a model's padded vocabulary may be larger."""
-        return self.backend.get_vocab_size(with_added_tokens=True)
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """The ids of a bare prompt, with the special tokens (BOS) that the tokenizer itself adds.
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a bare prompt, with the special tokens (BOS) that the tokenizer itself adds."""
-        return list(self.backend.encode(text, add_special_tokens=True).ids)
+        Raises PromptTooLong if the text must have more than `most` tokens.
+        """
+        return self._encode(text, most, add_special_tokens=True)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, Any]], most: int | None = None) -> list[int]:
         """The ids of a conversation, ending where the assistant's answer begins.
 
-        Raises ChatTemplateError if there is no template, or if it refuses these messages.
+        Raises PromptTooLong as `encode` does, and ChatTemplateError if there is no template, or if it refuses these
+        messages.
         """
-        text = self.chat_template.render(messages)
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return self._encode(self.chat_template.render(messages), most, add_special_tokens=False)
+
+    def _encode(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
+        """No token stands for more bytes than the longest has, so a text that is far too long is never tokenised.
+
+        (A normalizer that throws text away could do with fewer tokens; it would have to throw away most of the text.)
+        """
+        if most is not None and (at_least := math.ceil(len(text.encode()) / self._longest_token)) > most:
+            raise PromptTooLong(at_least)
+        # `encode` keeps the interpreter's lock for as long as it works, which for a large text is seconds.
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of finished output, special tokens left out."""
         return str(self.backend.decode(token_ids, skip_special_tokens=True))
 
-    def _eos_ids(self, generation: dict[str, Any], special: dict[str, str], config: dict[str, Any]) -> list[int]:
-        ids = _as_list(generation.get("eos_token_id"))
-        token = self.backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-        ids += _as_list(token)
-        return sorted(set(ids or _as_list(config.get("eos_token_id"))))
 
-
-def _defaults(generation: dict[str, Any]) -> GenerationDefaults:
+def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
     if generation.get("do_sample") is False:
         return GenerationDefaults(temperature=0.0)
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     temperature = generation.get("temperature")
+    if temperature is None:
+        temperature = 1.0
+    if type(temperature) not in (int, float) or not 0 <= temperature < math.inf:
+        raise TokenizerError(f"{path}: temperature must be a number, 0 or more, not {temperature!r}")
     return GenerationDefaults(
-        temperature=1.0 if temperature is None else float(temperature),
+        temperature=float(temperature),
         not_applied=tuple(
             f"{name}={generation[name]}"
             for name, value in neutral.items()
@@ -100,14 +131,20 @@ def _defaults(generation: dict[str, Any]) -> GenerationDefaults:
     )
 
 
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
+def _ids(path: Path, value: Any) -> list[int]:
+    """The value of eos_token_id, which may be one id, a list of them, or none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for item in ids:
+        if type(item) is not int or not 0 <= item < 2**31:
+            raise TokenizerError(f"{path}: eos_token_id must be a token id or a list of them, not {value!r}")
+    return list(ids)
 
 
-def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+def _content(path: Path, name: str, token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise TokenizerError(f"{path}: {name} must be a token's text, not {token!r}")
+    return content
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -115,8 +152,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from None
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} holds no JSON object")
     return value

@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,7 +71,7 @@ class Script:
     def order(self, do: str, **more: Any) -> None:
         """Give an order and wait until it was obeyed, unless it ends the engine."""
         self._orders.send(msgspec.msgpack.encode({"do": do, **more}))
-        if do not in ("die", "fatal", "garbage"):
+        if do not in ("die", "fatal", "garbage", "sleep"):
             self.see("obeyed")
 
     def see(self, what: str) -> dict[str, Any]:
@@ -179,6 +180,13 @@ class Server:
             if sample.startswith(line):
                 return float(sample.removeprefix(line))
         return 0.0
+
+    def until_metric(self, name: str, value: float, **labels: str) -> None:
+        """Wait until a sample has this value."""
+        deadline = time.monotonic() + PATIENCE
+        while (found := self.metric(name, **labels)) != value:
+            assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
+            time.sleep(0.01)
 
     def text(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids)

@@ -7,6 +7,7 @@ the API process goes out. Requests without a plan wait for orders. Exits when st
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -84,6 +85,8 @@ class ScriptedEngine:
                 self.send(StepOutput(self.epoch - 1, [TokenDelta(order["request_id"], [1], [])], self.stats(0.0)))
             case "garbage":
                 self.replies.send(b"\xc1")
+            case "sleep":
+                time.sleep(order["seconds"])
             case "die":
                 os._exit(order["code"])
         self.tell("obeyed")
@@ -95,7 +98,8 @@ class ScriptedEngine:
         del fields["epoch"]
         self.tell(fields.pop("type"), **fields)
         if isinstance(command, Abort):
-            self.running.pop(command.request_id, None)
+            if self.running.pop(command.request_id, None) and not self.running:
+                self.send(StepOutput(self.epoch, [], msgspec.structs.replace(self.stats(0.0), kind="idle")))
         elif command.epoch == self.epoch:
             self.running[command.request_id] = command
             self.emitted[command.request_id] = 0

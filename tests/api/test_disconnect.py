@@ -8,6 +8,7 @@ from queue import Queue
 
 import pytest
 
+from app.api.middleware import RequestIds
 from app.log import request_id
 from app.types import Sampling, SpecStep, StepOutput, StepStats, TokenDelta
 
@@ -63,7 +64,27 @@ def test_requests_of_those_who_left_are_booked_as_aborted(server):
     # The Abort is sent before the request is booked, in the same turn of the server's loop.
     server.call(lambda: asyncio.sleep(0))
     assert server.metric("request_success_total", finished_reason="abort") == before + 1
-    assert server.metric("num_requests_running") == 0
+
+
+def test_after_an_abort_the_gauges_say_that_nothing_runs_even_if_a_step_was_in_flight(server, background):
+    with connect(server):
+        request_id = server.script.see("Submit")["request_id"]
+        server.script.emit(request_id, server.ids("hello"))
+        server.until_metric("num_requests_running", 1)
+    server.script.see("Abort")
+    server.until_metric("num_requests_running", 0)
+    server.until_metric("kv_cache_usage_perc", 0)
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
+    async def generate():
+        with pytest.raises(OverflowError):
+            server.engine.generate("unsendable", [1], Sampling(), [2**64], 5)
+        return dict(server.engine._running), server.engine._idle.is_set()
+
+    before = server.metric("prompt_tokens_total")
+    assert server.call(generate) == ({}, True)
+    assert server.metric("prompt_tokens_total") == before
 
 
 def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
@@ -119,6 +140,20 @@ def test_leaving_while_the_body_is_sent_is_no_error_of_ours(server, background, 
         connection.sendall(head + b"\r\n{")
     assert "POST /v1/completions 499" in logged.get(timeout=10)
     logging.getLogger("app.access").removeHandler(handler)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_connection_that_closes_under_the_answer_is_no_error_of_ours(caplog):
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    scope = {"type": "http", "method": "GET", "path": "/live", "headers": []}
+    asyncio.run(RequestIds(application)(scope, None, send))
     assert "Traceback" not in caplog.text
 
 

@@ -1,5 +1,6 @@
 """When the engine process dies nothing hangs: clients are told, and the next epoch serves again."""
 
+import gc
 import json
 
 import pytest
@@ -30,6 +31,18 @@ def test_death_in_mid_stream_is_an_error_event_and_no_finished_answer(ready_serv
     assert error["type"] == "server_error" and "exit code 9" in error["message"]
     assert "[DONE]" not in running.result().text
     assert not any('"finish_reason":"' in event for event in events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_errors_of_all_prompts_of_a_request_are_looked_at(ready_server, background, caplog, stream):
+    running, _ = started(ready_server, background, prompt=["a", "b", "c"], stream=stream)
+    for _ in range(2):
+        ready_server.script.see("Submit")
+    ready_server.script.order("die", code=9)
+    assert running.result().status_code == 503
+    gc.collect()
+    ready_server.http.get("/live")
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,6 +98,21 @@ def test_a_fatal_user_error_is_not_retried(own_server):
     assert (ready.status_code, ready.json()) == (503, {"status": "dead", "reason": "dtype float8 is unknown"})
     refused = own_server.http.post("/v1/completions", json=ASK)
     assert refused.status_code == 503 and "float8" in refused.json()["error"]["message"]
+
+
+def test_what_an_engine_says_against_its_first_start_is_final(own_server):
+    own_server.script.see("started")
+    own_server.script.order("fatal", reason="OutOfMemoryError: 5 GiB", user_error=False)
+    own_server.reach("dead")
+    assert "5 GiB" in own_server.http.get("/ready").json()["reason"]
+
+
+def test_what_an_engine_says_after_it_was_ready_is_worth_a_restart(ready_server, background):
+    running, _ = started(ready_server, background)
+    ready_server.script.order("fatal", reason="RuntimeError: a bad step", user_error=False)
+    assert running.result().status_code == 503
+    assert ready_server.script.see("started")["epoch"] == 2
+    ready_server.until_metric("num_requests_running", 0)
 
 
 def test_three_deaths_without_ready_are_enough(own_server):

@@ -1,6 +1,11 @@
 """Mistakes of every kind get OpenAI's error shape and name what is wrong."""
 
+import asyncio
+import json
+
 import pytest
+
+from app.api.validation import MAX_BODY_BYTES
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "tiny", "prompt": "hi"}
@@ -53,6 +58,14 @@ def test_a_body_that_is_no_json_object_is_a_400(server, content):
         ({"stop": ["a", ""]}, "stop.1"),
         ({"stop": ["a"] * 65}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [5, 512]}, "stop_token_ids.1"),
+        ({"stop_token_ids": [2**64]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"messages": [{"role": "user", "content": "hi"}] * 4097}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}]}, "messages.0.content.0.x"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"speculate": 1}, "speculate"),
         ({"stream": "yes"}, "stream"),
@@ -64,7 +77,7 @@ def test_a_body_that_is_no_json_object_is_a_400(server, content):
 )
 def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
     error = error_of(server.http.post("/v1/chat/completions", json=CHAT | fields), 400)
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == "invalid_request_error" and error["code"]
     assert error["param"] == param or (param.endswith(".") and error["param"].startswith(param))
 
 
@@ -81,11 +94,94 @@ def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
         ([-1], "prompt.0"),
         ([1, "a"], "prompt"),
         (["a"] * 21, "prompt"),
+        (["a"] * 5000, "prompt"),
+        ([2**64], "prompt"),
     ],
 )
 def test_a_wrong_prompt_is_refused(server, prompt, param):
     error = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": prompt}), 400)
-    assert error["param"].startswith(param)
+    assert error["param"].startswith(param) and error["code"] == "invalid_value"
+
+
+def test_no_count_at_all_is_no_unsupported_count(server):
+    error = error_of(server.http.post("/v1/completions", json=TEXT | {"n": 0}), 400)
+    assert error["code"] == "invalid_value" and "greater than or equal to 1" in error["message"]
+
+
+def test_a_token_that_the_model_does_not_know_is_a_400_and_the_server_goes_on(own_server):
+    own_server.script.ready(vocab_size=3)
+    own_server.reach("ready")
+    for path, asked, param in (("/v1/completions", TEXT, "prompt"), ("/v1/chat/completions", CHAT, "messages")):
+        error = error_of(own_server.http.post(path, json=asked), 400)
+        assert (error["param"], error["code"]) == (param, "invalid_value") and "tokenizer.json" in error["message"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_body_above_the_limit_is_a_413_whether_its_length_is_told_or_not(server, told):
+    body = b'{"prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
+    content = body if told else iter([body[:100_000]] * (len(body) // 100_000 + 1))
+    error = error_of(server.http.post("/v1/completions", content=content), 413)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
+    assert f"{MAX_BODY_BYTES:,}" in error["message"]
+
+
+def test_a_text_that_is_far_too_long_is_refused_without_tokenising_it(server, monkeypatch):
+    monkeypatch.setattr(server.tokenizer, "backend", None)
+    text = "a" * 1_000_000
+    error = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": text}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    chat = [{"role": "user", "content": text}]
+    error = error_of(server.http.post("/v1/chat/completions", json=CHAT | {"messages": chat}), 400)
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "hello " * 1_300_000}),
+        ("/v1/completions", {"prompt": [["a"] * 1_500_000]}),
+        ("/v1/completions", {"prompt": [[]] * 1_500_000}),
+        ("/v1/completions", {"prompt": [5] * 2_000_000}),
+        ("/v1/completions", {"prompt": "hi", "stop_token_ids": [-1] * 1_500_000}),
+        ("/v1/completions", {"prompt": "hi", "stop": [""] * 1_500_000}),
+        ("/v1/chat/completions", {"messages": [0] * 1_500_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}] * 170_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [0] * 1_500_000}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}] * 300_000}]}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_no_body_freezes_the_server(own_server, path, fields):
+    """/live answers at any time while the largest bodies are read and refused."""
+    own_server.script.ready(max_model_len=2**20)
+    own_server.reach("ready")
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    assert len(body) <= MAX_BODY_BYTES
+    longest = own_server.call(lambda: longest_stall(own_server, path, body))
+    assert longest < 2.0
+
+
+async def longest_stall(server, path, body):
+    """The longest time in seconds in which the server's loop did nothing else while it answered 400."""
+    loop = asyncio.get_running_loop()
+    asking = loop.run_in_executor(None, lambda: server.http.post(path, content=body))
+    longest, last = 0.0, loop.time()
+    while not asking.done():
+        await asyncio.sleep(0.005)
+        longest, last = max(longest, loop.time() - last), loop.time()
+    assert asking.result().status_code == 400
+    return longest
+
+
+def test_what_a_client_sent_is_said_back_only_in_part(server):
+    huge = "x" * 1_000_000
+    for path, fields in (
+        ("/v1/completions", TEXT | {"model": huge}),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "hi", huge: 1}]}),
+        ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {huge: 1}}),
+    ):
+        response = server.http.post(path, json=fields)
+        assert response.status_code in (400, 404) and len(response.content) < 1000
 
 
 def test_a_missing_prompt_is_named(server):
@@ -135,7 +231,7 @@ def test_wrong_methods_and_unknown_paths_have_the_same_shape(server, method, pat
 
 
 def test_a_bug_of_ours_is_a_500_in_the_same_shape_with_the_request_id(server, monkeypatch):
-    def fail(text):
+    def fail(text, most):
         raise RuntimeError("a secret")
 
     monkeypatch.setattr(server.tokenizer, "encode", fail)

@@ -2,11 +2,13 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +117,16 @@ def test_sigterm_while_loading_exits_0(process, script):
     assert process.wait() == 0
 
 
+def test_sigterm_while_loading_does_not_wait_for_an_engine_that_hears_nothing(process, script):
+    process.read_url()
+    script.see("started")
+    script.order("sleep", seconds=30)
+    process.popen.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert process.wait() == 0
+    assert time.monotonic() - asked < 4
+
+
 def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(process, script):
     process.read_url()
     script.see("started")
@@ -143,9 +155,27 @@ def test_a_port_in_use_is_one_clear_line_and_exit_1(script, model_folder):
     assert said.count("\n") == 1 and f"127.0.0.1:{port}" in said and "--port" in said
 
 
-def test_a_folder_without_a_tokenizer_is_one_clear_line_and_exit_1(script, tmp_path):
-    process = Process(script, tmp_path)
-    assert process.wait() == 1
-    said = process.popen.stderr.read()
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", None), ("generation_config.json", '{"temperature": "hot"}'), ("chat_template.json", "[1]")],
+)
+def test_an_unusable_file_of_the_tokenizer_is_one_clear_line_and_exit_2_before_the_port(
+    script, model_folder, tmp_path, name, content
+):
+    folder = shutil.copytree(model_folder, tmp_path / "copy")
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = Process(script, folder, taken.getsockname()[1])
+        assert process.wait() == 2
+        said = process.popen.stderr.read()
+        process.close()
+    assert said.count("\n") == 1 and name in said
+
+
+def test_a_tokenizer_larger_than_the_model_is_warned_of_at_start(script, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "copy")
+    (folder / "config.json").write_text('{"vocab_size": 100}')
+    process = Process(script, folder)
+    line = process.read_until("config.json")
     process.close()
-    assert said.count("\n") == 1 and "tokenizer.json" in said
+    assert "tokenizer.json" in line and "99" in line

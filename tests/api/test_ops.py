@@ -91,6 +91,12 @@ def test_probes_need_no_body_and_answer_with_a_request_id(server, path):
     assert response.status_code == 200 and response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/metrics", "/v1/models"])
+def test_head_is_get_without_the_body(server, path):
+    response = server.http.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
 def test_the_log_has_request_ids_and_never_a_prompt_or_an_answer(server, caplog):
     server.script.plan([*server.ids("secret answer"), 2])
     with caplog.at_level("DEBUG"):

@@ -19,7 +19,7 @@ HARMFUL = {
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
-    "n": [2, 0, True],
+    "n": [2],
     "best_of": [2],
     "use_beam_search": [True],
     "top_p": [0.9],
@@ -109,6 +109,28 @@ def test_neutral_values_pass(model_folder, own_server, stream):
         for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
             response = own_server.http.post(path, json=base | fields | {"stream": stream})
             assert response.status_code == 200, (fields, response.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "field", "instead"),
+    [
+        ("/v1/completions", TEXT, "messages", "`prompt`"),
+        ("/v1/completions", TEXT, "max_completion_tokens", "`max_tokens`"),
+        ("/v1/completions", TEXT, "max_new_tokens", "`max_tokens`"),
+        ("/v1/chat/completions", CHAT, "prompt", "`messages`"),
+        ("/v1/chat/completions", CHAT, "max_new_tokens", "`max_tokens`"),
+    ],
+)
+def test_a_field_of_another_api_is_refused_with_what_to_use_instead(server, path, base, field, instead):
+    error = server.http.post(path, json=base | {field: 5}).json()["error"]
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+    assert instead in error["message"]
+
+
+def test_max_completion_tokens_wins_over_max_tokens_in_chat(server):
+    server.script.plan([2])
+    server.http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 9, "max_completion_tokens": 7})
+    assert server.script.see("Submit")["max_tokens"] == 7
 
 
 def test_refusals_are_the_same_through_the_sdk(server):

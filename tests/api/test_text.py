@@ -1,9 +1,12 @@
 """The tokenizer and the chat template agree with Transformers, without importing it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -113,6 +116,44 @@ def test_an_unusable_tokenizer_file_is_named(folder, content):
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("generation_config.json", b'{"temperature": "hot"}'),
+        ("generation_config.json", b'{"temperature": -3}'),
+        ("generation_config.json", b'{"temperature": NaN}'),
+        ("generation_config.json", b'{"temperature": true}'),
+        ("generation_config.json", b'{"eos_token_id": "x"}'),
+        ("generation_config.json", b'{"eos_token_id": [2, -1]}'),
+        ("generation_config.json", b'{"eos_token_id": 18446744073709551616}'),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": [5]}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}'),
+        ("tokenizer_config.json", b'{"eos_token": {"text": "x"}}'),
+        ("chat_template.json", b"[1]"),
+        ("chat_template.json", b"{"),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_a_file_with_a_wrong_value_is_named(folder, name, content):
+    (folder / name).write_bytes(content)
+    with pytest.raises((TokenizerError, ChatTemplateError), match=re.escape(name)):
+        Tokenizer(folder)
+
+
+def test_encoding_a_large_text_does_not_hold_the_interpreters_lock(folder):
+    tokenizer = Tokenizer(folder)
+    working = threading.Thread(target=tokenizer.encode, args=("hello brown fox " * 60_000,))
+    started = last = time.monotonic()
+    longest = 0.0
+    working.start()
+    while working.is_alive():
+        time.sleep(0.001)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert longest < 0.5 * (last - started)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])

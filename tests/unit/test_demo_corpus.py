@@ -43,7 +43,7 @@ def test_no_heldout_template_is_ever_used_in_training(domain: str) -> None:
     assert not train & heldout
 
 
-def test_heldout_copy_words_are_never_copied_in_training() -> None:
+def test_heldout_echo_words_are_never_echoed_in_training() -> None:
     assert len(_COPIED["heldout"]) > 30
     assert not set(_COPIED["train"]) & set(_COPIED["heldout"])
 

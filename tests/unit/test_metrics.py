@@ -42,9 +42,18 @@ def test_preemptions_are_counted_across_restarts_of_the_engine():
     metrics = Metrics()
     metrics.step(output([], preemptions=2))
     metrics.step(output([], preemptions=5))
-    metrics.engine_started()
+    metrics.engine_ended()
     metrics.step(output([], preemptions=1))
     assert samples(metrics)["dflash:preemptions_total"] == 6
+
+
+def test_an_idle_output_sets_the_gauges_and_is_no_step():
+    metrics = Metrics()
+    metrics.step(output([SpecStep(1, 0, 0)]))
+    metrics.step(StepOutput(1, [], StepStats("idle", 0.0, 0, 0, 0, 200, 0)))
+    found = samples(metrics)
+    assert found["dflash:num_requests_running"] == found["dflash:kv_cache_usage_perc"] == 0
+    assert not any("step_seconds" in name and "idle" in name for name in found)
 
 
 def test_tokens_of_one_step_share_its_time():

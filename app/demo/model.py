@@ -1,0 +1,219 @@
+"""The demo pair as trained: a Qwen3 target and its DFlash draft, with parameters named as in the published files.
+
+Attention is written out as matmul, softmax, matmul: on a CPU its backward pass is several times faster than SDPA's.
+Everything is fp32: without AMX, bf16 is no faster on a CPU.
+Shapes: B sequences, T tokens, H hidden, N key/value heads, G query heads for each, D head size, A anchors, S block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Shape:
+    vocab: int = 1536
+    hidden: int = 192
+    layers: int = 5
+    kv_heads: int = 2
+    groups: int = 2
+    head_dim: int = 128
+    mlp: int = 256
+    rope_theta: float = 100000.0
+    eps: float = 1e-6
+    max_positions: int = 1024
+    block: int = 16
+    draft_layers: int = 2
+    taps: tuple[int, ...] = (0, 1, 2, 3)
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def rope_tables(shape: Shape, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin `[..., D]` fp32 for `positions` `[...]`, in the half-rotation layout of Llama and Qwen3."""
+    frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+    angles = positions.float().unsqueeze(-1) * frequencies
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.n, self.g, self.d = shape.kv_heads, shape.groups, shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, self.n * self.g * self.d, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, self.n * self.d, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, self.n * self.d, bias=False)
+        self.o_proj = nn.Linear(self.n * self.g * self.d, shape.hidden, bias=False)
+        self.q_norm = Norm(self.d, shape.eps)
+        self.k_norm = Norm(self.d, shape.eps)
+
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`[B, T, H]` -> `[B, N, G, T, D]`, scaled. cos and sin broadcast against `[B, T, N, G, D]`."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n, self.g, self.d)))
+        return (rotate(q, cos, sin) * self.d**-0.5).permute(0, 2, 3, 1, 4)
+
+    def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, T, H]` -> two of `[B, N, T, D]`. cos and sin broadcast against `[B, T, N, D]`."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.n, self.d)))
+        v = self.v_proj(x).unflatten(-1, (self.n, self.d))
+        return rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
+
+    def output(self, o: Tensor) -> Tensor:
+        """`[B, N, G, T, D]` -> `[B, T, H]`."""
+        return self.o_proj(o.permute(0, 3, 1, 2, 4).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
+        self.down_proj = nn.Linear(shape.mlp, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """What target and draft layers share: the parameters, and everything but the attention itself."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden, shape.eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.eps)
+        self.mlp = Mlp(shape)
+
+
+class TargetLayer(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` `[B, T, H]`, cos and sin `[T, D]`; causal."""
+        a = self.input_layernorm(x)
+        q = self.self_attn.query(a, cos[:, None, None], sin[:, None, None])
+        k, v = self.self_attn.key_value(a, cos[:, None], sin[:, None])
+        length = x.shape[1]
+        scores = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (-1, length))
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        o = (probabilities.flatten(2, 3) @ v).unflatten(2, (-1, length))
+        x = x + self.self_attn.output(o)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftLayer(Layer):
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        anchors: Tensor,
+        block_rope: tuple[Tensor, Tensor],
+        context_rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """`x` `[B, A*S, H]`, `context` `[B, T, H]` (after hidden_norm), `anchors` `[B, A]` positions.
+
+        A block sees the features strictly before its anchor and all of its own rows.
+        """
+        a = self.input_layernorm(x)
+        block_cos, block_sin = block_rope
+        context_cos, context_sin = context_rope
+        count, length = anchors.shape[1], context.shape[1]
+        q = self.self_attn.query(a, block_cos[:, :, None, None], block_sin[:, :, None, None])
+        k_own, v_own = self.self_attn.key_value(a, block_cos[:, :, None], block_sin[:, :, None])
+        k_context, v_context = self.self_attn.key_value(context, context_cos[:, None], context_sin[:, None])
+        rows = x.shape[1] // count
+        q_blocks = q.unflatten(3, (count, rows))
+        k_own, v_own = k_own.unflatten(2, (count, rows)), v_own.unflatten(2, (count, rows))
+        to_context = (q.flatten(2, 3) @ k_context.transpose(-1, -2)).unflatten(2, (-1, count, rows))
+        hidden = torch.arange(length) >= anchors[:, None, None, :, None, None]
+        to_context = to_context.masked_fill(hidden, -torch.inf)
+        to_own = q_blocks @ k_own.unsqueeze(2).transpose(-1, -2)
+        probabilities = torch.cat((to_context, to_own), -1).softmax(-1)
+        p_context, p_own = probabilities.split((length, rows), -1)
+        o = (p_context.flatten(2, 4) @ v_context).unflatten(2, (-1, count, rows)) + p_own @ v_own.unsqueeze(2)
+        x = x + self.self_attn.output(o.flatten(3, 4))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Stack(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(TargetLayer(shape) for _ in range(shape.layers))
+        self.norm = Norm(shape.hidden, shape.eps)
+
+
+class Target(nn.Module):
+    """Qwen3ForCausalLM with a tied head; the state dict is the published file."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = _Stack(shape)
+        _initialise(self)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids `[B, T]` -> hidden after the final norm `[B, T, H]`, features `[B, T, n_taps * H]`."""
+        cos, sin = rope_tables(self.shape, torch.arange(ids.shape[1]))
+        x = self.model.embed_tokens(ids)
+        taps = []
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin)
+            if i in self.shape.taps:
+                taps.append(x)
+        return self.model.norm(x), torch.cat(taps, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` -> `[..., V]` in fp32."""
+        return F.linear(hidden, self.model.embed_tokens.weight)
+
+
+class Draft(nn.Module):
+    """The DFlash draft: no embedding and no head of its own; the state dict is the published file."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.taps) * shape.hidden, shape.hidden, bias=False)
+        self.hidden_norm = Norm(shape.hidden, shape.eps)
+        self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.draft_layers))
+        self.norm = Norm(shape.hidden, shape.eps)
+        _initialise(self)
+
+    def forward(self, features: Tensor, anchors: Tensor, block_embeddings: Tensor) -> Tensor:
+        """Features `[B, T, n_taps * H]`, anchors `[B, A]`, block embeddings `[B, A, S, H]` -> `[B, A, S, H]`."""
+        context = self.hidden_norm(self.fc(features))
+        size = block_embeddings.shape[2]
+        positions = (anchors.unsqueeze(-1) + torch.arange(size)).flatten(1)
+        block_rope = rope_tables(self.shape, positions)
+        context_rope = rope_tables(self.shape, torch.arange(features.shape[1]))
+        x = block_embeddings.flatten(1, 2)
+        for layer in self.layers:
+            x = layer(x, context, anchors, block_rope, context_rope)
+        return self.norm(x).unflatten(1, (-1, size))
+
+
+def _initialise(model: nn.Module) -> None:
+    """Matrices by their input width; what writes to the residual stream starts at zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)
+        elif "embed_tokens" in name:
+            nn.init.normal_(parameter, std=0.02)
+        elif parameter.ndim == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)

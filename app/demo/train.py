@@ -1,0 +1,128 @@
+"""Makes the demo pair again from nothing: `python -m app.demo.train`. Two CPU cores, no network.
+
+Stages: tokenizer, target, stories (the target's own greedy prose for the draft to learn from), draft, report. Each
+leaves its result in `--work-dir` and is skipped when it is there, so an interrupted run goes on where it stopped.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # read once, when torch loads: spinning threads starve on a shared machine
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from app.demo.checkpoint_files import CHECKPOINT, load_pair, save_draft, save_target
+from app.demo.circuits import start_with_copying
+from app.demo.corpus import Sample, samples
+from app.demo.evaluate import print_report
+from app.demo.loop import Plan, train
+from app.demo.losses import draft_loss, target_loss
+from app.demo.model import Draft, Shape, Target
+from app.demo.rows import Batch, batches
+from app.demo.stories import regenerated_prose
+from app.demo.tokenizer import MASK, train_tokenizer
+
+
+def main() -> None:
+    options = _options()
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    console = Console()
+    tokenizer = _tokenizer(options)
+    if options.stage in ("all", "target"):
+        minutes = _train_target(options, tokenizer)
+        console.print(f"target trained in {minutes:.1f} minutes -> {options.out / 'target'}")
+    if options.stage in ("all", "draft"):
+        minutes = _train_draft(options, tokenizer)
+        console.print(f"draft trained in {minutes:.1f} minutes -> {options.out / 'draft'}")
+    if options.stage == "all":
+        print_report(options.out, console)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__.splitlines()[0])
+    parser.add_argument("--work-dir", type=Path, default=Path("build/demo"), help="checkpoints to resume from")
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder that gets target/ and draft/")
+    parser.add_argument("--stage", choices=("all", "target", "draft"), default="all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--target-steps", type=int, default=6000)
+    parser.add_argument("--draft-steps", type=int, default=1500)
+    parser.add_argument("--drills", type=int, default=100, help="steps with repetition drills, in which copying forms")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens a step")
+    parser.add_argument(
+        "--stories", type=int, default=1536, help="stories that the target writes for the draft to learn from"
+    )
+    return parser.parse_args()
+
+
+def _tokenizer(options: argparse.Namespace) -> Tokenizer:
+    path = options.work_dir / "tokenizer.json"
+    if not path.exists():
+        train_tokenizer(seed=options.seed).save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def _train_target(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
+    target = Target(Shape())
+    start_with_copying(target)
+    for layer in target.model.layers:
+        layer.compile(dynamic=False)
+
+    def batches_from(step: int) -> Iterator[Batch]:
+        return batches(tokenizer, f"target/{options.seed}/{step}", options.tokens, drills=options.drills - step)
+
+    plan = Plan(options.target_steps)
+    minutes = train(
+        "target", target, lambda b: target_loss(target, b), batches_from, plan, options.work_dir / "target.pt"
+    )
+    save_target(target, tokenizer, options.out / "target")
+    return minutes
+
+
+def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
+    target, _, _ = load_pair(options.out)
+    stories = regenerated_prose(
+        options.out / "target", tokenizer, options.stories, options.seed, options.work_dir / "stories.json"
+    )
+    draft = Draft(Shape())
+    draft.norm.load_state_dict(target.model.norm.state_dict())  # the head is the target's: begin at its scale
+    for layer in (*target.model.layers, *draft.layers):
+        layer.compile(dynamic=False)
+    generator = torch.Generator().manual_seed(options.seed)
+    mask_id = tokenizer.token_to_id(MASK)
+
+    def batches_from(step: int) -> Iterator[Batch]:
+        seed = f"draft/{options.seed}/{step}"
+        return batches(tokenizer, seed, options.tokens, {"prose": _prose(stories, Random(seed))})
+
+    plan = Plan(options.draft_steps)
+    minutes = train(
+        "draft",
+        draft,
+        lambda b: draft_loss(target, draft, b, mask_id, generator),
+        batches_from,
+        plan,
+        options.work_dir / "draft.pt",
+    )
+    save_draft(draft, tokenizer, options.out / "draft")
+    return minutes
+
+
+def _prose(stories: list[Sample], rng: Random) -> Iterator[Sample]:
+    """The target's own stories, and for every third one from the corpus (sampled text is met at temperature > 0)."""
+    corpus = samples("prose", "train", rng.getrandbits(48))
+    while True:
+        yield next(corpus) if rng.random() < 0.33 else rng.choice(stories)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""The lossless promise as a comparison: text with DFlash on == text with it off == Transformers' own, token for token.
+
+A *subject* is a pair with its prompts; a *case* is one setting of everything that could disturb a token: how many
+sequences run together, page size, prompts cut into chunks, forced preemption, block size, temperature, and which of the
+requests draft. Every case is compared with one plain run of the target alone, and that run with Transformers.
+
+At a first difference the reference says, teacher-forced, how clearly the target decides there. Above MARGIN nothing
+excuses it. Below, rounding does: such near ties are counted over all tokens compared, every time one shows, and there
+may be one per 50,000 tokens begun.
+"""
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from app.checkpoint import DEMO
+from app.demo.corpus import DOMAINS, samples
+from app.engine.build import Engine, build_engine
+from app.engine.config import EngineConfig
+from app.engine.core import Step
+from app.engine.sequence import Request
+from tests.engine.pairs import make_pair
+from tests.engine.reference import first_difference, load_target, margin, sampled
+
+# Models this small gain nothing from a second thread, and lose a factor of ten when the other core is busy.
+torch.set_num_threads(1)
+
+MARGIN = 1e-4
+TOKENS_PER_NEAR_TIE = 50_000
+TEMPERATURES = (0.0, 0.7, 1.0)
+
+
+def cap(num_tokens: int) -> int:
+    """How many near ties `num_tokens` compared tokens may show."""
+    return math.ceil(num_tokens / TOKENS_PER_NEAR_TIE)
+
+
+# Engines
+
+
+def make_engine(target: Path, draft: Path | None = None, *, kv_pages: int | None = None, **settings: Any) -> Engine:
+    """An fp32 engine on the CPU. `kv_pages` is KV memory for exactly so many pages, scratch page included."""
+    if kv_pages is not None:
+        per_token = sum(_kv_bytes_per_token(folder) for folder in (target, draft) if folder)
+        settings["kv_cache_memory"] = kv_pages * settings["page_size"] * per_token
+    return build_engine(EngineConfig(target=target, draft=draft, **{"device": "cpu", "dtype": "float32"} | settings))
+
+
+def _kv_bytes_per_token(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    return 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+
+
+# Prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+def random_prompts(vocab_size: int, count: int, seed: int = 0) -> list[Prompt]:
+    """Long ones that grow past 128 tokens together, lengths about page edges, then any; limits from 1 token on."""
+    rng = random.Random(seed)
+    lengths = [110, 112, 1, 16, 120, 113, 15, 2, 17, 105, 4, 108, 3, 31, *(rng.randint(1, 90) for _ in range(count))]
+    return [
+        Prompt(
+            token_ids=tuple(rng.randrange(vocab_size) for _ in range(length)),
+            max_tokens=40 if length > 100 else rng.choice((1, 2, 5, 17, 33, 40)),
+            stop_token_ids=frozenset([rng.randrange(vocab_size)] if index % 2 == 1 and length < 100 else []),
+        )
+        for index, length in enumerate(lengths[:count])
+    ]
+
+
+def demo_prompts(domain: str, count: int, max_tokens: int, seed: int = 0) -> list[Prompt]:
+    """Held-out prompts of one domain of the demo pair's corpus, through its chat template, to the end of the answer."""
+    tokenizer = _demo_tokenizer()
+    return [
+        Prompt(
+            token_ids=tuple(
+                tokenizer.encode(
+                    tokenizer.apply_chat_template(sample.messages, tokenize=False, add_generation_prompt=True),
+                    add_special_tokens=False,
+                )
+            ),
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset([tokenizer.eos_token_id]),
+        )
+        for sample in itertools.islice(samples(domain, "heldout", seed), count)
+    ]
+
+
+def demo_folder(what: Literal["target", "draft"]) -> Path:
+    """A folder of the demo pair. Without it nothing is proved, so its absence is an error and no reason to skip."""
+    folder = DEMO / what
+    if not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{folder / 'model.safetensors'} is missing: python -m app.demo.train makes it")
+    return folder
+
+
+@cache
+def _demo_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo_folder("target"), local_files_only=True)
+
+
+# Cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for hardly two sequences.
+
+    `temperature` None gives the requests 0, 0.7 and 1.0 in turn. `speculation` "half" lets every other request draft;
+    "off" loads no draft at all.
+    """
+
+    concurrency: int = 1
+    page_size: int = 16
+    chunked: bool = False
+    preempted: bool = False
+    block_size: int = 16
+    temperature: float | None = 0.0
+    speculation: str = "on"
+
+    def __str__(self) -> str:
+        words = [f"c{self.concurrency}", f"page{self.page_size}", f"block{self.block_size}"]
+        words += ["Tmixed" if self.temperature is None else f"T{self.temperature:g}", self.speculation]
+        return "-".join(words + ["chunked"] * self.chunked + ["preempted"] * self.preempted)
+
+    @property
+    def possible(self) -> bool:
+        """Nobody is preempted for the sake of nobody."""
+        return not (self.preempted and self.concurrency == 1)
+
+    def temperature_of(self, index: int) -> float:
+        return TEMPERATURES[index % 3] if self.temperature is None else self.temperature
+
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "concurrency": (1, 4, 16),
+    "page_size": (1, 4, 16, 128),
+    "chunked": (False, True),
+    "preempted": (False, True),
+    "block_size": (2, 4, 8, 16),
+    "temperature": (*TEMPERATURES, None),
+    "speculation": ("on", "half", "off"),
+}
+assert list(SETTINGS) == [field.name for field in fields(Case)]
+
+
+def covering_cases(strength: int, seed: int = 0) -> list[Case]:
+    """Cases in which every possible combination of values of any `strength` settings occurs; 2 is pairwise.
+
+    Greedy: of some random cases that all hold a combination not seen yet, the one with the most of them.
+    """
+    rng = random.Random(seed)
+    missing = {
+        tuple(zip(names, values, strict=True))
+        for names in itertools.combinations(SETTINGS, strength)
+        for values in itertools.product(*(SETTINGS[name] for name in names))
+    }
+    missing = {combination for combination in missing if Case(**{"concurrency": 4} | dict(combination)).possible}
+    cases = []
+    while missing:
+        wanted = min(missing, key=repr)
+        draws = ({name: rng.choice(values) for name, values in SETTINGS.items()} | dict(wanted) for _ in range(50))
+        candidates = [case for draw in draws if (case := Case(**draw)).possible]
+        best = max(candidates, key=lambda case: len(missing & combinations_in(case, strength)))
+        missing -= combinations_in(best, strength)
+        cases.append(best)
+    return cases
+
+
+def combinations_in(case: Case, strength: int) -> set[tuple[tuple[str, Any], ...]]:
+    return set(itertools.combinations([(name, getattr(case, name)) for name in SETTINGS], strength))
+
+
+# Runs
+
+
+@dataclass
+class Run:
+    """The new tokens of every prompt, and what drafting did for them."""
+
+    texts: list[list[int]]
+    verify_steps: int = 0
+    verify_tokens: int = 0
+    """Emitted by the steps that verified drafts, the bonus included."""
+    preemptions: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.verify_tokens / self.verify_steps if self.verify_steps else math.nan
+
+
+def run_engine(engine: Engine, requests: list[Request], on_step: Callable[[Step], None] = lambda _: None) -> Run:
+    run = Run([])
+
+    def count(step: Step) -> None:
+        on_step(step)
+        for delta in step.deltas:
+            if delta.num_verified:
+                run.verify_steps += 1
+                run.verify_tokens += len(delta.token_ids)
+
+    emitted = engine.core.run(requests, count)
+    run.texts = [emitted[request.request_id] for request in requests]
+    run.preemptions = engine.core.scheduler.num_preemptions
+    return run
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of one text that is another than the expected one, and how clearly the target decides there."""
+
+    prompt: int
+    index: int
+    temperature: float
+    margin: float
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt} token {self.index} T {self.temperature:g} margin {self.margin:.3g}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    tokens: int
+    differences: tuple[Difference, ...] = ()
+
+    def __add__(self, other: "Comparison") -> "Comparison":
+        return Comparison(self.tokens + other.tokens, self.differences + other.differences)
+
+    @property
+    def wrong(self) -> list[Difference]:
+        """The differences that no rounding excuses."""
+        return [difference for difference in self.differences if not difference.margin <= MARGIN]
+
+
+@dataclass
+class Subject:
+    """A pair and its prompts."""
+
+    name: str
+    target: Path
+    draft: Path
+    prompts: list[Prompt]
+
+    @cached_property
+    def reference(self) -> Qwen3ForCausalLM:
+        return load_target(self.target)
+
+    @cached_property
+    def max_model_len(self) -> int:
+        return max(len(prompt.token_ids) + prompt.max_tokens for prompt in self.prompts)
+
+    def seed(self, index: int) -> int:
+        """An unsigned 64-bit seed for the prompt with this index."""
+        return random.Random(index).getrandbits(64)
+
+    def requests(self, case: Case) -> list[Request]:
+        return [
+            Request(
+                request_id=str(index),
+                token_ids=prompt.token_ids,
+                max_tokens=prompt.max_tokens,
+                temperature=case.temperature_of(index),
+                seed=self.seed(index),
+                stop_token_ids=prompt.stop_token_ids,
+                speculate=case.speculation == "on" or index % 2 == 0,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+    def engine(self, case: Case) -> Engine:
+        block = 1 if case.speculation == "off" else case.block_size
+        pages = -(-(self.max_model_len + 2 * block) // case.page_size)
+        return make_engine(
+            self.target,
+            None if case.speculation == "off" else self.draft,
+            block_size=None if case.speculation == "off" else block,
+            page_size=case.page_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=case.concurrency,
+            max_num_batched_tokens=max(13, case.concurrency * block) if case.chunked else None,
+            kv_pages=max(pages + 1, pages * 5 // 4) + 1 if case.preempted else None,
+        )
+
+    def run(self, case: Case, on_step: Callable[[Step], None] = lambda _: None) -> Run:
+        return run_engine(self.engine(case), self.requests(case), on_step)
+
+    @cached_property
+    def off(self) -> dict[float, list[list[int]]]:
+        """Temperature -> texts of plain decoding by the engine with no draft loaded, 16 together, nothing cut."""
+        plain = Case(concurrency=16, speculation="off")
+        return {t: self.run(replace(plain, temperature=t)).texts for t in TEMPERATURES}
+
+    def transformers(self, temperature: float) -> Iterator[list[int]]:
+        """Texts of plain decoding by Transformers, one token a step."""
+        for index, prompt in enumerate(self.prompts):
+            yield sampled(
+                self.reference,
+                prompt.token_ids,
+                prompt.max_tokens,
+                temperature,
+                self.seed(index),
+                eos=prompt.stop_token_ids,
+            )
+
+    def compare(self, texts: Sequence[list[int]], temperature_of: Callable[[int], float]) -> Comparison:
+        """Texts of the first prompts against the plain run's."""
+        differences = []
+        expected = [self.off[temperature_of(index)][index] for index in range(len(texts))]
+        for index, (text, wanted) in enumerate(zip(texts, expected, strict=True)):
+            at = first_difference(wanted, text)
+            if at is not None:
+                clearly = self._margin(index, wanted, text, at, temperature_of(index))
+                differences.append(Difference(index, at, temperature_of(index), clearly))
+        return Comparison(sum(map(len, expected)), tuple(differences))
+
+    def _margin(self, index: int, wanted: list[int], text: list[int], at: int, temperature: float) -> float:
+        if at >= min(len(wanted), len(text)):
+            return math.inf  # one goes on where the other has ended: that is no near tie
+        prompt = self.prompts[index].token_ids
+        whole = [*prompt, *wanted]
+        return margin(self.reference, whole, len(prompt) + at, temperature, self.seed(index), text[at])
+
+
+LUCKY: dict[str, Any] = {
+    "seed": 11,
+    "block_size": 16,
+    "vocab_size": 5,
+    "num_kv_heads": 4,
+    "tied": True,
+    "own_head": True,
+}
+"""A random pair of five tokens whose drafts, found by trying seeds, are accepted to every depth from 0 to the block."""
+
+
+def random_subjects(folder: Path, count: int) -> list[Subject]:
+    """Grouped queries and an lm_head of its own, where drafts hardly ever hit; and the lucky pair."""
+    shapes: dict[str, dict[str, Any]] = {"random": {"seed": 1, "block_size": 16}, "random-lucky": LUCKY}
+    pairs = {name: make_pair(folder / name, **shape) for name, shape in shapes.items()}
+    return [
+        Subject(name, pair.target, pair.draft, random_prompts(pair.vocab_size, count)) for name, pair in pairs.items()
+    ]
+
+
+def demo_subject(count: int, max_tokens: int) -> Subject:
+    """The demo pair on held-out prompts: two long ones that grow past 128 tokens together, then all domains in turn."""
+    long = [prompt for prompt in demo_prompts("math", 500, max_tokens, seed=1) if 104 <= len(prompt.token_ids) <= 112]
+    per_domain = [demo_prompts(domain, -(-count // len(DOMAINS)), max_tokens) for domain in DOMAINS]
+    prompts = long[:2] + [prompt for turn in zip(*per_domain, strict=True) for prompt in turn]
+    return Subject("demo", demo_folder("target"), demo_folder("draft"), prompts[:count])

@@ -1,0 +1,147 @@
+"""The demo draft keeps hitting, however the engine is run, and a draft that is fed wrongly does not.
+
+Text alone cannot see a broken draft: verification mends whatever it proposes. Only a floor under the acceptance length
+can (tokens per verify step, the bonus included, weighted by tokens, greedy, block 16).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from app.engine.build import Engine
+from app.engine.core import Step
+from app.engine.sequence import Request
+from tests.engine.lossless import Prompt, Run, demo_folder, demo_prompts, make_engine, run_engine
+from tests.engine.test_draft_parity import IN_THE_ENGINE, with_causal_blocks
+
+PROMPTS = 16
+MAX_TOKENS = 200
+FLOOR = {"math": 6.2}
+"""Acceptance length, a little below what the shipped pair shows on these prompts."""
+NEAR = 0.05
+"""How far from the cold run's acceptance length another way of running may end, as a share of it."""
+
+
+@cache
+def prompts(domain: str) -> list[Prompt]:
+    return demo_prompts(domain, PROMPTS, MAX_TOKENS)
+
+
+def requests(domain: str) -> list[Request]:
+    return [
+        Request(str(i), prompt.token_ids, prompt.max_tokens, stop_token_ids=prompt.stop_token_ids)
+        for i, prompt in enumerate(prompts(domain))
+    ]
+
+
+def engine(draft: Path | None = None, **settings) -> Engine:
+    sizes = {"max_num_seqs": 16, "page_size": 16, "block_size": 16}
+    return make_engine(demo_folder("target"), draft or demo_folder("draft"), **sizes | settings)
+
+
+def cold(domain: str) -> Run:
+    """Every prompt alone on an engine that has run nothing else."""
+    return _joined(run_engine(engine(max_num_seqs=1), [request]) for request in requests(domain))
+
+
+def batched(domain: str) -> Run:
+    return run_engine(engine(), requests(domain))
+
+
+def chunked(domain: str) -> Run:
+    """Prompts in pieces of 16 rows and fewer, among the verify rows of others."""
+    return run_engine(engine(max_num_seqs=4, max_num_batched_tokens=64), requests(domain))
+
+
+def preempted(domain: str) -> Run:
+    """Pages for little more than one sequence: the others are thrown out and recomputed."""
+    within = [replace(r, max_tokens=len(text)) for r, text in zip(requests(domain), answers(domain), strict=True)]
+    limit = max(len(request.token_ids) + request.max_tokens for request in within)
+    run = run_engine(engine(page_size=4, max_model_len=limit, kv_pages=(limit + 32) // 4 + 12), within)
+    assert run.preemptions >= PROMPTS / 4
+    return run
+
+
+def near_the_length_limit(domain: str) -> Run:
+    """Every answer ends at the last position that `max_model_len` allows, so that drafts reach past it."""
+    runs = []
+    for request, text in zip(requests(domain), answers(domain), strict=True):
+        limit = len(request.token_ids) + len(text)
+        runs.append(run_engine(engine(max_num_seqs=1, max_model_len=limit), [replace(request, max_tokens=len(text))]))
+    return _joined(runs)
+
+
+def on_pages_of_128(domain: str) -> Run:
+    return run_engine(engine(page_size=128), requests(domain))
+
+
+WAYS: dict[str, Callable[[str], Run]] = {
+    "batched": batched,
+    "chunked prefill": chunked,
+    "after preemption": preempted,
+    "near the length limit": near_the_length_limit,
+    "pages of 128": on_pages_of_128,
+}
+
+
+@cache
+def cold_run(domain: str) -> Run:
+    return cold(domain)
+
+
+def answers(domain: str) -> list[list[int]]:
+    return cold_run(domain).texts
+
+
+def _joined(runs) -> Run:
+    joined = Run([])
+    for run in runs:
+        joined.texts += run.texts
+        joined.verify_steps += run.verify_steps
+        joined.verify_tokens += run.verify_tokens
+    return joined
+
+
+@pytest.mark.parametrize("domain", FLOOR)
+def test_acceptance_of_a_cold_single_run_is_above_the_floor(domain: str):
+    run = cold_run(domain)
+    print(f"{domain}: acceptance length {run.acceptance_length:.2f} over {run.verify_steps} steps")
+    assert run.acceptance_length >= FLOOR[domain]
+    assert run.verify_steps >= 5 * PROMPTS / 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("domain", FLOOR)
+def test_acceptance_stays(domain: str, way: str):
+    run, wanted = WAYS[way](domain), cold_run(domain).acceptance_length
+    print(f"{domain}, {way}: acceptance length {run.acceptance_length:.2f}, cold {wanted:.2f}")
+    assert run.texts == answers(domain)
+    assert run.acceptance_length >= FLOOR[domain]
+    assert run.acceptance_length == pytest.approx(wanted, rel=NEAR)
+
+
+# The floor can fail: mistakes others have made, none of which changes a single emitted token. A causal mask in the
+# block and a skipped hidden_norm weight cost the shipped draft too little to show here; test_draft_parity.py sees them.
+MISTAKES = [mistake for mistake in IN_THE_ENGINE if mistake is not with_causal_blocks]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("domain", FLOOR)
+def test_a_mistake_falls_through_the_floor_and_leaves_the_text(domain: str, mistake: Callable[[Engine], None]):
+    broken = engine()
+    mistake(broken)
+    run = run_engine(broken, requests(domain))
+    print(f"{domain}, {mistake.__name__}: acceptance length {run.acceptance_length:.2f}")
+    assert run.texts == answers(domain)
+    assert run.acceptance_length < FLOOR[domain]
+
+
+def test_steps_that_verified_nothing_are_not_counted():
+    first = requests("math")[0]
+    plain = Request("plain", first.token_ids, 20, speculate=False)
+    seen: list[Step] = []
+    run = run_engine(engine(), [plain], seen.append)
+    assert len(seen) > 1 and run.verify_steps == 0 and run.verify_tokens == 0

@@ -1,0 +1,235 @@
+"""The lossless proof at full length, and the acceptance of the demo pair, as a page: docs/proof.md.
+
+    python -m tests.proof                      200 prompts, every combination of values of any three settings
+    python -m tests.proof --strength 7         every combination of all settings (a night)
+    python -m tests.proof --prompts 8 --strength 1 --out /tmp/proof.md
+
+The page is written in any case; the exit status is 1 if a promise was broken.
+"""
+
+import argparse
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tests.engine.lossless import (
+    MARGIN,
+    SETTINGS,
+    TEMPERATURES,
+    TOKENS_PER_NEAR_TIE,
+    Case,
+    Comparison,
+    Run,
+    Subject,
+    cap,
+    covering_cases,
+    demo_subject,
+    random_subjects,
+)
+from tests.engine.test_acceptance_floor import FLOOR, NEAR, WAYS, answers, cold_run
+
+PAGE = Path(__file__).parent.parent / "docs" / "proof.md"
+DEMO_TOKENS = 64
+
+INTRODUCTION = f"""\
+Every case runs all prompts through the engine and compares each text, token for token, with plain decoding by the same
+engine with no draft loaded; that is compared with Transformers' Qwen3ForCausalLM, one token a step. At a first
+difference the margin is how far the worse of the two tokens lies below the best, teacher-forced, on logits (T = 0) or
+on logits / T + Gumbel noise. Above {MARGIN:g} it would be a failure; below, it is counted, and one per
+{TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases combine these values:"""
+ABOUT_ACCEPTANCE = f"""\
+Tokens per verify step, the bonus included, weighted by tokens: greedy, block 16, held-out prompts. Every way of running
+must stay above the floor and within {NEAR:.0%} of the cold run, with the same text."""
+
+console = Console(stderr=True)
+
+
+@dataclass
+class Findings:
+    """What one pair showed: Transformers against plain decoding per temperature, and every case against plain."""
+
+    subject: Subject
+    plain: list[tuple[float, Comparison]] = field(default_factory=list)
+    cases: list[tuple[Case, Run, Comparison]] = field(default_factory=list)
+
+    @property
+    def total(self) -> Comparison:
+        parts = [comparison for _, comparison in self.plain] + [comparison for _, _, comparison in self.cases]
+        return sum(parts, Comparison(0))
+
+    @property
+    def holds(self) -> bool:
+        forced = all(run.preemptions > 0 for case, run, _ in self.cases if case.preempted)
+        return forced and not self.total.wrong and len(self.total.differences) <= cap(self.total.tokens)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.proof", description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=200, help="prompts a pair (200)")
+    parser.add_argument("--strength", type=int, default=3, help="settings whose values are all combined (3)")
+    parser.add_argument("--random-pairs-only", action="store_true", help="leave the demo pair out")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page to write (docs/proof.md)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        subjects = random_subjects(Path(folder), args.prompts)
+        if not args.random_pairs_only:
+            subjects.append(demo_subject(args.prompts, DEMO_TOKENS))
+        findings = prove(subjects, covering_cases(args.strength))
+    acceptance = {} if args.random_pairs_only else measure_acceptance()
+    args.out.write_text("\n".join(page(findings, acceptance, sys.argv[1:])) + "\n", encoding="utf-8")
+    kept = all(found.holds for found in findings) and all(holds(domain, runs) for domain, runs in acceptance.items())
+    console.print(f"{'all promises hold' if kept else 'A PROMISE IS BROKEN'}; wrote {args.out}")
+    return 0 if kept else 1
+
+
+def progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def prove(subjects: list[Subject], cases: list[Case]) -> list[Findings]:
+    findings = [Findings(subject) for subject in subjects]
+    with progress() as bars:
+        tasks = [bars.add_task(s.name, total=len(TEMPERATURES) * len(s.prompts) + len(cases)) for s in subjects]
+        for found, task in zip(findings, tasks, strict=True):
+            subject = found.subject
+            for temperature in TEMPERATURES:
+                texts = []
+                for text in subject.transformers(temperature):
+                    texts.append(text)
+                    bars.advance(task)
+                found.plain.append((temperature, subject.compare(texts, lambda _, t=temperature: t)))
+            for case in cases:
+                run = subject.run(case)
+                comparison = subject.compare(run.texts, case.temperature_of)
+                for difference in comparison.differences:
+                    console.print(f"{subject.name} {case}: {difference}")
+                found.cases.append((case, run, comparison))
+                bars.advance(task)
+    return findings
+
+
+def measure_acceptance() -> dict[str, dict[str, Run]]:
+    """Domain -> way of running -> its run."""
+    acceptance: dict[str, dict[str, Run]] = {}
+    with progress() as bars:
+        task = bars.add_task("acceptance", total=len(FLOOR) * (1 + len(WAYS)))
+        for domain in FLOOR:
+            acceptance[domain] = {"cold, alone": cold_run(domain)}
+            bars.advance(task)
+            for name, way in WAYS.items():
+                acceptance[domain][name] = way(domain)
+                bars.advance(task)
+    return acceptance
+
+
+def holds(domain: str, runs: dict[str, Run]) -> bool:
+    cold = cold_run(domain).acceptance_length
+    return all(
+        run.acceptance_length >= FLOOR[domain]
+        and abs(run.acceptance_length / cold - 1) <= NEAR
+        and run.texts == answers(domain)
+        for run in runs.values()
+    )
+
+
+# The page
+
+
+def page(findings: list[Findings], acceptance: dict[str, dict[str, Run]], arguments: list[str]) -> Iterator[str]:
+    yield "# Proof"
+    yield ""
+    yield f"Written by `{shlex.join(['python', '-m', 'tests.proof', *arguments])}`; do not edit."
+    yield f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__};"
+    yield "fp32 on a CPU, one thread."
+    yield ""
+    yield INTRODUCTION
+    yield ""
+    for name, values in SETTINGS.items():
+        yield f"- {name.replace('_', ' ')}: {', '.join(_value(value) for value in values)}"
+    yield ""
+    yield "| pair | cases | prompts | tokens compared | differences | largest margin | allowed | lossless |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for found in findings:
+        total = found.total
+        largest = max((difference.margin for difference in total.differences), default=None)
+        yield (
+            f"| {found.subject.name} | {len(found.cases)} | {len(found.subject.prompts)} | {total.tokens:,} | "
+            f"{len(total.differences)} | {'-' if largest is None else f'{largest:.2g}'} | {cap(total.tokens)} | "
+            f"{'yes' if found.holds else '**NO**'} |"
+        )
+    if acceptance:
+        yield from _acceptance_section(acceptance)
+    for found in findings:
+        yield from _case_section(found)
+
+
+def _acceptance_section(acceptance: dict[str, dict[str, Run]]) -> Iterator[str]:
+    yield ""
+    yield "## Acceptance of the demo pair"
+    yield ""
+    yield ABOUT_ACCEPTANCE
+    yield ""
+    ways = list(next(iter(acceptance.values())))
+    yield f"| domain | floor | {' | '.join(ways)} | holds |"
+    yield "|---" * (len(ways) + 3) + "|"
+    for domain, runs in acceptance.items():
+        lengths = " | ".join(f"{run.acceptance_length:.2f}" for run in runs.values())
+        yield f"| {domain} | {FLOOR[domain]:g} | {lengths} | {'yes' if holds(domain, runs) else '**NO**'} |"
+
+
+def _case_section(found: Findings) -> Iterator[str]:
+    prompts = len(found.subject.prompts)
+    yield ""
+    yield f"## {found.subject.name}"
+    yield ""
+    yield "| plain decoding against Transformers | prompts | tokens | differences | margins |"
+    yield "|---|---|---|---|---|"
+    for temperature, comparison in found.plain:
+        yield f"| T {temperature:g} | {prompts} | {comparison.tokens:,} | {_differences(comparison)} |"
+    yield ""
+    yield (
+        "| together | page | block | T | drafting | chunked | preemptions | prompts | tokens | differences | margins | "
+        "acceptance length |"
+    )
+    yield "|---" * 12 + "|"
+    for case, run, comparison in found.cases:
+        acceptance = f"{run.acceptance_length:.2f}" if run.verify_steps else "-"
+        yield (
+            f"| {case.concurrency} | {case.page_size} | {case.block_size if case.speculation != 'off' else '-'} | "
+            f"{_value(case.temperature)} | {case.speculation} | {_value(case.chunked)} | "
+            f"{run.preemptions if case.preempted else '-'} | {prompts} | {comparison.tokens:,} | "
+            f"{_differences(comparison)} | {acceptance} |"
+        )
+
+
+def _differences(comparison: Comparison) -> str:
+    margins = ", ".join(f"{difference.margin:.2g}" for difference in comparison.differences)
+    return f"{len(comparison.differences)} | {margins or '-'}"
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "mixed"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
