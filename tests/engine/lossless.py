@@ -294,7 +294,7 @@ class Subject:
             max_model_len=self.max_model_len,
             max_num_seqs=case.concurrency,
             max_num_batched_tokens=max(13, case.concurrency * block) if case.chunked else None,
-            kv_pages=max(pages + 1, pages * 5 // 4) + 1 if case.preempted else None,
+            kv_pages=pages + 2 if case.preempted else None,
         )
 
     def run(self, case: Case, on_step: Callable[[Step], None] = lambda _: None) -> Run:
