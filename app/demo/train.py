@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 from app.demo.checkpoint_files import CHECKPOINT, load_pair, save_draft, save_target
 from app.demo.circuits import start_with_copying
 from app.demo.corpus import Sample, samples
-from app.demo.evaluate import print_report
 from app.demo.loop import Plan, train
 from app.demo.losses import draft_loss, target_loss
 from app.demo.model import Draft, Shape, Target
+from app.demo.report import write_report
 from app.demo.rows import Batch, batches
 from app.demo.stories import regenerated_prose
 from app.demo.tokenizer import MASK, train_tokenizer
@@ -44,7 +44,7 @@ def main() -> None:
         minutes = _train_draft(options, tokenizer)
         console.print(f"draft trained in {minutes:.1f} minutes -> {options.out / 'draft'}")
     if options.stage == "all":
-        print_report(options.out, console)
+        write_report(options.out)
 
 
 def _options() -> argparse.Namespace:
@@ -55,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--target-steps", type=int, default=6000)
-    parser.add_argument("--draft-steps", type=int, default=1500)
+    parser.add_argument("--draft-steps", type=int, default=3000)
     parser.add_argument("--drills", type=int, default=100, help="steps with repetition drills, in which copying forms")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a step")
     parser.add_argument(
