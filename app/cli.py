@@ -26,6 +26,15 @@ options:
 """
 
 COMMANDS = ("serve",)
+METAVARS = {
+    "config": "FILE",
+    "api_key_file": "FILE",
+    "speculative_config": "JSON",
+    "default_chat_template_kwargs": "JSON",
+    "served_model_name": "NAME",
+    "api_key": "KEY",
+    "allowed_origins": "ORIGIN",
+}
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -59,6 +68,7 @@ def serve(arguments: Sequence[str]) -> int:
     try:
         config = Config.load(parse_flags(arguments))
         check_torch_build(config.device)
+        config.api_keys()
         draft_name = choose_draft(config)
         target = resolve(config.model, "target")
         check_files(target, need_tokenizer=True)
@@ -176,7 +186,7 @@ def _add_setting(group: Any, name: str, field: Any) -> None:
     from app.config import env_name, flag_name
 
     default = field.get_default(call_default_factory=True)
-    shown = "" if default in (None, []) else f"default: {str(default).lower()}, "
+    shown = "" if default in (None, [], {}, "") else f"default: {str(default).lower()}, "
     text = f"{field.description} [{shown}{env_name(name)}]".replace("%", "%%")
     if name == "model":
         group.add_argument("said", nargs="?", action=_Say, const=name, metavar="MODEL", help=text)
@@ -184,7 +194,7 @@ def _add_setting(group: Any, name: str, field: Any) -> None:
         flags = [flag_name(name), "--no-" + flag_name(name).removeprefix("--")]
         group.add_argument(*flags, dest="said", nargs=0, action=_Say, const=name, help=text)
     else:
-        metavar = {"config": "FILE", "speculative_config": "JSON", "served_model_name": "NAME"}.get(name, "VALUE")
+        metavar = METAVARS.get(name, "VALUE")
         nargs = "+" if isinstance(default, list) else None
         group.add_argument(
             flag_name(name), dest="said", nargs=nargs, action=_Say, const=name, metavar=metavar, help=text

@@ -24,6 +24,9 @@ from pydantic_settings import (
 
 ENV_PREFIX = "DFLASH_"
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+PARSERS = dict.fromkeys(
+    ("hermes", "qwen", "qwen25", "qwen2_5", "deepseek_r1", "deepseek-r1", "qwen3-thinking"), "qwen3"
+)
 BINARY_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 DECIMAL_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -87,16 +90,39 @@ class Config(BaseSettings):
     enforce_eager: bool = Field(False, description="run without graphs")
     tensor_parallel_size: int = Field(1, description="only 1 for now")
 
+    default_chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description='JSON for requests that send no chat_template_kwargs: {"enable_thinking": false}',
+    )
+    reasoning_parser: Literal["auto", "none", "qwen3"] = Field(
+        "auto", description="auto | none | qwen3: <think> to reasoning_content; auto looks into the chat template"
+    )
+    tool_call_parser: Literal["auto", "none", "qwen3"] = Field(
+        "auto", description="auto | none | qwen3: <tool_call> to tool_calls; auto looks into the chat template"
+    )
+
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     shutdown_timeout: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM"
     )
 
+    root_path: str = Field(
+        "", pattern=r"^(/[^/\s]+)*$", description="path that a proxy puts before this server's own: /llm"
+    )
+    api_key: list[str] = Field(
+        default_factory=list, repr=False, description="keys, one of which every request must bear (default: none)"
+    )
+    api_key_file: Path | None = Field(None, description="file with one key a line")
+    allowed_origins: list[str] = Field(
+        default_factory=list, description="origins whose pages may call this server (CORS); * for all"
+    )
+
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="debug | info | warning | error"
     )
     log_format: Literal["text", "json"] = Field("text", description="text | json, one object a line")
+    log_prompts: bool = Field(False, description="let prompts into the log")
     metrics_prefix: str = Field(
         "dflash:",
         pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$",
@@ -125,10 +151,41 @@ class Config(BaseSettings):
             raise _explain(error, given) from None
         return cls(**{name: getattr(layers, name) for name in cls.model_fields})
 
-    @field_validator("served_model_name", mode="before")
+    @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
     @classmethod
-    def _split_names(cls, value: object) -> object:
-        return value.split() if isinstance(value, str) else value
+    def _split_list(cls, value: object) -> object:
+        """Words, or a JSON list as vLLM has it; flags bring a list of such."""
+        if isinstance(value, list):
+            return [item for part in value for item in _listed(part)]
+        return _listed(value)
+
+    @field_validator("default_chat_template_kwargs", mode="before")
+    @classmethod
+    def _read_json(cls, value: object) -> object:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"not JSON: {error}") from None
+        return value
+
+    @field_validator("reasoning_parser", "tool_call_parser", mode="before")
+    @classmethod
+    def _peers_parser(cls, value: object) -> object:
+        return PARSERS.get(value.lower(), value.lower()) if isinstance(value, str) else value
+
+    def api_keys(self) -> list[str]:
+        """All keys, those in the file included. Raises ConfigError if the file cannot be read or has none."""
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {self.api_key_file}: cannot be read: {error}") from None
+        keys = [line.strip() for line in lines if line.strip()]
+        if not keys:
+            raise ConfigError(f"--api-key-file {self.api_key_file}: has no key", "put one key on a line")
+        return [*self.api_key, *keys]
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -249,6 +306,9 @@ PEER_FLAGS = (
     PeerFlag("--no-enable-prefix-caching", None, "vLLM", NO_PREFIX_CACHE, "none"),
     PeerFlag("--disable-radix-cache", None, "SGLang", NO_PREFIX_CACHE, "none"),
     PeerFlag("--trust-remote-code", None, "vLLM, SGLang", "no code of a checkpoint is ever run", "none"),
+    PeerFlag("--enable-auto-tool-choice", None, "vLLM", "tools are always the model's own choice", "none"),
+    PeerFlag("--enable-reasoning", None, "vLLM", "see --reasoning-parser", "none"),
+    PeerFlag("--disable-log-requests", None, "vLLM", "prompts are not logged unless --log-prompts", "none"),
     PeerFlag("--enable-prefix-caching", None, "vLLM", "prefix caching is not supported yet; leave it out", "refused"),
     PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),
 )
@@ -266,8 +326,9 @@ GROUPS = {
         "enforce_eager",
         "tensor_parallel_size",
     ),
-    "server": ("host", "port", "shutdown_timeout"),
-    "logs and metrics": ("log_level", "log_format", "metrics_prefix"),
+    "chat": ("default_chat_template_kwargs", "reasoning_parser", "tool_call_parser"),
+    "server": ("host", "port", "root_path", "api_key", "api_key_file", "allowed_origins", "shutdown_timeout"),
+    "logs and metrics": ("log_level", "log_format", "log_prompts", "metrics_prefix"),
 }
 
 
@@ -295,6 +356,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint with the known name nearest to `name`, or an empty string."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {found[0]}?" if found else ""
+
+
+def _listed(value: object) -> list[object]:
+    if not isinstance(value, str):
+        return [value]
+    if value.lstrip().startswith("["):
+        try:
+            return list(json.loads(value))
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from None
+    return list(value.split())
 
 
 def parse_bytes(text: str) -> int:
@@ -378,7 +450,7 @@ def _settle(layer: Iterable[Said]) -> dict[str, Said]:
     settled: dict[str, Said] = {}
     for said in _spread(layer):
         before = settled.get(said.field)
-        if before is not None and said.field == "served_model_name":
+        if before is not None and isinstance(before.value, list) and isinstance(said.value, list):
             settled[said.field] = said._replace(value=before.value + said.value)
         elif before is not None and before.spelling != said.spelling and str(before.value) != str(said.value):
             raise ConfigError(

@@ -6,6 +6,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from app.api import openapi
 from app.api.errors import RETRY_AFTER_SECONDS
 from app.api.services import services_of
 from app.async_engine import EngineState
@@ -21,7 +22,7 @@ async def live() -> Response:
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready")
+@router.get("/ready", **openapi.READY)
 async def ready(request: Request) -> Response:
     """200 only when requests are taken; else 503 with the phase, the reason if any, and how far loading is."""
     state = services_of(request).engine.state
@@ -29,7 +30,7 @@ async def ready(request: Request) -> Response:
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", **openapi.HEALTH)
 async def health(request: Request) -> Response:
     """200 with no body while the engine works, draining included; 503 while it loads or is dead."""
     state = services_of(request).engine.state

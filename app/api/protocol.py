@@ -1,24 +1,21 @@
-"""The requests that are understood, and the answers, in OpenAI's shapes.
+"""The requests that are understood, in OpenAI's shapes; answers.py has what comes back.
 
 Only fields that are honoured appear here. What else a client sends ends up in `model_extra`, where validation.py finds
 what must be refused. Values are strict: "5" is not a number. Every list has a greatest length and fails at its first
 wrong item (`fail_fast`), so that no body makes the server busy with complaints.
 """
 
-import time
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-
-from app.types import FinishReason
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024
 MOST_PROMPTS = 4096
 MOST_PROMPT_IDS = 2**20
+MOST_TOOLS = 256
+MOST_CALLS = 256
 MOST_STOPS = 64
 MOST_STOP_IDS = 1024
 LONGEST_STOP = 1024
@@ -28,23 +25,37 @@ StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 PromptIds = Annotated[list[TokenId], Field(max_length=MOST_PROMPT_IDS, fail_fast=True)]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    include_usage: bool | None = None
-
-
-class GenerationRequest(BaseModel):
-    """What both endpoints take. None means that the field was absent or null."""
+class Body(BaseModel):
+    """Strict about what it knows. What it does not know is kept in `model_extra`, for validation.py to judge."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
+
+class StreamOptions(Body):
+    """`continuous_usage_stats` puts the usage so far on every chunk. `include_speculation` adds to chunks and to the
+    last usage how many drafts every step verified and accepted."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_speculation: bool | None = None
+
+
+class AskedOfModel(Body):
+    """A request that names a model. None means that a field was absent or null."""
+
     model: str | None = None
+
+
+class GenerationRequest(AskedOfModel):
+    """What both generating endpoints take."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -59,50 +70,130 @@ class GenerationRequest(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def streaming(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
 
-class TextPart(BaseModel):
-    """One part of a message; unknown fields are as in ChatMessage."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+class TextPart(Body):
+    """One part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+Content = str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+
+
+class CalledFunction(Body):
+    """`arguments` is JSON text of an object, as the model once wrote it; chat templates get the object."""
+
+    name: str
+    arguments: str | None = None
+
+    @field_validator("arguments")
+    @classmethod
+    def _object_in_json(cls, value: str | None) -> str | None:
+        try:
+            good = isinstance(json.loads(value or "{}"), dict)
+        except (ValueError, RecursionError):
+            good = False
+        if not good:
+            raise ValueError("must be the JSON text of an object")
+        return value
+
+
+class CalledTool(Body):
+    """A call that the assistant made in an earlier turn; `index` is a left-over of streaming."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        arguments = json.loads(self.function.arguments or "{}")
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class ChatMessage(Body):
     """One message. Unknown fields pass only while they say nothing (null or empty), as SDKs send them back."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "\n".join(part.text for part in self.content)
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it; "developer" is OpenAI's newer word for "system"."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        return message if self.name is None else message | {"name": self.name}
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.text,
+        }
+        for field in ("name", "reasoning_content", "tool_call_id"):
+            if (value := getattr(self, field)) is not None:
+                message[field] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
-class ChatCompletionRequest(GenerationRequest):
-    """`max_tokens` is the older name of `max_completion_tokens`, which wins where both are given, as at OpenAI."""
+class Function(Body):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call. `strict` may not be true: no grammar holds the model to the schema."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        function = self.function.model_dump(exclude_unset=True, exclude_none=True)
+        function.pop("strict", None)
+        return {"type": self.type, "function": function}
+
+
+class TemplatedRequest(AskedOfModel):
+    """A conversation, and how its prompt is made of it."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model gets to see."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.for_template() for tool in self.tools or []]
+
+
+class ChatCompletionRequest(TemplatedRequest, GenerationRequest):
+    """`max_tokens` is the older name of `max_completion_tokens`, which wins where both are given, as at OpenAI."""
+
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
 
 
 class CompletionRequest(GenerationRequest):
     """`prompt` becomes a list of texts or of lists of token ids, whatever form it came in."""
 
+    echo: bool | None = None
     prompt: (
         Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
         | Annotated[list[PromptIds], Field(max_length=MOST_PROMPTS, fail_fast=True)]
@@ -125,88 +216,19 @@ class CompletionRequest(GenerationRequest):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Counts of tokens; `cached` of the prompt were found in the prefix cache."""
+class TokenizeRequest(AskedOfModel):
+    """A bare text, tokenised as /v1/completions would."""
 
-    prompt: int
-    completion: int
-    cached: int = 0
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
-class ChatAnswers:
-    """Shapes the answers to one chat request. `include_usage` makes every chunk say `"usage": null`."""
+class TokenizeChatRequest(TemplatedRequest):
+    """A conversation, tokenised as /v1/chat/completions would."""
 
-    def __init__(self, model: str, include_usage: bool = False) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "object": "chat.completion", "created": int(time.time()), "model": model}
-        self._chunk_head = self._head | {"object": "chat.completion.chunk"}
-        self._tail = {"usage": None} if include_usage else {}
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What is sent before an answer's first text."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None)
-
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk(index, {"content": text}, None)
-
-    def closing(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        return self._chunk(index, {}, reason)
-
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        return self._chunk_head | {"choices": [], "usage": usage.body()}
-
-    def whole(self, answers: Sequence[tuple[str, FinishReason]], usage: Usage) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": None,
-                "finish_reason": reason,
-            }
-            for index, (text, reason) in enumerate(answers)
-        ]
-        return self._head | {"choices": choices, "usage": usage.body()}
-
-    def _chunk(self, index: int, delta: dict[str, str], reason: FinishReason | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return self._chunk_head | {"choices": [choice]} | self._tail
+    return_token_strs: bool | None = None
 
 
-class CompletionAnswers:
-    """Shapes the answers to one completions request, as ChatAnswers does for chat."""
-
-    def __init__(self, model: str, include_usage: bool = False) -> None:
-        self.id = f"cmpl-{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "object": "text_completion", "created": int(time.time()), "model": model}
-        self._tail = {"usage": None} if include_usage else {}
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return None
-
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._head | {"choices": [self._choice(index, text, None)]} | self._tail
-
-    def closing(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        return self._head | {"choices": [self._choice(index, "", reason)]} | self._tail
-
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        return self._head | {"choices": [], "usage": usage.body()}
-
-    def whole(self, answers: Sequence[tuple[str, FinishReason]], usage: Usage) -> dict[str, Any]:
-        choices = [self._choice(index, text, reason) for index, (text, reason) in enumerate(answers)]
-        return self._head | {"choices": choices, "usage": usage.body()}
-
-    def _choice(self, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-
-Answers = ChatAnswers | CompletionAnswers
+class DetokenizeRequest(AskedOfModel):
+    tokens: PromptIds

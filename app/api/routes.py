@@ -1,150 +1,157 @@
 """The OpenAI endpoints. Each reads top-down: parse, refuse, template and encode, submit, answer."""
 
-import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from importlib.metadata import version
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api.errors import ApiError, bad_request, busy, clip, context_length_exceeded
+from app.api import openapi, prompts
+from app.api.answers import Answers, ChatAnswers, CompletionAnswers
+from app.api.body import parse, read_json
+from app.api.errors import bad_request, busy
+from app.api.prompts import Prompt
 from app.api.protocol import (
-    Answers,
-    ChatAnswers,
     ChatCompletionRequest,
-    CompletionAnswers,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
 )
 from app.api.services import Services, services_of
 from app.api.stream import EventStream, TextStream, collect, events, unless_gone, usage_of
-from app.api.validation import read_request, token_budget
+from app.api.validation import token_budget
 from app.async_engine import EngineBusy, EngineUnavailable, requests_allowed
-from app.text.chat_template import ChatTemplateError
 from app.text.detokenizer import Detokenizer
-from app.text.tokenizer import PromptTooLong
-from app.types import EngineInfo, Sampling
+from app.text.output_parser import OutputParser
+from app.types import Sampling
+
+logger = logging.getLogger(__name__)
 
 router = APIRouter()
-T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16
 _GREEDY_BELOW = 1e-5
-_LONGEST_TEMPLATE_ERROR = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt in tokens, and how many it may make."""
-
-    token_ids: list[int]
-    max_tokens: int
-
-
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", **openapi.CHAT)
 async def chat_completions(request: Request) -> Response:
     arrived = time.monotonic()
     services = services_of(request)
-    asked = await read_request(request, ChatCompletionRequest, services.metrics)
+    asked = parse(await read_json(request), ChatCompletionRequest, services.metrics)
     name = services.served_name(asked.model)
     info = services.ready_engine()
-    _check_stop_ids(asked, info)
-    messages = [message.for_template() for message in asked.messages]
-    try:
-        token_ids = await _encoded(services.tokenizer.apply_chat_template, messages, "messages", info)
-    except ChatTemplateError as error:
-        raise bad_request(clip(str(error), _LONGEST_TEMPLATE_ERROR), "messages") from None
+    prompts.check_stop_ids(asked.stop_token_ids, info)
+    prompt = await prompts.of_conversation(services, asked, info)
     limit = asked.max_completion_tokens or asked.max_tokens
-    prompt = Prompt(token_ids, token_budget("messages", len(token_ids), limit, None, info.max_model_len))
-    streams = _submit(services, asked, [prompt], arrived)
-    return await _answer(request, asked, streams, ChatAnswers(name, asked.include_usage), [prompt])
+    budget = token_budget("messages", len(prompt.token_ids), limit, None, info.max_model_len)
+    streams = _submit(services, asked, [prompt], [budget], arrived)
+    return await _answer(request, asked, streams, ChatAnswers(name, asked.stream_options), [prompt])
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", **openapi.COMPLETIONS)
 async def completions(request: Request) -> Response:
     arrived = time.monotonic()
     services = services_of(request)
-    asked = await read_request(request, CompletionRequest, services.metrics)
+    asked = parse(await read_json(request), CompletionRequest, services.metrics)
     name = services.served_name(asked.model)
     info = services.ready_engine()
-    _check_stop_ids(asked, info)
+    prompts.check_stop_ids(asked.stop_token_ids, info)
     if len(asked.prompt) > requests_allowed(info):
         raise bad_request(
             f"`prompt` has {len(asked.prompt)} prompts; at most {requests_allowed(info)} may come in one request.",
             "prompt",
         )
-    prompts = []
-    for prompt in asked.prompt:
-        token_ids = await _token_ids(services, prompt, info)
-        budget = token_budget("prompt", len(token_ids), asked.max_tokens, DEFAULT_COMPLETION_TOKENS, info.max_model_len)
-        prompts.append(Prompt(token_ids, budget))
-    streams = _submit(services, asked, prompts, arrived)
-    return await _answer(request, asked, streams, CompletionAnswers(name, asked.include_usage), prompts)
+    given = [await prompts.of_prompt(services, prompt, info) for prompt in asked.prompt]
+    budgets = [
+        token_budget("prompt", len(p.token_ids), asked.max_tokens, DEFAULT_COMPLETION_TOKENS, info.max_model_len)
+        for p in given
+    ]
+    streams = _submit(services, asked, given, budgets, arrived)
+    answers = CompletionAnswers(name, asked.stream_options, _echoed(services, asked) if asked.echo else ())
+    return await _answer(request, asked, streams, answers, given)
 
 
 @router.head("/v1/models", include_in_schema=False)
-@router.get("/v1/models")
+@router.get("/v1/models", **openapi.MODELS)
 async def models(request: Request) -> Response:
     services = services_of(request)
-    info = services.engine.state.info
-    cards = [
-        {
-            "id": name,
-            "object": "model",
-            "created": services.created,
-            "owned_by": "dflash-server",
-            "root": services.model_names[0],
-            "max_model_len": info.max_model_len if info else None,
-        }
-        for name in services.model_names
-    ]
-    return Response(msgspec.json.encode({"object": "list", "data": cards}), media_type="application/json")
+    return _json({"object": "list", "data": [_card(services, name) for name in services.model_names]})
 
 
-async def _token_ids(services: Services, prompt: str | list[int], info: EngineInfo) -> list[int]:
-    if isinstance(prompt, str):
-        token_ids = await _encoded(services.tokenizer.encode, prompt, "prompt", info)
+@router.head("/v1/models/{name:path}", include_in_schema=False)
+@router.get("/v1/models/{name:path}", **openapi.MODEL)
+async def model(request: Request, name: str) -> Response:
+    services = services_of(request)
+    return _json(_card(services, services.served_name(name)))
+
+
+@router.post("/tokenize", **openapi.TOKENIZE)
+async def tokenize(request: Request) -> Response:
+    """The tokens of a bare prompt, or of a conversation as the chat template writes it."""
+    services = services_of(request)
+    raw = await read_json(request)
+    if "messages" in raw:
+        chat = parse(raw, TokenizeChatRequest, services.metrics)
+        services.served_name(chat.model)
+        info = services.ready_engine()
+        token_ids = (await prompts.of_conversation(services, chat, info)).token_ids
+        named = chat.return_token_strs
     else:
-        token_ids = prompt
-        if (largest := max(token_ids, default=0)) >= info.vocab_size:
-            raise _no_such_id("prompt", largest, info)
-    if not token_ids:
-        raise bad_request("`prompt` is empty. Send at least one token.", "prompt")
-    return token_ids
-
-
-async def _encoded(encode: Callable[[T, int], list[int]], given: T, param: str, info: EngineInfo) -> list[int]:
-    """`given` in tokens, made in a thread. Raises ApiError if it is too long or has tokens the model does not know."""
-    try:
-        token_ids = await asyncio.to_thread(encode, given, info.max_model_len)
-    except PromptTooLong as error:
-        raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
-    if (largest := max(token_ids, default=0)) >= info.vocab_size:
-        raise bad_request(
-            f"The tokenizer makes the token id {largest} of `{param}`, but this model's vocabulary ends at "
-            f"{info.vocab_size - 1}: its tokenizer.json is another model's. Tell those who run this server.",
-            param,
-        )
-    return token_ids
-
-
-def _check_stop_ids(asked: GenerationRequest, info: EngineInfo) -> None:
-    for index, token_id in enumerate(asked.stop_token_ids or []):
-        if token_id >= info.vocab_size:
-            raise _no_such_id(f"stop_token_ids.{index}", token_id, info)
-
-
-def _no_such_id(param: str, token_id: int, info: EngineInfo) -> ApiError:
-    return bad_request(
-        f"`{param}` has the token id {token_id}, but this model's vocabulary ends at {info.vocab_size - 1}.", param
+        bare = parse(raw, TokenizeRequest, services.metrics)
+        services.served_name(bare.model)
+        info = services.ready_engine()
+        special = bare.add_special_tokens is not False
+        token_ids = await prompts.of_text(services, bare.prompt, "prompt", info, add_special_tokens=special)
+        named = bare.return_token_strs
+    strings = services.tokenizer.token_strings(token_ids) if named else None
+    return _json(
+        {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": strings}
     )
 
 
+@router.post("/detokenize", **openapi.DETOKENIZE)
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    services = services_of(request)
+    asked = parse(await read_json(request), DetokenizeRequest, services.metrics)
+    services.served_name(asked.model)
+    prompts.check_ids("tokens", asked.tokens, services.ready_engine())
+    return _json({"prompt": services.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+
+
+@router.get("/version", **openapi.VERSION)
+async def server_version() -> Response:
+    return _json({"version": version("dflash-server")})
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _card(services: Services, name: str) -> dict[str, Any]:
+    info = services.engine.state.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": services.created,
+        "owned_by": "dflash-server",
+        "root": services.model_names[0],
+        "max_model_len": info.max_model_len if info else None,
+    }
+
+
+def _echoed(services: Services, asked: CompletionRequest) -> list[str]:
+    return [p if isinstance(p, str) else services.tokenizer.decode(p, skip_special_tokens=False) for p in asked.prompt]
+
+
 def _submit(
-    services: Services, asked: GenerationRequest, prompts: Sequence[Prompt], arrived: float
+    services: Services, asked: GenerationRequest, given: Sequence[Prompt], budgets: Sequence[int], arrived: float
 ) -> list[TextStream]:
     """Hand every prompt to the engine, or none. Raises ApiError 503 or 429."""
     tokenizer = services.tokenizer
@@ -154,20 +161,29 @@ def _submit(
         stop_token_ids.update(tokenizer.eos_ids)
     streams: list[TextStream] = []
     try:
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, max_tokens) in enumerate(zip(given, budgets, strict=True)):
+            if services.log_prompts:
+                logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
             seed = secrets.randbits(64) if asked.seed is None else asked.seed % 2**64
-            detokenizer = Detokenizer(tokenizer.backend, asked.stop_strings)
+            detokenizer = Detokenizer(
+                tokenizer.backend,
+                asked.stop_strings,
+                include_stop=bool(asked.include_stop_str_in_output),
+                skip_special_tokens=asked.skip_special_tokens is not False,
+            )
             generation = services.engine.generate(
                 request_id=secrets.token_hex(16),
                 token_ids=prompt.token_ids,
                 # Below this, the noise is less than float32 can tell from argmax, and dividing by it overflows.
                 sampling=Sampling(temperature if temperature >= _GREEDY_BELOW else 0.0, seed),
                 stop_token_ids=sorted(stop_token_ids),
-                max_tokens=prompt.max_tokens,
+                max_tokens=max_tokens,
                 speculate=asked.speculate is not False,
                 arrived=arrived,
             )
-            streams.append(TextStream(index, generation, detokenizer, services))
+            parser, most_calls = _parser(services, asked, prompt)
+            by_step = bool(asked.streaming.include_speculation)
+            streams.append(TextStream(index, generation, detokenizer, parser, services, by_step, most_calls))
     except Exception as error:
         for stream in streams:
             stream.close()
@@ -179,28 +195,32 @@ def _submit(
     return streams
 
 
+def _parser(services: Services, asked: GenerationRequest, prompt: Prompt) -> tuple[OutputParser, int | None]:
+    """What reads an answer, and how many tool calls it may have. Bare completions are text and nothing else."""
+    if not isinstance(asked, ChatCompletionRequest):
+        return OutputParser(reasoning=False, tools=False), None
+    reasoning = services.reasoning and asked.separate_reasoning is not False
+    tools = services.tool_calls and bool(asked.offered_tools)
+    return OutputParser(reasoning, tools, prompt.in_reasoning), 1 if asked.parallel_tool_calls is False else None
+
+
 async def _first(rest: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(rest)
 
 
 async def _answer(
-    request: Request,
-    asked: GenerationRequest,
-    streams: list[TextStream],
-    answers: Answers,
-    prompts: Sequence[Prompt],
+    request: Request, asked: GenerationRequest, streams: list[TextStream], answers: Answers, given: Sequence[Prompt]
 ) -> Response:
     """The whole answer, or its first event and a stream of the rest. Whatever happens, the engine is freed."""
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in given)
     try:
         if asked.stream:
-            rest = events(streams, answers, prompt_tokens, asked.include_usage)
+            rest = events(streams, answers, prompt_tokens)
             first = await unless_gone(request, _first(rest))
             streams = []  # The response closes them now.
             return EventStream(first, rest)
-        texts = await unless_gone(request, collect(streams))
-        whole = answers.whole(texts, usage_of(prompt_tokens, streams))
-        return Response(msgspec.json.encode(whole), media_type="application/json")
+        pieces = await unless_gone(request, collect(streams))
+        return _json(answers.whole(pieces, usage_of(prompt_tokens, streams)))
     finally:
         for stream in streams:
             stream.close()

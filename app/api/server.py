@@ -2,29 +2,33 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from app import log
-from app.api import errors, ops, routes
+from app.api import errors, openapi, ops, page, routes
 from app.api.display import complain, show_start
-from app.api.middleware import RequestIds
+from app.api.middleware import ApiKeys, RequestIds
 from app.api.services import Services
 from app.async_engine import AsyncEngine
 from app.config import Config
 from app.metrics import Metrics
 from app.text.chat_template import ChatTemplateError
+from app.text.output_parser import CALL, THINK
 from app.text.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -34,14 +38,51 @@ _REPORT_SECONDS = 10.0
 _LAST_BYTES_SECONDS = 5
 
 
-def create_app(services: Services) -> ASGIApp:
-    """The HTTP application; `services.engine` need not be ready."""
-    app = FastAPI(title="dflash-server", redirect_slashes=False)
+def create_app(
+    services: Services, *, api_keys: Sequence[str] = (), allowed_origins: Sequence[str] = (), root_path: str = ""
+) -> ASGIApp:
+    """The HTTP application; `services.engine` need not be ready.
+
+    With `api_keys` every request but those of OPEN_PATHS must bear one. `allowed_origins` are for CORS.
+    """
+    app = FastAPI(
+        title="dflash-server",
+        version=version("dflash-server"),
+        description="OpenAI-compatible serving with DFlash block-diffusion speculative decoding.",
+        redirect_slashes=False,
+        root_path=root_path,
+    )
     app.state.services = services
     errors.install(app)
-    app.include_router(routes.router)
-    app.include_router(ops.router)
-    return RequestIds(app)
+    for router in (routes.router, ops.router, page.router):
+        app.include_router(router)
+    app.openapi = functools.cache(functools.partial(openapi.describe, app, bool(api_keys)))  # type: ignore[method-assign]
+    guarded: ASGIApp = ApiKeys(app, api_keys, root_path) if api_keys else app
+    if allowed_origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return RequestIds(guarded)
+
+
+def services_for(config: Config, engine: AsyncEngine, tokenizer: Tokenizer, metrics: Metrics) -> Services:
+    """What the settings make of the parts. A parser that is on `auto` is on if the chat template has its marks."""
+    source = tokenizer.chat_template.source or ""
+    parses = {"qwen3": True, "none": False}
+    return Services(
+        engine,
+        tokenizer,
+        config.served_model_name or [config.model],
+        metrics,
+        reasoning=parses.get(config.reasoning_parser, THINK in source),
+        tool_calls=parses.get(config.tool_call_parser, CALL in source),
+        template_kwargs=config.default_chat_template_kwargs,
+        log_prompts=config.log_prompts,
+    )
 
 
 def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
@@ -56,7 +97,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     except (TokenizerError, ChatTemplateError) as error:
         complain(str(error))
         return 2
-    _warn(tokenizer)
+    _warn(tokenizer, config)
     try:
         listener = _bind(config.host, config.port)
     except OSError as error:
@@ -64,13 +105,17 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
         return 1
     with contextlib.closing(listener):
         paths = {"target": str(target), "draft": None if draft is None else str(draft)}
-        settings = json.dumps({"config": json.loads(config.model_dump_json())} | paths)
+        # The engine needs no keys, so it gets none.
+        settings = json.dumps({"config": json.loads(config.model_dump_json(exclude={"api_key"}))} | paths)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Life(config, tokenizer, engine_command, settings, listener).run())
 
 
-def _warn(tokenizer: Tokenizer) -> None:
-    """Of what the tokenizer's files say and this server cannot honour."""
+def _warn(tokenizer: Tokenizer, config: Config) -> None:
+    """Of what the settings and the tokenizer's files say and this server cannot honour."""
+    for name in config.default_chat_template_kwargs:
+        if name not in tokenizer.chat_template.switches:
+            logger.warning("--default-chat-template-kwargs: this model's chat template does not know %s", name)
     if tokenizer.defaults.not_applied:
         settings = ", ".join(tokenizer.defaults.not_applied)
         logger.warning("generation_config.json asks for %s: not supported yet, so not applied", settings)
@@ -96,13 +141,19 @@ class _Life:
     ) -> None:
         self._config = config
         self._listener = listener
-        self._model_names = config.served_model_name or [config.model]
         self._metrics = Metrics(config.metrics_prefix)
         self._engine = AsyncEngine(engine_command, settings, self._metrics)
-        services = Services(self._engine, tokenizer, self._model_names, self._metrics)
+        services = services_for(config, self._engine, tokenizer, self._metrics)
+        self._model_name = services.model_names[0]
+        app = create_app(
+            services,
+            api_keys=config.api_keys(),
+            allowed_origins=config.allowed_origins,
+            root_path=config.root_path,
+        )
         self._http = _Http(
             uvicorn.Config(
-                create_app(services),
+                app,
                 http="httptools",
                 lifespan="off",
                 log_config=None,
@@ -122,7 +173,7 @@ class _Life:
         self._engine.start()
         serving = asyncio.create_task(self._http.serve([self._listener]))
         beside = [
-            asyncio.create_task(show_start(self._engine, self._url(), self._model_names[0])),
+            asyncio.create_task(show_start(self._engine, self._url(), self._model_name)),
             asyncio.create_task(self._report()),
         ]
         await _first_of(self._asked_to_stop.wait(), self._engine_death(), _finished(serving))

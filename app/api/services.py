@@ -1,7 +1,9 @@
 """What every handler works with: the engine, the tokenizer, the names of the model, and the metrics."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
 
@@ -14,12 +16,20 @@ from app.types import EngineInfo
 
 @dataclass(frozen=True)
 class Services:
-    """One server's parts. `model_names` are what `model` may say; the first one is answered with."""
+    """One server's parts. `model_names` are what `model` may say; the first one is answered with.
+
+    `reasoning` and `tool_calls` say what is parsed out of chat answers; `template_kwargs` are chat_template_kwargs for
+    requests that say nothing of them; `log_prompts` lets prompts into the log.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
     model_names: list[str]
     metrics: Metrics
+    reasoning: bool = False
+    tool_calls: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    log_prompts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def ready_engine(self) -> EngineInfo:

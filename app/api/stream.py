@@ -1,8 +1,9 @@
 """Engine deltas to text, text to Server-Sent Events, and the client's going away to an abort."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+import itertools
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,34 +12,45 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from app.api.answers import Answers, Piece, Reason, Step, Usage
 from app.api.errors import ApiError
-from app.api.protocol import Answers, Usage
 from app.api.services import Services
 from app.generation import Generation
 from app.text.detokenizer import Detokenizer
-from app.types import FinishReason
+from app.text.output_parser import OutputParser
+from app.types import TokenDelta
+
+KEEP_ALIVE_SECONDS = 15.0
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New text of answer `index`; the last piece of an answer has a `finish_reason`."""
-
-    index: int
-    text: str
-    finish_reason: FinishReason | None
-
-
 class TextStream:
-    """One answer: its Generation, decoded and cut at stop strings. A stop string's match aborts the Generation."""
+    """One answer: its Generation, decoded, cut at stop strings and parsed. A stop string's match aborts the Generation.
 
-    def __init__(self, index: int, generation: Generation, detokenizer: Detokenizer, services: Services) -> None:
+    `by_step` tells the text of every token, step by step. Tool calls beyond `most_calls` are dropped.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        generation: Generation,
+        detokenizer: Detokenizer,
+        parser: OutputParser,
+        services: Services,
+        by_step: bool = False,
+        most_calls: int | None = None,
+    ) -> None:
         self.index = index
         self.cached_tokens = 0
+        self.steps = Counter[str]()
         self._generation = generation
         self._detokenizer = detokenizer
+        self._parser = parser
         self._services = services
+        self._by_step = by_step
+        self._most_calls = most_calls
+        self._calls = 0
 
     @property
     def n_tokens(self) -> int:
@@ -53,10 +65,51 @@ class TextStream:
             if self._services.engine.state.phase != "ready":
                 raise self._services.unavailable(f"The engine stopped before the answer was done: {reason}.")
             raise ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
-        text = self._detokenizer.push(delta.token_ids, delta.finish_reason)
-        if self._detokenizer.finish_reason is not None:
+        self._count(delta)
+        steps: tuple[Step, ...] = ()
+        if self._by_step:
+            steps = tuple(self._steps(delta))
+            text = "".join(text for step in steps for text in step.tokens)
+        else:
+            text = self._detokenizer.push(delta.token_ids, delta.finish_reason)
+        return self._piece(text, steps)
+
+    def _count(self, delta: TokenDelta) -> None:
+        for step in delta.steps:
+            self.steps.update(steps=bool(step.n_verified), verified=step.n_verified, accepted=step.n_accepted)
+
+    def _steps(self, delta: TokenDelta) -> Iterator[Step]:
+        """The delta token by token. What is held back for a stop string is told with the token that frees it."""
+        token_ids = iter(delta.token_ids)
+        left = len(delta.token_ids)
+        for step in delta.steps:
+            texts: list[str] = []
+            for token_id in itertools.islice(token_ids, step.n_tokens):
+                left -= 1
+                texts.append(self._detokenizer.push([token_id], None if left else delta.finish_reason))
+                if self._detokenizer.finish_reason is not None:
+                    break
+            yield Step(step.n_verified, step.n_accepted, texts)
+            if self._detokenizer.finish_reason is not None:
+                return
+        if not delta.token_ids and delta.finish_reason is not None:
+            yield Step(0, 0, [self._detokenizer.push([], delta.finish_reason)])
+
+    def _piece(self, text: str, steps: tuple[Step, ...]) -> Piece:
+        parsed = self._parser.push(text)
+        content, reasoning, calls = parsed.content, parsed.reasoning, parsed.tool_calls
+        reason: Reason | None = self._detokenizer.finish_reason
+        if reason is not None:
             self._generation.close(self._detokenizer.finish_reason)
-        return Piece(self.index, text, self._detokenizer.finish_reason)
+            rest = self._parser.finish()
+            content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.tool_calls
+        first_call = self._calls
+        if self._most_calls is not None:
+            calls = calls[: self._most_calls - first_call]
+        self._calls += len(calls)
+        if reason == "stop" and self._calls:
+            reason = "tool_calls"
+        return Piece(self.index, content, reasoning, calls, first_call, steps, reason)
 
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
@@ -64,21 +117,33 @@ class TextStream:
 
 
 def usage_of(prompt_tokens: int, streams: Sequence[TextStream]) -> Usage:
-    return Usage(prompt_tokens, sum(s.n_tokens for s in streams), sum(s.cached_tokens for s in streams))
+    counts = sum((stream.steps for stream in streams), Counter[str]())
+    return Usage(
+        prompt_tokens,
+        sum(stream.n_tokens for stream in streams),
+        sum(stream.cached_tokens for stream in streams),
+        counts["steps"],
+        counts["verified"],
+        counts["accepted"],
+    )
 
 
-async def collect(streams: Sequence[TextStream]) -> list[tuple[str, FinishReason]]:
+async def collect(streams: Sequence[TextStream]) -> list[Piece]:
     """Every answer whole. Waiting deltas coalesce, so reading one after the other costs nothing."""
-    answers: list[tuple[str, FinishReason]] = []
-    for stream in streams:
-        texts = []
-        while True:
-            piece = await stream.next()
-            texts.append(piece.text)
-            if piece.finish_reason is not None:
-                break
-        answers.append(("".join(texts), piece.finish_reason))
-    return answers
+    return [await _whole(stream) for stream in streams]
+
+
+async def _whole(stream: TextStream) -> Piece:
+    pieces = [await stream.next()]
+    while pieces[-1].finish_reason is None:
+        pieces.append(await stream.next())
+    return Piece(
+        stream.index,
+        "".join(piece.content for piece in pieces),
+        "".join(piece.reasoning for piece in pieces),
+        tuple(call for piece in pieces for call in piece.tool_calls),
+        finish_reason=pieces[-1].finish_reason,
+    )
 
 
 async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[Piece, None]:
@@ -101,9 +166,7 @@ async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[Piece, Non
         await asyncio.gather(*waiting, return_exceptions=True)  # One answer's error is told; the others' are not lost.
 
 
-async def events(
-    streams: Sequence[TextStream], answers: Answers, prompt_tokens: int, include_usage: bool
-) -> AsyncGenerator[bytes, None]:
+async def events(streams: Sequence[TextStream], answers: Answers, prompt_tokens: int) -> AsyncGenerator[bytes, None]:
     """The Server-Sent Events of a streamed answer.
 
     An error before the first event is raised, so it can keep its status. A later one is sent as an error event, and
@@ -114,19 +177,17 @@ async def events(
     pieces = interleave(streams)
     try:
         async for piece in pieces:
-            chunks: list[dict[str, Any] | None] = []
-            if piece.index not in opened:
-                chunks.append(answers.opening(piece.index))
-            if piece.text:
-                chunks.append(answers.piece(piece.index, piece.text))
-            if piece.finish_reason is not None:
-                chunks.append(answers.closing(piece.index, piece.finish_reason))
+            usage = usage_of(prompt_tokens, streams)
+            chunks: list[dict[str, Any]] = []
+            if piece.index not in opened and (opening := answers.opening(piece.index, usage)) is not None:
+                chunks.append(opening)
+            chunks += answers.chunks(piece, usage)
             opened.add(piece.index)
-            if data := b"".join(_event(chunk) for chunk in chunks if chunk is not None):
+            if data := b"".join(_event(chunk) for chunk in chunks):
                 sent = True
                 yield data
-        if include_usage:
-            yield _event(answers.usage(usage_of(prompt_tokens, streams)))
+        if (last := answers.last(usage_of(prompt_tokens, streams))) is not None:
+            yield _event(last)
         yield b"data: [DONE]\n\n"
     except ApiError as error:
         if not sent:
@@ -174,10 +235,27 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    """The events, with a comment where none comes for a while, so that no proxy takes the connection for dead."""
     yield first
-    async for data in rest:
-        yield data
+    coming = asyncio.ensure_future(_next(rest))
+    try:
+        while True:
+            done, _ = await asyncio.wait({coming}, timeout=KEEP_ALIVE_SECONDS)
+            if not done:
+                yield b": keep-alive\n\n"
+                continue
+            if (data := coming.result()) is None:
+                return
+            yield data
+            coming = asyncio.ensure_future(_next(rest))
+    finally:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+
+
+async def _next(rest: AsyncGenerator[bytes, None]) -> bytes | None:
+    return await anext(rest, None)
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

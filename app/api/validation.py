@@ -1,27 +1,28 @@
-"""What a request may not ask: one table of refusals, and the reading of bodies.
+"""What a request may not ask: one table of refusals, and what no single field can tell.
 
 Nothing a client sends is silently ignored: a field is honoured (protocol.py), refused by name here unless its value
 changes nothing, or unknown and at the top level, which is tolerated because SDKs and gateways add their own
 bookkeeping ("user", "metadata", "store", "service_tier", ...).
 """
 
-import gc
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import msgspec
-from fastapi import Request
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel
 
-from app.api.errors import ApiError, bad_request, body_too_large, clip, context_length_exceeded
-from app.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from app.metrics import Metrics
+from app.api.errors import bad_request, clip, context_length_exceeded
+from app.api.protocol import (
+    Body,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+    TemplatedRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+from app.text.chat_template import ChatTemplate
 
-MAX_BODY_BYTES = 8 * 2**20
-_MOST_ERRORS = 16
-
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
 Harmless = Callable[[Any], bool]
 
 
@@ -66,12 +67,12 @@ _GRAMMAR = (
     "Output cannot be held to a grammar, schema or pattern: a draft block is verified against the model's own choice "
     "alone. Leave `{}` out, describe the format in the prompt and check the answer."
 )
-_TOOLS = "Tools are not supported yet. Leave `{}` out, or describe the functions in the prompt."
-_SAMPLING = "`{}` is not supported yet: `temperature` and `seed` are. Leave it out or send its neutral value."
-_OUTPUT = "`{}` is not supported yet. Leave it out or send its default."
-_TEMPLATE = "`{}` is not supported yet: the model's own chat template is used as it stands. Leave it out."
+_TOOLS = "`{}`: the older form of function calling, which is not supported. Use `tools`."
+_SAMPLING = "`{}`: not supported yet, as `temperature` and `seed` are. Leave it out, or send what changes nothing."
+_OUTPUT = "`{}`: not supported. Leave it out or send the default."
+_TEMPLATE = "`{}`: not supported, the model's own chat template is used. Leave it out."
 _MODALITY = "This model reads and writes text only. Leave `{}` out."
-_ENGINE = "`{}` has no meaning for this engine. Leave it out."
+_ENGINE = "`{}`: no meaning for this engine. Leave it out."
 
 REFUSALS = tuple(
     Refusal(field, harmless, why.format(field))
@@ -93,9 +94,7 @@ REFUSALS = tuple(
         ("grammar", _never, _GRAMMAR),
         ("ebnf", _never, _GRAMMAR),
         ("structural_tag", _never, _GRAMMAR),
-        ("tools", _empty, _TOOLS),
         ("tool_choice", _is("none", "auto"), _GRAMMAR.replace("Leave `{}` out", 'Use `{}` "auto" or "none"')),
-        ("parallel_tool_calls", _is(True, False), _TOOLS),
         ("functions", _empty, _TOOLS),
         ("function_call", _is("none", "auto"), _TOOLS),
         (
@@ -120,25 +119,25 @@ REFUSALS = tuple(
         ("min_tokens", _number(0), _SAMPLING),
         ("thinking_token_budget", _never, _SAMPLING),
         ("max_new_tokens", _never, "`{}` is not this API's name for it. Use `max_tokens`."),
-        ("echo", _is(False), _OUTPUT),
         ("suffix", _empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
-        ("include_stop_str_in_output", _is(False), _OUTPUT),
         ("no_stop_trim", _is(False), _OUTPUT),
         ("stop_regex", _empty, "`{}` is not supported. Use `stop` with plain strings."),
-        ("skip_special_tokens", _is(True), _OUTPUT),
         ("spaces_between_special_tokens", _is(True, False), _OUTPUT),
         ("return_tokens_as_token_ids", _is(False), _OUTPUT),
         ("return_token_ids", _is(False), _OUTPUT),
         ("return_hidden_states", _is(False), _OUTPUT),
-        ("stream_options.include_usage", _is(True, False), _OUTPUT),
-        ("stream_options.continuous_usage_stats", _is(False), _OUTPUT),
         ("stream_options.include_obfuscation", _is(False), _OUTPUT),
-        ("stream_options.include_speculation", _is(False), _OUTPUT),
-        ("add_generation_prompt", _is(True), _TEMPLATE),
-        ("continue_final_message", _is(False), _TEMPLATE),
         ("chat_template", _never, _TEMPLATE),
-        ("chat_template_kwargs", _empty, _TEMPLATE),
-        ("reasoning_effort", _never, _TEMPLATE),
+        (
+            "include_reasoning",
+            _is(True),
+            "`{}` is not supported: leave `reasoning_content` unread, or see `chat_template_kwargs`.",
+        ),
+        (
+            "reasoning_effort",
+            _never,
+            "`{}` is not supported. `chat_template_kwargs` sets what the model's template knows.",
+        ),
         ("verbosity", _never, _TEMPLATE),
         ("documents", _empty, _TEMPLATE),
         ("truncate_prompt_tokens", _never, "`{}` is not supported: a prompt is never cut in silence. Shorten it."),
@@ -156,62 +155,56 @@ REFUSALS = tuple(
     )
 )
 
-ELSEWHERE: dict[type[GenerationRequest], tuple[Refusal, ...]] = {
-    ChatCompletionRequest: (Refusal("prompt", _never, "`prompt` belongs to /v1/completions. Send `messages` here."),),
+_CHAT_ONLY = "`{}` belongs to /v1/chat/completions. Leave it out."
+_FOR_CHAT = (
+    ("max_completion_tokens", _never, "`{}` belongs to /v1/chat/completions. Use `max_tokens` here."),
+    ("tools", _empty, _CHAT_ONLY),
+    ("parallel_tool_calls", _is(True, False), _CHAT_ONLY),
+    ("add_generation_prompt", _is(True), _CHAT_ONLY),
+    ("continue_final_message", _is(False), _CHAT_ONLY),
+    ("chat_template_kwargs", _empty, _CHAT_ONLY),
+    ("separate_reasoning", _is(True, False), _CHAT_ONLY),
+)
+_CHATS_PROMPT = Refusal("prompt", _never, "`prompt` belongs to bare completions. Leave it out beside `messages`.")
+_PROMPTS_CHAT = Refusal("messages", _never, "`messages` belongs to chat. Leave it out beside `prompt`.")
+ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
+    ChatCompletionRequest: (
+        Refusal("prompt", _never, "`prompt` belongs to /v1/completions. Send `messages` here."),
+        Refusal("echo", _is(False), "`echo` belongs to /v1/completions. Leave it out."),
+    ),
     CompletionRequest: (
         Refusal("messages", _never, "`messages` belongs to /v1/chat/completions. Send `prompt` here."),
-        Refusal("max_completion_tokens", _never, "`max_completion_tokens` belongs to chat. Use `max_tokens` here."),
+        *(Refusal(field, harmless, why.format(field)) for field, harmless, why in _FOR_CHAT),
     ),
+    TokenizeChatRequest: (_CHATS_PROMPT,),
+    TokenizeRequest: (_PROMPTS_CHAT,),
 }
 """Fields of the other endpoint."""
 
 
-async def read_request(request: Request, model: type[RequestT], metrics: Metrics) -> RequestT:
-    """The body as a `model`. Raises ApiError: 413 for a body above MAX_BODY_BYTES, else 400 naming the field at fault.
-
-    A refusal is counted in `metrics`.
-    """
-    body = await _read_body(request)
-    try:
-        raw = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    except RecursionError:
-        raise bad_request("The body is not valid JSON: it is nested too deeply.", code="invalid_json") from None
-    if not isinstance(raw, dict):
-        raise bad_request("The body must be a JSON object.", code="invalid_json")
-    refusal = find_refusal(raw, REFUSALS + ELSEWHERE[model])
-    if refusal is not None:
-        metrics.request_refused(refusal.field)
-        raise bad_request(refusal.why, refusal.field, "unsupported_parameter")
-    try:
-        parsed = model.model_validate(raw)
-    except ValidationError as error:
-        raise _explain(error, raw) from None
-    _check_together(parsed)
-    return parsed
+def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
+    """What a body for `model` may not say."""
+    return (REFUSALS if issubclass(model, GenerationRequest) else ()) + ELSEWHERE.get(model, ())
 
 
-async def _read_body(request: Request) -> bytes:
-    """At most MAX_BODY_BYTES, whether the client says how much is coming or not. Raises ApiError 413."""
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise body_too_large(MAX_BODY_BYTES)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise body_too_large(MAX_BODY_BYTES)
-    return bytes(body)
+def field_table() -> list[tuple[str, str]]:
+    """Rows (fields, what happens to them) for the README: what is honoured, then what is refused and why."""
+    never = {"n", "best_of"}  # Parsed, so that a wrong value is named; 1 is all they may be.
+    both = set(ChatCompletionRequest.model_fields) & set(CompletionRequest.model_fields) - never
+    rows = [(_named(both), "honoured")]
+    for path, model in (("/v1/chat/completions", ChatCompletionRequest), ("/v1/completions", CompletionRequest)):
+        rows.append((_named(set(model.model_fields) - both - never), f"honoured by {path}"))
+    refused: dict[str, list[Refusal]] = {}
+    for refusal in REFUSALS:
+        refused.setdefault(refusal.why.removeprefix(f"`{refusal.field}`: ").replace(f"`{refusal.field}`", "them"), []).append(refusal)
+    for why, refusals in refused.items():
+        told = refusals[0].why if len(refusals) == 1 else why[0].upper() + why[1:]
+        rows.append((_named([refusal.field for refusal in refusals]), told))
+    return rows
 
 
-def _decode(body: bytes) -> Any:
-    """JSON to objects. They hold no cycles, and millions of them would keep the collector busy for seconds."""
-    gc.disable()
-    try:
-        return msgspec.json.decode(body)
-    finally:
-        gc.enable()
+def _named(fields: Sequence[str] | set[str]) -> str:
+    return ", ".join(f"`{field}`" for field in (sorted(fields) if isinstance(fields, set) else fields))
 
 
 def find_refusal(raw: dict[str, Any], table: Sequence[Refusal]) -> Refusal | None:
@@ -239,60 +232,81 @@ def token_budget(param: str, prompt: int, asked: int | None, default: int | None
     return asked or min(room, default or room)
 
 
-def _check_together(parsed: GenerationRequest) -> None:
-    """What no single field can tell."""
-    if parsed.stream_options is not None and not parsed.stream:
+def check_together(parsed: Body) -> None:
+    """What no single field can tell. Raises ApiError."""
+    for where, extra in _extras(parsed):
+        _refuse_extra(where, extra)
+    if isinstance(parsed, GenerationRequest) and parsed.stream_options is not None and not parsed.stream:
         raise bad_request("`stream_options` is only allowed when `stream` is true.", "stream_options")
-    if parsed.stream_options is not None:
-        _refuse_extra("stream_options", parsed.stream_options.model_extra)
-    if isinstance(parsed, ChatCompletionRequest):
-        for index, message in enumerate(parsed.messages):
-            _refuse_extra(f"messages.{index}", message.model_extra)
-            for part, content in enumerate([] if isinstance(message.content, str) else message.content):
-                _refuse_extra(f"messages.{index}.content.{part}", content.model_extra)
+    if isinstance(parsed, TemplatedRequest):
+        _check_conversation(parsed)
 
 
-def _refuse_extra(where: str, extra: dict[str, Any] | None) -> None:
+def _check_conversation(parsed: TemplatedRequest) -> None:
+    for index, message in enumerate(parsed.messages):
+        _check_message(f"messages.{index}", message)
+    for index, tool in enumerate(parsed.tools or []):
+        if tool.function.strict:
+            param = f"tools.{index}.function.strict"
+            raise bad_request(f"`{param}` may not be true. {_GRAMMAR.format('it')}", param, "unsupported_parameter")
+    if parsed.continue_final_message:
+        if parsed.add_generation_prompt:
+            raise bad_request(
+                "`continue_final_message` and `add_generation_prompt` exclude each other. Send one of them.",
+                "continue_final_message",
+            )
+        last = parsed.messages[-1]
+        if last.role != "assistant" or last.tool_calls or not last.text:
+            raise bad_request(
+                "`continue_final_message` needs a last message of the assistant's with text in it.",
+                "continue_final_message",
+            )
+
+
+def _check_message(where: str, message: ChatMessage) -> None:
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        beside = " or `tool_calls`" if message.role == "assistant" else ""
+        raise bad_request(f"`{where}.content`{beside} is required.", f"{where}.content", "missing_parameter")
+    for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, field) and message.role != role:
+            param = f"{where}.{field}"
+            raise bad_request(f"`{param}` belongs to messages of the role {role}, not {message.role}.", param)
+
+
+def check_template(asked: TemplatedRequest, template: ChatTemplate) -> None:
+    """What the model's own chat template cannot do. Raises ApiError."""
+    if asked.offered_tools and "tools" not in template.knows:
+        raise bad_request(
+            "This model's chat template has no place for `tools`. Leave them out, or describe them in a message.",
+            "tools",
+            "unsupported_parameter",
+        )
+    for name, value in (asked.chat_template_kwargs or {}).items():
+        if name not in template.switches and value is not None and value is not False:
+            known = ", ".join(f"`{switch}`" for switch in template.switches) or "none"
+            param = f"chat_template_kwargs.{clip(name)}"
+            raise bad_request(
+                f"This model's chat template does not know `{clip(name)}`. What it knows: {known}.",
+                param,
+                "unsupported_parameter",
+            )
+
+
+def _extras(parsed: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The unknown fields of every object below the top level, with the object's path."""
+    for field in type(parsed).model_fields:
+        value = getattr(parsed, field)
+        items = [(str(i), item) for i, item in enumerate(value)] if isinstance(value, list) else [("", value)]
+        for index, item in items:
+            if isinstance(item, BaseModel):
+                path = ".".join(filter(None, (where, field, index)))
+                yield path, item.model_extra or {}
+                yield from _extras(item, path)
+
+
+def _refuse_extra(where: str, extra: dict[str, Any]) -> None:
     """Below the top level an unknown field passes only while it says nothing."""
-    for name, value in (extra or {}).items():
+    for name, value in extra.items():
         if value is not None and value is not False and not _empty(value):
             param = f"{where}.{clip(name)}"
             raise bad_request(f"`{param}` is not supported. Leave it out.", param, "unsupported_parameter")
-
-
-def _explain(error: ValidationError, raw: dict[str, Any]) -> ApiError:
-    """The error deepest in the body: of a union's branches, the one that the client most likely meant."""
-    found = [(_param(details, raw), details) for details in error.errors(include_url=False)[:_MOST_ERRORS]]
-    param, details = max(found, key=lambda item: item[0].count("."))
-    branches = dict.fromkeys(_complaint(other) for name, other in found if name == param)
-    message = f"`{param}` {' or '.join(branches)}." if param else f"The body is wrong: {details['msg']}."
-    return bad_request(message, param or None, "missing_parameter" if details["type"] == "missing" else "invalid_value")
-
-
-def _param(details: ErrorDetails, raw: Any) -> str:
-    """The dotted path of an error in the body, without the names of union branches that pydantic puts in."""
-    path: list[str] = []
-    value = raw
-    loc = details["loc"]
-    for depth, step in enumerate(loc):
-        absent = details["type"] == "missing" and depth == len(loc) - 1
-        if isinstance(value, dict) and (step in value or absent):
-            value = value.get(step)
-        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
-            value = value[step]
-        else:
-            continue
-        path.append(clip(str(step)))
-    return ".".join(path)
-
-
-def _complaint(details: ErrorDetails) -> str:
-    if details["type"] == "missing":
-        return "is required"
-    if details["type"] in ("too_long", "too_short"):
-        return details["msg"].partition(" after validation")[0].replace("List should have", "must have")
-    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = message.replace("Input should have", "must have").replace("Extra inputs are not permitted", "is unknown")
-    shown = details["input"]
-    scalar = isinstance(shown, str | int | float) and len(str(shown)) <= 40
-    return f"{message}, not {msgspec.json.encode(shown).decode()}" if scalar else message

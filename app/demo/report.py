@@ -70,7 +70,8 @@ def measure(engine: Engine, tokenizer: Tokenizer, target: Target, domain: str, c
     entropy = answer_tokens = 0.0
     for start in track(range(0, len(chosen), _AT_ONCE), domain):
         batch = chosen[start : start + _AT_ONCE]
-        prompts = [tuple(tokenizer.apply_chat_template(list(sample.messages))) for sample in batch]
+        texts = [tokenizer.chat_template.render(list(sample.messages)) for sample in batch]
+        prompts = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         stops = frozenset(tokenizer.eos_ids)
         answers = engine.core.run(
             [Request(str(i), prompt, _MAX_TOKENS, stop_token_ids=stops) for i, prompt in enumerate(prompts)], count

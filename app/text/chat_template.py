@@ -1,12 +1,14 @@
 """Chat templates: Jinja in the sandbox, with the same globals and filters as Transformers gives them."""
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -16,13 +18,32 @@ class ChatTemplateError(ValueError):
     """The template cannot be used, or it cannot render these messages; then the message is for the client."""
 
 
+_OURS = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+)
+_CUT = "\ue000 the answer goes on here \ue001"
+"""Stands behind a final message that is to be continued; what the template puts after it is cut off with it."""
+
+
 class ChatTemplate:
-    """A compiled template, or none: then `render` refuses. `special` are the special tokens a template may name."""
+    """A compiled template, or none: then `render` refuses. `special` are the special tokens a template may name.
+
+    `knows` are the variables that it reads: what it does not read it would ignore.
+    """
 
     def __init__(self, source: str | None, special: dict[str, str]) -> None:
         self.source = source
         self._special = special
-        self._template = _environment().from_string(source) if source is not None else None
+        environment = _environment()
+        self._template = environment.from_string(source) if source is not None else None
+        self.knows: frozenset[str] = (
+            frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) if source else frozenset()
+        )
+
+    @property
+    def switches(self) -> list[str]:
+        """The names that `chat_template_kwargs` may set."""
+        return sorted(self.knows - _OURS - self._special.keys() - _GLOBALS.keys())
 
     @classmethod
     def load(cls, folder: Path, settings: dict[str, Any], special: dict[str, str]) -> "ChatTemplate":
@@ -51,18 +72,45 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template in {path} cannot be compiled: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt for `messages` up to where the assistant speaks. Raises ChatTemplateError."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        switches: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for `messages`. Raises ChatTemplateError.
+
+        It ends where the assistant speaks, with `add_generation_prompt`; or at the end of the last message's text, with
+        `continue_final_message`. `switches` are variables of the template's own (`enable_thinking`).
+        """
         if self._template is None:
             raise ChatTemplateError("This model has no chat template. Use /v1/completions, or add chat_template.jinja.")
+        if continue_final_message:
+            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _CUT}]
+        variables = dict(switches or {}) | self._special
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
+            text = self._template.render(
+                variables,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The model's chat template refuses these messages: {error}") from None
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ChatTemplateError(f"The model's chat template fails on these messages: {error}") from None
+        if not continue_final_message:
+            return text
+        end = text.rfind(_CUT)
+        if end < 0:
+            raise ChatTemplateError(
+                "The model's chat template leaves the final message out, so it cannot be continued."
+            )
+        return text[:end]
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -80,8 +128,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals.update(_GLOBALS)
     return environment
 
 
@@ -92,3 +139,9 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+_GLOBALS: dict[str, Any] = {
+    "raise_exception": _raise_exception,
+    "strftime_now": lambda form: datetime.now().strftime(form),
+}

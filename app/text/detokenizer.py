@@ -17,12 +17,21 @@ class Detokenizer:
     longest of those that end there. The token that completes it is counted, no later one is, and neither the string
     nor what follows is ever returned. So the text depends neither on how the tokens are cut nor on their steps.
 
-    `finish_reason` and `n_tokens` say how the request ended, and how many tokens it is charged.
+    `finish_reason` and `n_tokens` say how the request ended, and how many tokens it is charged. With `include_stop`
+    what ended it, a stop string or a stop token, is part of the text.
     """
 
-    def __init__(self, backend: Backend, stop: Sequence[str] = ()) -> None:
-        self._text = _IncrementalText(backend)
+    def __init__(
+        self,
+        backend: Backend,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._text = _IncrementalText(backend, skip_special_tokens)
         self._stop = tuple(stop)
+        self._include_stop = include_stop
         self._held = ""
         self.n_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -30,11 +39,11 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> str:
         """Text that has become certain; "" if none. `finish` is the delta's finish_reason.
 
-        With "stop" the last token is the stop token: counted, and not text. After the request has finished, whether by
-        `finish` or by a stop string, nothing more may be pushed.
+        With "stop" the last token is the stop token: counted, and not text unless stops are included. After the request
+        has finished, whether by `finish` or by a stop string, nothing more may be pushed.
         """
         assert self.finish_reason is None, "pushed to a request that has finished"
-        shown = token_ids[:-1] if finish == "stop" else token_ids
+        shown = token_ids[:-1] if finish == "stop" and not self._include_stop else token_ids
         for token_id in shown:
             self.n_tokens += 1
             if self._append(self._text.step(token_id)):
@@ -59,7 +68,8 @@ class Detokenizer:
         ]
         if not matches:
             return False
-        self._held = self._held[: min(matches)[1]]
+        end, start = min(matches)
+        self._held = self._held[: end if self._include_stop else start]
         self.finish_reason = "stop"
         return True
 
@@ -83,12 +93,13 @@ class _IncrementalText:
     """DecodeStream, fed one token at a time, with a way to get at what it holds back at the end.
 
     A character whose bytes are not all there is held back, so U+FFFD appears only where the model made bytes that
-    are no text. Special tokens are left out.
+    are no text.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, skip_special_tokens: bool) -> None:
         self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._shown: list[int] = []
         self._waiting: list[int] = []
 
@@ -100,7 +111,7 @@ class _IncrementalText:
             if "Invalid prefix" not in str(error):
                 raise
             piece = self.flush()
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
         if piece is None:
             return ""
         if self._waiting:
@@ -109,7 +120,7 @@ class _IncrementalText:
 
     def flush(self) -> str:
         """What is held back: the end of text whose last character is not complete."""
-        before = self._backend.decode(self._shown, skip_special_tokens=True)
-        after = self._backend.decode(self._shown + self._waiting, skip_special_tokens=True)
+        before = self._backend.decode(self._shown, skip_special_tokens=self._skip)
+        after = self._backend.decode(self._shown + self._waiting, skip_special_tokens=self._skip)
         self._shown, self._waiting = self._waiting, []
         return after[len(before) :]

@@ -82,34 +82,25 @@ class Tokenizer:
         self.defaults = _defaults(generation_path, generation)
         self.chat_template = ChatTemplate.load(folder, settings, special)
 
-    def encode(self, text: str, most: int | None = None) -> list[int]:
-        """The ids of a bare prompt, with the special tokens (BOS) that the tokenizer itself adds.
+    def encode(self, text: str, most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, with the special tokens (BOS) that the tokenizer itself adds to a bare prompt.
 
-        Raises PromptTooLong if the text must have more than `most` tokens.
-        """
-        return self._encode(text, most, add_special_tokens=True)
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], most: int | None = None) -> list[int]:
-        """The ids of a conversation, ending where the assistant's answer begins.
-
-        Raises PromptTooLong as `encode` does, and ChatTemplateError if there is no template, or if it refuses these
-        messages.
-        """
-        return self._encode(self.chat_template.render(messages), most, add_special_tokens=False)
-
-    def _encode(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
-        """No token stands for more bytes than the longest has, so a text that is far too long is never tokenised.
-
-        (A normalizer that throws text away could do with fewer tokens; it would have to throw away most of the text.)
+        Raises PromptTooLong if the text must have more than `most` tokens. No token stands for more bytes than the
+        longest has, so a text that is far too long is never tokenised. (A normalizer that throws text away could do
+        with fewer tokens; it would have to throw away most of the text.)
         """
         if most is not None and (at_least := math.ceil(len(text.encode()) / self._longest_token)) > most:
             raise PromptTooLong(at_least)
         # `encode` keeps the interpreter's lock for as long as it works, which for a large text is seconds.
         return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of finished output, special tokens left out."""
-        return str(self.backend.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`, whole."""
+        return str(self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """How the vocabulary spells each token; an id that it does not have is ""."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
 
 def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:

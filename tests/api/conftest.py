@@ -116,8 +116,12 @@ class Script:
 class Server:
     """The application on a real socket, in a thread with its own uvloop."""
 
-    def __init__(self, script: Script, model_folder: Path, names: list[str]) -> None:
+    def __init__(
+        self, script: Script, model_folder: Path, names: list[str], app: dict[str, Any], **services: Any
+    ) -> None:
         self.script = script
+        self._app_options = app
+        self._services_options = services
         self.tokenizer = Tokenizer(model_folder)
         self.metrics = Metrics()
         listener = socket.create_server(("127.0.0.1", 0))
@@ -138,10 +142,9 @@ class Server:
         self._stop = asyncio.Event()
         settings = json.dumps({"config": {}, "target": "tiny", "draft": None})
         self.engine = AsyncEngine(self.script.command, settings, self.metrics, backoff=0.01)
-        services = Services(self.engine, self.tokenizer, self._names, self.metrics)
-        http = uvicorn.Server(
-            uvicorn.Config(create_app(services), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-        )
+        services = Services(self.engine, self.tokenizer, self._names, self.metrics, **self._services_options)
+        app = create_app(services, **self._app_options)
+        http = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
         self.engine.start()
         serving = asyncio.create_task(http.serve([self._listener]))
         self._started.set()
@@ -239,25 +242,23 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="dft-") as folder:
-        yield Path(folder)
-
-
-def _serve(folder: Path, model_folder: Path) -> Iterator[Server]:
-    script = Script(folder)
-    server = Server(script, model_folder, ["tiny", "also-tiny"])
-    yield server
-    server.close()
-    script.close()
+@contextlib.contextmanager
+def serving(model_folder: Path, app: dict[str, Any] | None = None, **services: Any) -> Iterator[Server]:
+    """A server whose engine has not said that it is ready. `app` are create_app's options, `services` Services' own."""
+    with tempfile.TemporaryDirectory(prefix="dft-") as folder:  # Short enough for sockets.
+        script = Script(Path(folder))
+        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, **services)
+        try:
+            yield server
+        finally:
+            server.close()
+            script.close()
 
 
 @pytest.fixture(scope="module")
-def shared_server(model_folder: Path, short_folder: Path) -> Iterator[Server]:
+def shared_server(model_folder: Path) -> Iterator[Server]:
     """One ready server for all tests of a module that leave it as they found it."""
-    for server in _serve(short_folder, model_folder):
+    with serving(model_folder) as server:
         server.script.ready()
         server.reach("ready")
         yield server
@@ -274,5 +275,5 @@ def server(shared_server: Server) -> Iterator[Server]:
 @pytest.fixture
 def own_server(model_folder: Path) -> Iterator[Server]:
     """A server of this test's own, whose engine has not said that it is ready."""
-    with tempfile.TemporaryDirectory(prefix="dft-") as folder:
-        yield from _serve(Path(folder), model_folder)
+    with serving(model_folder) as server:
+        yield server

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from app.api.validation import REFUSALS
+from app.api.validation import field_table
 from app.config import flag_table
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +28,13 @@ def test_the_acceptance_table_is_the_one_that_the_report_printed() -> None:
     assert table.count("\n") > 4 and table in README, f"put this into README.md:\n{table}"
 
 
-def test_every_field_called_refused_is_refused() -> None:
-    section = README[README.index("Refused with a 400") : README.index("## Coming from")]
-    named = set(re.findall(r"`([a-z_]+)`", "\n".join(line for line in section.splitlines() if line.startswith("| `"))))
-    refused = {refusal.field for refusal in REFUSALS}
-    assert len(named) > 10
-    assert named <= refused | {"guided_"}
+def fields_as_markdown() -> str:
+    rows = [("fields", "what happens"), ("---",) * 2, *field_table()]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def test_the_table_of_request_fields_is_the_codes_own() -> None:
+    assert fields_as_markdown() in README, f"put this into README.md:\n{fields_as_markdown()}"
 
 
 def test_every_file_and_make_target_that_it_names_exists() -> None:

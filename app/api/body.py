@@ -1,0 +1,107 @@
+"""Bodies to requests: their size, their JSON, their refusals, and errors that name the field at fault."""
+
+import gc
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from app.api.errors import ApiError, bad_request, body_too_large, clip
+from app.api.protocol import Body
+from app.api.validation import check_together, find_refusal, refusals_of
+from app.metrics import Metrics
+
+MAX_BODY_BYTES = 8 * 2**20
+_MOST_ERRORS = 16
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body. Raises ApiError: 413 above MAX_BODY_BYTES, 400 if it is not a JSON object."""
+    body = await _read_body(request)
+    try:
+        raw = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("The body is not valid JSON: it is nested too deeply.", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise bad_request("The body must be a JSON object.", code="invalid_json")
+    return raw
+
+
+def parse(raw: dict[str, Any], model: type[BodyT], metrics: Metrics) -> BodyT:
+    """The body as a `model`. Raises ApiError 400 naming the field at fault. A refusal is counted in `metrics`."""
+    refusal = find_refusal(raw, refusals_of(model))
+    if refusal is not None:
+        metrics.request_refused(refusal.field)
+        raise bad_request(refusal.why, refusal.field, "unsupported_parameter")
+    try:
+        parsed = model.model_validate(raw)
+    except ValidationError as error:
+        raise _explain(error, raw) from None
+    check_together(parsed)
+    return parsed
+
+
+async def _read_body(request: Request) -> bytes:
+    """At most MAX_BODY_BYTES, whether the client says how much is coming or not. Raises ApiError 413."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise body_too_large(MAX_BODY_BYTES)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise body_too_large(MAX_BODY_BYTES)
+    return bytes(body)
+
+
+def _decode(body: bytes) -> Any:
+    """JSON to objects. They hold no cycles, and millions of them would keep the collector busy for seconds."""
+    gc.disable()
+    try:
+        return msgspec.json.decode(body)
+    finally:
+        gc.enable()
+
+
+def _explain(error: ValidationError, raw: dict[str, Any]) -> ApiError:
+    """The error deepest in the body: of a union's branches, the one that the client most likely meant."""
+    found = [(_param(details, raw), details) for details in error.errors(include_url=False)[:_MOST_ERRORS]]
+    param, details = max(found, key=lambda item: item[0].count("."))
+    branches = dict.fromkeys(_complaint(other) for name, other in found if name == param)
+    message = f"`{param}` {' or '.join(branches)}." if param else f"The body is wrong: {details['msg']}."
+    return bad_request(message, param or None, "missing_parameter" if details["type"] == "missing" else "invalid_value")
+
+
+def _param(details: ErrorDetails, raw: Any) -> str:
+    """The dotted path of an error in the body, without the names of union branches that pydantic puts in."""
+    path: list[str] = []
+    value = raw
+    loc = details["loc"]
+    for depth, step in enumerate(loc):
+        absent = details["type"] == "missing" and depth == len(loc) - 1
+        if isinstance(value, dict) and (step in value or absent):
+            value = value.get(step)
+        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+            value = value[step]
+        else:
+            continue
+        path.append(clip(str(step)))
+    return ".".join(path)
+
+
+def _complaint(details: ErrorDetails) -> str:
+    if details["type"] == "missing":
+        return "is required"
+    if details["type"] in ("too_long", "too_short"):
+        return details["msg"].partition(" after validation")[0].replace("List should have", "must have")
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("Input should have", "must have").replace("Extra inputs are not permitted", "is unknown")
+    shown = details["input"]
+    scalar = isinstance(shown, str | int | float) and len(str(shown)) <= 40
+    return f"{message}, not {msgspec.json.encode(shown).decode()}" if scalar else message

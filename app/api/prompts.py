@@ -1,0 +1,92 @@
+"""From what a request says to the token ids of its prompt."""
+
+import asyncio
+from dataclasses import dataclass
+
+from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
+from app.api.protocol import TemplatedRequest
+from app.api.services import Services
+from app.api.validation import check_template
+from app.text.chat_template import ChatTemplateError
+from app.text.output_parser import END_THINK, THINK
+from app.text.tokenizer import PromptTooLong
+from app.types import EngineInfo
+
+_LONGEST_TEMPLATE_ERROR = 300
+_END = len("\n\n") + len(END_THINK) + len("\n\n")  # where a template's own opening mark stands, if it has one
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in tokens. `in_reasoning`: its end has opened a reasoning block for the model to go on with."""
+
+    token_ids: list[int]
+    in_reasoning: bool = False
+
+
+async def of_conversation(services: Services, asked: TemplatedRequest, info: EngineInfo) -> Prompt:
+    """The messages through the chat template. Raises ApiError naming the field at fault."""
+    template = services.tokenizer.chat_template
+    check_template(asked, template)
+    try:
+        text = await asyncio.to_thread(
+            template.render,
+            [message.for_template() for message in asked.messages],
+            tools=asked.offered_tools or None,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            continue_final_message=bool(asked.continue_final_message),
+            switches={**services.template_kwargs, **(asked.chat_template_kwargs or {})},
+        )
+    except ChatTemplateError as error:
+        raise bad_request(clip(str(error), _LONGEST_TEMPLATE_ERROR), "messages") from None
+    token_ids = await of_text(services, text, "messages", info, add_special_tokens=False)
+    begun = asked.messages[-1].text if asked.continue_final_message else text[-_END:]
+    return Prompt(token_ids, begun.rfind(THINK) > begun.rfind(END_THINK))
+
+
+async def of_text(
+    services: Services, text: str, param: str, info: EngineInfo, *, add_special_tokens: bool = True
+) -> list[int]:
+    """`text` in tokens, made in a thread. Raises ApiError if it is too long or has tokens the model does not know."""
+    encode = services.tokenizer.encode
+    try:
+        token_ids = await asyncio.to_thread(encode, text, info.max_model_len, add_special_tokens=add_special_tokens)
+    except PromptTooLong as error:
+        raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
+    if (largest := max(token_ids, default=0)) >= info.vocab_size:
+        raise bad_request(
+            f"The tokenizer makes the token id {largest} of `{param}`, but this model's vocabulary ends at "
+            f"{info.vocab_size - 1}: its tokenizer.json is another model's. Tell those who run this server.",
+            param,
+        )
+    return token_ids
+
+
+async def of_prompt(services: Services, prompt: str | list[int], info: EngineInfo) -> Prompt:
+    """A bare prompt, text or token ids. Raises ApiError if it is empty, too long, or has unknown ids."""
+    if isinstance(prompt, str):
+        token_ids = await of_text(services, prompt, "prompt", info)
+    else:
+        check_ids("prompt", prompt, info)
+        token_ids = prompt
+    if not token_ids:
+        raise bad_request("`prompt` is empty. Send at least one token.", "prompt")
+    return Prompt(token_ids)
+
+
+def check_ids(param: str, token_ids: list[int], info: EngineInfo) -> None:
+    """Raises ApiError for an id that is beyond the model's vocabulary."""
+    if (largest := max(token_ids, default=0)) >= info.vocab_size:
+        raise _no_such_id(param, largest, info)
+
+
+def check_stop_ids(stop_token_ids: list[int] | None, info: EngineInfo) -> None:
+    for index, token_id in enumerate(stop_token_ids or []):
+        if token_id >= info.vocab_size:
+            raise _no_such_id(f"stop_token_ids.{index}", token_id, info)
+
+
+def _no_such_id(param: str, token_id: int, info: EngineInfo) -> ApiError:
+    return bad_request(
+        f"`{param}` has the token id {token_id}, but this model's vocabulary ends at {info.vocab_size - 1}.", param
+    )
