@@ -2,8 +2,9 @@
 
 from typing import Any, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
@@ -182,11 +183,10 @@ READY: dict[str, Any] = {
 }
 HEALTH: dict[str, Any] = {
     "summary": "Whether the engine works",
-    "responses": {
-        200: {"description": "It does", "content": {}},
-        503: {"model": State, "description": "Loading or dead"},
-    },
+    "response_class": Response,
+    "responses": {503: {"model": State, "description": "Loading or dead"}},
 }
+METRICS: dict[str, Any] = {"summary": "Metrics for Prometheus", "response_class": PlainTextResponse}
 
 
 def describe(app: FastAPI, keys_needed: bool) -> dict[str, Any]:

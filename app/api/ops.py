@@ -40,7 +40,7 @@ async def health(request: Request) -> Response:
 
 
 @router.head("/metrics", include_in_schema=False)
-@router.get("/metrics")
+@router.get("/metrics", **openapi.METRICS)
 async def metrics(request: Request) -> Response:
     return Response(services_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

@@ -68,9 +68,11 @@ _GRAMMAR = (
     "alone. Leave `{}` out, describe the format in the prompt and check the answer."
 )
 _TOOLS = "`{}`: the older form of function calling, which is not supported. Use `tools`."
-_SAMPLING = "`{}`: not supported yet, as `temperature` and `seed` are. Leave it out, or send what changes nothing."
+_SAMPLING = "`{}`: not supported yet; `temperature` and `seed` are. Leave it out, or send what changes nothing."
+_OTHER_NAME = "`{}`: not this API's name for it. Use `max_tokens`."
 _OUTPUT = "`{}`: not supported. Leave it out or send the default."
 _TEMPLATE = "`{}`: not supported, the model's own chat template is used. Leave it out."
+_THINKING = "`{}`: not supported. `chat_template_kwargs` sets what the model's chat template knows (`enable_thinking`)."
 _MODALITY = "This model reads and writes text only. Leave `{}` out."
 _ENGINE = "`{}`: no meaning for this engine. Leave it out."
 
@@ -81,6 +83,7 @@ REFUSALS = tuple(
         ("top_logprobs", _number(0), _LOGPROBS),
         ("prompt_logprobs", _never, _LOGPROBS),
         ("return_logprob", _is(False), _LOGPROBS),
+        ("n_probs", _number(0), _LOGPROBS),
         ("response_format", _text_format, _GRAMMAR),
         ("structured_outputs", _empty, _GRAMMAR),
         ("guided_json", _never, _GRAMMAR),
@@ -117,8 +120,16 @@ REFUSALS = tuple(
         ("allowed_token_ids", _never, _SAMPLING),
         ("bad_words", _empty, _SAMPLING),
         ("min_tokens", _number(0), _SAMPLING),
+        ("min_new_tokens", _number(0), _SAMPLING),
+        ("repeat_penalty", _number(1), _SAMPLING),
+        ("typical_p", _number(1), _SAMPLING),
+        ("mirostat", _number(0), _SAMPLING),
+        ("dry_multiplier", _number(0), _SAMPLING),
+        ("xtc_probability", _number(0), _SAMPLING),
+        ("top_n_sigma", _number(-1, 0), _SAMPLING),
         ("thinking_token_budget", _never, _SAMPLING),
-        ("max_new_tokens", _never, "`{}` is not this API's name for it. Use `max_tokens`."),
+        ("max_new_tokens", _never, _OTHER_NAME),
+        ("n_predict", _never, _OTHER_NAME),
         ("suffix", _empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
         ("no_stop_trim", _is(False), _OUTPUT),
         ("stop_regex", _empty, "`{}` is not supported. Use `stop` with plain strings."),
@@ -133,11 +144,11 @@ REFUSALS = tuple(
             _is(True),
             "`{}` is not supported: leave `reasoning_content` unread, or see `chat_template_kwargs`.",
         ),
-        (
-            "reasoning_effort",
-            _never,
-            "`{}` is not supported. `chat_template_kwargs` sets what the model's template knows.",
-        ),
+        ("reasoning_effort", _never, _THINKING),
+        ("enable_thinking", _never, _THINKING),
+        ("thinking", _never, _THINKING),
+        ("reasoning", _never, _THINKING),
+        ("stream_reasoning", _is(True), _THINKING),
         ("verbosity", _never, _TEMPLATE),
         ("documents", _empty, _TEMPLATE),
         ("truncate_prompt_tokens", _never, "`{}` is not supported: a prompt is never cut in silence. Shorten it."),
@@ -196,7 +207,9 @@ def field_table() -> list[tuple[str, str]]:
         rows.append((_named(set(model.model_fields) - both - never), f"honoured by {path}"))
     refused: dict[str, list[Refusal]] = {}
     for refusal in REFUSALS:
-        refused.setdefault(refusal.why.removeprefix(f"`{refusal.field}`: ").replace(f"`{refusal.field}`", "them"), []).append(refusal)
+        refused.setdefault(
+            refusal.why.removeprefix(f"`{refusal.field}`: ").replace(f"`{refusal.field}`", "them"), []
+        ).append(refusal)
     for why, refusals in refused.items():
         told = refusals[0].why if len(refusals) == 1 else why[0].upper() + why[1:]
         rows.append((_named([refusal.field for refusal in refusals]), told))

@@ -1,0 +1,73 @@
+"""/openapi.json says what the server does: schemathesis sends what it allows, and what it forbids."""
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+OPERATIONS = [
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /v1/models",
+    "GET /v1/models/{name}",
+    "GET /version",
+    "GET /ready",
+    "GET /health",
+    "GET /live",
+    "GET /metrics",
+]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def operations(shared_server):
+    """Every operation that the document describes, by method and path."""
+    shared_server.script.plan(shared_server.ids("hello"), [*shared_server.ids(" world"), 2])
+    schema = schemathesis.openapi.from_url(f"{shared_server.url}/openapi.json")
+    return {operation.label: operation for operation in (found.ok() for found in schema.get_all_operations())}
+
+
+TRIALS = [(label, GenerationMode.POSITIVE) for label in OPERATIONS]
+TRIALS += [(label, GenerationMode.NEGATIVE) for label in OPERATIONS if label.startswith("POST")]
+
+
+@pytest.mark.parametrize(("label", "mode"), TRIALS, ids=lambda value: getattr(value, "value", value))
+def test_every_answer_is_as_described_and_none_is_a_server_error(operations, label, mode):
+    @hypothesis.settings(
+        max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @hypothesis.given(operations[label].as_strategy(generation_mode=mode))
+    def answer_is_as_described(case: Case) -> None:
+        case.call_and_validate(checks=CHECKS)
+
+    answer_is_as_described()
+
+
+def test_every_operation_is_tried(operations):
+    assert set(operations) == set(OPERATIONS)
+
+
+def test_the_document_names_what_is_served_and_no_422(shared_server):
+    document = shared_server.http.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/ready"} <= set(document["paths"])
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    assert not [operation for operation in operations if "422" in operation["responses"]]
+    text = str(document["components"]["schemas"])
+    assert "HTTPValidationError" not in text
+    assert shared_server.http.get("/docs").status_code == 200
