@@ -67,7 +67,7 @@ class TextStream:
             raise ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
         self._count(delta)
         steps: tuple[Step, ...] = ()
-        if self._by_step:
+        if self._by_step and delta.token_ids:
             steps = tuple(self._steps(delta))
             text = "".join(text for step in steps for text in step.tokens)
         else:
@@ -92,8 +92,6 @@ class TextStream:
             yield Step(step.n_verified, step.n_accepted, texts)
             if self._detokenizer.finish_reason is not None:
                 return
-        if not delta.token_ids and delta.finish_reason is not None:
-            yield Step(0, 0, [self._detokenizer.push([], delta.finish_reason)])
 
     def _piece(self, text: str, steps: tuple[Step, ...]) -> Piece:
         parsed = self._parser.push(text)

@@ -4,7 +4,9 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -62,13 +64,12 @@ class Tab:
             raise RuntimeError(done["exceptionDetails"]["exception"]["description"])
         return done["result"].get("value")
 
-    def until(self, script: str) -> Any:
+    def until(self, script: str) -> None:
         """Wait until the expression is true."""
         deadline = time.monotonic() + PATIENCE
-        while not (value := self.run(script)):
+        while not self.run(f"Boolean({script})"):
             assert time.monotonic() < deadline, f"never true: {script}\n{self.run('document.body.innerText')}"
             time.sleep(0.03)
-        return value
 
     def press(self, key: str, *, shift: bool = False) -> None:
         code, text = KEYS[key]
@@ -96,11 +97,12 @@ def browser() -> Iterator[str]:
     """A running Chromium; yields the address of its DevTools."""
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
         command = [str(BINARY), *FLAGS.split(), f"--user-data-dir={folder}", "about:blank"]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        null = subprocess.DEVNULL
+        with subprocess.Popen(command, stdout=null, stderr=null, start_new_session=True) as process:
             try:
                 yield f"http://127.0.0.1:{_port(process, Path(folder) / 'DevToolsActivePort')}"
             finally:
-                process.terminate()
+                os.killpg(process.pid, signal.SIGKILL)  # With its children, which would still write to the folder.
 
 
 def _port(process: "subprocess.Popen[bytes]", told: Path) -> int:
