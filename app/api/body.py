@@ -10,7 +10,8 @@ from pydantic_core import ErrorDetails
 
 from app.api.errors import ApiError, bad_request, body_too_large, clip
 from app.api.protocol import Body
-from app.api.validation import check_together, find_refusal, refusals_of
+from app.api.refusals import find_refusal, refusals_of
+from app.api.validation import check_together
 from app.metrics import Metrics
 
 MAX_BODY_BYTES = 8 * 2**20

@@ -1,6 +1,6 @@
 """The requests that are understood, in OpenAI's shapes; answers.py has what comes back.
 
-Only fields that are honoured appear here. What else a client sends ends up in `model_extra`, where validation.py finds
+Only fields that are honoured appear here. What else a client sends ends up in `model_extra`, where refusals.py finds
 what must be refused. Values are strict: "5" is not a number. Every list has a greatest length and fails at its first
 wrong item (`fail_fast`), so that no body makes the server busy with complaints.
 """
@@ -26,7 +26,7 @@ PromptIds = Annotated[list[TokenId], Field(max_length=MOST_PROMPT_IDS, fail_fast
 
 
 class Body(BaseModel):
-    """Strict about what it knows. What it does not know is kept in `model_extra`, for validation.py to judge."""
+    """Strict about what it knows. What it does not know is kept in `model_extra`, for refusals.py to judge."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 

@@ -43,7 +43,10 @@ def test_a_body_that_is_no_json_object_is_a_400(server, content):
             "messages.0.content.0.",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
-        ({"messages": [{"role": "user", "content": "hi", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0.function"),
+        (
+            {"messages": [{"role": "user", "content": "hi", "tool_calls": [{"id": "1"}]}]},
+            "messages.0.tool_calls.0.function",
+        ),
         ({"temperature": "0.5"}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),

@@ -1,8 +1,8 @@
-"""Every row of the table in app/api/validation.py, through a real socket."""
+"""Every row of the table in app/api/refusals.py, through a real socket."""
 
 import pytest
 
-from app.api.validation import REFUSALS
+from app.api.refusals import REFUSALS
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "tiny", "prompt": "hi"}

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from app.api.validation import field_table
+from app.api.refusals import field_table
 from app.config import flag_table
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,225 @@
+"""What a request may not ask: one table of refusals.
+
+Nothing a client sends is silently ignored: a field is honoured (protocol.py), refused by name here unless its value
+changes nothing, or unknown and at the top level, which is tolerated because SDKs and gateways add their own
+bookkeeping ("user", "metadata", "store", "service_tier", ...).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from app.api.protocol import (
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
+
+Harmless = Callable[[Any], bool]
+
+
+class Refusal(NamedTuple):
+    """`field` is refused, with `why` as the message, unless it is absent, null, or `harmless(value)`."""
+
+    field: str
+    harmless: Harmless
+    why: str
+
+
+def _number(*neutral: float) -> Harmless:
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value in neutral
+
+
+def _is(*neutral: bool | str) -> Harmless:
+    return lambda value: any(type(value) is type(item) and value == item for item in neutral)
+
+
+def _not_above_one(value: Any) -> bool:
+    """What is no count at all is left to protocol.py, which says so."""
+    return not isinstance(value, int) or value <= 1
+
+
+def empty(value: Any) -> bool:
+    return isinstance(value, list | dict | str) and not value
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+def _text_format(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+_LOGPROBS = (
+    "Log probabilities are not available: speculative verification here hands out tokens, not distributions. "
+    "Leave `{}` out."
+)
+GRAMMAR = (
+    "Output cannot be held to a grammar, schema or pattern: a draft block is verified against the model's own choice "
+    "alone. Leave `{}` out, describe the format in the prompt and check the answer."
+)
+_TOOLS = "`{}`: the older form of function calling, which is not supported. Use `tools`."
+_SAMPLING = "`{}`: not supported yet; `temperature` and `seed` are. Leave it out, or send what changes nothing."
+_OTHER_NAME = "`{}`: not this API's name for it. Use `max_tokens`."
+_OUTPUT = "`{}`: not supported. Leave it out or send the default."
+_TEMPLATE = "`{}`: not supported, the model's own chat template is used. Leave it out."
+_THINKING = "`{}`: not supported. `chat_template_kwargs` sets what the model's chat template knows (`enable_thinking`)."
+_MODALITY = "This model reads and writes text only. Leave `{}` out."
+_ENGINE = "`{}`: no meaning for this engine. Leave it out."
+
+REFUSALS = tuple(
+    Refusal(field, harmless, why.format(field))
+    for field, harmless, why in (
+        ("logprobs", _is(False), _LOGPROBS),
+        ("top_logprobs", _number(0), _LOGPROBS),
+        ("prompt_logprobs", _never, _LOGPROBS),
+        ("return_logprob", _is(False), _LOGPROBS),
+        ("n_probs", _number(0), _LOGPROBS),
+        ("response_format", _text_format, GRAMMAR),
+        ("structured_outputs", empty, GRAMMAR),
+        ("guided_json", _never, GRAMMAR),
+        ("guided_regex", _never, GRAMMAR),
+        ("guided_choice", _never, GRAMMAR),
+        ("guided_grammar", _never, GRAMMAR),
+        ("guided_decoding_backend", _never, GRAMMAR),
+        ("guided_whitespace_pattern", _never, GRAMMAR),
+        ("json_schema", _never, GRAMMAR),
+        ("regex", _never, GRAMMAR),
+        ("grammar", _never, GRAMMAR),
+        ("ebnf", _never, GRAMMAR),
+        ("structural_tag", _never, GRAMMAR),
+        ("tool_choice", _is("none", "auto"), GRAMMAR.replace("Leave `{}` out", 'Use `{}` "auto" or "none"')),
+        ("functions", empty, _TOOLS),
+        ("function_call", _is("none", "auto"), _TOOLS),
+        (
+            "n",
+            _not_above_one,
+            "`{}` above 1 is not supported yet. Send the request several times with different seeds.",
+        ),
+        ("best_of", _not_above_one, "`{}` above 1 is not supported: it ranks by log probabilities. Leave it out."),
+        ("use_beam_search", _is(False), "Beam search is not supported: DFlash verifies one sequence. Leave `{}` out."),
+        ("top_p", _number(1), _SAMPLING),
+        ("top_k", _number(0, -1), _SAMPLING),
+        ("min_p", _number(0), _SAMPLING),
+        ("presence_penalty", _number(0), _SAMPLING),
+        ("frequency_penalty", _number(0), _SAMPLING),
+        ("repetition_penalty", _number(1), _SAMPLING),
+        ("length_penalty", _number(1), _SAMPLING),
+        ("logit_bias", empty, _SAMPLING),
+        ("logits_processors", empty, _SAMPLING),
+        ("custom_logit_processor", _never, _SAMPLING),
+        ("allowed_token_ids", _never, _SAMPLING),
+        ("bad_words", empty, _SAMPLING),
+        ("min_tokens", _number(0), _SAMPLING),
+        ("min_new_tokens", _number(0), _SAMPLING),
+        ("repeat_penalty", _number(1), _SAMPLING),
+        ("typical_p", _number(1), _SAMPLING),
+        ("mirostat", _number(0), _SAMPLING),
+        ("dry_multiplier", _number(0), _SAMPLING),
+        ("xtc_probability", _number(0), _SAMPLING),
+        ("top_n_sigma", _number(-1, 0), _SAMPLING),
+        ("thinking_token_budget", _never, _SAMPLING),
+        ("max_new_tokens", _never, _OTHER_NAME),
+        ("n_predict", _never, _OTHER_NAME),
+        ("suffix", empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
+        ("no_stop_trim", _is(False), _OUTPUT),
+        ("stop_regex", empty, "`{}` is not supported. Use `stop` with plain strings."),
+        ("spaces_between_special_tokens", _is(True, False), _OUTPUT),
+        ("return_tokens_as_token_ids", _is(False), _OUTPUT),
+        ("return_token_ids", _is(False), _OUTPUT),
+        ("return_hidden_states", _is(False), _OUTPUT),
+        ("stream_options.include_obfuscation", _is(False), _OUTPUT),
+        ("chat_template", _never, _TEMPLATE),
+        (
+            "include_reasoning",
+            _is(True),
+            "`{}` is not supported: leave `reasoning_content` unread, or see `chat_template_kwargs`.",
+        ),
+        ("reasoning_effort", _never, _THINKING),
+        ("enable_thinking", _never, _THINKING),
+        ("thinking", _never, _THINKING),
+        ("reasoning", _never, _THINKING),
+        ("stream_reasoning", _is(True), _THINKING),
+        ("verbosity", _never, _TEMPLATE),
+        ("documents", empty, _TEMPLATE),
+        ("truncate_prompt_tokens", _never, "`{}` is not supported: a prompt is never cut in silence. Shorten it."),
+        ("modalities", lambda value: value == ["text"], _MODALITY),
+        ("audio", _never, _MODALITY),
+        ("mm_processor_kwargs", empty, _MODALITY),
+        ("web_search_options", _never, "This server searches nothing. Leave `{}` out."),
+        ("prompt_embeds", _never, "Prompts are text or token ids here. Leave `{}` out."),
+        ("input_embeds", _never, "Prompts are text or token ids here. Leave `{}` out."),
+        ("priority", _number(0), "Requests are served in the order of their arrival. Leave `{}` out."),
+        ("prediction", _never, "The DFlash draft predicts the output here. Leave `{}` out."),
+        ("lora_path", _never, _ENGINE),
+        ("kv_transfer_params", _never, _ENGINE),
+        ("vllm_xargs", empty, _ENGINE),
+    )
+)
+
+_CHAT_ONLY = "`{}` belongs to /v1/chat/completions. Leave it out."
+_FOR_CHAT = (
+    ("max_completion_tokens", _never, "`{}` belongs to /v1/chat/completions. Use `max_tokens` here."),
+    ("tools", empty, _CHAT_ONLY),
+    ("parallel_tool_calls", _is(True, False), _CHAT_ONLY),
+    ("add_generation_prompt", _is(True), _CHAT_ONLY),
+    ("continue_final_message", _is(False), _CHAT_ONLY),
+    ("chat_template_kwargs", empty, _CHAT_ONLY),
+    ("separate_reasoning", _is(True, False), _CHAT_ONLY),
+)
+_CHATS_PROMPT = Refusal("prompt", _never, "`prompt` belongs to bare completions. Leave it out beside `messages`.")
+_PROMPTS_CHAT = Refusal("messages", _never, "`messages` belongs to chat. Leave it out beside `prompt`.")
+ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
+    ChatCompletionRequest: (
+        Refusal("prompt", _never, "`prompt` belongs to /v1/completions. Send `messages` here."),
+        Refusal("echo", _is(False), "`echo` belongs to /v1/completions. Leave it out."),
+    ),
+    CompletionRequest: (
+        Refusal("messages", _never, "`messages` belongs to /v1/chat/completions. Send `prompt` here."),
+        *(Refusal(field, harmless, why.format(field)) for field, harmless, why in _FOR_CHAT),
+    ),
+    TokenizeChatRequest: (_CHATS_PROMPT,),
+    TokenizeRequest: (_PROMPTS_CHAT,),
+}
+"""Fields of the other endpoint."""
+
+
+def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
+    """What a body for `model` may not say."""
+    return (REFUSALS if issubclass(model, GenerationRequest) else ()) + ELSEWHERE.get(model, ())
+
+
+def field_table() -> list[tuple[str, str]]:
+    """Rows (fields, what happens to them) for the README: what is honoured, then what is refused and why."""
+    never = {"n", "best_of"}  # Parsed, so that a wrong value is named; 1 is all they may be.
+    both = set(ChatCompletionRequest.model_fields) & set(CompletionRequest.model_fields) - never
+    rows = [(_named(both), "honoured")]
+    for path, model in (("/v1/chat/completions", ChatCompletionRequest), ("/v1/completions", CompletionRequest)):
+        rows.append((_named(set(model.model_fields) - both - never), f"honoured by {path}"))
+    refused: dict[str, list[Refusal]] = {}
+    for refusal in REFUSALS:
+        refused.setdefault(
+            refusal.why.removeprefix(f"`{refusal.field}`: ").replace(f"`{refusal.field}`", "them"), []
+        ).append(refusal)
+    for why, refusals in refused.items():
+        told = refusals[0].why if len(refusals) == 1 else why[0].upper() + why[1:]
+        rows.append((_named([refusal.field for refusal in refusals]), told))
+    return rows
+
+
+def _named(fields: Sequence[str] | set[str]) -> str:
+    return ", ".join(f"`{field}`" for field in (sorted(fields) if isinstance(fields, set) else fields))
+
+
+def find_refusal(raw: dict[str, Any], table: Sequence[Refusal]) -> Refusal | None:
+    """The first row of the table that this body runs into."""
+    for refusal in table:
+        value: Any = raw
+        for name in refusal.field.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None and not refusal.harmless(value):
+            return refusal
+    return None
