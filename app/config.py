@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
@@ -154,10 +154,21 @@ class Config(BaseSettings):
     @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
     @classmethod
     def _split_list(cls, value: object) -> object:
-        """Words, or a JSON list as vLLM has it; flags bring a list of such."""
-        if isinstance(value, list):
-            return [item for part in value for item in _listed(part)]
-        return _listed(value)
+        """Words, or a JSON list as vLLM has it; flags bring their words apart."""
+        if isinstance(value, str):
+            value = [value] if _is_json_list(value) else value.split()
+        if not isinstance(value, list):
+            return value
+        return [item for part in value for item in (_read_list(part) if _is_json_list(part) else [part])]
+
+    @field_validator("api_key", mode="wrap")
+    @classmethod
+    def _real_keys(cls, value: object, settle: Callable[[object], list[str]]) -> list[str]:
+        """A key that an unset variable has left empty must not open the server."""
+        keys = settle(value)
+        if any(not key.strip() for key in keys) or (not keys and value != []):
+            raise ValueError("an API key may not be empty")
+        return keys
 
     @field_validator("default_chat_template_kwargs", mode="before")
     @classmethod
@@ -179,7 +190,7 @@ class Config(BaseSettings):
         if self.api_key_file is None:
             return self.api_key
         try:
-            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+            lines = self.api_key_file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {self.api_key_file}: cannot be read: {error}") from None
         keys = [line.strip() for line in lines if line.strip()]
@@ -358,15 +369,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {found[0]}?" if found else ""
 
 
-def _listed(value: object) -> list[object]:
-    if not isinstance(value, str):
-        return [value]
-    if value.lstrip().startswith("["):
-        try:
-            return list(json.loads(value))
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}") from None
-    return list(value.split())
+def _is_json_list(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and value.lstrip().startswith("[")
+
+
+def _read_list(text: str) -> list[object]:
+    try:
+        return list(json.loads(text))
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
 
 
 def parse_bytes(text: str) -> int:
@@ -537,7 +548,8 @@ def _explain(error: ValidationError, flags: dict[str, Said]) -> ConfigError:
         spelling = env_name(field)
     else:
         spelling = f"{field} in {flags['config'].value if 'config' in flags else os.environ.get(env_name('config'))}"
-    return ConfigError(f"{spelling} {first['input']}: {_message(first)}", "see `dflash-server serve --help`")
+    shown = "" if field == "api_key" else f" {first['input']}"
+    return ConfigError(f"{spelling}{shown}: {_message(first)}", "see `dflash-server serve --help`")
 
 
 def _message(error: Any) -> str:

@@ -71,12 +71,17 @@ def _decode(body: bytes) -> Any:
 
 
 def _explain(error: ValidationError, raw: dict[str, Any]) -> ApiError:
-    """The error deepest in the body: of a union's branches, the one that the client most likely meant."""
+    """The error that came furthest: of a union's branches, the one that the client most likely meant."""
     found = [(_param(details, raw), details) for details in error.errors(include_url=False)[:_MOST_ERRORS]]
-    param, details = max(found, key=lambda item: item[0].count("."))
+    param, details = max(found, key=lambda item: _progress(item[0]))
     branches = dict.fromkeys(_complaint(other) for name, other in found if name == param)
     message = f"`{param}` {' or '.join(branches)}." if param else f"The body is wrong: {details['msg']}."
     return bad_request(message, param or None, "missing_parameter" if details["type"] == "missing" else "invalid_value")
+
+
+def _progress(param: str) -> tuple[int, list[int]]:
+    steps = param.split(".")
+    return len(steps), [int(step) for step in steps if step.isdecimal()]
 
 
 def _param(details: ErrorDetails, raw: Any) -> str:

@@ -74,7 +74,7 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(key.encode()) for key in keys]
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +82,7 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip())
+        given = _digest(key.strip(" ").encode("latin-1"))
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if kind.lower() == "bearer" and any(matches):
             await self._app(scope, receive, send)
@@ -96,5 +96,5 @@ class ApiKeys:
         await refusal.response()(scope, receive, send)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -24,7 +24,9 @@ class Prompt:
     in_reasoning: bool = False
 
 
-async def of_conversation(services: Services, asked: TemplatedRequest, info: EngineInfo) -> Prompt:
+async def of_conversation(
+    services: Services, asked: TemplatedRequest, info: EngineInfo, *, must_fit: bool = True
+) -> Prompt:
     """The messages through the chat template. Raises ApiError naming the field at fault."""
     template = services.tokenizer.chat_template
     check_template(asked, template)
@@ -35,22 +37,32 @@ async def of_conversation(services: Services, asked: TemplatedRequest, info: Eng
             tools=asked.offered_tools or None,
             add_generation_prompt=asked.add_generation_prompt is not False,
             continue_final_message=bool(asked.continue_final_message),
-            switches={**services.template_kwargs, **(asked.chat_template_kwargs or {})},
+            switches={**services.template_kwargs, **asked.switches(template.switches)},
         )
     except ChatTemplateError as error:
         raise bad_request(clip(str(error), _LONGEST_TEMPLATE_ERROR), "messages") from None
-    token_ids = await of_text(services, text, "messages", info, add_special_tokens=False)
+    special = bool(asked.add_special_tokens)
+    token_ids = await of_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
     begun = asked.messages[-1].text if asked.continue_final_message else text[-_END:]
     return Prompt(token_ids, begun.rfind(THINK) > begun.rfind(END_THINK))
 
 
 async def of_text(
-    services: Services, text: str, param: str, info: EngineInfo, *, add_special_tokens: bool = True
+    services: Services,
+    text: str,
+    param: str,
+    info: EngineInfo,
+    *,
+    add_special_tokens: bool = True,
+    must_fit: bool = True,
 ) -> list[int]:
-    """`text` in tokens, made in a thread. Raises ApiError if it is too long or has tokens the model does not know."""
-    encode = services.tokenizer.encode
+    """`text` in tokens, made in a thread. Raises ApiError if it has tokens the model does not know, and, without the
+    work of making them, if there must be more than fit (`must_fit`)."""
+    most = info.max_model_len if must_fit else None
     try:
-        token_ids = await asyncio.to_thread(encode, text, info.max_model_len, add_special_tokens=add_special_tokens)
+        token_ids = await asyncio.to_thread(
+            services.tokenizer.encode, text, most, add_special_tokens=add_special_tokens
+        )
     except PromptTooLong as error:
         raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
     if (largest := max(token_ids, default=0)) >= info.vocab_size:
@@ -62,10 +74,12 @@ async def of_text(
     return token_ids
 
 
-async def of_prompt(services: Services, prompt: str | list[int], info: EngineInfo) -> Prompt:
+async def of_prompt(
+    services: Services, prompt: str | list[int], info: EngineInfo, *, add_special_tokens: bool = True
+) -> Prompt:
     """A bare prompt, text or token ids. Raises ApiError if it is empty, too long, or has unknown ids."""
     if isinstance(prompt, str):
-        token_ids = await of_text(services, prompt, "prompt", info)
+        token_ids = await of_text(services, prompt, "prompt", info, add_special_tokens=add_special_tokens)
     else:
         check_ids("prompt", prompt, info)
         token_ids = prompt

@@ -6,6 +6,7 @@ wrong item (`fail_fast`), so that no body makes the server busy with complaints.
 """
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -94,10 +95,11 @@ class CalledFunction(Body):
     @classmethod
     def _object_in_json(cls, value: str | None) -> str | None:
         try:
-            good = isinstance(json.loads(value or "{}"), dict)
+            parsed = json.loads(value or "{}")
+            json.dumps(parsed, ensure_ascii=False).encode()  # A lone surrogate is no text.
         except (ValueError, RecursionError):
-            good = False
-        if not good:
+            parsed = None
+        if not isinstance(parsed, dict):
             raise ValueError("must be the JSON text of an object")
         return value
 
@@ -170,9 +172,14 @@ class TemplatedRequest(AskedOfModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def switches(self, known: Collection[str]) -> dict[str, Any]:
+        """The variables of the chat template's own that are set; null says nothing."""
+        return {k: v for k, v in (self.chat_template_kwargs or {}).items() if v is not None and k in known}
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -191,29 +198,27 @@ class ChatCompletionRequest(TemplatedRequest, GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """`prompt` becomes a list of texts or of lists of token ids, whatever form it came in."""
+    """`prompt` is a text, token ids, or a list of either."""
 
-    echo: bool | None = None
     prompt: (
-        Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
-        | Annotated[list[PromptIds], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+        str
+        | PromptIds
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[PromptIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
     )
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return [value]
-        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-            return [value]
-        return value
-
-    @field_validator("prompt")
-    @classmethod
-    def _some_prompt(cls, value: list[str] | list[list[int]]) -> list[str] | list[list[int]]:
-        if not value:
-            raise ValueError("must not be an empty list")
-        return value
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Whatever form it came in."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt or isinstance(self.prompt[0], int):
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        return [item for item in self.prompt if isinstance(item, str)] or [
+            item for item in self.prompt if isinstance(item, list)
+        ]
 
 
 class TokenizeRequest(AskedOfModel):

@@ -12,7 +12,6 @@ from app.api.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
-    GenerationRequest,
     TokenizeChatRequest,
     TokenizeRequest,
 )
@@ -170,8 +169,7 @@ _FOR_CHAT = (
     ("chat_template_kwargs", empty, _CHAT_ONLY),
     ("separate_reasoning", _is(True, False), _CHAT_ONLY),
 )
-_CHATS_PROMPT = Refusal("prompt", _never, "`prompt` belongs to bare completions. Leave it out beside `messages`.")
-_PROMPTS_CHAT = Refusal("messages", _never, "`messages` belongs to chat. Leave it out beside `prompt`.")
+_BARE = tuple(Refusal(field, harmless, why.format(field)) for field, harmless, why in _FOR_CHAT)
 ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
     ChatCompletionRequest: (
         Refusal("prompt", _never, "`prompt` belongs to /v1/completions. Send `messages` here."),
@@ -179,17 +177,19 @@ ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
     ),
     CompletionRequest: (
         Refusal("messages", _never, "`messages` belongs to /v1/chat/completions. Send `prompt` here."),
-        *(Refusal(field, harmless, why.format(field)) for field, harmless, why in _FOR_CHAT),
+        *_BARE,
     ),
-    TokenizeChatRequest: (_CHATS_PROMPT,),
-    TokenizeRequest: (_PROMPTS_CHAT,),
+    TokenizeChatRequest: (
+        Refusal("prompt", _never, "`prompt` belongs to bare completions. Leave it out beside `messages`."),
+    ),
+    TokenizeRequest: _BARE,
 }
 """Fields of the other endpoint."""
 
 
 def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
     """What a body for `model` may not say."""
-    return (REFUSALS if issubclass(model, GenerationRequest) else ()) + ELSEWHERE.get(model, ())
+    return REFUSALS + ELSEWHERE.get(model, ())
 
 
 def field_table() -> list[tuple[str, str]]:

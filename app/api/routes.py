@@ -62,12 +62,13 @@ async def completions(request: Request) -> Response:
     name = services.served_name(asked.model)
     info = services.ready_engine()
     prompts.check_stop_ids(asked.stop_token_ids, info)
-    if len(asked.prompt) > requests_allowed(info):
+    if len(asked.prompts) > requests_allowed(info):
         raise bad_request(
-            f"`prompt` has {len(asked.prompt)} prompts; at most {requests_allowed(info)} may come in one request.",
+            f"`prompt` has {len(asked.prompts)} prompts; at most {requests_allowed(info)} may come in one request.",
             "prompt",
         )
-    given = [await prompts.of_prompt(services, prompt, info) for prompt in asked.prompt]
+    special = asked.add_special_tokens is not False
+    given = [await prompts.of_prompt(services, prompt, info, add_special_tokens=special) for prompt in asked.prompts]
     budgets = [
         token_budget("prompt", len(p.token_ids), asked.max_tokens, DEFAULT_COMPLETION_TOKENS, info.max_model_len)
         for p in given
@@ -96,18 +97,20 @@ async def tokenize(request: Request) -> Response:
     """The tokens of a bare prompt, or of a conversation as the chat template writes it."""
     services = services_of(request)
     raw = await read_json(request)
-    if "messages" in raw:
+    if raw.get("messages") is not None:
         chat = parse(raw, TokenizeChatRequest, services.metrics)
         services.served_name(chat.model)
         info = services.ready_engine()
-        token_ids = (await prompts.of_conversation(services, chat, info)).token_ids
+        token_ids = (await prompts.of_conversation(services, chat, info, must_fit=False)).token_ids
         named = chat.return_token_strs
     else:
         bare = parse(raw, TokenizeRequest, services.metrics)
         services.served_name(bare.model)
         info = services.ready_engine()
         special = bare.add_special_tokens is not False
-        token_ids = await prompts.of_text(services, bare.prompt, "prompt", info, add_special_tokens=special)
+        token_ids = await prompts.of_text(
+            services, bare.prompt, "prompt", info, add_special_tokens=special, must_fit=False
+        )
         named = bare.return_token_strs
     strings = services.tokenizer.token_strings(token_ids) if named else None
     return _json(
@@ -125,6 +128,7 @@ async def detokenize(request: Request) -> Response:
     return _json({"prompt": services.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version", **openapi.VERSION)
 async def server_version() -> Response:
     return _json({"version": version("dflash-server")})
@@ -147,7 +151,7 @@ def _card(services: Services, name: str) -> dict[str, Any]:
 
 
 def _echoed(services: Services, asked: CompletionRequest) -> list[str]:
-    return [p if isinstance(p, str) else services.tokenizer.decode(p, skip_special_tokens=False) for p in asked.prompt]
+    return [p if isinstance(p, str) else services.tokenizer.decode(p, skip_special_tokens=False) for p in asked.prompts]
 
 
 def _submit(

@@ -50,8 +50,8 @@ def create_app(
         version=version("dflash-server"),
         description="OpenAI-compatible serving with DFlash block-diffusion speculative decoding.",
         redirect_slashes=False,
-        root_path=root_path,
     )
+    app.root_path = root_path
     app.state.services = services
     errors.install(app)
     for router in (routes.router, ops.router, page.router):

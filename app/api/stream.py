@@ -28,7 +28,8 @@ T = TypeVar("T")
 class TextStream:
     """One answer: its Generation, decoded, cut at stop strings and parsed. A stop string's match aborts the Generation.
 
-    `by_step` tells the text of every token, step by step. Tool calls beyond `most_calls` are dropped.
+    `by_step` tells the text of every token, step by step, and counts `steps`. Tool calls beyond `most_calls` are
+    dropped.
     """
 
     def __init__(
@@ -65,7 +66,6 @@ class TextStream:
             if self._services.engine.state.phase != "ready":
                 raise self._services.unavailable(f"The engine stopped before the answer was done: {reason}.")
             raise ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
-        self._count(delta)
         steps: tuple[Step, ...] = ()
         if self._by_step and delta.token_ids:
             steps = tuple(self._steps(delta))
@@ -73,10 +73,6 @@ class TextStream:
         else:
             text = self._detokenizer.push(delta.token_ids, delta.finish_reason)
         return self._piece(text, steps)
-
-    def _count(self, delta: TokenDelta) -> None:
-        for step in delta.steps:
-            self.steps.update(steps=bool(step.n_verified), verified=step.n_verified, accepted=step.n_accepted)
 
     def _steps(self, delta: TokenDelta) -> Iterator[Step]:
         """The delta token by token. What is held back for a stop string is told with the token that frees it."""
@@ -89,6 +85,7 @@ class TextStream:
                 texts.append(self._detokenizer.push([token_id], None if left else delta.finish_reason))
                 if self._detokenizer.finish_reason is not None:
                     break
+            self.steps.update(steps=int(step.n_verified > 0), verified=step.n_verified, accepted=step.n_accepted)
             yield Step(step.n_verified, step.n_accepted, texts)
             if self._detokenizer.finish_reason is not None:
                 return

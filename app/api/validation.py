@@ -41,7 +41,7 @@ def _check_conversation(parsed: TemplatedRequest) -> None:
     for index, tool in enumerate(parsed.tools or []):
         if tool.function.strict:
             param = f"tools.{index}.function.strict"
-            raise bad_request(f"`{param}` may not be true. {GRAMMAR.format('it')}", param, "unsupported_parameter")
+            raise bad_request(f"`{param}` may not be true. {GRAMMAR.format(param)}", param, "unsupported_parameter")
     if parsed.continue_final_message:
         if parsed.add_generation_prompt:
             raise bad_request(
@@ -74,6 +74,14 @@ def check_template(asked: TemplatedRequest, template: ChatTemplate) -> None:
             "tools",
             "unsupported_parameter",
         )
+    for index, message in enumerate(asked.messages):
+        if message.tool_calls and "tool_calls" not in (template.source or ""):
+            param = f"messages.{index}.tool_calls"
+            raise bad_request(
+                f"This model's chat template has no place for `{param}`. Say in `content` what was called.",
+                param,
+                "unsupported_parameter",
+            )
     for name, value in (asked.chat_template_kwargs or {}).items():
         if name not in template.switches and value is not None and value is not False:
             known = ", ".join(f"`{switch}`" for switch in template.switches) or "none"

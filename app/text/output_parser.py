@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+MARKS = (THINK, END_THINK, CALL, END_CALL)
 _SPACE = " \t\r\n"  # JSON's own. An ideographic space is an indent, so it is text.
 _LEXEME = re.compile(r"</?(?:think|tool_call)>|[ \t\r\n]+|[^< \t\r\n]+|<")
 _MAX_CLOSING_TAGS = 64  # in the strings of one call: each costs a parse of the whole block

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from app.text.chat_template import ChatTemplate
+from app.text.output_parser import MARKS
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -59,6 +60,7 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises plain Exception.
             raise TokenizerError(f"{path} cannot be read: {error}") from None
+        self.backend = _with_marks_as_text(self.backend)
         self.backend.no_truncation()
         self.backend.no_padding()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
@@ -101,6 +103,16 @@ class Tokenizer:
     def token_strings(self, token_ids: list[int]) -> list[str]:
         """How the vocabulary spells each token; an id that it does not have is ""."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+def _with_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Some files call the marks of reasoning and tool calls special: decoding would drop what the parser looks for."""
+    if not any(token.special and token.content in MARKS for token in backend.get_added_tokens_decoder().values()):
+        return backend
+    files = json.loads(backend.to_str())
+    for token in files["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in MARKS
+    return tokenizers.Tokenizer.from_str(json.dumps(files))
 
 
 def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:

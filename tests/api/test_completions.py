@@ -102,3 +102,171 @@ def test_a_stop_string_is_never_leaked_in_a_stream(server, background):
     playing.result()
     assert "".join(pieces) == "abENab"
     assert not any(piece.endswith("E") for piece in pieces)
+
+
+def answers(server, stream, **fields):
+    """The texts of all answers in order, their reasons, and the usage."""
+    if not stream:
+        answer = server.openai.completions.create(**ASK, **fields)
+        return [c.text for c in answer.choices], [c.finish_reason for c in answer.choices], answer.usage
+    texts, reasons = {}, {}
+    with server.openai.completions.create(
+        **ASK, **fields, stream=True, stream_options={"include_usage": True}
+    ) as chunks:
+        for chunk in chunks:
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+    return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)], chunk.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("prompts", [["hello world"], ["naïve 漢字 ", "<|im_start|>x", "fox"]])
+def test_echo_says_the_prompt_before_the_answer(server, prompts, as_ids, stream):
+    server.script.plan(server.ids(" and"), [*server.ids(" on"), 2])
+    sent = [server.ids(prompt) for prompt in prompts] if as_ids else prompts
+    texts, reasons, usage = answers(server, stream, prompt=sent if len(sent) > 1 else sent[0], echo=True)
+    assert texts == [f"{prompt} and on" for prompt in prompts]
+    assert reasons == ["stop"] * len(prompts)
+    assert usage.prompt_tokens == sum(len(server.ids(prompt)) for prompt in prompts)
+    assert usage.completion_tokens == len(prompts) * (len(server.ids(" and") + server.ids(" on")) + 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_are_looked_for_in_the_answer_alone_and_not_in_the_echo(server, stream):
+    server.script.plan(server.bytes("END of it"), [2])
+    assert answers(server, stream, prompt="the E", stop=["ND", "the"], echo=True)[0] == ["the EE"]
+
+
+def test_echo_false_or_null_says_nothing(server):
+    server.script.plan([*server.ids("on"), 2])
+    for echo in (False, None):
+        answer = server.http.post("/v1/completions", json=ASK | {"prompt": "x", "echo": echo}).json()
+        assert answer["choices"][0]["text"] == "on"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("width", [1, 3, 15])
+@pytest.mark.parametrize(
+    ("stop", "expected"), [("o wo", "hello wo"), (["zzz", "rld", "d"], "hello world"), ("h", "h"), ("d! x", None)]
+)
+def test_the_stop_string_is_kept_whole_and_nothing_behind_it_if_that_is_asked_for(
+    server, stop, expected, width, stream
+):
+    words = "hello world! and"
+    ids = [*server.bytes(words), 2]
+    server.script.plan(*[ids[i : i + width] for i in range(0, len(ids), width)])
+    fields = {"prompt": "p", "max_tokens": 40, "stop": stop, "extra_body": {"include_stop_str_in_output": True}}
+    texts, reasons, usage = answers(server, stream, **fields)
+    assert (texts, reasons) == ([expected or words], ["stop"])
+    assert usage.completion_tokens == (len(ids) if expected is None else len(expected))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "on "),
+        ({"include_stop_str_in_output": True}, "on x"),
+        ({"include_stop_str_in_output": False}, "on "),
+        ({"skip_special_tokens": False}, "on "),
+    ],
+)
+def test_a_stop_token_is_counted_and_part_of_the_text_only_if_that_is_asked_for(server, fields, expected, stream):
+    (x,) = server.bytes("x")
+    server.script.plan([*server.ids("on "), x, *server.ids("more")])
+    texts, reasons, usage = answers(server, stream, prompt="p", extra_body={"stop_token_ids": [x]} | fields)
+    assert (texts, reasons, usage.completion_tokens) == ([expected], ["stop"], len(server.ids("on ")) + 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "onon"),
+        ({"skip_special_tokens": True}, "onon"),
+        ({"skip_special_tokens": False}, "<|im_start|>on<|im_start|>on"),
+        ({"include_stop_str_in_output": True}, "onon"),
+        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "<|im_start|>on<|im_start|>on<|im_end|>"),
+    ],
+)
+def test_special_tokens_are_text_only_if_they_are_not_to_be_skipped(server, fields, expected, stream):
+    on = server.ids("on")
+    server.script.plan([1, *on], [1], on, [2])
+    texts, _, usage = answers(server, stream, prompt="p", extra_body=fields)
+    assert texts == [expected]
+    assert usage.completion_tokens == 2 * len(on) + 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_special_token_can_complete_a_stop_string_once_it_is_text(server, stream):
+    server.script.plan([*server.ids("on"), 1, *server.ids("user")])
+    fields = {"prompt": "p", "stop": "n<|im_start|>", "max_tokens": 40}
+    assert answers(server, stream, **fields, extra_body={"skip_special_tokens": False})[0] == ["o"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("skip", "expected"), [(True, "onon"), (False, "on<|im_end|>on<|endoftext|>")])
+def test_ignore_eos_goes_on_behind_it_and_leaves_stop_token_ids_in_force(server, skip, expected, stream):
+    on = server.ids("on")
+    server.script.plan([*on, 2, *on], [0, 9, *on])
+    texts, reasons, usage = answers(
+        server,
+        stream,
+        prompt="p",
+        extra_body={"ignore_eos": True, "stop_token_ids": [9], "skip_special_tokens": skip},
+    )
+    assert server.script.see("Submit")["stop_token_ids"] == [9]
+    assert (texts, reasons, usage.completion_tokens) == ([expected], ["stop"], 2 * len(on) + 3)
+
+
+def test_ignore_eos_stops_at_an_eos_that_is_asked_for_by_its_id(server):
+    server.script.plan([*server.ids("on"), 0, 2, *server.ids("on")])
+    answer = server.openai.completions.create(**ASK, prompt="p", extra_body={"ignore_eos": True, "stop_token_ids": [2]})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("on", "stop")
+    assert answer.usage.completion_tokens == len(server.ids("on")) + 2
+
+
+@pytest.mark.parametrize(("fields", "expected"), [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 40}, 40)])
+def test_sixteen_tokens_are_made_unless_more_are_asked_for(server, fields, expected):
+    server.script.plan([5] * 100)
+    answer = server.openai.completions.create(**ASK, prompt="p", **fields)
+    assert answer.usage.completion_tokens == expected
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_sixteen_are_fewer_where_the_context_ends_and_what_is_asked_for_must_fit(server):
+    server.script.plan([5] * 100)
+    assert server.openai.completions.create(**ASK, prompt=[5] * 250).usage.completion_tokens == 6
+    for prompt, fields in (([5] * 250, {"max_tokens": 7}), ([5] * 256, {})):
+        error = server.http.post("/v1/completions", json=ASK | {"prompt": prompt} | fields).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (None, "prompt"),
+        ("", "prompt"),
+        ([], "prompt"),
+        ([[]], "prompt"),
+        (["a", ""], "prompt"),
+        ([[5], []], "prompt"),
+        (["a", 5], "prompt.1"),
+        (["a", [5]], "prompt.1"),
+        ([[5, -1]], "prompt.0.1"),
+        ([5, -1], "prompt.1"),
+        ([[5, 512]], "prompt"),
+        ([5, 2.5], "prompt.1"),
+        ([True, 5], "prompt.0"),
+        ({"text": "a"}, "prompt"),
+        (5, "prompt"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused_by_where_it_is_wrong(server, prompt, param):
+    response = server.http.post("/v1/completions", json=ASK | {"prompt": prompt})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param

@@ -235,3 +235,107 @@ def test_every_setting_is_in_one_group_of_the_help() -> None:
 def test_the_peer_table_names_only_settings_that_exist() -> None:
     assert {peer.field for peer in PEER_FLAGS if peer.field} <= setting_fields().keys()
     assert ("--block-size", "--page-size", "vLLM", "tokens of a KV page, not the DFlash block") in flag_table()
+
+
+def test_keys_come_from_flags_words_json_and_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config.load().api_keys() == []
+    assert Config.load([flag("api_key", ["a", "b"])]).api_keys() == ["a", "b"]
+    assert Config.load([flag("api_key", ['["a", "b"]'])]).api_keys() == ["a", "b"]
+    assert Config.load([yaml_file(tmp_path, "api_key: [a, b]")]).api_keys() == ["a", "b"]
+    monkeypatch.setenv("DFLASH_API_KEY", "a b")
+    assert Config.load().api_keys() == ["a", "b"]
+    assert Config.load([flag("api_key", ["c"])]).api_keys() == ["c"]
+
+
+@pytest.mark.parametrize("value", ["correct horse", '["correct horse"]'])
+def test_a_key_with_a_space_is_one_key_and_not_two_shorter_ones(value: str) -> None:
+    assert Config.load([flag("api_key", [value])]).api_keys() == ["correct horse"]
+
+
+def test_a_file_adds_its_keys_one_a_line(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("\n  first \n\nsecond\r\n", encoding="utf-8")
+    said = flag("api_key_file", str(tmp_path / "keys"))
+    assert Config.load([said]).api_keys() == ["first", "second"]
+    assert Config.load([said, flag("api_key", ["given"])]).api_keys() == ["given", "first", "second"]
+
+
+def test_a_key_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first\n", encoding="utf-8-sig")
+    assert Config.load([flag("api_key_file", str(tmp_path / "keys"))]).api_keys() == ["first"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n\n", b"\xff\xfe\x00"])
+def test_a_key_file_that_holds_no_key_is_named_and_never_means_no_keys(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    config = Config.load([flag("api_key_file", str(file))])
+    with pytest.raises(ConfigError, match=f"--api-key-file {file}"):
+        config.api_keys()
+
+
+@pytest.mark.parametrize("value", [[""], ["  "], ['[""]'], ["[]"], ['["a", " "]']])
+def test_a_key_that_is_asked_for_and_empty_is_refused_and_never_means_no_keys(value: list[str]) -> None:
+    """As from `--api-key "$UNSET"`: whoever says it wants a server that is closed."""
+    assert "--api-key" in str(refusal(flag("api_key", value)))
+
+
+def test_keys_are_in_no_representation_of_the_settings(tmp_path: Path) -> None:
+    config = Config.load([flag("api_key", ["secret-key"])])
+    assert "secret-key" not in repr(config) and "secret-key" not in str(config)
+    assert "secret-key" not in repr(list(config.__repr_args__()))
+
+
+def test_a_mistake_in_the_keys_does_not_print_them(tmp_path: Path) -> None:
+    error = refusal(yaml_file(tmp_path, "api_key: [secret-key, 12345]"))
+    assert "secret-key" not in str(error) and "12345" not in str(error)
+
+
+def test_template_defaults_are_json_or_a_mapping_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"enable_thinking": False}
+    assert (
+        Config.load([flag("default_chat_template_kwargs", json.dumps(wanted))]).default_chat_template_kwargs == wanted
+    )
+    file = yaml_file(tmp_path, "default_chat_template_kwargs: {enable_thinking: false}")
+    assert Config.load([file]).default_chat_template_kwargs == wanted
+    monkeypatch.setenv("DFLASH_DEFAULT_CHAT_TEMPLATE_KWARGS", json.dumps(wanted))
+    config = Config.load()
+    assert config.default_chat_template_kwargs == wanted
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("text", ["enable_thinking=false", "{", "[1]", '"x"', "null"])
+def test_template_defaults_that_are_no_object_are_refused(text: str) -> None:
+    assert "--default-chat-template-kwargs" in str(refusal(flag("default_chat_template_kwargs", text)))
+
+
+@pytest.mark.parametrize("field", ["reasoning_parser", "tool_call_parser"])
+@pytest.mark.parametrize(
+    ("said", "parser"),
+    [("qwen3", "qwen3"), ("Qwen3", "qwen3"), ("hermes", "qwen3"), ("deepseek_r1", "qwen3"), ("none", "none")],
+)
+def test_parsers_may_be_named_as_peers_name_them(field: str, said: str, parser: str) -> None:
+    assert getattr(Config.load([flag(field, said)]), field) == parser
+
+
+def test_a_parser_that_is_not_here_is_refused_with_those_that_are() -> None:
+    error = refusal(flag("tool_call_parser", "llama3_json"))
+    assert "llama3_json" in str(error) and "'qwen3'" in str(error)
+
+
+@pytest.mark.parametrize("path", ["", "/llm", "/llm/v2"])
+def test_a_root_path_begins_with_a_slash_and_does_not_end_with_one(path: str) -> None:
+    assert Config.load([flag("root_path", path)]).root_path == path
+
+
+@pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/l m", "https://x/llm"])
+def test_what_is_no_root_path_is_refused(path: str) -> None:
+    assert "--root-path" in str(refusal(flag("root_path", path)))
+
+
+def test_origins_are_words_or_a_list(tmp_path: Path) -> None:
+    assert Config.load([flag("allowed_origins", ["https://a", '["https://b"]'])]).allowed_origins == [
+        "https://a",
+        "https://b",
+    ]
+    assert Config.load([yaml_file(tmp_path, 'allowed_origins: "*"')]).allowed_origins == ["*"]

@@ -35,8 +35,8 @@ def cut_steps(ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def run(backend, ids, stop, cuts, finish) -> tuple[Detokenizer, list[str]]:
-    detokenizer = Detokenizer(backend, stop)
+def run(backend, ids, stop, cuts, finish, **options) -> tuple[Detokenizer, list[str]]:
+    detokenizer = Detokenizer(backend, stop, **options)
     steps = cut_steps(ids, cuts)
     shown = []
     for number, step in enumerate(steps):
@@ -46,11 +46,11 @@ def run(backend, ids, stop, cuts, finish) -> tuple[Detokenizer, list[str]]:
     return detokenizer, shown
 
 
-def reference(text: str, stop: list[str]) -> str | None:
+def reference(text: str, stop: list[str], include_stop: bool = False) -> str | None:
     """The text before the stop string that is complete first, reading character by character; None if there is none."""
     for end in range(1, len(text) + 1):
         if matched := [s for s in stop if text[:end].endswith(s)]:
-            return text[: end - max(len(s) for s in matched)]
+            return text[: end if include_stop else end - max(len(s) for s in matched)]
     return None
 
 
@@ -175,3 +175,54 @@ def test_byte_fallback_tokens_of_sentencepiece_models_make_whole_characters(text
     _, shown = run(backend, ids, [], cuts, "length")
     assert "".join(shown) == backend.decode(ids) == text
     assert not any("\ufffd" in piece for piece in shown)
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from([*PIECES, EOS]), min_size=1, max_size=24),
+    stop=st.lists(st.text("abc <eos>", min_size=1, max_size=6), max_size=3),
+    cuts=st.lists(st.integers(0, 24), max_size=8),
+    finish=st.sampled_from(["stop", "length"]),
+    include_stop=st.booleans(),
+    skip=st.booleans(),
+)
+def test_text_with_its_stop_and_special_tokens_is_that_of_a_plain_reading(
+    backend, pieces, stop, cuts, finish, include_stop, skip
+):
+    ids = [backend.token_to_id(piece) for piece in pieces]
+    shown_ids = ids[:-1] if finish == "stop" and not include_stop else ids
+    text = backend.decode(shown_ids, skip_special_tokens=skip)
+    options = {"include_stop": include_stop, "skip_special_tokens": skip}
+    cuts = [cut % len(ids) for cut in cuts]  # The stop token comes with the finish.
+    detokenizer, shown = run(backend, ids, stop, cuts, finish, **options)
+    expected = reference(text, stop, include_stop)
+    assert "".join(shown) == (text if expected is None else expected)
+    assert detokenizer.finish_reason == (finish if expected is None else "stop")
+    if expected is None:
+        assert detokenizer.n_tokens == len(ids)
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=20))
+def test_special_tokens_between_characters_of_any_script_are_whole_text(backend, text, cuts):
+    text = text.replace("\ufffd", "")
+    eos = backend.token_to_id(EOS)
+    ids = [id_ for c in text for id_ in (eos, *byte_ids(backend, c.encode()))]
+    _, shown = run(backend, ids, [], cuts, "length", skip_special_tokens=False)
+    assert "".join(shown) == "".join(EOS + c for c in text)
+    _, shown = run(backend, ids, [], cuts, "length")
+    assert "".join(shown) == text
+
+
+def test_a_stop_string_spanning_two_tokens_is_kept_and_what_follows_is_not(backend):
+    detokenizer = Detokenizer(backend, ["bca"], include_stop=True)
+    assert detokenizer.push([backend.token_to_id("ab")]) == "a"
+    assert detokenizer.push([backend.token_to_id("cab"), backend.token_to_id("c")]) == "bca"
+    assert (detokenizer.finish_reason, detokenizer.n_tokens) == ("stop", 2)
+
+
+@pytest.mark.parametrize(("skip", "expected"), [(True, "a"), (False, "a" + EOS)])
+def test_an_included_stop_token_is_text_unless_special_tokens_are_skipped(backend, skip, expected):
+    detokenizer = Detokenizer(backend, include_stop=True, skip_special_tokens=skip)
+    assert detokenizer.push([backend.token_to_id("a"), backend.token_to_id(EOS)], "stop") == expected
+    assert (detokenizer.finish_reason, detokenizer.n_tokens) == ("stop", 2)
