@@ -1,6 +1,8 @@
 """Bodies to requests: their size, their JSON, their refusals, and errors that name the field at fault."""
 
+import asyncio
 import gc
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,14 +17,26 @@ from app.api.validation import check_together
 from app.metrics import Metrics
 
 MAX_BODY_BYTES = 8 * 2**20
+BODY_SECONDS = 20.0
 _MOST_ERRORS = 16
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The body. Raises ApiError: 413 above MAX_BODY_BYTES, 400 if it is not a JSON object."""
-    body = await _read_body(request)
+    """The body. Raises ApiError: 413 above MAX_BODY_BYTES, 415 if it is packed, 408 if it does not come, 400 if it is
+    not a JSON object."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"`Content-Encoding: {clip(encoding)}` is not read here. Send the body as it is."
+        raise ApiError(415, message, code="unsupported_media_type")
+    try:
+        body = await _read_body(request)
+    except TimeoutError:
+        message = f"Nothing of the body came for {BODY_SECONDS:g} s."
+        raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+    if not body:
+        raise bad_request("The body is empty. Send a JSON object.", code="invalid_json")
     try:
         raw = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -54,11 +68,15 @@ async def _read_body(request: Request) -> bytes:
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise body_too_large(MAX_BODY_BYTES)
     body = bytearray()
-    async for chunk in request.stream():
+    chunks = aiter(request.stream())
+    while True:
+        async with asyncio.timeout(BODY_SECONDS):
+            chunk = await anext(chunks, None)
+        if chunk is None:
+            return bytes(body)
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise body_too_large(MAX_BODY_BYTES)
-    return bytes(body)
 
 
 def _decode(body: bytes) -> Any:
@@ -106,8 +124,9 @@ def _complaint(details: ErrorDetails) -> str:
         return "is required"
     if details["type"] in ("too_long", "too_short"):
         return details["msg"].partition(" after validation")[0].replace("List should have", "must have")
-    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = message.replace("Input should have", "must have").replace("Extra inputs are not permitted", "is unknown")
+    message = details["msg"].removeprefix("Value error, ")
+    message = re.sub(r"^(Input|String|List) should", "must", message)
+    message = re.sub(r"must be a valid dictionary or instance of \w+", "must be an object", message)
     shown = details["input"]
     scalar = isinstance(shown, str | int | float) and len(str(shown)) <= 40
     return f"{message}, not {msgspec.json.encode(shown).decode()}" if scalar else message

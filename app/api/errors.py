@@ -108,7 +108,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     """What Starlette itself refuses: unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    where = f"{request.method} {clip(request.url.path)}"
+    where = f"{request.method} {clip(request.scope['path'])}"
     if error.status_code == 404:
         answer = ApiError(404, f"There is nothing at {where}.", code="not_found")
     elif error.status_code == 405:

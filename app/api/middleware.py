@@ -1,5 +1,6 @@
 """Around every request: its id, taken or made, one line in the access log, and the API key."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -7,17 +8,18 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.errors import ApiError
+from app.api.errors import ApiError, unavailable
 from app.log import request_id
 
 logger = logging.getLogger("app.access")
 
 _PROBES = {"/live", "/ready", "/health", "/metrics"}
-OPEN_PATHS = {"/", "/live", "/ready", "/health"}
+OPEN_PATHS = {"/", "/docs", "/openapi.json", "/live", "/ready", "/health"}
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -60,17 +62,24 @@ class RequestIds:
             # response broken off in the middle must end with it, which is what uvicorn does.
             if not complete:
                 raise
-            logger.exception("a bug of ours answered %s %s with 500", scope["method"], scope["path"])
+            logger.exception("a bug of ours answered %s %s with 500", scope["method"], quote(scope["path"]))
+        except asyncio.CancelledError:
+            # uvicorn ends what still runs when it goes down. A client that has no answer yet gets one.
+            if status:
+                raise
+            answer = unavailable("The server is shutting down.", "engine_draining").response()
+            await answer(scope, receive, send_with_id)
         finally:
             level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
             milliseconds = 1000 * (time.monotonic() - started)
-            logger.log(level, "%s %s %d %.1f ms", scope["method"], scope["path"], status, milliseconds)
+            path = quote(scope["path"])  # A path may hold anything, line ends too.
+            logger.log(level, "%s %s %d %.1f ms", scope["method"], path, status, milliseconds)
             request_id.reset(token)
 
 
 class ApiKeys:
-    """Lets only requests through that bear one of `keys`, but for OPEN_PATHS: probes have no key, and the page at `/`
-    says nothing. Comparing takes the same time whatever was sent."""
+    """Lets only requests through that bear one of `keys`, but for OPEN_PATHS: probes have no key, and pages tell
+    nothing of this server but what it can do. Comparing takes the same time whatever was sent."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
         self._app = app

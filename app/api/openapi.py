@@ -8,6 +8,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
+from app.api.middleware import OPEN_PATHS
 from app.api.protocol import (
     Body,
     ChatCompletionRequest,
@@ -29,7 +30,9 @@ _STATUSES = {
     400: "Something in the request is wrong or cannot be had here; `param` names it",
     401: "An API key is needed",
     404: "No such model",
+    408: "The body did not come",
     413: "The body is too large",
+    415: "The body is packed",
     429: "As many requests are in flight as may be; see Retry-After",
     500: "The engine failed on this request",
     503: "The model is loading, or the server is going down; see Retry-After",
@@ -168,8 +171,8 @@ def _route(
     return route
 
 
-_ALL = (400, 401, 404, 413, 429, 500, 503)
-_NO_ENGINE = (400, 401, 404, 413, 503)
+_ALL = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+_NO_ENGINE = (400, 401, 404, 408, 413, 415, 503)
 CHAT = _route("Answer a conversation", ChatCompletion, *_ALL, bodies=(ChatCompletionRequest,), streams=True)
 COMPLETIONS = _route("Go on with a text", Completion, *_ALL, bodies=(CompletionRequest,), streams=True)
 MODELS = _route("The names of the model", ModelList, 401)
@@ -203,4 +206,7 @@ def describe(app: FastAPI, keys_needed: bool) -> dict[str, Any]:
     if keys_needed:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
+        for path in OPEN_PATHS & document["paths"].keys():
+            for operation in document["paths"][path].values():
+                operation["security"] = []
     return document

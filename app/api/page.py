@@ -1,4 +1,4 @@
-"""The page at `/`: chat with the model and see DFlash work."""
+"""The pages: at `/` to chat with the model and see DFlash work, at `/docs` what openapi.json says."""
 
 from functools import cache
 from pathlib import Path
@@ -15,11 +15,21 @@ _POLICY = (
 
 @router.head("/", include_in_schema=False)
 @router.get("/", include_in_schema=False)
-async def page() -> Response:
+async def chat() -> Response:
+    return _page("index.html")
+
+
+@router.head("/docs", include_in_schema=False)
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    return _page("docs.html")
+
+
+def _page(name: str) -> Response:
     headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
-    return Response(_html(), media_type="text/html; charset=utf-8", headers=headers)
+    return Response(_html(name), media_type="text/html; charset=utf-8", headers=headers)
 
 
 @cache
-def _html() -> bytes:
-    return (Path(__file__).parent / "static" / "index.html").read_bytes()
+def _html(name: str) -> bytes:
+    return (Path(__file__).parent / "static" / name).read_bytes()

@@ -75,29 +75,25 @@ async def of_text(
 
 
 async def of_prompt(
-    services: Services, prompt: str | list[int], info: EngineInfo, *, add_special_tokens: bool = True
+    services: Services, prompt: str | list[int], param: str, info: EngineInfo, *, add_special_tokens: bool = True
 ) -> Prompt:
-    """A bare prompt, text or token ids. Raises ApiError if it is empty, too long, or has unknown ids."""
+    """A bare prompt, text or token ids, which came as `param`. Raises ApiError if it is empty, too long, or has unknown
+    ids."""
     if isinstance(prompt, str):
-        token_ids = await of_text(services, prompt, "prompt", info, add_special_tokens=add_special_tokens)
+        token_ids = await of_text(services, prompt, param, info, add_special_tokens=add_special_tokens)
     else:
-        check_ids("prompt", prompt, info)
+        check_ids(param, prompt, info)
         token_ids = prompt
     if not token_ids:
-        raise bad_request("`prompt` is empty. Send at least one token.", "prompt")
+        raise bad_request(f"`{param}` is empty. Send at least one token.", param)
     return Prompt(token_ids)
 
 
-def check_ids(param: str, token_ids: list[int], info: EngineInfo) -> None:
-    """Raises ApiError for an id that is beyond the model's vocabulary."""
-    if (largest := max(token_ids, default=0)) >= info.vocab_size:
-        raise _no_such_id(param, largest, info)
-
-
-def check_stop_ids(stop_token_ids: list[int] | None, info: EngineInfo) -> None:
-    for index, token_id in enumerate(stop_token_ids or []):
-        if token_id >= info.vocab_size:
-            raise _no_such_id(f"stop_token_ids.{index}", token_id, info)
+def check_ids(param: str, token_ids: list[int] | None, info: EngineInfo) -> None:
+    """Raises ApiError for the first id that is beyond the model's vocabulary."""
+    if token_ids and max(token_ids) >= info.vocab_size:
+        index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocab_size)
+        raise _no_such_id(f"{param}.{index}", token_ids[index], info)
 
 
 def _no_such_id(param: str, token_id: int, info: EngineInfo) -> ApiError:

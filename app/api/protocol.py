@@ -6,7 +6,7 @@ wrong item (`fail_fast`), so that no body makes the server busy with complaints.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -21,7 +21,11 @@ MOST_STOPS = 64
 MOST_STOP_IDS = 1024
 LONGEST_STOP = 1024
 
-TokenId = Annotated[int, Field(ge=0)]
+LARGEST = 2**31 - 1
+MOST_NESTED = 64
+
+TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 PromptIds = Annotated[list[TokenId], Field(max_length=MOST_PROMPT_IDS, fail_fast=True)]
 
@@ -57,9 +61,9 @@ class GenerationRequest(AskedOfModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
+    n: Count | None = None
+    best_of: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculate: bool | None = None
@@ -81,6 +85,13 @@ class TextPart(Body):
     type: Literal["text"]
     text: str
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _text_only(cls, value: object) -> object:
+        if isinstance(value, str) and value != "text":
+            raise ValueError('must be "text": this model reads no images, sounds or files')
+        return value
+
 
 Content = str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
 
@@ -96,12 +107,23 @@ class CalledFunction(Body):
     def _object_in_json(cls, value: str | None) -> str | None:
         try:
             parsed = json.loads(value or "{}")
-            json.dumps(parsed, ensure_ascii=False).encode()  # A lone surrogate is no text.
+            json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # A lone surrogate is no text.
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise ValueError("must be the JSON text of an object")
+        if _nested(parsed) > MOST_NESTED:
+            raise ValueError(f"must not be nested more than {MOST_NESTED} deep")
         return value
+
+
+def _nested(value: Any) -> int:
+    """How many objects and lists lie in each other."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 class CalledTool(Body):
@@ -192,7 +214,7 @@ class TemplatedRequest(AskedOfModel):
 class ChatCompletionRequest(TemplatedRequest, GenerationRequest):
     """`max_tokens` is the older name of `max_completion_tokens`, which wins where both are given, as at OpenAI."""
 
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
 
@@ -210,11 +232,15 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompt_is_one(self) -> bool:
+        return isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
         """Whatever form it came in."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if not self.prompt or isinstance(self.prompt[0], int):
+        if self.prompt_is_one:
             return [[item for item in self.prompt if isinstance(item, int)]]
         return [item for item in self.prompt if isinstance(item, str)] or [
             item for item in self.prompt if isinstance(item, list)

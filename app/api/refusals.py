@@ -49,7 +49,7 @@ def _never(value: Any) -> bool:
 
 
 def _text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
+    return isinstance(value, dict) and value == {"type": "text"}
 
 
 _LOGPROBS = (
@@ -77,6 +77,7 @@ REFUSALS = tuple(
         ("prompt_logprobs", _never, _LOGPROBS),
         ("return_logprob", _is(False), _LOGPROBS),
         ("n_probs", _number(0), _LOGPROBS),
+        ("top_logprobs_num", _number(0), _LOGPROBS),
         ("response_format", _text_format, GRAMMAR),
         ("structured_outputs", empty, GRAMMAR),
         ("guided_json", _never, GRAMMAR),
@@ -123,6 +124,15 @@ REFUSALS = tuple(
         ("thinking_token_budget", _never, _SAMPLING),
         ("max_new_tokens", _never, _OTHER_NAME),
         ("n_predict", _never, _OTHER_NAME),
+        ("max_output_tokens", _never, _OTHER_NAME),
+        ("stop_sequences", empty, "`{}`: not this API's name for it. Use `stop`."),
+        ("input_ids", _never, "`{}`: not this API's name for it. Send token ids as `prompt` to /v1/completions."),
+        (
+            "extra_body",
+            empty,
+            "`{}`: the SDK's argument, not a field. Send what is in it at the top level.",
+        ),
+        ("sampling_params", empty, "`{}`: not this API's form. Send what is in it at the top level."),
         ("suffix", empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
         ("no_stop_trim", _is(False), _OUTPUT),
         ("stop_regex", empty, "`{}` is not supported. Use `stop` with plain strings."),
@@ -141,6 +151,7 @@ REFUSALS = tuple(
         ("enable_thinking", _never, _THINKING),
         ("thinking", _never, _THINKING),
         ("reasoning", _never, _THINKING),
+        ("thinking_budget", _never, _THINKING),
         ("stream_reasoning", _is(True), _THINKING),
         ("verbosity", _never, _TEMPLATE),
         ("documents", empty, _TEMPLATE),
@@ -154,6 +165,9 @@ REFUSALS = tuple(
         ("priority", _number(0), "Requests are served in the order of their arrival. Leave `{}` out."),
         ("prediction", _never, "The DFlash draft predicts the output here. Leave `{}` out."),
         ("lora_path", _never, _ENGINE),
+        ("lora_request", _never, _ENGINE),
+        ("session_params", empty, _ENGINE),
+        ("custom_params", empty, _ENGINE),
         ("kv_transfer_params", _never, _ENGINE),
         ("vllm_xargs", empty, _ENGINE),
     )

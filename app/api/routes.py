@@ -46,10 +46,11 @@ async def chat_completions(request: Request) -> Response:
     asked = parse(await read_json(request), ChatCompletionRequest, services.metrics)
     name = services.served_name(asked.model)
     info = services.ready_engine()
-    prompts.check_stop_ids(asked.stop_token_ids, info)
+    prompts.check_ids("stop_token_ids", asked.stop_token_ids, info)
     prompt = await prompts.of_conversation(services, asked, info)
     limit = asked.max_completion_tokens or asked.max_tokens
-    budget = token_budget("messages", len(prompt.token_ids), limit, None, info.max_model_len)
+    limit_param = "max_completion_tokens" if asked.max_completion_tokens else "max_tokens"
+    budget = token_budget("messages", len(prompt.token_ids), limit, None, info.max_model_len, limit_param)
     streams = _submit(services, asked, [prompt], [budget], arrived)
     return await _answer(request, asked, streams, ChatAnswers(name, asked.stream_options), [prompt])
 
@@ -61,17 +62,21 @@ async def completions(request: Request) -> Response:
     asked = parse(await read_json(request), CompletionRequest, services.metrics)
     name = services.served_name(asked.model)
     info = services.ready_engine()
-    prompts.check_stop_ids(asked.stop_token_ids, info)
+    prompts.check_ids("stop_token_ids", asked.stop_token_ids, info)
     if len(asked.prompts) > requests_allowed(info):
         raise bad_request(
             f"`prompt` has {len(asked.prompts)} prompts; at most {requests_allowed(info)} may come in one request.",
             "prompt",
         )
     special = asked.add_special_tokens is not False
-    given = [await prompts.of_prompt(services, prompt, info, add_special_tokens=special) for prompt in asked.prompts]
+    names = ["prompt"] if asked.prompt_is_one else [f"prompt.{i}" for i in range(len(asked.prompts))]
+    given = [
+        await prompts.of_prompt(services, prompt, name, info, add_special_tokens=special)
+        for prompt, name in zip(asked.prompts, names, strict=True)
+    ]
     budgets = [
-        token_budget("prompt", len(p.token_ids), asked.max_tokens, DEFAULT_COMPLETION_TOKENS, info.max_model_len)
-        for p in given
+        token_budget(name, len(p.token_ids), asked.max_tokens, DEFAULT_COMPLETION_TOKENS, info.max_model_len)
+        for p, name in zip(given, names, strict=True)
     ]
     streams = _submit(services, asked, given, budgets, arrived)
     answers = CompletionAnswers(name, asked.stream_options, _echoed(services, asked) if asked.echo else ())

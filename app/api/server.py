@@ -11,7 +11,7 @@ import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 import uvloop
@@ -34,6 +34,8 @@ from app.text.tokenizer import Tokenizer, TokenizerError
 logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "app.engine.process")
+HTTP: Literal["h11"] = "h11"
+"""httptools is faster, and loses the bodies of clients that offer h2c (Java's own) and chunks answers to HTTP/1.0."""
 _REPORT_SECONDS = 10.0
 _LAST_BYTES_SECONDS = 5
 
@@ -50,6 +52,8 @@ def create_app(
         version=version("dflash-server"),
         description="OpenAI-compatible serving with DFlash block-diffusion speculative decoding.",
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.root_path = root_path
     app.state.services = services
@@ -154,7 +158,7 @@ class _Life:
         self._http = _Http(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=HTTP,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

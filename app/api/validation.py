@@ -11,17 +11,20 @@ from app.api.refusals import GRAMMAR, empty
 from app.text.chat_template import ChatTemplate
 
 
-def token_budget(param: str, prompt: int, asked: int | None, default: int | None, limit: int) -> int:
+def token_budget(
+    param: str, prompt: int, asked: int | None, default: int | None, limit: int, asked_param: str = "max_tokens"
+) -> int:
     """How many tokens a request may make so that prompt and answer fit `limit` together.
 
     `asked` is the client's number and must fit as it stands; without it, `default` or all that fits, whichever is
-    less. Raises ApiError `context_length_exceeded`; `param` is the field that holds the prompt.
+    less. Raises ApiError `context_length_exceeded`; `param` is the field that holds the prompt, `asked_param` the one
+    that alone asks for more than there is.
     """
     room = limit - prompt
     if room < 1:
         raise context_length_exceeded(param, limit, prompt)
     if asked is not None and asked > room:
-        raise context_length_exceeded(param, limit, prompt, asked)
+        raise context_length_exceeded(param if asked <= limit else asked_param, limit, prompt, asked)
     return asked or min(room, default or room)
 
 
@@ -83,6 +86,9 @@ def check_template(asked: TemplatedRequest, template: ChatTemplate) -> None:
                 "unsupported_parameter",
             )
     for name, value in (asked.chat_template_kwargs or {}).items():
+        if name == "enable_thinking" and not isinstance(value, bool | None):
+            param = f"chat_template_kwargs.{name}"
+            raise bad_request(f"`{param}` must be true or false: to a template any text is true.", param)
         if name not in template.switches and value is not None and value is not False:
             known = ", ".join(f"`{switch}`" for switch in template.switches) or "none"
             param = f"chat_template_kwargs.{clip(name)}"

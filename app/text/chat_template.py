@@ -101,7 +101,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The model's chat template refuses these messages: {error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # Whatever a template does wrong, it is the template's.
             raise ChatTemplateError(f"The model's chat template fails on these messages: {error}") from None
         if not continue_final_message:
             return text

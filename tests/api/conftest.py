@@ -23,7 +23,7 @@ import zmq
 from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from app.api.server import create_app
+from app.api.server import HTTP, create_app
 from app.api.services import Services
 from app.async_engine import AsyncEngine, EngineState
 from app.metrics import Metrics
@@ -144,7 +144,9 @@ class Server:
         self.engine = AsyncEngine(self.script.command, settings, self.metrics, backoff=0.01)
         services = Services(self.engine, self.tokenizer, self._names, self.metrics, **self._services_options)
         app = create_app(services, **self._app_options)
-        http = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+        http = uvicorn.Server(
+            uvicorn.Config(app, http=HTTP, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        )
         self.engine.start()
         serving = asyncio.create_task(http.serve([self._listener]))
         self._started.set()

@@ -31,8 +31,6 @@ CLOSED = [
     ("POST", "/detokenize"),
     ("GET", "/version"),
     ("GET", "/metrics"),
-    ("GET", "/openapi.json"),
-    ("GET", "/docs"),
     ("GET", "/nothing/here"),
     ("GET", "//health"),
     ("GET", "/health/"),
@@ -137,9 +135,9 @@ def test_the_sdk_takes_the_key_and_names_the_refusal(server):
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/"])
-def test_probes_and_the_page_need_no_key(server, monkeypatch, method, path):
-    monkeypatch.setattr(page, "_html", lambda: b"<p>page")
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/", "/docs", "/openapi.json"])
+def test_probes_and_pages_need_no_key(server, monkeypatch, method, path):
+    monkeypatch.setattr(page, "_html", lambda name: b"<p>page")
     assert server.http.request(method, path).status_code == 200
     assert server.http.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code == 200
 
@@ -152,6 +150,8 @@ def test_the_document_says_that_a_key_is_needed(server, own_server):
     document = server.http.get("/openapi.json", headers=BEARER).json()
     (name,) = document["components"]["securitySchemes"]
     assert document["security"] == [{name: []}]
+    assert document["paths"]["/live"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/metrics"]["get"]
     assert "security" not in own_server.http.get("/openapi.json").json()
 
 
@@ -245,7 +245,7 @@ def test_a_star_allows_all_origins_and_nothing_said_allows_none(model_folder, ow
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_a_proxy_may_strip_its_prefix_or_leave_it(proxied_server, monkeypatch, prefix):
     server = proxied_server
-    monkeypatch.setattr(page, "_html", lambda: b"<p>page")
+    monkeypatch.setattr(page, "_html", lambda name: b"<p>page")
     server.script.plan([*server.ids("fine"), 2])
     answer = server.http.post(f"{prefix}/v1/completions", json=ASK, headers=BEARER)
     assert answer.json()["choices"][0]["text"] == "fine"
@@ -253,7 +253,7 @@ def test_a_proxy_may_strip_its_prefix_or_leave_it(proxied_server, monkeypatch, p
     assert server.http.get(f"{prefix}/metrics", headers=BEARER).status_code == 200
     for path in ("/live", "/ready", "/health", "/"):
         assert server.http.get(prefix + path).status_code == 200
-    for path in ("/v1/models", "/metrics", "/docs"):
+    for path in ("/v1/models", "/metrics", "/version"):
         assert server.http.get(prefix + path).status_code == 401
     assert server.http.get(f"{prefix}/nothing", headers=BEARER).status_code == 404
 
@@ -267,7 +267,7 @@ def test_the_document_and_its_page_know_the_prefix(proxied_server):
     for path in ("/openapi.json", "/llm/openapi.json"):
         document = proxied_server.http.get(path, headers=BEARER).json()
         assert document.get("servers") == [{"url": "/llm"}]
-    assert "/llm/openapi.json" in proxied_server.http.get("/llm/docs", headers=BEARER).text
+    assert 'fetch("openapi.json")' in proxied_server.http.get("/llm/docs").text
 
 
 def test_a_silent_engine_is_bridged_by_comments_that_no_client_sees(own_server, background, monkeypatch):
