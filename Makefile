@@ -3,6 +3,7 @@
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
 #   make test | make check | make proof                   tests; lint, types and import rules; all of it, to docs/proof.md
+#   make test-npu                                         the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
 #
 # pip's own environment holds. PyPI's torch for Linux brings gigabytes of CUDA; without a GPU say once
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve
@@ -14,16 +15,32 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+NPU := .venv-npu/bin
+NPU_STAMP := .venv-npu/.installed
+NPU_TORCH := torch==2.13.0 torch_npu==2.13.0
+# What the image ships: its schemas are read from its wheel's files.
+NPU_IMAGE := torch_npu==2.10.0.post4
+NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Only from make's command line: conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve test check proof
+.PHONY: serve test test-npu check proof
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m "not slow" $(ARGS)
+
+# An environment of its own: torch_npu wants a CPU torch, and without the stubs `import torch` itself would fail beside it.
+test-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
+test-npu: export TORCH_NPU_FALLBACK_CPU_DISABLE = 1
+test-npu: export TASK_QUEUE_ENABLE = 0
+test-npu: $(NPU_STAMP)
+	@test -d $(NPU_IMAGE_WHEEL) || $(NPU)/python -m pip download $(NPU_IMAGE) --no-deps --only-binary :all: \
+	  --python-version 3.11 --platform manylinux_2_28_x86_64 --dest $(NPU_IMAGE_WHEEL) || test -z "$$CI"
+	@stubs=$$($(NPU)/python -m tests.npu.stubs build/npu-stubs) || test -z "$$CI" || exit 1; \
+	LD_LIBRARY_PATH=$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} $(NPU)/python -m pytest tests/npu $(ARGS)
 
 proof: $(STAMP)
 	$(BIN)/python -m pytest tests
@@ -41,4 +58,11 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@
+
+$(NPU_STAMP):
+	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo \
+	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
+	@test -x $(NPU)/python || $(PYTHON) -m venv .venv-npu
+	$(NPU)/python -m pip install $(NPU_TORCH) numpy safetensors 'pytest>=8' 'pytest-timeout>=2.3'
 	@touch $@

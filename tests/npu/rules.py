@@ -1,0 +1,251 @@
+"""The operator rules of docs/npu-contract.md, held against a call before a card would reject it or, worse, take it.
+
+`check_call` needs only what the host knows: shapes, dtypes, lists. `check_values` reads tensors (block tables, slots,
+masks), which on a card makes the host wait. Imports torch alone, so that the backend can carry it too.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_REQUESTS = 4096
+MAX_BLOCK_ROWS = 16
+MASK_SIZE = 2048
+SCRATCH_BLOCK = 0
+"""The block that padding requests begin with; they may have more rows than a DFlash block."""
+
+
+class ContractError(ValueError):
+    """A call that breaks a rule; `rule` is its id in docs/npu-contract.md."""
+
+    def __init__(self, rule: str, operator: str, message: str) -> None:
+        super().__init__(f"{rule}: {operator}: {message}")
+        self.rule = rule
+
+
+class _Holder:
+    """Raises for the rules that are not lifted."""
+
+    def __init__(self, operator: str, lift: Collection[str]) -> None:
+        self._operator, self._lift = operator, lift
+
+    def __call__(self, rule: str, holds: bool, message: str) -> None:
+        if not holds and rule not in self._lift:
+            raise ContractError(rule, self._operator, message)
+
+
+def check_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lift: Collection[str] = ()) -> None:
+    """Raise ContractError where the host can tell that a rule is broken. `func` is the operator's overload."""
+    operator = func._schema.name.removeprefix("npu::")
+    if operator in _CALL_RULES:
+        _CALL_RULES[operator](_Holder(operator, lift), _named(func, args, kwargs))
+
+
+def check_values(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lift: Collection[str] = (), *, captured: bool = False
+) -> None:
+    """Raise ContractError where the tensors' values break a rule. `captured`: in a graph, where no prefill is."""
+    operator = func._schema.name.removeprefix("npu::")
+    if operator in _VALUE_RULES:
+        _VALUE_RULES[operator](_Holder(operator, lift), _named(func, args, kwargs), captured)
+
+
+def check_lengths(operator: str, kwargs: Mapping[str, Any]) -> None:
+    """N1 on a call as it is written: the dispatcher reads a tensor into a list, on a card by waiting for it."""
+    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
+        if operator in _ATTENTION and name in kwargs:
+            _Holder(operator, ())("N1", _is_int_list(kwargs[name]), f"{name} is {_kind(kwargs[name])}, not a list[int]")
+
+
+def check_update(entries: Sequence[Mapping[str, Any]], recorded: int) -> None:
+    """What NPUGraph.update is given: torch_npu hands a single entry to all recorded calls without a word (N22)."""
+    hold = _Holder("NPUGraph.update", ())
+    hold("N22", len(entries) == recorded, f"{len(entries)} entries for {recorded} recorded calls; give one for each")
+    for entry in entries:
+        for name, lengths in entry.items():
+            hold("N1", _is_int_list(lengths), f"{name} is {_kind(lengths)}, not a list[int]")
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = (argument.name for argument in func._schema.arguments if not argument.kwarg_only)
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+# ---- npu_fused_infer_attention_score ----------------------------------------------------------------------------
+
+
+def _attention(hold: _Holder, call: Mapping[str, Any]) -> None:
+    query, key, value = call["query"], call["key"], call["value"]
+    q_ends, kv_lens = call.get("actual_seq_lengths"), call.get("actual_seq_lengths_kv")
+    for name, lengths in (("actual_seq_lengths", q_ends), ("actual_seq_lengths_kv", kv_lens)):
+        hold("N1", _is_int_list(lengths), f"{name} is {_kind(lengths)}, not a list[int]")
+    layout, scale = call.get("input_layout", "BSH"), call.get("scale")
+    hold("N14", layout == "TND", f"input_layout is {layout!r}, not 'TND'")
+    hold("N14", scale is not None and scale != 1.0, "scale was left at 1.0")
+
+    heads, kv_heads = call.get("num_heads", 1), call.get("num_key_value_heads", 0)
+    fits = query.dim() == 3 and query.is_contiguous() and query.shape[1] == heads
+    hold("N5", fits, f"query {_shape(query)} is not contiguous [T, {heads} heads, D]")
+    grouped = 0 < kv_heads <= heads <= 256 and heads % kv_heads == 0 and heads // kv_heads <= 64
+    hold("N5", grouped, f"{heads} heads over {kv_heads} KV heads")
+    if query.dim() != 3:
+        return
+    total, _, dim = query.shape
+    hold("N8", dim in (64, 128), f"head size {dim} is not 64 or 128")
+    width = kv_heads * dim
+    for name, pool in (("key", key), ("value", value)):
+        fits = pool.dim() == 3 and pool.shape == key.shape and pool.is_contiguous() and pool.shape[-1] == width <= 65535
+        hold("N6", fits, f"{name} {_shape(pool)} is not contiguous [blocks, block_size, {kv_heads} x {dim}]")
+    kinds = {tensor.dtype for tensor in (query, key, value)}
+    hold("N7", kinds == {torch.bfloat16}, f"query, key, value are {kinds}, not bfloat16")
+    size = call.get("block_size", 0)
+    hold("N9", size == key.shape[1] and size % 128 == 0 and 128 <= size <= 512, f"block_size {size}, key {_shape(key)}")
+
+    table = call.get("block_table")
+    fits = isinstance(table, Tensor) and table.dim() == 2 and table.dtype == torch.int32
+    hold("N4", fits, f"block_table is {_kind(table)}, not int32 [S, P]")
+    if not (_is_int_list(q_ends) and _is_int_list(kv_lens) and fits):
+        return
+    counts = {len(q_ends), len(kv_lens), len(table)}
+    hold("N4", len(counts) == 1 and 0 < len(q_ends) <= MAX_REQUESTS, f"ends, KV lengths, block rows count {counts}")
+    q_lens = [end - start for start, end in pairwise([0, *q_ends])]
+    hold("N2", min(q_lens) > 0 and q_ends[-1] == total, f"ends {q_ends} do not grow to {total} query rows")
+    hold("N3", min(kv_lens) > 0 and max(kv_lens) <= table.shape[1] * size, f"KV {kv_lens} in {table.shape[1]} x {size}")
+
+    mode, mask = call.get("sparse_mode", 0), call.get("atten_mask")
+    hold("N10", (mode, mask is None) in ((0, True), (3, False)), f"sparse_mode {mode} with mask {_kind(mask)}")
+    if mask is not None:
+        fits = mask.dtype == torch.int8 and tuple(mask.shape) == (MASK_SIZE, MASK_SIZE)
+        hold("N10", fits, f"mask {mask.dtype} {_shape(mask)} is not int8 [{MASK_SIZE}, {MASK_SIZE}]")
+    if mode == 3:
+        short = [(q, kv) for q, kv in zip(q_lens, kv_lens, strict=False) if q > kv]
+        hold("N11", not short, f"(rows, KV) with fewer KV than causal rows: {short}")
+
+
+def _attention_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+    table, size, blocks = call["block_table"], call["block_size"], len(call["key"])
+    q_ends, kv_lens = call["actual_seq_lengths"], call["actual_seq_lengths_kv"]
+    starts = torch.arange(0, table.shape[1] * size, size, device=table.device)
+    ids = table[starts < torch.tensor(kv_lens, device=table.device)[:, None]]
+    hold("N13", int(ids.min()) >= 0 and int(ids.max()) < blocks, f"block ids {ids.tolist()} of {blocks} blocks")
+    if call.get("sparse_mode", 0) == 3:
+        right = torch.equal(call["atten_mask"].cpu(), _causal_mask())
+        hold("N10", right, "the mask is not 1 strictly above the diagonal and 0 elsewhere")
+    if call.get("sparse_mode", 0) == 0 or captured:
+        rows = [end - start for start, end in pairwise([0, *q_ends])]
+        firsts = table[:, 0].tolist()
+        long = [n for n, block in zip(rows, firsts, strict=True) if n > MAX_BLOCK_ROWS and block != SCRATCH_BLOCK]
+        hold("N12", not long, f"{long} query rows for one request; a block has at most {MAX_BLOCK_ROWS}")
+
+
+@cache
+def _causal_mask() -> Tensor:
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1)
+
+
+# ---- the others -------------------------------------------------------------------------------------------------
+
+
+def _write_kv(hold: _Holder, call: Mapping[str, Any]) -> None:
+    key, slots = call["key"], call["slot_mapping"]
+    mode = call.get("cache_mode", "PA_NZ")
+    hold("N15", mode == "Norm", f"cache_mode is {mode!r}, not 'Norm'")
+    for name in ("key", "value"):
+        rows, cache = call[name], call[f"{name}_cache"]
+        fits = rows.dim() == 3 and rows.shape == key.shape and rows.is_contiguous()
+        hold("N15", fits, f"{name} {_shape(rows)} is not contiguous [T, KV heads, D]")
+        fits = cache.dim() == 4 and cache.is_contiguous() and cache.shape[2:] == rows.shape[1:]
+        hold("N15", fits, f"{name}_cache {_shape(cache)} is not contiguous [blocks, block_size, *{_shape(rows)[1:]}]")
+        hold("N15", cache.dtype == rows.dtype, f"{name} is {rows.dtype}, its cache {cache.dtype}")
+    fits = slots.dtype == torch.int32 and tuple(slots.shape) == (len(key),) and slots.is_contiguous()
+    hold("N15", fits, f"slot_mapping {slots.dtype} {_shape(slots)} is not contiguous int32 [{len(key)}]")
+
+
+def _write_kv_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+    blocks, size = call["key_cache"].shape[:2]
+    _places(hold, call["slot_mapping"], blocks * size)
+
+
+def _scatter(hold: _Holder, call: Mapping[str, Any]) -> None:
+    target, indices, updates = call["input"], call["indices"], call["updates"]
+    fits = indices.dim() >= 2 and not indices.is_floating_point() and 0 < indices.shape[-1] <= target.dim()
+    hold("N17", fits, f"indices {indices.dtype} {_shape(indices)} for input {_shape(target)}; [T, 1] for rows")
+    wanted = (*indices.shape[:-1], *target.shape[indices.shape[-1] :])
+    hold("N17", tuple(updates.shape) == wanted, f"updates {_shape(updates)}, not {list(wanted)}")
+    hold("N17", updates.dtype == target.dtype, f"updates are {updates.dtype}, input {target.dtype}")
+
+
+def _scatter_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+    target, indices = call["input"], call["indices"]
+    if indices.shape[-1] == 1:
+        _places(hold, indices.flatten(), len(target))
+
+
+def _places(hold: _Holder, places: Tensor, size: int) -> None:
+    if not places.numel():
+        return
+    hold("N16", int(places.min()) >= 0 and int(places.max()) < size, f"slots {places.tolist()} of {size}")
+    hold("N16", places.unique().numel() == places.numel(), f"slots {places.tolist()} repeat")
+
+
+def _rms_norm(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, gamma = call.get("input", call.get("x1")), call["gamma"]
+    fits = tuple(gamma.shape) == tuple(x.shape[-1:]) and gamma.dtype in (x.dtype, torch.float32)
+    hold("N18", fits, f"gamma {gamma.dtype} {_shape(gamma)} for x {x.dtype} {_shape(x)}")
+    if "x2" in call:
+        other = call["x2"]
+        hold("N18", (other.shape, other.dtype) == (x.shape, x.dtype), f"x2 {other.dtype} {_shape(other)}")
+
+
+def _swiglu(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, dim = call["input"], call.get("dim", -1)
+    fits = x.shape[dim] % 2 == 0 and x.is_contiguous()
+    hold("N19", fits, f"input {_shape(x)} is not contiguous with an even axis {dim}")
+
+
+def _rotary(hold: _Holder, call: Mapping[str, Any]) -> None:
+    hold("N20", call.get("rotary_mode", "half") == "half", f"rotary_mode {call.get('rotary_mode')!r}, not 'half'")
+    rows = [call[name] for name in ("input", "query", "key") if name in call]
+    tables = [call[name] for name in ("r1", "r2", "cos", "sin") if name in call]
+    for x in rows:
+        fits = x.dim() == 3 and x.shape[1] < 1000 and x.shape[2] < 896 and x.shape[2] % 2 == 0 and x.is_contiguous()
+        hold("N20", fits, f"{_shape(x)} is not contiguous [T, heads < 1000, even D < 896]")
+        for table in tables:
+            fits = tuple(table.shape) == (x.shape[0], 1, x.shape[2]) and table.dtype == x.dtype
+            hold("N20", fits, f"cos, sin {table.dtype} {_shape(table)} for {x.dtype} {_shape(x)}; [T, 1, D] alike")
+    if "query" in call:
+        hold("N21", call.get("layout", "BSND") == "TND", f"layout {call.get('layout', 'BSND')!r}, not 'TND'")
+
+
+_ATTENTION = ("npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace")
+_CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
+    **dict.fromkeys(_ATTENTION, _attention),
+    "npu_scatter_pa_kv_cache": _write_kv,
+    "npu_scatter_nd_update_": _scatter,
+    "npu_rms_norm": _rms_norm,
+    "npu_add_rms_norm": _rms_norm,
+    "npu_swiglu": _swiglu,
+    "npu_rotary_mul": _rotary,
+    "npu_apply_rotary_pos_emb": _rotary,
+}
+_VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any], bool], None]] = {
+    "npu_fused_infer_attention_score": _attention_values,
+    "npu_scatter_pa_kv_cache": _write_kv_values,
+    "npu_scatter_nd_update_": _scatter_values,
+}
+
+
+def _is_int_list(lengths: Any) -> bool:
+    return isinstance(lengths, list | tuple) and all(type(length) is int for length in lengths)
+
+
+def _kind(it: Any) -> str:
+    return f"{it.dtype} {_shape(it)}" if isinstance(it, Tensor) else type(it).__name__
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

@@ -1,0 +1,76 @@
+"""The schemas of the operators that a backend uses, as read from torch_npu 2.13.0, and how to read a wheel's own.
+
+A wheel is read as a file, without loading it: the registration strings of libtorch_npu.so.
+"""
+
+import re
+import zipfile
+from pathlib import Path
+
+import torch
+
+_LENGTHS = "SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None"
+_ATTENTION = (
+    "Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, Tensor? atten_mask=None, "
+    + _LENGTHS
+    + ", Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, "
+    "Tensor? quant_scale2=None, Tensor? quant_offset2=None, Tensor? antiquant_scale=None, "
+    "Tensor? antiquant_offset=None, Tensor? key_antiquant_scale=None, Tensor? key_antiquant_offset=None, "
+    "Tensor? value_antiquant_scale=None, Tensor? value_antiquant_offset=None, Tensor? block_table=None, "
+    "Tensor? query_padding_size=None, Tensor? kv_padding_size=None, Tensor? key_shared_prefix=None, "
+    "Tensor? value_shared_prefix=None, SymInt[]? actual_shared_prefix_len=None, Tensor? query_rope=None, "
+    "Tensor? key_rope=None, Tensor? key_rope_antiquant_scale=None, int num_heads=1, float scale=1., "
+    "int pre_tokens=2147483647, int next_tokens=2147483647, str input_layout='BSH', int num_key_value_heads=0, "
+    "int sparse_mode=0, int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
+    "int value_antiquant_mode=0, bool softmax_lse_flag=False"
+)
+_PAGED_WRITE = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
+
+EXPECTED = [
+    f"npu_fused_infer_attention_score({_ATTENTION}) -> (Tensor, Tensor)",
+    f"_npu_fused_infer_attention_score_get_max_workspace({_ATTENTION}) -> Tensor",
+    "_npu_fused_infer_attention_score_infer_output(Tensor query, Tensor value, *, str input_layout='BSH', "
+    "Tensor? quant_scale2=None, Tensor? block_table=None, int num_heads=1, int num_key_value_heads=0, "
+    "bool softmax_lse_flag=False, Tensor? query_rope=None) -> (Tensor, Tensor)",
+    f"npu_scatter_pa_kv_cache({_PAGED_WRITE}Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, "
+    "Tensor? seq_lens=None, str? cache_mode='PA_NZ') -> ()",
+    "npu_gather_pa_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+    "Tensor(a!) key, Tensor(b!) value, *, Tensor? seq_offset=None, bool is_seq_lens_cumsum=False) -> ()",
+    "npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
+    "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
+    "npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor, Tensor)",
+    "npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor",
+    "npu_apply_rotary_pos_emb(Tensor query, Tensor key, Tensor cos, Tensor sin, str layout='BSND', "
+    "str rotary_mode='half') -> (Tensor, Tensor)",
+    "npu_mrope(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, *, "
+    "int[]? mrope_section=None, str? rotary_mode='half', str? cache_mode='default') -> (Tensor, Tensor)",
+    "npu_swiglu(Tensor input, int dim=-1) -> Tensor",
+    "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) -> Tensor",
+    "npu_top_k_top_p(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor",
+]
+"""One line an operator; the `.out` of attention takes OUT_EXTRAS more."""
+
+ATTENTION_OUT = "npu_fused_infer_attention_score.out"
+OUT_EXTRAS = ("workspace", "out")
+"""What `.out` takes beside what the operator takes."""
+
+
+def name_of(schema: str) -> str:
+    return schema.partition("(")[0]
+
+
+def parsed(schema: str) -> torch._C.FunctionSchema:
+    """A schema as torch compares it. The dispatcher's own carries `npu::`."""
+    return torch._C.parse_schema(schema if schema.startswith("npu::") else f"npu::{schema}")
+
+
+def registered_in(wheel: Path) -> dict[str, str]:
+    """Operator (with its overload) -> schema, of an unpacked torch_npu package or a .whl file."""
+    if wheel.suffix == ".whl":
+        with zipfile.ZipFile(wheel) as archive:
+            data = archive.read("torch_npu/lib/libtorch_npu.so")
+    else:
+        data = (wheel / "lib" / "libtorch_npu.so").read_bytes()
+    texts = (text.decode("latin1") for text in re.findall(rb"\0(_?npu_[\w.]+\([^\0\n]*\) -> [^\0\n]*)(?=\0)", data))
+    # Beside the dispatcher's schemas lie the signatures of Python's argument parser; those write SymIntArrayRef.
+    return {name_of(text): text for text in texts if "ArrayRef" not in text}
