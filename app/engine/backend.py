@@ -1,9 +1,11 @@
 """What a device must offer. The models and dflash/ are written against this and know no device."""
 
 import importlib
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,10 @@ class Backend(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+        """Raises UnsupportedError, naming the setting, for what this device's operators are known not to do."""
+        return
 
     def plan_attention(self, meta: AttnMeta, group: int) -> Any:
         """What `attention` needs of `meta` beyond itself, with `group` query heads to a KV head.
@@ -109,16 +115,33 @@ class Backend(ABC):
 def make_backend(device: str) -> Backend:
     """The backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
 
-    Raises UnsupportedError when there is no such device here. "auto" is CUDA where torch sees a GPU, else the CPU.
+    Raises UnsupportedError when there is no such device here. "auto" is CUDA where torch sees a GPU, else an NPU
+    where there is one and torch_npu is installed, else the CPU.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
     kind, _, number = device.partition(":")
     if kind == "npu":
-        raise UnsupportedError(f"--device {device}: the Ascend backend is not part of this version; use cpu or cuda")
+        return _npu_backend(device)
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise UnsupportedError(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
     backend: Backend = importlib.import_module("app.engine.torch_backend").TorchBackend(torch.device(device))
+    return backend
+
+
+def _has_npu() -> bool:
+    return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
+
+
+def _npu_backend(device: str) -> Backend:
+    try:
+        module = importlib.import_module("app.engine.npu.backend")
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UnsupportedError(
+            f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
+        ) from None
+    backend: Backend = module.NpuBackend(torch.device(device))
     return backend

@@ -58,6 +58,7 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
     decoders = [target_config, *([draft_config.decoder] if draft_config else [])]
     dtype = _dtype(config, target_config, backend)
     for decoder in decoders:
+        backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
         check_attention(backend, decoder, sizes.page_size, block_size, dtype)
 
     def open_weights(folder: Path, stage: str) -> SafetensorsWeights:

@@ -26,7 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.npu import kernels, null_device, rules
+from app.engine.npu import check
+from tests.npu import kernels, null_device
 
 CPU = torch.device("cpu")
 HOST_ONLY = {"aten::_local_scalar_dense", "aten::record_stream", "aten::resize_", "aten::set_", "aten::_pin_memory"}
@@ -56,7 +57,7 @@ class Call:
 
     def run(self) -> Any:
         """Compute into `outputs`; returns what the CPU operator returned."""
-        rules.check_values(self.func, self.args, self.kwargs, self.lift, captured=self.captured)
+        check.check_values(self.func, self.args, self.kwargs, self.lift, captured=self.captured)
         with torch.no_grad():
             computed = self.func(*self.args, **self.kwargs)
             wanted, found = tree_leaves(self.outputs), tree_leaves(computed)
@@ -111,7 +112,7 @@ class Numerics(TorchDispatchMode):
         state = null_device.stream_state(stream)
         if state.stands:
             raise NumericsError(f"{func} behind a replay that waits for its update: call NPUGraph.update first")
-        rules.check_call(func, args, kwargs, self.lift)
+        check.check_call(func, args, kwargs, self.lift)
         if name in ALLOCATES:
             out = func(*args, **kwargs)
             if name.startswith("aten::") and not state.graph:
@@ -155,7 +156,7 @@ class _AsWritten(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if kwargs and "actual_seq_lengths" in kwargs:
-            rules.check_lengths(getattr(func, "__name__", "").partition(".")[0], kwargs)
+            check.check_lengths(getattr(func, "__name__", "").partition(".")[0], kwargs)
         return func(*args, **(kwargs or {}))
 
 

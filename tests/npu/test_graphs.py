@@ -8,10 +8,10 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from app.engine.npu.check import ContractError, check_update
 from tests.npu.calls import BLOCK, Sequences, causal_mask, normal
 from tests.npu.null_device import traced
 from tests.npu.numerics import NumericsError, recorded
-from tests.npu.rules import ContractError, check_update
 
 pytestmark = pytest.mark.usefixtures("numerics")
 

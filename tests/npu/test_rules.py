@@ -10,10 +10,10 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from app.engine.npu.check import ContractError
 from tests.npu.calls import BLOCK, Sequences, normal
 from tests.npu.null_device import traced
 from tests.npu.numerics import Numerics
-from tests.npu.rules import ContractError
 
 Change = Callable[[dict[str, Any]], object]
 

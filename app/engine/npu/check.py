@@ -1,20 +1,23 @@
 """The operator rules of docs/npu-contract.md, held against a call before a card would reject it or, worse, take it.
 
 `check_call` needs only what the host knows: shapes, dtypes, lists. `check_values` reads tensors (block tables, slots,
-masks), which on a card makes the host wait. Imports torch alone, so that the backend can carry it too.
+masks), which on a card makes the host wait. `Checked` does both for every operator while it is entered.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MAX_REQUESTS = 4096
 MAX_BLOCK_ROWS = 16
 MASK_SIZE = 2048
+PAGE_SIZE = 128
+HEAD_DIMS = (64, 128)
 SCRATCH_BLOCK = 0
 """The block that padding requests begin with; they may have more rows than a DFlash block."""
 
@@ -52,6 +55,20 @@ def check_values(
     operator = func._schema.name.removeprefix("npu::")
     if operator in _VALUE_RULES:
         _VALUE_RULES[operator](_Holder(operator, lift), _named(func, args, kwargs), captured)
+
+
+class Checked(TorchDispatchMode):
+    """Every call of an `npu::` operator is checked before it runs. `lift` names rules that are not held."""
+
+    def __init__(self, lift: Collection[str] = ()) -> None:
+        super().__init__()
+        self._lift = lift
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "npu":
+            check_call(func, args, kwargs or {}, self._lift)
+            check_values(func, args, kwargs or {}, self._lift)
+        return func(*args, **(kwargs or {}))
 
 
 def check_lengths(operator: str, kwargs: Mapping[str, Any]) -> None:
@@ -95,7 +112,7 @@ def _attention(hold: _Holder, call: Mapping[str, Any]) -> None:
     if query.dim() != 3:
         return
     total, _, dim = query.shape
-    hold("N8", dim in (64, 128), f"head size {dim} is not 64 or 128")
+    hold("N8", dim in HEAD_DIMS, f"head size {dim} is not one of {HEAD_DIMS}")
     width = kv_heads * dim
     for name, pool in (("key", key), ("value", value)):
         fits = pool.dim() == 3 and pool.shape == key.shape and pool.is_contiguous() and pool.shape[-1] == width <= 65535
@@ -103,12 +120,16 @@ def _attention(hold: _Holder, call: Mapping[str, Any]) -> None:
     kinds = {tensor.dtype for tensor in (query, key, value)}
     hold("N7", kinds == {torch.bfloat16}, f"query, key, value are {kinds}, not bfloat16")
     size = call.get("block_size", 0)
-    hold("N9", size == key.shape[1] and size % 128 == 0 and 128 <= size <= 512, f"block_size {size}, key {_shape(key)}")
+    hold(
+        "N9",
+        size == key.shape[1] and size % PAGE_SIZE == 0 and PAGE_SIZE <= size <= 512,
+        f"block_size {size}, key {_shape(key)}",
+    )
 
     table = call.get("block_table")
     fits = isinstance(table, Tensor) and table.dim() == 2 and table.dtype == torch.int32
     hold("N4", fits, f"block_table is {_kind(table)}, not int32 [S, P]")
-    if not (_is_int_list(q_ends) and _is_int_list(kv_lens) and fits):
+    if not (_is_int_list(q_ends) and _is_int_list(kv_lens) and isinstance(table, Tensor) and fits):
         return
     counts = {len(q_ends), len(kv_lens), len(table)}
     hold("N4", len(counts) == 1 and 0 < len(q_ends) <= MAX_REQUESTS, f"ends, KV lengths, block rows count {counts}")
@@ -239,7 +260,7 @@ _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any], bool], None]] = {
 }
 
 
-def _is_int_list(lengths: Any) -> bool:
+def _is_int_list(lengths: Any) -> TypeGuard[Sequence[int]]:
     return isinstance(lengths, list | tuple) and all(type(length) is int for length in lengths)
 
 

@@ -1,0 +1,1 @@
+"""The Ascend backend: the only folder that imports torch_npu."""

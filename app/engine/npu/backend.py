@@ -1,0 +1,126 @@
+"""The backend on Ascend NPUs, through torch_npu's fused operators, eagerly. docs/npu-contract.md has the rules.
+
+Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import Tensor
+
+from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv
+from app.engine.errors import UnsupportedError
+from app.engine.npu.check import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE, Checked
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Attention's own form of an AttnMeta: query lengths cumulative, KV lengths of each sequence, both on the host (N1
+    to N3); causal rows have the mask and sparse_mode 3, bidirectional ones no mask and sparse_mode 0 (N10)."""
+
+    q_ends: list[int]
+    kv_lens: list[int]
+    mask: Tensor | None
+    sparse_mode: int
+
+
+class NpuBackend(Backend):
+    """Attention is done in one of `dtypes`, the only one that all versions of the operator take.
+
+    Raises UnsupportedError if there is no such NPU. With DFLASH_NPU_CHECK=1 every operator call is checked first."""
+
+    dtypes = (torch.bfloat16,)
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        count = torch_npu.npu.device_count()
+        if (device.index or 0) >= count:
+            raise UnsupportedError(f"--device {device}: torch_npu {torch_npu.__version__} sees {count} NPUs")
+        torch_npu.npu.set_device(device)
+        if os.environ.get("DFLASH_NPU_CHECK") == "1":
+            Checked().__enter__()
+        self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
+        self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
+
+    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+        if dtype not in self.dtypes:
+            raise UnsupportedError(
+                f"--dtype {str(dtype).removeprefix('torch.')}: attention on an NPU is done in bfloat16"
+            )
+        if block_size > MAX_BLOCK_ROWS:
+            raise UnsupportedError(
+                f"a block of {block_size} rows: an NPU verifies {MAX_BLOCK_ROWS} at most; "
+                f"give --num-speculative-tokens {MAX_BLOCK_ROWS - 1}"
+            )
+        if page_size % PAGE_SIZE:
+            raise UnsupportedError(f"--page-size {page_size}: an NPU wants a multiple of {PAGE_SIZE}")
+        if head_dim not in HEAD_DIMS:
+            raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {' and '.join(map(str, HEAD_DIMS))}")
+
+    def plan_attention(self, meta: AttnMeta, group: int) -> _Plan:
+        mask, mode = (self._mask, 3) if meta.causal else (None, 0)
+        return _Plan(list(accumulate(meta.q_lens)), list(meta.kv_lens), mask, mode)
+
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+        """The one call site for both attentions. Pages go in as [pages, page_size, kv_heads * D]: a 4-D tensor would
+        be read as [pages, kv_heads, page_size, D] (N6)."""
+        plan: _Plan = meta.plan
+        kv_heads, dim = kv.k.shape[2:]
+        o, _ = torch_npu.npu_fused_infer_attention_score(
+            q_thd.contiguous(),
+            kv.k.flatten(2),
+            kv.v.flatten(2),
+            atten_mask=plan.mask,
+            actual_seq_lengths=plan.q_ends,
+            actual_seq_lengths_kv=plan.kv_lens,
+            block_table=meta.page_table,
+            num_heads=q_thd.shape[1],
+            num_key_value_heads=kv_heads,
+            scale=dim**-0.5,
+            input_layout="TND",
+            sparse_mode=plan.sparse_mode,
+            block_size=meta.page_size,
+        )
+        return o
+
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
+        """`cache_mode` is said in words: by default the operator writes another layout (N15)."""
+        k, v, places = k_thd.contiguous(), v_thd.contiguous(), slots.contiguous()
+        torch_npu.npu_scatter_pa_kv_cache(k, v, kv.k, kv.v, places, cache_mode="Norm")
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch_npu.npu_rms_norm(x, weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
+
+    def rope(self, x_thd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return torch_npu.npu_rotary_mul(x_thd.contiguous(), cos, sin)
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(torch_npu.npu_swiglu(F.linear(x, gate_up)), down)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        copied = torch_npu.npu.Event()
+        copied.record()
+
+        def wait() -> Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
+
+    def memory(self) -> tuple[int, int]:
+        free, total = torch_npu.npu.mem_get_info(self.device)
+        return int(free), int(total)
