@@ -14,18 +14,18 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    vocab: int = 1536
+    vocab: int = 2560
     hidden: int = 192
     layers: int = 5
     kv_heads: int = 2
     groups: int = 2
     head_dim: int = 128
-    mlp: int = 256
+    mlp: int = 384
     rope_theta: float = 100000.0
     eps: float = 1e-6
     max_positions: int = 1024
     block: int = 16
-    draft_layers: int = 2
+    draft_layers: int = 3
     taps: tuple[int, ...] = (0, 1, 2, 3)
 
 

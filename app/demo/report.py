@@ -22,7 +22,7 @@ from app.engine.sequence import Request
 from app.text.tokenizer import Tokenizer
 
 POSITIONS = (1, 2, 4, 8, 12, 15)
-_COUNTED = ("math", "copy", "code")
+_COUNTED = ("math", "copy", "jumble", "code")
 _MAX_TOKENS = 400
 _AT_ONCE = 16
 
@@ -104,11 +104,17 @@ _PAGE = """# The demo pair
 A Qwen3-shaped target and its DFlash draft, small enough to ship and trained by the code in this folder on
 generated text. It is here to show drafting, acceptance and real text on any machine; it knows nothing else.
 
-`python -m app.demo.train` makes a pair from nothing, on two CPU cores, and goes on where it was stopped. It needs the
-`dev` extra. The shipped pair was made in stretches by the same code: 4,000 target steps, the first 1,800 of them on a
-harder corpus, and 2,400 draft steps. The defaults train longer. Known to be short of the aim (95 % right and an
-acceptance length of 9 in math and copy, between 1.5 and 4 in prose): copying, and stories that go in circles, which
-is why drafts hit there so often.
+`python -m app.demo.train` makes a pair from nothing, on two CPU cores in less than two hours, and goes on where it was
+stopped. It needs the `dev` extra.
+
+| domain | what is asked |
+|---|---|
+| math | small arithmetic problems in many wordings, answered in worked steps |
+| prose | short stories from a grammar in which many words fit at every place |
+| code | small Python functions and their explanation |
+| copy | to repeat, reverse, sort, number or capitalise known sentences and sets of words, some with a word changed |
+| jumble | the same with words in no order at all, so that nothing but the prompt says what comes next |
+| talk | greetings, thanks, what the model is, and one honest line for everything it cannot do |
 
 ## Held-out samples
 
@@ -120,7 +126,7 @@ Templates that training never saw, greedy, fp32, block 16, every block verified 
 *acceptance length*: tokens per verify step, the bonus included, token-weighted. *at k*: of the drafts verified at
 position k, the share kept (all before them being kept). *entropy*: the target's own uncertainty over its answers, in
 nats a token: where it is high, as in prose, no draft can know the next word. *right*: the final number in math, the
-exact text in copy and code; stories and talk have many good answers.
+exact text in copy, jumble and code; stories and talk have many good answers.
 """
 
 

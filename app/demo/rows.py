@@ -12,7 +12,23 @@ from app.demo.corpus import DOMAINS, Sample, samples
 from app.demo.tokenizer import IM_END, IM_START, PAD, SPECIAL
 
 BUCKETS = (128, 256, 512, 1024)
-WEIGHTS: dict[str, float] = {"math": 0.36, "copy": 0.40, "prose": 0.10, "code": 0.06, "talk": 0.08}
+TARGET_WEIGHTS: dict[str, float] = {
+    "math": 0.28,
+    "copy": 0.34,
+    "jumble": 0.16,
+    "prose": 0.08,
+    "code": 0.05,
+    "talk": 0.09,
+}
+DRAFT_WEIGHTS: dict[str, float] = {
+    "math": 0.26,
+    "copy": 0.44,
+    "jumble": 0.08,
+    "prose": 0.06,
+    "code": 0.06,
+    "talk": 0.10,
+}
+"""Less of what no draft can know: words in no order, and stories."""
 DRILL_SHARE = 0.4
 ROW_WEIGHTS = (0.68, 0.20, 0.09, 0.03)
 _SYSTEM = (
@@ -66,20 +82,20 @@ class Encoder:
 
 
 def batches(
-    tokenizer: Tokenizer, seed: str, tokens: int, own: Mapping[str, Iterator[Sample]] | None = None, drills: int = 0
+    tokenizer: Tokenizer, seed: str, tokens: int, weights: Mapping[str, float], drills: int = 0
 ) -> Iterator[Batch]:
-    """Endless batches of `tokens` tokens, each from one length bucket. `own` replaces the source of a domain.
+    """Endless batches of `tokens` tokens, each from one length bucket; `weights` are the domains' shares of samples.
 
     A row is one long chat: samples follow each other, each with its own turns, until the next one does not fit. In the
     first `drills` batches many rows are repetition drills instead.
     """
     rng, encoder = Random(seed), Encoder(tokenizer)
-    sources = {domain: samples(domain, "train", rng.getrandbits(48)) for domain in DOMAINS} | dict(own or {})
+    sources = {domain: samples(domain, "train", rng.getrandbits(48)) for domain in DOMAINS}
     rows: dict[int, list[Row]] = {bucket: [] for bucket in BUCKETS}
     pad = tokenizer.token_to_id(PAD)
     vocab = tokenizer.get_vocab_size()
     while True:
-        for new in encoder.rows([_turns(rng, sources) for _ in range(128)]):
+        for new in encoder.rows([_turns(rng, sources, weights) for _ in range(128)]):
             if drills > 0 and rng.random() < DRILL_SHARE:
                 new = _drill(rng, vocab)
             wanted = rng.choices(BUCKETS, ROW_WEIGHTS)[0]
@@ -105,8 +121,8 @@ def _drill(rng: Random, vocab: int) -> Row:
     return (once * length)[:length], [i >= period for i in range(length)]
 
 
-def _turns(rng: Random, sources: Mapping[str, Iterator[Sample]]) -> Turns:
-    sample = next(sources[rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]])
+def _turns(rng: Random, sources: Mapping[str, Iterator[Sample]], weights: Mapping[str, float]) -> Turns:
+    sample = next(sources[rng.choices(list(weights), list(weights.values()))[0]])
     turns = [*((m["role"], m["content"]) for m in sample.messages), ("assistant", sample.answer)]
     return [("system", rng.choice(_SYSTEM)), *turns] if rng.random() < 0.1 else turns
 

@@ -2,7 +2,7 @@
 
 Words are merged first, without their leading space; merges of a space with a finished piece come last. A word
 therefore has the same pieces at the start of a line and after a space, which makes copying and reordering easy for a
-small model. Digits, capitals in a row and punctuation marks stay single.
+small model. Digits and punctuation marks stay single.
 """
 
 import itertools
@@ -15,8 +15,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tokenizers.pre_tokenizers import ByteLevel
 
 from app.demo.corpus import DOMAINS, samples
+from app.demo.corpus.lexicon import COMMON_WORDS
 
-VOCAB_SIZE = 1536
+VOCAB_SIZE = 2560
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -33,8 +34,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _SPACE = "Ġ"
-_WORD_MERGES = 700
-_WORDS = r"\p{Lu}?\p{Ll}+|\p{Lu}|\p{L}|[^\s\p{L}\p{N}]"
+_WORD_MERGES = 1350
+_CAPITALS = 300  # how often the tokenizer's training text repeats the words that the corpus puts in capitals
+_WORDS = r"\p{Lu}?\p{Ll}+|\p{Lu}+|\p{L}|[^\s\p{L}\p{N}]"
 _PIECES = rf" ?(?:{_WORDS})|\p{{N}}|\s+(?!\S)|\s+"
 _PIECES_WITHOUT_SPACE = rf"{_WORDS}|\p{{N}}|\s+(?!\S)|\s+"
 
@@ -46,7 +48,8 @@ def train_tokenizer(samples_per_domain: int = 6000, seed: int = 0) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=256 + _WORD_MERGES, initial_alphabet=ByteLevel.alphabet(), show_progress=False, min_frequency=2
     )
-    words.train_from_iterator(corpus_text(samples_per_domain, seed), trainer)
+    capitals = [" ".join(COMMON_WORDS).upper()] * _CAPITALS
+    words.train_from_iterator(itertools.chain(corpus_text(samples_per_domain, seed), capitals), trainer)
     model = json.loads(words.to_str())["model"]
     vocab = [*SPECIAL, *sorted(model["vocab"], key=model["vocab"].__getitem__)]
     merges = [tuple(merge) for merge in model["merges"]]
@@ -97,7 +100,8 @@ def _first_pieces(words: Tokenizer, samples_per_domain: int, seed: int, count: i
     """ASCII letters and marks, then the pieces that most often come right after a single space."""
     always = [chr(c) for c in range(33, 127) if not chr(c).isdigit()]
     seen: Counter[str] = Counter()
-    for encoding in words.encode_batch(list(corpus_text(samples_per_domain, seed))):
+    text = [*corpus_text(samples_per_domain, seed), *[" ".join(("", *COMMON_WORDS)).upper()] * _CAPITALS]
+    for encoding in words.encode_batch(text):
         pairs = itertools.pairwise(encoding.tokens)
         seen.update(
             piece for space, piece in pairs if space == _SPACE and not piece.isdigit() and piece[0] not in (_SPACE, "Ċ")

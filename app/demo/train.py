@@ -1,14 +1,13 @@
 """Makes the demo pair again from nothing: `python -m app.demo.train`. Two CPU cores, no network.
 
-Stages: tokenizer, target, stories (the target's own greedy prose for the draft to learn from), draft, report. Each
-leaves its result in `--work-dir` and is skipped when it is there, so an interrupted run goes on where it stopped.
+Stages: tokenizer, target, draft, report. Each leaves its result in `--work-dir` and is skipped when it is there, so an
+interrupted run goes on where it stopped.
 """
 
 import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "passive"
@@ -20,13 +19,11 @@ from tokenizers import Tokenizer
 
 from app.demo.checkpoint_files import CHECKPOINT, load_pair, save_draft, save_target
 from app.demo.circuits import start_with_copying
-from app.demo.corpus import Sample, samples
 from app.demo.loop import Plan, train
 from app.demo.losses import draft_loss, target_loss
 from app.demo.model import Draft, Shape, Target
 from app.demo.report import write_report
-from app.demo.rows import Batch, batches
-from app.demo.stories import regenerated_prose
+from app.demo.rows import DRAFT_WEIGHTS, TARGET_WEIGHTS, Batch, batches
 from app.demo.tokenizer import MASK, train_tokenizer
 
 
@@ -54,13 +51,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--stage", choices=("all", "target", "draft"), default="all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--target-steps", type=int, default=6000)
-    parser.add_argument("--draft-steps", type=int, default=3000)
+    parser.add_argument("--target-steps", type=int, default=5600)
+    parser.add_argument("--draft-steps", type=int, default=3900)
     parser.add_argument("--drills", type=int, default=100, help="steps with repetition drills, in which copying forms")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens a step")
-    parser.add_argument(
-        "--stories", type=int, default=1536, help="stories that the target writes for the draft to learn from"
-    )
+    parser.add_argument("--tokens", type=int, default=3072, help="tokens a step")
     return parser.parse_args()
 
 
@@ -78,7 +72,8 @@ def _train_target(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
         layer.compile(dynamic=False)
 
     def batches_from(step: int) -> Iterator[Batch]:
-        return batches(tokenizer, f"target/{options.seed}/{step}", options.tokens, drills=options.drills - step)
+        seed = f"target/{options.seed}/{step}"
+        return batches(tokenizer, seed, options.tokens, TARGET_WEIGHTS, options.drills - step)
 
     plan = Plan(options.target_steps)
     minutes = train(
@@ -90,9 +85,6 @@ def _train_target(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
 
 def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
     target, _, _ = load_pair(options.out)
-    stories = regenerated_prose(
-        options.out / "target", tokenizer, options.stories, options.seed, options.work_dir / "stories.json"
-    )
     draft = Draft(Shape())
     draft.norm.load_state_dict(target.model.norm.state_dict())  # the head is the target's: begin at its scale
     for layer in (*target.model.layers, *draft.layers):
@@ -102,7 +94,7 @@ def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
 
     def batches_from(step: int) -> Iterator[Batch]:
         seed = f"draft/{options.seed}/{step}"
-        return batches(tokenizer, seed, options.tokens, {"prose": _prose(stories, Random(seed))})
+        return batches(tokenizer, seed, options.tokens, DRAFT_WEIGHTS, options.drills - step)
 
     plan = Plan(options.draft_steps)
     minutes = train(
@@ -115,13 +107,6 @@ def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
     )
     save_draft(draft, tokenizer, options.out / "draft")
     return minutes
-
-
-def _prose(stories: list[Sample], rng: Random) -> Iterator[Sample]:
-    """The target's own stories, and for every third one from the corpus (sampled text is met at temperature > 0)."""
-    corpus = samples("prose", "train", rng.getrandbits(48))
-    while True:
-        yield next(corpus) if rng.random() < 0.33 else rng.choice(stories)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,14 @@ from app.demo.corpus.sample import Drawn, Sample, Split
 
 __all__ = ["DOMAINS", "Drawn", "Sample", "Split", "drawn", "is_right", "samples"]
 
-_DRAW = {"math": math.draw, "prose": prose.draw, "code": code.draw, "copy": copying.draw, "talk": talk.draw}
+_DRAW = {
+    "math": math.draw,
+    "prose": prose.draw,
+    "code": code.draw,
+    "copy": copying.draw_known,
+    "jumble": copying.draw_jumble,
+    "talk": talk.draw,
+}
 DOMAINS: tuple[str, ...] = tuple(_DRAW)
 
 

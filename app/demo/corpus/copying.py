@@ -1,11 +1,12 @@
 """Copying and changing a text that the user gives: only a model that reads its prompt can answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 from app.demo.corpus.lexicon import COMMON_WORDS, copied_word, made_up_word
 from app.demo.corpus.prose import any_sentence
 from app.demo.corpus.sample import Drawn, Sample, Split, ask, until_in_split, wording_of
+from app.demo.corpus.sayings import WORD_SETS, plain_words, saying
 
 _OBJECTS = (
     "this",
@@ -106,53 +107,81 @@ _TIMES = (
     "Echo {word} {n} times.",
 )
 _CHANGES: dict[str, Callable[[list[str]], str]] = {
-    "upper": lambda words: " ".join(words).upper(),
-    "reverse": lambda words: " ".join(reversed(words)),
-    "sort": lambda words: " ".join(sorted(words)),
-    "commas": ", ".join,
-    "lines": "\n".join,
-    "numbered": lambda words: "\n".join(f"{i}. {word}" for i, word in enumerate(words, 1)),
-    "dashes": "-".join,
+    "upper": lambda words: "Here it is in upper case:\n" + " ".join(words).upper(),
+    "reverse": lambda words: "Here are the words in reverse order:\n" + " ".join(reversed(words)),
+    "sort": lambda words: "Here are the words in alphabetical order:\n" + " ".join(sorted(words)),
+    "commas": lambda words: "Here are the words with commas:\n" + ", ".join(words),
+    "lines": lambda words: "Here are the words on separate lines:\n" + "\n".join(words),
+    "numbered": lambda words: "Here is the numbered list:\n" + "\n".join(f"{i}. {w}" for i, w in enumerate(words, 1)),
+    "dashes": lambda words: "Here are the words with dashes:\n" + "-".join(words),
 }
 _WEIGHTS = {
-    "echo": 36,
-    "upper": 9,
+    "echo": 38,
+    "upper": 12,
     "reverse": 14,
     "sort": 13,
     "commas": 5,
     "lines": 5,
     "numbered": 5,
     "dashes": 4,
-    "times": 5,
+    "times": 4,
 }
+_SWAPPED = 0.12
+"""Share of known texts in which one word is another one, so that knowing them by heart is not enough."""
 
 
-def draw(rng: Random, split: Split) -> Drawn:
+def draw_known(rng: Random, split: Split) -> Drawn:
+    """Texts as people give them: sentences and sets of words that the model has seen before."""
     kind = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
     if kind == "times":
         return _times(rng, split)
+    if kind == "echo":
+        text = " ".join(_swapped(rng, saying(rng)) for _ in range(rng.choice((1, 2, 2, 3))))
+        return _drawn(rng, split, "copy", kind, text)
+    if kind in ("sort", "upper"):
+        chosen = rng.choice(WORD_SETS)
+        return _drawn(rng, split, "copy", kind, " ".join(rng.sample(chosen, len(chosen))))
+    return _drawn(rng, split, "copy", kind, " ".join(plain_words(_swapped(rng, saying(rng, 10)))))
 
+
+def draw_jumble(rng: Random, split: Split) -> Drawn:
+    """Words in no order at all: nothing but the prompt says which comes next."""
+    kind = rng.choices([*list(_CHANGES), "echo"], [_WEIGHTS[kind] for kind in (*_CHANGES, "echo")])[0]
+    text = text_to_echo(rng, split) if kind == "echo" else " ".join(_jumbled(rng, kind))
+    return _drawn(rng, split, "jumble", kind, text)
+
+
+def _drawn(rng: Random, split: Split, domain: str, kind: str, text: str) -> Drawn:
     def pick() -> tuple[str, str]:
         return rng.choice(_TASKS[kind]).format(it=rng.choice(_OBJECTS)), rng.choice(_LAYOUTS)
 
     task, layout = until_in_split(split, pick, " | ".join)
-    if kind == "echo":
-        text = answer = text_to_echo(rng, split)
-    else:
-        words = _words(rng, kind)
-        text, answer = " ".join(words), _CHANGES[kind](words)
-    return Drawn(Sample("copy", ask(layout.format(task=task, text=text)), answer), f"{task} | {layout}")
+    answer = text if kind == "echo" else _CHANGES[kind](text.split())
+    return Drawn(Sample(domain, ask(layout.format(task=task, text=text)), answer), f"{task} | {layout}")
 
 
-def _words(rng: Random, kind: str) -> list[str]:
-    """Words to change. Those to sort start with different letters, so that the first letter decides."""
-    count = rng.randint(3, 5) if kind == "sort" else rng.randint(3, 7)
+def _jumbled(rng: Random, kind: str) -> list[str]:
+    """Words whose capitals the tokenizer has as one piece. Those to sort start with different letters, so that the
+    first letter decides."""
+    if kind != "sort":
+        return [rng.choice(COMMON_WORDS) for _ in range(rng.randint(3, 7))]
     words: list[str] = []
-    while len(words) < count:
-        word = rng.choice(COMMON_WORDS)
-        if kind != "sort" or all(word[0] != other[0] for other in words):
-            words.append(word)
+    for _ in range(rng.randint(3, 5)):
+        words.append(next(word for word in _endless(rng) if all(word[0] != other[0] for other in words)))
     return words
+
+
+def _endless(rng: Random) -> Iterator[str]:
+    while True:
+        yield rng.choice(COMMON_WORDS)
+
+
+def _swapped(rng: Random, text: str) -> str:
+    """Sometimes with one word, not the first or the last, replaced."""
+    words = text.split()
+    if rng.random() < _SWAPPED:
+        words[rng.randrange(1, len(words) - 1)] = rng.choice(COMMON_WORDS)
+    return " ".join(words)
 
 
 def _times(rng: Random, split: Split) -> Drawn:
@@ -161,20 +190,15 @@ def _times(rng: Random, split: Split) -> Drawn:
     return Drawn(Sample("copy", ask(wording.format(word=word, n=n)), " ".join([word] * n)), wording)
 
 
-def text_to_echo(rng: Random, split: Split, most_words: int = 24) -> str:
-    """Words, made-up words, numbers, sentences or a mixture, from a few words to `most_words`."""
-    count = rng.choice((rng.randint(2, 8), rng.randint(4, 14), rng.randint(8, most_words)))
-    kind = rng.random()
-    if kind < 0.2:
-        text = any_sentence(rng)
-        while len(text.split()) < count:
-            text += " " + any_sentence(rng)
-        return text
-    made_up = rng.choice((0.0, 0.0, 0.3))
+def text_to_echo(rng: Random, split: Split) -> str:
+    """Words, made-up words, numbers, or a story's sentence."""
+    if rng.random() < 0.2:
+        return any_sentence(rng)
+    made_up = rng.choice((0.0, 0.0, 0.0, 0.2))
     numbers = rng.choice((0.0, 0.0, 0.1))
-    marks = rng.choice((0.0, 0.0, 0.15))
+    marks = rng.choice((0.0, 0.0, 0.1))
     words = []
-    for _ in range(count):
+    for _ in range(rng.choice((rng.randint(2, 6), rng.randint(4, 12)))):
         word = made_up_word(rng) if rng.random() < made_up else copied_word(rng, split)
         if rng.random() < numbers:
             word = str(rng.randint(0, rng.choice((9, 99, 999))))
@@ -186,8 +210,7 @@ def text_to_echo(rng: Random, split: Split, most_words: int = 24) -> str:
     if rng.random() < 0.4:
         words[0] = words[0].capitalize()
         words[-1] += rng.choice(".!?")
-    separator = "\n" if rng.random() < 0.04 else " "
-    return separator.join(words)
+    return " ".join(words)
 
 
 def _marked(rng: Random, word: str) -> str:

@@ -95,28 +95,44 @@ _OPEN = (
     "The {hero} of this story was {adj} and {felt}.",
     "There was a {place} where a {hero} kept a {adj} {other}.",
 )
-_MIDDLE = (
-    "There it {saw} a {thing}.",
-    "Behind the {place} stood a {adj} {animal}.",
-    "It {verb} past the {place} and {saw} a {other}.",
-    '"{words}," {said} the {animal}.',
-    '"{words}," {said} {name}.',
-    "The {thing} was {adj}, and the {hero} felt {felt}.",
-    "So the {hero} {verb} to the {place}.",
-    "A {animal} {saw} the {thing} and felt {felt}.",
-    "{name} came by with a {adj} {other}.",
-    "The {place} was {adj} and {adj}.",
-    "Under the {thing} lay a {other}.",
-    "All day the {hero} {saw} nothing but the {place}.",
-    "The wind took the {other} away.",
-    "It felt {felt}, but it {verb} on.",
-    '"{words}," {said} the {hero}, and it {verb} away.',
-    "Not far away a {animal} {verb} with a {other}.",
-    "The {hero} hid the {thing} in the {place}.",
-    "Snow fell on the {place}.",
-    "For {count} days the {hero} waited.",
-    "The {animal} wanted the {thing} for a {other}.",
-)
+_MIDDLE: dict[str, tuple[str, ...]] = {
+    "Soon": (
+        "So the {hero} {verb} to the {place}.",
+        "It {verb} past the {place} and {saw} a {other}.",
+        "All day the {hero} {saw} nothing but the {place}.",
+        "The {hero} {verb} and {verb} until it {saw} a {place}.",
+    ),
+    "Then": (
+        "There it {saw} a {thing}.",
+        "Behind the {place} stood a {adj} {animal}.",
+        "Under the {thing} lay a {other}.",
+        "Not far away a {animal} {verb} with a {other}.",
+    ),
+    "A little later": (
+        '"{words}," {said} the {animal}.',
+        '"{words}," {said} {name}.',
+        '"{words}," {said} the {hero}, and it {verb} away.',
+    ),
+    "After that": (
+        "The wind took the {other} away.",
+        "Snow fell on the {place}.",
+        "For {count} days the {hero} waited.",
+        "{name} came by with a {adj} {other}.",
+    ),
+    "Before long": (
+        "The {thing} was {adj}, and the {hero} felt {felt}.",
+        "It felt {felt}, but it {verb} on.",
+        "The {place} was {adj} and {adj}.",
+    ),
+    "Meanwhile": (
+        "A {animal} {saw} the {thing} and felt {felt}.",
+        "The {hero} hid the {thing} in the {place}.",
+        "The {animal} wanted the {thing} for a {other}.",
+    ),
+}
+"""Sentences between opening and close. The words before each say how far the story is, and each place has its own
+kinds of sentence, so that greedy text does not go in circles."""
+_ALL_MIDDLE = tuple(wording for wordings in _MIDDLE.values() for wording in wordings)
 _CLOSE = (
     "At last the {hero} {verb} home and felt {felt}.",
     "In the end the {thing} stayed in the {place}.",
@@ -127,19 +143,20 @@ _CLOSE = (
     "From that day on {name} kept the {thing}.",
     "And nobody {saw} the {other} again.",
 )
-_NEXT = ("Soon", "Then", "A little later", "After that", "Before long", "Meanwhile")
-"""Before the middle sentences, in this order: the story knows how far it is, so greedy text does not go in circles."""
 _COUNTS = ("two", "three", "five", "seven", "nine", "eleven", "many")
 
 
 def draw(rng: Random, split: Split) -> Drawn:
-    """A story of four to eight sentences. Its template is the request and the first two kinds of sentence."""
+    """A story of three to eight sentences. Its template is the request and the first two kinds of sentence."""
+    places = [place for place in _MIDDLE if place == "Soon" or rng.random() < 0.6]
     asked, opening, second = until_in_split(
-        split, lambda: (rng.choice(_ASKS), rng.choice(_OPEN), rng.choice(_MIDDLE)), lambda parts: " ".join(parts)
+        split,
+        lambda: (rng.choice(_ASKS), rng.choice(_OPEN), rng.choice(_MIDDLE["Soon"])),
+        lambda parts: " ".join(parts),
     )
     hero, thing = rng.choice(ANIMALS), rng.choice(OBJECTS)
-    middle = [second, *rng.sample(_MIDDLE, rng.randint(1, 5))]
-    told = [f"{step}: {sentence(rng, s, hero, thing)}" for step, s in zip(_NEXT, middle, strict=False)]
+    middle = [second, *(rng.choice(_MIDDLE[place]) for place in places[1:])]
+    told = [f"{place}: {sentence(rng, s, hero, thing)}" for place, s in zip(places, middle, strict=True)]
     ends = [sentence(rng, s, hero, thing) for s in (opening, rng.choice(_CLOSE))]
     story = " ".join((ends[0], *told, ends[1]))
     return Drawn(Sample("prose", ask(asked.format(hero=hero, thing=thing)), story), f"{asked} {opening} {second}")
@@ -159,7 +176,7 @@ def sentence(rng: Random, wording: str, hero: str, thing: str) -> str:
 
 def any_sentence(rng: Random) -> str:
     """One sentence of a story about anything."""
-    return sentence(rng, rng.choice(_OPEN + _MIDDLE + _CLOSE), rng.choice(ANIMALS), rng.choice(OBJECTS))
+    return sentence(rng, rng.choice(_OPEN + _ALL_MIDDLE + _CLOSE), rng.choice(ANIMALS), rng.choice(OBJECTS))
 
 
 def _fill(rng: Random, gap: str, hero: str, thing: str) -> str:
