@@ -112,6 +112,19 @@ class Backend(ABC):
         """(free, total) bytes of the device."""
 
 
+def download_behind(x: Tensor, event: Any) -> Callable[[], Tensor]:
+    """`start_download` through pinned memory; `event` is a new one of the device's stream."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    event.record()
+
+    def wait() -> Tensor:
+        event.synchronize()
+        return host
+
+    return wait
+
+
 def make_backend(device: str) -> Backend:
     """The backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv
+from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, download_behind
 
 MAX_SCORES = 1 << 24
 """Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
@@ -100,16 +100,7 @@ class TorchBackend(Backend):
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
         if self.device.type == "cpu":
             return lambda: x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        host.copy_(x, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-
-        def wait() -> Tensor:
-            copied.synchronize()
-            return host
-
-        return wait
+        return download_behind(x, torch.cuda.Event())
 
     def memory(self) -> tuple[int, int]:
         if self.device.type == "cuda":

@@ -3,13 +3,11 @@
 `OnNpu` is the torch backend moved there, to prove the harness; `NpuBackend` is the server's own.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import app.engine.build as build
 from app.engine.backend import Backend, Defaults
@@ -30,20 +28,8 @@ class OnNpu(TorchBackend):
         Backend.__init__(self, device)
         self.defaults = Defaults(dtype=torch.float32, page_size=PAGE, max_num_seqs=4)
 
-    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        host.copy_(x, non_blocking=True)
-        copied = torch.npu.Event()
-        copied.record()
-
-        def wait() -> Tensor:
-            copied.synchronize()
-            return host
-
-        return wait
-
-    def memory(self) -> tuple[int, int]:
-        return torch.npu.mem_get_info(self.device)
+    start_download = NpuBackend.start_download
+    memory = NpuBackend.memory
 
 
 @pytest.fixture

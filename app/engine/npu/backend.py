@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv
+from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, download_behind
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE, Checked
 
@@ -110,16 +110,7 @@ class NpuBackend(Backend):
         return F.linear(x, weight)
 
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        host.copy_(x, non_blocking=True)
-        copied = torch_npu.npu.Event()
-        copied.record()
-
-        def wait() -> Tensor:
-            copied.synchronize()
-            return host
-
-        return wait
+        return download_behind(x, torch_npu.npu.Event())
 
     def memory(self) -> tuple[int, int]:
         free, total = torch_npu.npu.mem_get_info(self.device)
