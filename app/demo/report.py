@@ -54,9 +54,16 @@ class Measured:
         ]
 
 
-def measure(engine: Engine, tokenizer: Tokenizer, target: Target, domain: str, chosen: Sequence[Sample]) -> Measured:
-    """Greedy answers to `chosen`, 16 at a time, with every block verified whole."""
-    measured = Measured(domain, len(chosen))
+def measure(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    target: Target,
+    domain: str,
+    chosen: Sequence[Sample],
+    temperature: float = 0.0,
+) -> Measured:
+    """Answers to `chosen`, 16 at a time, with every block verified whole."""
+    measured = Measured(f"{domain}, T = {temperature:g}" if temperature else domain, len(chosen))
 
     def count(step: Step) -> None:
         for delta in step.deltas:
@@ -73,9 +80,11 @@ def measure(engine: Engine, tokenizer: Tokenizer, target: Target, domain: str, c
         texts = [tokenizer.chat_template.render(list(sample.messages)) for sample in batch]
         prompts = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         stops = frozenset(tokenizer.eos_ids)
-        answers = engine.core.run(
-            [Request(str(i), prompt, _MAX_TOKENS, stop_token_ids=stops) for i, prompt in enumerate(prompts)], count
-        )
+        requests = [
+            Request(str(i), prompt, _MAX_TOKENS, temperature=temperature, seed=start + i, stop_token_ids=stops)
+            for i, prompt in enumerate(prompts)
+        ]
+        answers = engine.core.run(requests, count)
         for sample, prompt, answer in zip(batch, prompts, answers.values(), strict=True):
             measured.right += is_right(sample, tokenizer.decode(answer))
             entropy += entropy_of(target, [*prompt, *answer], len(prompt))
@@ -104,8 +113,10 @@ _PAGE = """# The demo pair
 A Qwen3-shaped target and its DFlash draft, small enough to ship and trained by the code in this folder on
 generated text. It is here to show drafting, acceptance and real text on any machine; it knows nothing else.
 
-`python -m app.demo.train` makes a pair from nothing, on two CPU cores in less than two hours, and goes on where it was
-stopped. It needs the `dev` extra.
+`python -m app.demo.train` makes a pair from nothing, on two CPU cores in about two hours, and goes on where it was
+stopped. It needs the `dev` extra. The shipped pair took 67 minutes for the target and 58 for the draft on two cores
+that did other work besides. Its draft went on twice with more steps, and its tokenizer and target come from the time
+when copy and jumble were one domain, in the same shares.
 
 | domain | what is asked |
 |---|---|
@@ -118,7 +129,8 @@ stopped. It needs the `dev` extra.
 
 ## Held-out samples
 
-Templates that training never saw, greedy, fp32, block 16, every block verified whole. Printed by
+Templates that training never saw, fp32, block 16, every block verified whole, greedy unless a temperature is named.
+Printed by
 `{command}`:
 
 {table}
@@ -135,10 +147,12 @@ def write_report(folder: Path = CHECKPOINT, count: int = 200, seed: int = 1) -> 
     engine = build_engine(EngineConfig(folder / "target", folder / "draft", device="cpu"))
     tokenizer = Tokenizer(folder / "target")
     target, _, _ = load_pair(folder)
-    rows = [
-        measure(engine, tokenizer, target, domain, list(itertools.islice(samples(domain, "heldout", seed), count)))
-        for domain in DOMAINS
-    ]
+    rows = []
+    for domain in DOMAINS:
+        chosen = list(itertools.islice(samples(domain, "heldout", seed), count))
+        rows.append(measure(engine, tokenizer, target, domain, chosen))
+        if domain == "prose":  # People let stories be drawn; greedy ones are the same few sentences.
+            rows.append(measure(engine, tokenizer, target, domain, chosen, temperature=1.0))
     text = page(rows, f"python -m app.demo.report --samples {count} --seed {seed}")
     (folder.parent / "README.md").write_text(text)
     print(text)

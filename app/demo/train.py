@@ -52,7 +52,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--target-steps", type=int, default=5600)
-    parser.add_argument("--draft-steps", type=int, default=3900)
+    parser.add_argument("--draft-steps", type=int, default=4300)
     parser.add_argument("--drills", type=int, default=100, help="steps with repetition drills, in which copying forms")
     parser.add_argument("--tokens", type=int, default=3072, help="tokens a step")
     return parser.parse_args()

@@ -15,11 +15,11 @@ from app.engine.build import Engine
 from app.engine.core import Step
 from app.engine.sequence import Request
 from tests.engine.lossless import Prompt, Run, demo_folder, demo_prompts, make_engine, run_engine
-from tests.engine.test_draft_parity import IN_THE_ENGINE, with_causal_blocks
+from tests.engine.test_draft_parity import IN_THE_ENGINE
 
 PROMPTS = 16
 MAX_TOKENS = 200
-FLOOR = {"math": 9.2}
+FLOOR = {"math": 9.6, "copy": 7.3}
 """Acceptance length, a little below what the shipped pair shows on these prompts."""
 NEAR = 0.05
 """How far from the cold run's acceptance length another way of running may end, as a share of it."""
@@ -60,8 +60,8 @@ def preempted(domain: str) -> Run:
     """Pages for little more than one sequence: the others are thrown out and recomputed."""
     within = [replace(r, max_tokens=len(text)) for r, text in zip(requests(domain), answers(domain), strict=True)]
     limit = max(len(request.token_ids) + request.max_tokens for request in within)
-    run = run_engine(engine(page_size=4, max_model_len=limit, kv_pages=(limit + 32) // 4 + 12), within)
-    assert run.preemptions >= PROMPTS / 4
+    run = run_engine(engine(page_size=4, max_model_len=limit, kv_pages=(limit + 32) // 4 + 4), within)
+    assert run.preemptions >= 2
     return run
 
 
@@ -110,7 +110,7 @@ def test_acceptance_of_a_cold_single_run_is_above_the_floor(domain: str):
     run = cold_run(domain)
     print(f"{domain}: acceptance length {run.acceptance_length:.2f} over {run.verify_steps} steps")
     assert run.acceptance_length >= FLOOR[domain]
-    assert run.verify_steps >= 5 * PROMPTS / 2
+    assert run.verify_steps >= 2 * PROMPTS
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -123,12 +123,11 @@ def test_acceptance_stays(domain: str, way: str):
     assert run.acceptance_length == pytest.approx(wanted, rel=NEAR)
 
 
-# The floor can fail: mistakes others have made, none of which changes a single emitted token. A causal mask in the
-# block and a skipped hidden_norm weight cost the shipped draft too little to show here; test_draft_parity.py sees them.
-MISTAKES = [mistake for mistake in IN_THE_ENGINE if mistake is not with_causal_blocks]
+# The floor can fail: mistakes others have made, none of which changes a single emitted token. (A skipped hidden_norm
+# weight costs the shipped draft too little to show here; test_draft_parity.py sees it.)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", IN_THE_ENGINE)
 @pytest.mark.parametrize("domain", FLOOR)
 def test_a_mistake_falls_through_the_floor_and_leaves_the_text(domain: str, mistake: Callable[[Engine], None]):
     broken = engine()
