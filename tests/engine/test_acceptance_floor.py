@@ -120,7 +120,8 @@ def test_acceptance_stays(domain: str, way: str):
     print(f"{domain}, {way}: acceptance length {run.acceptance_length:.2f}, cold {wanted:.2f}")
     assert run.texts == answers(domain)
     assert run.acceptance_length >= FLOOR[domain]
-    assert run.acceptance_length == pytest.approx(wanted, rel=NEAR)
+    # After a preemption it ends higher: the recompute's last row yields a token that no verify step has to.
+    assert wanted * (1 - NEAR) <= run.acceptance_length <= wanted * (1 + (3 * NEAR if run.preemptions else NEAR))
 
 
 # The floor can fail: mistakes others have made, none of which changes a single emitted token. (A skipped hidden_norm
