@@ -48,7 +48,7 @@ on logits / T + Gumbel noise. Above {MARGIN:g} it would be a failure; below, it 
 {TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases combine these values:"""
 ABOUT_ACCEPTANCE = f"""\
 Tokens per verify step, the bonus included, weighted by tokens: greedy, block 16, held-out prompts. Every way of running
-must stay above the floor and within {NEAR:.0%} of the cold run, with the same text."""
+must stay above the floor and no more than {NEAR:.0%} below the cold run, with the same text."""
 
 console = Console(stderr=True)
 
@@ -149,7 +149,7 @@ def holds(domain: str, runs: dict[str, Run]) -> bool:
     cold = cold_run(domain).acceptance_length
     return all(
         run.acceptance_length >= FLOOR[domain]
-        and abs(run.acceptance_length / cold - 1) <= NEAR
+        and run.acceptance_length >= cold * (1 - NEAR)
         and run.texts == answers(domain)
         for run in runs.values()
     )

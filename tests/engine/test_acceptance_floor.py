@@ -22,7 +22,8 @@ MAX_TOKENS = 200
 FLOOR = {"math": 9.6, "copy": 7.3}
 """Acceptance length, a little below what the shipped pair shows on these prompts."""
 NEAR = 0.05
-"""How far from the cold run's acceptance length another way of running may end, as a share of it."""
+"""How far below the cold run's acceptance length another way of running may end, as a share of it. It may end higher:
+after a preemption the recompute's last row yields a token that no verify step has to."""
 
 
 @cache
@@ -120,8 +121,7 @@ def test_acceptance_stays(domain: str, way: str):
     print(f"{domain}, {way}: acceptance length {run.acceptance_length:.2f}, cold {wanted:.2f}")
     assert run.texts == answers(domain)
     assert run.acceptance_length >= FLOOR[domain]
-    # After a preemption it ends higher: the recompute's last row yields a token that no verify step has to.
-    assert wanted * (1 - NEAR) <= run.acceptance_length <= wanted * (1 + (3 * NEAR if run.preemptions else NEAR))
+    assert run.acceptance_length >= wanted * (1 - NEAR)
 
 
 # The floor can fail: mistakes others have made, none of which changes a single emitted token. (A skipped hidden_norm
