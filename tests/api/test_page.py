@@ -280,6 +280,18 @@ def test_nothing_is_fetched_from_any_other_origin(page, server):
     assert fetched == ["/", "/ready", "/v1/models", "/v1/chat/completions"]
 
 
+def test_the_api_page_lists_every_operation_and_fetches_nothing_from_elsewhere(tab, server):
+    tab.open(f"{server.url}/docs")
+    tab.until("document.querySelectorAll('#schemas details').length")
+    document = server.http.get("/openapi.json").json()
+    wanted = [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
+    shown = list(zip(texts(tab, "#operations .method"), texts(tab, "#operations summary code"), strict=True))
+    assert shown == wanted
+    fetched = [url.removeprefix(server.url) for url in tab.requests if not url.startswith("data:")]
+    assert fetched == ["/docs", "/openapi.json"]
+    assert tab.complaints == []
+
+
 def test_no_horizontal_scrolling_at_360_pixels(page, server):
     page.resize(360, 740)
     plan(server, "x" * 200)
