@@ -35,7 +35,7 @@ from tests.engine.lossless import (
     demo_subject,
     random_subjects,
 )
-from tests.engine.test_acceptance_floor import FLOOR, NEAR, WAYS, answers, cold_run
+from tests.engine.test_acceptance_floor import FLOOR, NEAR, WAYS, answers, cold_run, keeps
 
 PAGE = Path(__file__).parent.parent / "docs" / "proof.md"
 DEMO_TOKENS = 64
@@ -48,7 +48,8 @@ on logits / T + Gumbel noise. Above {MARGIN:g} it would be a failure; below, it 
 {TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases combine these values:"""
 ABOUT_ACCEPTANCE = f"""\
 Tokens per verify step, the bonus included, weighted by tokens: greedy, block 16, held-out prompts. Every way of running
-must stay above the floor and no more than {NEAR:.0%} below the cold run, with the same text."""
+must stay above the floor and within {NEAR:.0%} of the cold run, or save no more steps than there were preemptions,
+with the same text."""
 
 console = Console(stderr=True)
 
@@ -146,11 +147,8 @@ def measure_acceptance() -> dict[str, dict[str, Run]]:
 
 
 def holds(domain: str, runs: dict[str, Run]) -> bool:
-    cold = cold_run(domain).acceptance_length
     return all(
-        run.acceptance_length >= FLOOR[domain]
-        and run.acceptance_length >= cold * (1 - NEAR)
-        and run.texts == answers(domain)
+        run.acceptance_length >= FLOOR[domain] and keeps(domain, run) and run.texts == answers(domain)
         for run in runs.values()
     )
 

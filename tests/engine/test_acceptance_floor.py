@@ -22,8 +22,7 @@ MAX_TOKENS = 200
 FLOOR = {"math": 9.6, "copy": 7.3}
 """Acceptance length, a little below what the shipped pair shows on these prompts."""
 NEAR = 0.05
-"""How far below the cold run's acceptance length another way of running may end, as a share of it. It may end higher:
-after a preemption the recompute's last row yields a token that no verify step has to."""
+"""How far from the cold run's acceptance length another way of running may end, as a share of it."""
 
 
 @cache
@@ -62,7 +61,7 @@ def preempted(domain: str) -> Run:
     within = [replace(r, max_tokens=len(text)) for r, text in zip(requests(domain), answers(domain), strict=True)]
     limit = max(len(request.token_ids) + request.max_tokens for request in within)
     run = run_engine(engine(page_size=4, max_model_len=limit, kv_pages=(limit + 32) // 4 + 4), within)
-    assert run.preemptions >= 2
+    assert run.preemptions >= (PROMPTS / 4 if domain == "math" else 2)  # Copied answers are short: few pages.
     return run
 
 
@@ -97,6 +96,15 @@ def answers(domain: str) -> list[list[int]]:
     return cold_run(domain).texts
 
 
+def keeps(domain: str, run: Run) -> bool:
+    """Whether `run` accepts as the cold run does. It may take fewer steps by as many as there were preemptions: the
+    recompute's last row yields a token that no verify step has to."""
+    cold = cold_run(domain)
+    saved = cold.verify_steps - run.verify_steps
+    near = abs(run.acceptance_length / cold.acceptance_length - 1) <= NEAR
+    return near or 0 < saved <= run.preemptions
+
+
 def _joined(runs) -> Run:
     joined = Run([])
     for run in runs:
@@ -111,7 +119,7 @@ def test_acceptance_of_a_cold_single_run_is_above_the_floor(domain: str):
     run = cold_run(domain)
     print(f"{domain}: acceptance length {run.acceptance_length:.2f} over {run.verify_steps} steps")
     assert run.acceptance_length >= FLOOR[domain]
-    assert run.verify_steps >= 2 * PROMPTS
+    assert run.verify_steps >= (5 * PROMPTS / 2 if domain == "math" else 2 * PROMPTS)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -121,7 +129,7 @@ def test_acceptance_stays(domain: str, way: str):
     print(f"{domain}, {way}: acceptance length {run.acceptance_length:.2f}, cold {wanted:.2f}")
     assert run.texts == answers(domain)
     assert run.acceptance_length >= FLOOR[domain]
-    assert run.acceptance_length >= wanted * (1 - NEAR)
+    assert keeps(domain, run)
 
 
 # The floor can fail: mistakes others have made, none of which changes a single emitted token. (A skipped hidden_norm
