@@ -1,17 +1,17 @@
 """AsyncEngine, the asyncio face of the engine process: start, generate, abort, drain, shut down, and restart.
 
-One task reads the engine's replies; every request has a mailbox of its own. When the engine process dies, each running
-request ends with an error, new ones are refused with the reason, and the next epoch is started after a pause. An engine
-that says its configuration is at fault, fails before it was ever ready and says why, or dies again and again, is given
-up: then the state is "dead" for good.
+One task reads the engine's replies; every request has a mailbox of its own. When the engine process dies, or has work
+and is silent for too long, each running request ends with an error, new ones are refused with the reason, and the next
+epoch is started after a pause. An engine that says its configuration is at fault, fails before it was ever ready and
+says why, or dies again and again, is given up: then the state is "dead" for good.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 _WAITING_PER_SEAT = 4
 _MOST_DEATHS = 3
 _DEATHS_WINDOW_SECONDS = 60.0
-_FATAL_GRACE_SECONDS = 2.0
+_END_GRACE_SECONDS = 2.0
+_NAPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,23 @@ class Engine(Protocol):
 class AsyncEngine:
     """`command` is the engine's argv without the addresses; `settings` is the JSON line for its stdin.
 
-    `backoff` is the pause in seconds before the first restart; it doubles with every start that failed.
+    `step_timeout` is how many seconds an engine that has work may be silent before it counts as hanging; `backoff` is
+    the pause in seconds before the first restart, which doubles with every start that failed.
     """
 
-    def __init__(self, command: Sequence[str], settings: str, metrics: Metrics, *, backoff: float = 1.0) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: str,
+        metrics: Metrics,
+        *,
+        step_timeout: float,
+        backoff: float = 1.0,
+    ) -> None:
         self._command = command
         self._settings = settings
         self._metrics = metrics
+        self._step_timeout = step_timeout
         self._backoff = backoff
         self._state = EngineState("loading")
         self._state_changed = asyncio.Event()
@@ -108,6 +119,8 @@ class AsyncEngine:
         self._running: dict[str, Generation] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._engine_has_work = asyncio.Event()
+        self._num_step_outputs = 0
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
         self._failed_starts = 0
         self._ever_ready = False
@@ -139,11 +152,9 @@ class AsyncEngine:
     def ready_info(self) -> EngineInfo:
         """What was loaded. Raises EngineUnavailable unless requests are taken now."""
         state = self._state
-        if state.phase == "ready" and state.info is not None and self._link is not None:
+        if state.phase == "ready" and state.info is not None:
             return state.info
         because = f": {state.reason}" if state.reason else ""
-        if state.phase == "ready":
-            raise EngineUnavailable("The engine has just ended and is being started again. Try again shortly.")
         if state.phase == "loading":
             raise EngineUnavailable(f"The model is loading{because}. Ask GET /ready for progress and try again.")
         if state.phase == "draining":
@@ -176,6 +187,7 @@ class AsyncEngine:
         generation = Generation(request_id, self._leave, self._metrics, arrived or time.monotonic())
         self._running[request_id] = generation
         self._idle.clear()
+        self._engine_has_work.set()
         self._metrics.request_accepted(len(token_ids))
         return generation
 
@@ -234,8 +246,6 @@ class AsyncEngine:
         while True:
             self._epoch += 1
             fatal = await self._live()
-            self._metrics.engine_ended()
-            self._fail_running(fatal.reason)
             if self._state.phase == "draining":
                 return
             if self._beyond_hope(fatal):
@@ -245,44 +255,91 @@ class AsyncEngine:
             pause = self._backoff * 2**self._failed_starts
             logger.error("%s; starting it again in %.1f s", fatal.reason, pause)
             self._set_state(EngineState("loading", reason=f"{fatal.reason}; it is being started again"))
+            self._metrics.engine_restarted()
             await asyncio.sleep(pause)
 
     async def _live(self) -> Fatal:
         """One engine process from start to end; returns why it ended.
 
-        What an engine says against its very first start would be said again: that counts as a user error.
+        Everyone hears of the end before the process is waited for: with a device to give back, that may take a while.
         """
         self._failed_starts += 1
+        self._engine_has_work.clear()
         grace = 0.0
         try:
-            self._link = await EngineLink.open(self._command, self._settings, self._epoch)
-            async with aclosing(self._link.replies()) as replies:
-                async for reply in replies:
-                    if isinstance(reply, Fatal) and reply.epoch == self._epoch:
-                        grace = _FATAL_GRACE_SECONDS
-                        return Fatal(self._epoch, reply.reason, reply.user_error or not self._ever_ready)
-                    self._take(reply)
-            return Fatal(self._epoch, self._link.exit_reason())
-        except OSError as error:
-            return Fatal(self._epoch, f"the engine process cannot be started: {error}", user_error=True)
-        except msgspec.DecodeError as error:
-            return Fatal(self._epoch, f"the engine process sent a message that cannot be read: {error}")
+            fatal = await self._converse()
+            grace = _END_GRACE_SECONDS
+            self._metrics.engine_ended()
+            self._fail_running(fatal.reason)
+            if self._state.phase != "draining":
+                self._set_state(EngineState("loading", reason=fatal.reason))
+            return fatal
         finally:
             link, self._link = self._link, None
             if link is not None:
                 await link.close(grace)
+
+    async def _converse(self) -> Fatal:
+        """Start an engine process and take what it says, until it ends or has to be killed.
+
+        What an engine says against its very first start would be said again: that counts as a user error.
+        """
+        try:
+            self._link = link = await EngineLink.open(self._command, self._settings, self._epoch)
+        except OSError as error:
+            return Fatal(self._epoch, f"the engine process cannot be started: {error}", user_error=True)
+        try:
+            async with self._watched(), aclosing(link.replies()) as replies:
+                async for reply in replies:
+                    if isinstance(reply, Fatal) and reply.epoch == self._epoch:
+                        return Fatal(self._epoch, reply.reason, reply.user_error or not self._ever_ready)
+                    self._take(reply)
+            return Fatal(self._epoch, link.exit_reason())
+        except TimeoutError:
+            reason = f"no step result within {self._step_timeout:g} s (--step-timeout): the engine hangs"
+        except msgspec.DecodeError as error:
+            reason = f"the engine process sent a message that cannot be read: {error}"
+        link.kill()
+        return Fatal(self._epoch, reason)
+
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        """The body is left with TimeoutError once the engine hangs."""
+        async with asyncio.timeout(None) as patience:
+            watchdog = asyncio.create_task(self._watch(patience), name="engine watchdog")
+            try:
+                yield
+            finally:
+                watchdog.cancel()
+
+    async def _watch(self, patience: asyncio.Timeout) -> None:
+        """Let `patience` end when the engine has had work for `step_timeout` seconds and sent no StepOutput.
+
+        Silence is counted in naps, not by the clock: when the whole server was paused, that is one nap of it, and the
+        engine can still speak.
+        """
+        silent_naps = 0
+        while silent_naps < _NAPS:
+            await self._engine_has_work.wait()
+            before = self._num_step_outputs
+            await asyncio.sleep(self._step_timeout / _NAPS)
+            silent_naps = silent_naps + 1 if self._num_step_outputs == before else 0
+        patience.reschedule(0.0)
 
     def _take(self, reply: Reply) -> None:
         if reply.epoch != self._epoch:
             return
         if isinstance(reply, StepOutput):
             self._stats = reply.stats
+            self._num_step_outputs += 1
             self._metrics.step(reply)
             for delta in reply.deltas:
                 if generation := self._running.get(delta.request_id):
                     if delta.finish_reason is not None:
                         self._forget(delta.request_id)
                     generation.put(delta)
+            if not self._running:  # And not before: an engine that hangs has not heard an Abort.
+                self._engine_has_work.clear()
         elif self._state.phase == "draining":
             return
         elif isinstance(reply, LoadProgress):

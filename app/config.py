@@ -88,6 +88,9 @@ class Config(BaseSettings):
         description="share of the device's memory to use, where --kv-cache-memory is not given",
     )
     enforce_eager: bool = Field(False, description="run without graphs")
+    max_graphs: int = Field(
+        48, gt=0, description="most graphs to capture; a step that fits none exactly is padded to the next larger"
+    )
     tensor_parallel_size: int = Field(1, description="only 1 for now")
 
     default_chat_template_kwargs: dict[str, Any] = Field(
@@ -105,6 +108,12 @@ class Config(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     shutdown_timeout: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM"
+    )
+    step_timeout: float = Field(
+        120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds without a step result after which an engine with work is killed and started again",
     )
 
     root_path: str = Field(
@@ -311,6 +320,7 @@ PEER_FLAGS = (
     PeerFlag("--context-length", "max_model_len", "SGLang"),
     PeerFlag("--max-running-requests", "max_num_seqs", "SGLang"),
     PeerFlag("--disable-cuda-graph", "enforce_eager", "SGLang", value="none"),
+    PeerFlag("--watchdog-timeout", "step_timeout", "SGLang", "there the server ends; here its engine is started again"),
     PeerFlag("--tp", "tensor_parallel_size", "SGLang"),
     PeerFlag("--tp-size", "tensor_parallel_size", "SGLang"),
     PeerFlag("-tp", "tensor_parallel_size", "vLLM"),
@@ -335,10 +345,20 @@ GROUPS = {
         "kv_cache_memory",
         "memory_utilization",
         "enforce_eager",
+        "max_graphs",
         "tensor_parallel_size",
     ),
     "chat": ("default_chat_template_kwargs", "reasoning_parser", "tool_call_parser"),
-    "server": ("host", "port", "root_path", "api_key", "api_key_file", "allowed_origins", "shutdown_timeout"),
+    "server": (
+        "host",
+        "port",
+        "root_path",
+        "api_key",
+        "api_key_file",
+        "allowed_origins",
+        "shutdown_timeout",
+        "step_timeout",
+    ),
     "logs and metrics": ("log_level", "log_format", "log_prompts", "metrics_prefix"),
 }
 

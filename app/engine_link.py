@@ -111,6 +111,12 @@ class EngineLink:
             return f"the engine process was killed by {signal.Signals(-code).name}"
         return f"the engine process ended with exit code {code}"
 
+    def kill(self) -> None:
+        """End the process without asking it: one that hangs in a device call hears no SIGTERM. `close` is still due."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
     async def close(self, grace: float = 0.0) -> None:
         """Wait `grace` seconds for the process to end by itself, terminate it, kill it if need be; free the sockets."""
         process, self._process = self._process, None

@@ -42,6 +42,7 @@ TABLE = (
     Metric("spec_decode_num_accepted_tokens_per_pos", "counter", "Accepted draft tokens by position", "position"),
     Metric("spec_decode_num_verified_tokens_per_pos", "counter", "Verified draft tokens by position", "position"),
     Metric("preemptions", "counter", "Requests preempted for want of KV pages"),
+    Metric("engine_restarts", "counter", "Engine processes started because the one before had ended or hung"),
     Metric("request_refused", "counter", "Requests refused because of a field, by field", "param"),
     Metric("step_seconds", "histogram", "Engine steps by kind", "kind"),
 )
@@ -95,6 +96,9 @@ class Metrics:
         self._preemptions = 0
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             self._gauges[name].set(0)
+
+    def engine_restarted(self) -> None:
+        self._counters["engine_restarts"].inc()
 
     def step(self, output: StepOutput) -> None:
         """Book one engine step of the whole batch; "idle" tells where the engine stands without one."""

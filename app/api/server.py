@@ -146,7 +146,7 @@ class _Life:
         self._config = config
         self._listener = listener
         self._metrics = Metrics(config.metrics_prefix)
-        self._engine = AsyncEngine(engine_command, settings, self._metrics)
+        self._engine = AsyncEngine(engine_command, settings, self._metrics, step_timeout=config.step_timeout)
         services = services_for(config, self._engine, tokenizer, self._metrics)
         self._model_name = services.model_names[0]
         app = create_app(

@@ -117,9 +117,16 @@ class Server:
     """The application on a real socket, in a thread with its own uvloop."""
 
     def __init__(
-        self, script: Script, model_folder: Path, names: list[str], app: dict[str, Any], **services: Any
+        self,
+        script: Script,
+        model_folder: Path,
+        names: list[str],
+        app: dict[str, Any],
+        step_timeout: float,
+        **services: Any,
     ) -> None:
         self.script = script
+        self._step_timeout = step_timeout
         self._app_options = app
         self._services_options = services
         self.tokenizer = Tokenizer(model_folder)
@@ -141,7 +148,9 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         settings = json.dumps({"config": {}, "target": "tiny", "draft": None})
-        self.engine = AsyncEngine(self.script.command, settings, self.metrics, backoff=0.01)
+        self.engine = AsyncEngine(
+            self.script.command, settings, self.metrics, step_timeout=self._step_timeout, backoff=0.01
+        )
         services = Services(self.engine, self.tokenizer, self._names, self.metrics, **self._services_options)
         app = create_app(services, **self._app_options)
         http = uvicorn.Server(
@@ -245,11 +254,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving(model_folder: Path, app: dict[str, Any] | None = None, **services: Any) -> Iterator[Server]:
+def serving(
+    model_folder: Path, app: dict[str, Any] | None = None, step_timeout: float = 120.0, **services: Any
+) -> Iterator[Server]:
     """A server whose engine has not said that it is ready. `app` are create_app's options, `services` Services' own."""
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:  # Short enough for sockets.
         script = Script(Path(folder))
-        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, **services)
+        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, step_timeout, **services)
         try:
             yield server
         finally:

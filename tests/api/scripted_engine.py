@@ -54,7 +54,7 @@ class ScriptedEngine:
         self.seen.send(msgspec.msgpack.encode({"what": what, "epoch": self.epoch, **more}))
 
     def run(self) -> None:
-        self.tell("started", settings=self.settings)
+        self.tell("started", settings=self.settings, pid=os.getpid())
         poller = zmq.Poller()
         for source in (self.orders, self.commands, sys.stdin.fileno()):
             poller.register(source, zmq.POLLIN)

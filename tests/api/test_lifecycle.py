@@ -1,5 +1,6 @@
 """The whole server as its own process: signals, exit codes, ports."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -23,8 +24,9 @@ import sys
 from pathlib import Path
 from app.api.server import run
 from app.config import Config
-config = Config(model="tiny", port=int(sys.argv[1]), shutdown_timeout=float(sys.argv[2]))
-sys.exit(run(config, Path(sys.argv[3]), None, sys.argv[4:]))
+port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
+config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout)
+sys.exit(run(config, Path(folder), None, engine))
 """
 ASK = {"prompt": "hi"}
 
@@ -32,10 +34,18 @@ ASK = {"prompt": "hi"}
 class Process:
     """`run` in a process of its own, with a scripted engine."""
 
-    def __init__(self, script: Script, model_folder: Path, port: int = 0, shutdown_timeout: float = 10) -> None:
+    def __init__(
+        self,
+        script: Script,
+        model_folder: Path,
+        port: int = 0,
+        shutdown_timeout: float = 10,
+        step_timeout: float = 120,
+    ) -> None:
         self.script = script
+        settings = (str(port), str(shutdown_timeout), str(step_timeout))
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", MAIN, str(port), str(shutdown_timeout), str(model_folder), *script.command],
+            [sys.executable, "-c", MAIN, *settings, str(model_folder), *script.command],
             cwd=ROOT,
             env=os.environ | {"TMPDIR": str(script.folder)},  # A killed server leaves its sockets behind.
             stderr=subprocess.PIPE,
@@ -143,6 +153,34 @@ def test_the_engine_ends_with_its_parent(process, script):
     process.popen.kill()
     process.wait()
     assert script.see("orphaned")["epoch"] == 1
+
+
+def test_the_setting_reaches_the_engine_and_a_pause_of_the_whole_server_is_no_hang(script, model_folder, background):
+    process = Process(script, model_folder, step_timeout=2)
+    try:
+        url = process.read_url()
+        engine = script.see("started")["pid"]
+        script.order("ready", info=script.info)
+        process.read_until("ready: ")
+        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=10))
+        request_id = script.see("Submit")["request_id"]
+        both = (engine, process.popen.pid)
+        for pid in both:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        for pid in both:
+            os.kill(pid, signal.SIGCONT)
+        script.emit(request_id, [2])
+        assert running.result().status_code == 200
+        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=10))
+        script.see("Submit")
+        os.kill(engine, signal.SIGSTOP)
+        assert "no step result within 2 s" in running.result().json()["error"]["message"]
+        assert script.see("started")["epoch"] == 2
+    finally:
+        process.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGKILL)
 
 
 def test_a_port_in_use_is_one_clear_line_and_exit_1(script, model_folder):

@@ -219,6 +219,7 @@ def test_a_device_may_carry_an_index(device: str) -> None:
         ("dtype", "int8", "bfloat16"),
         ("page_size", "100000000", "less than or equal to 1024"),
         ("shutdown_timeout", "inf", "finite"),
+        ("step_timeout", "0", "greater than 0"),
         ("metrics_prefix", "a b", "pattern"),
         ("model", "", "at least 1 character"),
     ],

@@ -1,0 +1,142 @@
+"""An engine that has work and says nothing for --step-timeout is killed and started again; no other engine is."""
+
+import json
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.api.conftest import PATIENCE, serving
+from tests.api.test_engine_death import ASK, started
+
+TIMEOUT = 1.0
+WHY = f"no step result within {TIMEOUT:g} s"
+
+
+class Hangable:
+    """A ready server whose engine process a test can stop."""
+
+    def __init__(self, server):
+        self.server = server
+        self.pid = self.next_engine()
+
+    def next_engine(self):
+        """The process of the next epoch, which is ready now."""
+        pid = self.server.script.see("started")["pid"]
+        self.server.script.order("ready", info=self.server.script.info)
+        self.server.reach("ready")
+        return pid
+
+    @contextmanager
+    def stopped(self):
+        """The engine hears nothing, not even SIGTERM, as in a device call that never returns."""
+        os.kill(self.pid, signal.SIGSTOP)
+        yield
+        os.kill(self.pid, signal.SIGCONT)
+
+    def hang(self):
+        os.kill(self.pid, signal.SIGSTOP)
+
+
+@pytest.fixture
+def hangable(model_folder):
+    with serving(model_folder, step_timeout=TIMEOUT) as server:
+        yield Hangable(server)
+
+
+def test_an_engine_that_hangs_in_a_step_is_killed_and_the_next_one_serves(hangable, background):
+    server = hangable.server
+    streamed, request_id = started(server, background, stream=True)
+    waiting, _ = started(server, background)
+    server.script.emit(request_id, server.ids("hello"))
+    hangable.hang()
+    events = streamed.result().text.strip().split("\n\n")
+    assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"] == "hello"
+    assert WHY in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+    assert waiting.result().status_code == 503 and WHY in waiting.result().json()["error"]["message"]
+    ready = server.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "loading") and WHY in ready.json()["reason"]
+    refused = server.http.post("/v1/completions", json=ASK)
+    assert refused.status_code == 503 and WHY in refused.json()["error"]["message"]
+    hung, hangable.pid = hangable.pid, hangable.next_engine()
+    with pytest.raises(ProcessLookupError):
+        os.kill(hung, 0)
+    server.script.plan([*server.ids("back"), 2])
+    assert server.openai.completions.create(**ASK).choices[0].text == "back"
+    assert server.metric("engine_restarts_total") == 1
+
+
+def test_a_stall_shorter_than_the_timeout_is_survived_and_a_longer_one_is_not(hangable, background):
+    server = hangable.server
+    running, request_id = started(server, background)
+    with hangable.stopped():
+        time.sleep(TIMEOUT / 3)
+    server.script.emit(request_id, [*server.ids("fine"), 2])
+    assert running.result().json()["choices"][0]["text"] == "fine"
+    running, _ = started(server, background)
+    hangable.hang()
+    assert WHY in running.result().json()["error"]["message"]
+    assert server.script.see("started")["epoch"] == 2
+
+
+def test_a_request_may_take_longer_than_the_timeout_while_steps_come(hangable, background):
+    running, request_id = started(hangable.server, background)
+    for _ in range(8):
+        time.sleep(TIMEOUT / 5)
+        hangable.server.script.emit(request_id, [300])
+    hangable.server.script.emit(request_id, [2])
+    assert running.result().json()["usage"]["completion_tokens"] == 9
+
+
+def test_an_idle_engine_is_never_killed(hangable, background):
+    server = hangable.server
+    running, request_id = started(server, background)
+    server.script.emit(request_id, [2])
+    assert running.result().status_code == 200
+    with hangable.stopped():
+        time.sleep(2 * TIMEOUT)
+        assert server.http.get("/ready").status_code == 200
+    server.script.plan([*server.ids("here"), 2])
+    assert server.openai.completions.create(**ASK).choices[0].text == "here"
+    assert server.metric("engine_restarts_total") == 0
+
+
+def test_loading_is_never_timed_also_after_a_hang(hangable, background):
+    server = hangable.server
+    running, _ = started(server, background)
+    hangable.hang()
+    assert running.result().status_code == 503
+    server.script.see("started")
+    time.sleep(2 * TIMEOUT)
+    server.script.order("ready", info=server.script.info)
+    server.reach("ready")
+    server.script.plan([*server.ids("loaded"), 2])
+    assert server.openai.completions.create(**ASK).choices[0].text == "loaded"
+    assert server.metric("engine_restarts_total") == 1
+
+
+def test_a_hang_is_found_out_though_every_client_gives_up_sooner(hangable):
+    hangable.hang()
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            response = hangable.server.http.post("/v1/completions", json=ASK, timeout=TIMEOUT / 4)
+            break
+        except httpx.ReadTimeout:
+            assert time.monotonic() < deadline, "nobody has noticed"
+    assert response.status_code == 503 and WHY in response.json()["error"]["message"]
+    assert hangable.server.script.see("started")["epoch"] == 2
+
+
+def test_three_hangs_within_a_minute_are_enough(hangable, background):
+    for last in (False, False, True):
+        running, _ = started(hangable.server, background)
+        hangable.hang()
+        assert running.result().status_code == 503
+        if not last:
+            hangable.pid = hangable.next_engine()
+    hangable.server.reach("dead")
+    assert WHY in hangable.server.http.get("/ready").json()["reason"]
