@@ -46,7 +46,7 @@ Command = Submit | Abort | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
-    """How far the start is: `stage` is "target", "draft" or "warm-up"; `done` and `total` are bytes, or steps."""
+    """How far the start is: `stage` is "target", "draft" (in bytes), "graphs" or "warm-up" (in steps)."""
 
     epoch: int
     stage: str

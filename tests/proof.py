@@ -209,15 +209,16 @@ def _case_section(found: Findings) -> Iterator[str]:
         yield f"| T {temperature:g} | {prompts} | {comparison.tokens:,} | {_differences(comparison)} |"
     yield ""
     yield (
-        "| together | page | block | T | drafting | chunked | preemptions | prompts | tokens | differences | margins | "
+        "| together | page | block | T | drafting | chunked | graphs | preemptions | prompts | tokens | differences | margins | "
         "acceptance length |"
     )
-    yield "|---" * 12 + "|"
+    yield "|---" * 13 + "|"
     for case, run, comparison in found.cases:
         acceptance = f"{run.acceptance_length:.2f}" if run.verify_steps else "-"
         yield (
             f"| {case.concurrency} | {case.page_size} | {case.block_size if case.speculation != 'off' else '-'} | "
             f"{_value(case.temperature)} | {case.speculation} | {_value(case.chunked)} | "
+            f"{_value(case.graphs)} | "
             f"{run.preemptions if case.preempted else '-'} | {prompts} | {comparison.tokens:,} | "
             f"{_differences(comparison)} | {acceptance} |"
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from app.engine.errors import UnsupportedError
+from app.engine.graph import Graph, RerunGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Backend(ABC):
     """The operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D]."""
 
     defaults: Defaults
+    captures = False
+    """Whether graphs are the faster way here; `capture` works everywhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,6 +106,15 @@ class Backend(ABC):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""
 
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> Graph:
+        """Record what `run` launches, whose attention reads `metas`, planned. It is also run, so that nothing lazy is
+        left; the tensors it reads must keep their place."""
+        return RerunGraph(run)
+
+    @abstractmethod
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        """Queue the copy of a host tensor to one of the device, without waiting for either."""
+
     @abstractmethod
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin the copy of x to the host behind the work queued so far; calling the result waits for that alone."""
@@ -110,6 +122,10 @@ class Backend(ABC):
     @abstractmethod
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
+
+    @abstractmethod
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """Bytes of the device that `run` takes at its peak; all that is not in use afterwards is given back."""
 
 
 def download_behind(x: Tensor, event: Any) -> Callable[[], Tensor]:
@@ -123,6 +139,16 @@ def download_behind(x: Tensor, event: Any) -> Callable[[], Tensor]:
         return host
 
     return wait
+
+
+def peak_memory(memory: Any, run: Callable[[], object]) -> int:
+    """`Backend.peak_memory` by a device's own allocator; `memory` is torch.cuda or torch.npu."""
+    memory.reset_peak_memory_stats()
+    before = memory.memory_allocated()
+    run()
+    peak = memory.max_memory_allocated() - before
+    memory.empty_cache()
+    return int(peak)
 
 
 def make_backend(device: str) -> Backend:

@@ -1,7 +1,7 @@
 """From an EngineConfig to a warm EngineCore: backend, weights, sizes, KV memory, checks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,22 +14,26 @@ from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel, check_tensor_names
 from app.engine.errors import UnsupportedError
+from app.engine.graph_sizes import GraphSizes, settle_graph_sizes
 from app.engine.kv_cache import PagePool
 from app.engine.kv_pool import KvPool, bytes_per_token
 from app.engine.layers import RotaryTable
 from app.engine.loader import SafetensorsWeights
 from app.engine.model_runner import ModelRunner
 from app.engine.models.qwen3 import Qwen3, qwen3_config
-from app.engine.sampler import LOGITS_CHUNK_BYTES, PEAK_CHUNKS, Sampler
+from app.engine.profile_run import profile_pages, step_memory
+from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
 from app.engine.self_test import check_attention
 from app.engine.sequence import Request
+from app.engine.stages import Stages
+from app.engine.step_graphs import StepGraphs
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total): stage "target" and "draft" in bytes, "warm-up" in steps."""
+"""Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "warm-up" in steps."""
 
 CPU_KV_BYTES = 4 << 30
-"""KV memory on a CPU when nothing is asked for, or half of what is free: the machine is not the server's to fill."""
+"""KV memory on a CPU when nothing is asked for, or half of what is free: the rest is for steps, and for others."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -55,45 +59,44 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
         draft_config = DFlashConfig.from_json(read_config(config.draft), target_config, config.block_size)
     block_size = draft_config.block_size if draft_config else 1
     sizes = settle_sizes(config, block_size, target_config.max_position_embeddings, backend.defaults)
+    graph_sizes = _graph_sizes(config, sizes, backend)
+    if graph_sizes:
+        sizes = replace(sizes, scratch_pages=-(-graph_sizes.most_rows // sizes.page_size))
     decoders = [target_config, *([draft_config.decoder] if draft_config else [])]
     dtype = _dtype(config, target_config, backend)
     for decoder in decoders:
         backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
         check_attention(backend, decoder, sizes.page_size, block_size, dtype)
 
-    def open_weights(folder: Path, stage: str) -> SafetensorsWeights:
-        return SafetensorsWeights(folder, backend.device, dtype, lambda done, total: on_progress(stage, done, total))
+    target, draft = _load(config, target_config, draft_config, dtype, backend, on_progress)
+    sampler = Sampler(target_config.vocab_size, backend)
+    max_rows = max(sizes.max_num_batched_tokens, graph_sizes.most_rows if graph_sizes else 0)
 
-    target_weights = open_weights(config.target, "target")
-    draft_weights = open_weights(config.draft, "draft") if config.draft else None
-    if draft_weights:
-        check_tensor_names(draft_weights.names)
-    target = Qwen3(target_config, target_weights, backend, draft_config.taps if draft_config else ())
-    target_weights.close()
-    model = None
-    if draft_config and draft_weights:
-        model = DFlashModel(draft_config, draft_weights, backend, target.embedding, target.lm_head)
-        draft_weights.close()
+    def runner_over(num_pages: int) -> ModelRunner:
+        length = max(sizes.padded_len, max_rows)
+        rotaries = [RotaryTable(d.head_dim, d.rope_theta, length, dtype, backend.device) for d in decoders]
+        pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
+        drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
+        stages = Stages(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
+        return ModelRunner(stages, backend, page_size=sizes.page_size, block_size=block_size)
 
-    kv_bytes = _kv_bytes(config, sizes, target_config, dtype, backend)
+    kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
-    sampler = Sampler(target_config.vocab_size, backend)
-    rotaries = [RotaryTable(d.head_dim, d.rope_theta, sizes.padded_len, dtype, backend.device) for d in decoders]
-    pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
-    drafter = DFlashDrafter(model, pools[1], rotaries[1], sampler, backend) if model else None
-    runner = ModelRunner(
-        target,
-        pools[0],
-        rotaries[0],
-        sampler,
-        backend,
-        page_size=sizes.page_size,
-        block_size=block_size,
-        drafter=drafter,
-    )
+    runner = runner_over(num_pages)
+    if graph_sizes:
+        runner.graphs = StepGraphs(
+            runner.stages,
+            backend,
+            graph_sizes,
+            block_size=block_size,
+            pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
+            scratch_pages=sizes.scratch_pages,
+            draft_graphs=_draft_graphs(config),
+            on_graph=lambda done, total: on_progress("graphs", done, total),
+        )
     scheduler = Scheduler(
-        PagePool(num_pages, sizes.page_size),
+        PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
@@ -105,6 +108,32 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
     return Engine(core, sizes, str(backend.device), name, target_config, draft_config)
 
 
+def _load(
+    config: EngineConfig,
+    target_config: DecoderConfig,
+    draft_config: DFlashConfig | None,
+    dtype: torch.dtype,
+    backend: Backend,
+    on_progress: Progress,
+) -> tuple[Qwen3, DFlashModel | None]:
+    """Both models' weights. The draft's files are opened, and refused if they must be, before the target is read."""
+
+    def open_weights(folder: Path, stage: str) -> SafetensorsWeights:
+        return SafetensorsWeights(folder, backend.device, dtype, lambda done, total: on_progress(stage, done, total))
+
+    target_weights = open_weights(config.target, "target")
+    draft_weights = open_weights(config.draft, "draft") if config.draft else None
+    if draft_weights:
+        check_tensor_names(draft_weights.names)
+    target = Qwen3(target_config, target_weights, backend, draft_config.taps if draft_config else ())
+    target_weights.close()
+    if draft_config is None or draft_weights is None:
+        return target, None
+    draft = DFlashModel(draft_config, draft_weights, backend, target.embedding, target.lm_head)
+    draft_weights.close()
+    return target, draft
+
+
 def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> torch.dtype:
     """What was asked for; else float32 on a CPU, and elsewhere the checkpoint's own if it is a 16-bit one."""
     if config.dtype != "auto":
@@ -113,27 +142,41 @@ def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> tor
     return own if own.itemsize == backend.defaults.dtype.itemsize else backend.defaults.dtype
 
 
-def _kv_bytes(config: EngineConfig, sizes: Sizes, target: DecoderConfig, dtype: torch.dtype, backend: Backend) -> int:
-    """Memory for KV: what was asked for, or what the weights, the widest step and its logits leave.
+def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:
+    """The sizes to capture, None to run eagerly."""
+    eager = not backend.captures if config.enforce_eager is None else config.enforce_eager
+    if eager:
+        return None
+    return settle_graph_sizes(
+        sizes.max_num_seqs, sizes.block_size, config.max_graphs, draft_graphs=_draft_graphs(config)
+    )
+
+
+def _draft_graphs(config: EngineConfig) -> bool:
+    return config.draft is not None and not config.draft_enforce_eager
+
+
+def _kv_bytes(
+    config: EngineConfig, sizes: Sizes, backend: Backend, runner_over: Callable[[int], ModelRunner], *, graphs: bool
+) -> int:
+    """Memory for KV: what was asked for, or what is left of the device by the weights and the widest step.
 
     Raises UnsupportedError when what was asked for does not fit beside those.
     """
+    step = 0
+    if backend.device.type != "cpu":
+        step = step_memory(runner_over(profile_pages(sizes)), backend, sizes) * (1 + graphs)
     free, total = backend.memory()
-    rows = sizes.max_num_batched_tokens
-    step = rows * (8 * target.hidden_size + 4 * target.intermediate_size) * dtype.itemsize
-    logits = PEAK_CHUNKS * min(
-        LOGITS_CHUNK_BYTES, max(rows, sizes.max_num_seqs * sizes.block_size) * 4 * target.vocab_size
-    )
     if config.kv_cache_memory is not None:
-        if config.kv_cache_memory + step + logits > free:
+        if config.kv_cache_memory + step > free:
             raise UnsupportedError(
-                f"--kv-cache-memory {config.kv_cache_memory >> 20}MiB, {step >> 20} MiB for a step of {rows} rows and "
-                f"{logits >> 20} MiB for its logits are more than the {free >> 20} MiB free on {backend.device}"
+                f"--kv-cache-memory {config.kv_cache_memory >> 20}MiB and {step >> 20} MiB for a step of "
+                f"{sizes.max_num_batched_tokens} rows are more than the {free >> 20} MiB free on {backend.device}"
             )
         return config.kv_cache_memory
     if backend.device.type == "cpu":
-        return min(CPU_KV_BYTES, (free - step - logits) // 2)
-    return int(total * config.memory_utilization) - (total - free) - step - logits
+        return min(CPU_KV_BYTES, free // 2)
+    return int(total * config.memory_utilization) - (total - free) - step
 
 
 def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:

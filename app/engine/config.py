@@ -19,6 +19,7 @@ class EngineConfig:
     """The user's wishes; None means: choose for me. Folders hold config.json and safetensors; memory is in bytes.
 
     `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or "bfloat16".
+    `enforce_eager` False captures graphs even where the device does not (they are then run again and again).
     """
 
     target: Path
@@ -32,17 +33,24 @@ class EngineConfig:
     page_size: int | None = None
     kv_cache_memory: int | None = None
     memory_utilization: float = 0.9
+    enforce_eager: bool | None = None
+    draft_enforce_eager: bool = False
+    max_graphs: int = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Settled sizes. `block_size` is 1 without a draft. RoPE tables cover `padded_len` positions."""
+    """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions.
+
+    The first `scratch_pages` pages belong to nobody: padded page tables and padding rows point there.
+    """
 
     block_size: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int
+    scratch_pages: int = SCRATCH_PAGES
 
     @property
     def padded_len(self) -> int:
@@ -81,9 +89,9 @@ def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, bytes_per_to
     """
     page_bytes = sizes.page_size * bytes_per_token
     num_pages = max(0, kv_bytes) // page_bytes
-    needed = sizes.pages_per_sequence + SCRATCH_PAGES
+    needed = sizes.pages_per_sequence + sizes.scratch_pages
     if num_pages < needed and config.max_model_len is None:
-        fitting = (num_pages - SCRATCH_PAGES) * sizes.page_size - 2 * sizes.block_size
+        fitting = (num_pages - sizes.scratch_pages) * sizes.page_size - 2 * sizes.block_size
         if fitting >= MIN_MODEL_LEN:
             sizes = replace(sizes, max_model_len=fitting)
             needed = num_pages
@@ -93,4 +101,4 @@ def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, bytes_per_to
             f"of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
             f"{-(-needed * page_bytes // 2**20)}MiB, or a smaller --max-model-len"
         )
-    return sizes, min(num_pages, sizes.max_num_seqs * sizes.pages_per_sequence + SCRATCH_PAGES)
+    return sizes, min(num_pages, sizes.max_num_seqs * sizes.pages_per_sequence + sizes.scratch_pages)

@@ -32,7 +32,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Raises ValueError, naming what is wrong, for a request that could never run."""
-        vocab_size = self.runner.target.config.vocab_size
+        vocab_size = self.runner.stages.target.config.vocab_size
         if not all(0 <= token < vocab_size for token in request.token_ids):
             raise ValueError(f"request {request.request_id}: token ids must lie in 0..{vocab_size - 1}")
         self.scheduler.add(request)

@@ -4,7 +4,7 @@ from array import array
 from collections import deque
 
 SCRATCH_PAGES = 1
-"""Pages [0, SCRATCH_PAGES) belong to nobody: padded page tables and padding rows point there."""
+"""Pages [0, SCRATCH_PAGES) at least belong to nobody: padded page tables and padding rows point there."""
 
 
 class OutOfPages(Exception):
@@ -18,14 +18,11 @@ class PagePool:
     least-recently-used first.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, scratch_pages: int = SCRATCH_PAGES) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free: deque[int] = deque(range(SCRATCH_PAGES, num_pages))
-
-    @property
-    def num_usable(self) -> int:
-        return self.num_pages - SCRATCH_PAGES
+        self.num_usable = num_pages - scratch_pages
+        self._free: deque[int] = deque(range(scratch_pages, num_pages))
 
     @property
     def num_free(self) -> int:

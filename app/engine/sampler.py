@@ -16,8 +16,6 @@ from app.engine.noise import FACTORS, signed
 
 LOGITS_CHUNK_BYTES = 256 << 20
 """Logits are made in row chunks of at most this many fp32 bytes: 4096 rows x 152k tokens would be 2.5 GB."""
-PEAK_CHUNKS = 6
-"""How many such chunks are alive at once while noise is added: logits, their fp32, the hash and its temporaries."""
 
 _TOKEN_SALT = 0x85EBCA6B
 
@@ -37,8 +35,10 @@ class Sampler:
     def __init__(self, vocab_size: int, backend: Backend) -> None:
         self._backend = backend
         self._chunk = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+        # On an NPU `int_tensor >> number` uploads the number at every call (N25), so these are tensors.
+        self._bits = {bits: torch.tensor(bits, dtype=torch.int32, device=backend.device) for bits in (9, 15, 16)}
         tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
-        self._token_hash = _mix(tokens + signed(_TOKEN_SALT))
+        self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
     def choose(self, hidden: Tensor, lm_head: Tensor, draws: Draws | None = None) -> Tensor:
         """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id."""
@@ -53,7 +53,7 @@ class Sampler:
 
     def gumbel(self, state: Tensor) -> Tensor:
         """Standard Gumbel noise [N, V] fp32 for noise states [N]."""
-        bits = _shift(_mix(state[:, None] ^ self._token_hash), 9)
+        bits = self._shift(self._mix(state[:, None] ^ self._token_hash), 9)
         uniform = (bits.float() + 0.5) * 2.0**-23
         return -torch.log(-torch.log(uniform))
 
@@ -66,16 +66,14 @@ class Sampler:
         perturbed = logits[rows].float() / draws.temperature[part, None] + self.gumbel(draws.state[part])
         choice[rows] = perturbed.argmax(dim=-1)
 
+    def _mix(self, x: Tensor) -> Tensor:
+        """`noise._mix` on int32, where multiplication wraps."""
+        x = x ^ self._shift(x, 16)
+        x = x * signed(FACTORS[0])
+        x = x ^ self._shift(x, 15)
+        x = x * signed(FACTORS[1])
+        return x ^ self._shift(x, 16)
 
-def _mix(x: Tensor) -> Tensor:
-    """`noise._mix` on int32, where multiplication wraps."""
-    x = x ^ _shift(x, 16)
-    x = x * signed(FACTORS[0])
-    x = x ^ _shift(x, 15)
-    x = x * signed(FACTORS[1])
-    return x ^ _shift(x, 16)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right of int32."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
+    def _shift(self, x: Tensor, bits: int) -> Tensor:
+        """Logical shift right of int32."""
+        return (x >> self._bits[bits]) & ((1 << (32 - bits)) - 1)

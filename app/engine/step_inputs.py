@@ -1,7 +1,11 @@
-"""A batch as arrays: token ids, positions, slots, page tables, and which rows are sampled. Pure NumPy, no loop over
-tokens; `model_runner` moves them to the device in a few packed copies before anything is launched."""
+"""A batch as arrays: token ids, lengths, page tables, and which rows are sampled. Pure NumPy, no loop over tokens.
+`stages` makes positions and slots of them on the device, after one packed copy.
 
-from dataclasses import dataclass
+`pad_target` and `pad_draft` bring a step to the size that a graph was captured with, with requests of nobody.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,76 +22,166 @@ Floats = NDArray[np.float32]
 class RowGroup:
     """Rows of S sequences that go through attention in one call, back to back.
 
-    `positions` and `slots` are [R]; `page_table` is [S, P], padded with the scratch page 0. `q_lens` and `kv_lens`
-    (the rows themselves included) are host lists of S.
+    Sequence i has q_lens[i] rows, from position starts[i] on. `page_table` is [S, P], padded with the scratch page 0.
+    `q_lens` and `kv_lens` (the rows themselves included) are host lists of S.
     """
 
-    positions: Ints
-    slots: Ints
+    starts: Ints
     page_table: Ints
     q_lens: list[int]
     kv_lens: list[int]
 
+    @property
+    def arrays(self) -> list[Ints]:
+        """For the device: cu_q [S + 1]; offsets [S], a row's position less its number in the group; kv_len [S]; and
+        the page table, flat."""
+        cu_q = np.array([0, *accumulate(self.q_lens)], dtype=np.int32)
+        kv_len = np.array(self.kv_lens, dtype=np.int32)
+        return [cu_q, self.starts - cu_q[:-1], kv_len, self.page_table.ravel()]
+
 
 @dataclass(slots=True)
 class DraftInputs:
-    """The D blocks to draft. `target_rows` [N] are the target rows that drafts go into, and `draft_index` [N] where
-    in the flattened [D, b - 1] drafts each is found."""
+    """The D blocks to draft, each from its anchor on."""
 
     request_ids: list[str]
     anchors: Ints
     group: RowGroup
-    target_rows: Ints
-    draft_index: Ints
+
+    @property
+    def arrays(self) -> list[Ints]:
+        return [self.anchors, *self.group.arrays]
 
 
 @dataclass(slots=True)
-class StepInputs:
-    """One step. `token_ids` [T] has the target's rows, with 0 where a draft will be put.
+class TargetInputs:
+    """The target's T rows. `token_ids` [T] has 0 where a draft belongs, and `sources` [T] says where each row's token
+    is found: among these at its own number, or at T + its place in the flattened [D, b - 1] drafts.
 
-    `logit_rows` [R] are the target rows whose next token is wanted. Sampled sequence i has the logit rows
-    `first_logit[i] ...`, one and then one per draft; `draft_of[i]` is its row in the drafts or -1.
-    `drawn_rows` [N], ascending, are the logit rows that are not greedy, with their `temperature` [N] and the
-    `noise_state` [N] of the token that each draws.
+    `logit_rows` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
+    `first_logit[i] ...`, one and then one per draft; `draft_of[i]` is its row in the drafts, 0 if it has none.
     """
 
     token_ids: Ints
-    groups: list[RowGroup]
-    draft: DraftInputs | None
+    sources: Ints
     logit_rows: Ints
     first_logit: Ints
     num_drafts: Ints
     draft_of: Ints
+    groups: list[RowGroup]
+
+    @property
+    def arrays(self) -> list[Ints]:
+        own = [self.token_ids, self.sources, self.logit_rows, self.first_logit, self.num_drafts, self.draft_of]
+        return own + [array for group in self.groups for array in group.arrays]
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step. `drawn_rows` [N], ascending, are the logit rows that are not greedy, with their `temperature` [N] and
+    the `noise_state` [N] of the token that each draws."""
+
+    target: TargetInputs
+    draft: DraftInputs | None
     drawn_rows: Ints
     temperature: Floats
     noise_state: Ints
 
 
 def build(batch: Batch, page_size: int, block_size: int) -> StepInputs:
-    """Arrays of a non-empty batch. Slot arithmetic is by the page size that attention reads with."""
-    ids = [_own_tokens(rows) for rows in batch.rows]
+    """Arrays of a non-empty batch."""
     counts = _counts(batch.rows)
     ends = _int32(np.cumsum(counts))
     sampling = batch.sampling
     logit_counts = np.array([rows.num_drafts + 1 for rows in sampling], dtype=np.int32)
     last_row = ends[np.array([rows.samples for rows in batch.rows], dtype=bool)]
     drafting = np.array([rows.num_drafts > 0 for rows in sampling], dtype=bool)
+    draft_of = _int32(np.where(drafting, np.cumsum(drafting) - 1, 0))
     first_logit = _int32(np.cumsum(logit_counts)) - logit_counts
+    sources = np.arange(counts.sum(), dtype=np.int32)
+    sources[_ranges(last_row - logit_counts + 1, logit_counts - 1)] = len(sources) + _ranges(
+        draft_of * (block_size - 1), logit_counts - 1
+    )
     drawn = [(first, rows) for first, rows in zip(first_logit, sampling, strict=True) if not rows.seq.request.is_greedy]
     return StepInputs(
-        token_ids=np.concatenate(ids),
-        groups=[_group(part, _counts(part), page_size) for part in (batch.decodes, batch.prefills) if part],
-        draft=_draft_inputs(batch, ends - counts, page_size, block_size) if drafting.any() else None,
-        logit_rows=_ranges(last_row - logit_counts, logit_counts),
-        first_logit=first_logit,
-        num_drafts=logit_counts - 1,
-        draft_of=_int32(np.where(drafting, np.cumsum(drafting) - 1, -1)),
+        target=TargetInputs(
+            token_ids=np.concatenate([_own_tokens(rows) for rows in batch.rows]),
+            sources=sources,
+            logit_rows=_ranges(last_row - logit_counts, logit_counts),
+            first_logit=first_logit,
+            num_drafts=logit_counts - 1,
+            draft_of=draft_of,
+            groups=[_group(part, _counts(part), page_size) for part in (batch.decodes, batch.prefills) if part],
+        ),
+        draft=_draft_inputs(batch, page_size, block_size) if drafting.any() else None,
         drawn_rows=_ranges(*_columns([(first, rows.num_drafts + 1) for first, rows in drawn])),
         temperature=np.array(
             [rows.seq.request.temperature for _, rows in drawn for _ in range(rows.num_drafts + 1)], dtype=np.float32
         ),
         noise_state=np.array([state for _, rows in drawn for state in _noise_states(rows)], dtype=np.int32),
     )
+
+
+def empty_target() -> TargetInputs:
+    """No rows of no sequences, to be padded."""
+    none = np.zeros(0, dtype=np.int32)
+    return TargetInputs(none, none, none, none, none, none, [_no_rows()])
+
+
+def empty_draft() -> DraftInputs:
+    return DraftInputs([], np.zeros(0, dtype=np.int32), _no_rows())
+
+
+def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int) -> TargetInputs:
+    """Verify rows of at most `seqs` sequences as `rows` rows of `seqs` + 1, with page tables `pages` wide.
+
+    Each sequence that is missing becomes one row, and the last one, which is nobody's always, has all other rows. They
+    write to the scratch pages, each row to a slot of its own. A decode step has one group, and all its rows decide.
+    """
+    (group,) = inputs.groups
+    num_rows, num_seqs = len(inputs.token_ids), len(group.q_lens)
+    singles = seqs - num_seqs
+    padding = [1] * singles + [rows - num_rows - singles]
+    seats = seqs + 1
+    return TargetInputs(
+        token_ids=_grown(inputs.token_ids, rows),
+        sources=np.concatenate(
+            (inputs.sources + (inputs.sources >= num_rows) * np.int32(rows - num_rows), np.arange(num_rows, rows))
+        ).astype(np.int32),
+        logit_rows=np.arange(rows, dtype=np.int32),
+        first_logit=_grown(inputs.first_logit, seats),
+        num_drafts=_grown(inputs.num_drafts, seats),
+        draft_of=_grown(inputs.draft_of, seats),
+        groups=[_pad_group(group, padding, pages, scratch_pages)],
+    )
+
+
+def pad_draft(inputs: DraftInputs, blocks: int, block_size: int, pages: int, scratch_pages: int) -> DraftInputs:
+    """`blocks` blocks, those that are missing over the scratch pages."""
+    padding = [block_size] * (blocks - len(inputs.anchors))
+    group = _pad_group(inputs.group, padding, pages, scratch_pages)
+    return replace(inputs, anchors=_grown(inputs.anchors, blocks), group=group)
+
+
+def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:
+    """More sequences with `padding` rows. Their rows lie behind one another on the scratch pages, while each attends to
+    as many tokens as it has rows, from the first scratch page on: N30 of docs/npu-contract.md."""
+    num_seqs = len(group.q_lens)
+    page_table: Ints = np.zeros((num_seqs + len(padding), pages), dtype=np.int32)
+    page_table[:num_seqs, : group.page_table.shape[1]] = group.page_table
+    page_table[num_seqs:, :scratch_pages] = np.arange(scratch_pages)
+    starts = np.array([0, *accumulate(padding[:-1])], dtype=np.int32)[: len(padding)]
+    return RowGroup(np.concatenate((group.starts, starts)), page_table, group.q_lens + padding, group.kv_lens + padding)
+
+
+def _grown(x: Ints, size: int) -> Ints:
+    grown: Ints = np.zeros(size, dtype=np.int32)
+    grown[: len(x)] = x
+    return grown
+
+
+def _no_rows() -> RowGroup:
+    return RowGroup(np.zeros(0, dtype=np.int32), np.zeros((0, 0), dtype=np.int32), [], [])
 
 
 def _own_tokens(rows: Rows) -> Ints:
@@ -109,23 +203,17 @@ def _group(rows: list[Rows], counts: Ints, page_size: int) -> RowGroup:
     for line, r in zip(page_table, rows, strict=True):
         pages = np.frombuffer(r.seq.pages, dtype=np.int32)[:width]
         line[: len(pages)] = pages
-    positions = _ranges(starts, counts)
-    owner = np.repeat(np.arange(len(rows)), counts)
-    slots = page_table[owner, positions // page_size] * page_size + positions % page_size
-    return RowGroup(positions, slots, page_table, counts.tolist(), (starts + counts).tolist())
+    return RowGroup(starts, page_table, counts.tolist(), (starts + counts).tolist())
 
 
-def _draft_inputs(batch: Batch, first_rows: Ints, page_size: int, block_size: int) -> DraftInputs:
+def _draft_inputs(batch: Batch, page_size: int, block_size: int) -> DraftInputs:
     """Whole blocks from each anchor on, whatever part of them is verified."""
-    drafting = [(rows, first) for rows, first in zip(batch.decodes, first_rows, strict=False) if rows.num_drafts]
-    num_drafts = np.array([rows.num_drafts for rows, _ in drafting], dtype=np.int32)
+    drafting = [rows for rows in batch.decodes if rows.num_drafts]
     blocks: Ints = np.full(len(drafting), block_size, dtype=np.int32)
     return DraftInputs(
-        request_ids=[rows.seq.request.request_id for rows, _ in drafting],
-        anchors=np.array([rows.seq.token_ids[-1] for rows, _ in drafting], dtype=np.int32),
-        group=_group([rows for rows, _ in drafting], blocks, page_size),
-        target_rows=_ranges(np.array([first + 1 for _, first in drafting], dtype=np.int32), num_drafts),
-        draft_index=_ranges(_int32(np.arange(len(drafting)) * (block_size - 1)), num_drafts),
+        request_ids=[rows.seq.request.request_id for rows in drafting],
+        anchors=np.array([rows.seq.token_ids[-1] for rows in drafting], dtype=np.int32),
+        group=_group(drafting, blocks, page_size),
     )
 
 

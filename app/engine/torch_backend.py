@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, download_behind
+from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, download_behind, peak_memory
 
 MAX_SCORES = 1 << 24
 """Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
@@ -97,6 +97,9 @@ class TorchBackend(Backend):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        to.copy_(host if self.device.type == "cpu" else host.pin_memory(), non_blocking=True)
+
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
         if self.device.type == "cpu":
             return lambda: x
@@ -107,6 +110,10 @@ class TorchBackend(Backend):
             return torch.cuda.mem_get_info(self.device)
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """Of a GPU; nothing counts a CPU's."""
+        return peak_memory(torch.cuda, run) if self.device.type == "cuda" else 0
 
     def _attend(self, q_thd: Tensor, kv: LayerKv, call: _Call) -> Tensor:
         """Padded q [S * Q, heads, D] -> o of the same shape."""

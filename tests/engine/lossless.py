@@ -27,6 +27,7 @@ from app.demo.corpus import DOMAINS, samples
 from app.engine.build import Engine, build_engine
 from app.engine.config import EngineConfig
 from app.engine.core import Step
+from app.engine.kv_cache import SCRATCH_PAGES
 from app.engine.sequence import Request
 from tests.engine.pairs import make_pair
 from tests.engine.reference import first_difference, load_target, margin, sampled
@@ -48,7 +49,7 @@ def cap(num_tokens: int) -> int:
 
 
 def make_engine(target: Path, draft: Path | None = None, *, kv_pages: int | None = None, **settings: Any) -> Engine:
-    """An fp32 engine on the CPU. `kv_pages` is KV memory for exactly so many pages, scratch page included."""
+    """An fp32 engine on the CPU. `kv_pages` is KV memory for exactly so many pages, scratch pages included."""
     if kv_pages is not None:
         per_token = sum(_kv_bytes_per_token(folder) for folder in (target, draft) if folder)
         settings["kv_cache_memory"] = kv_pages * settings["page_size"] * per_token
@@ -120,10 +121,10 @@ def _demo_tokenizer() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for hardly two sequences.
+    """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for one of the longest sequences.
 
     `temperature` None gives the requests 0, 0.7 and 1.0 in turn. `speculation` "half" lets every other request draft;
-    "off" loads no draft at all.
+    "off" loads no draft at all. `graphs` pads decode steps to a few sizes and replays those, as on a device.
     """
 
     concurrency: int = 1
@@ -133,11 +134,12 @@ class Case:
     block_size: int = 16
     temperature: float | None = 0.0
     speculation: str = "on"
+    graphs: bool = False
 
     def __str__(self) -> str:
         words = [f"c{self.concurrency}", f"page{self.page_size}", f"block{self.block_size}"]
         words += ["Tmixed" if self.temperature is None else f"T{self.temperature:g}", self.speculation]
-        return "-".join(words + ["chunked"] * self.chunked + ["preempted"] * self.preempted)
+        return "-".join(words + ["chunked"] * self.chunked + ["preempted"] * self.preempted + ["graphs"] * self.graphs)
 
     @property
     def possible(self) -> bool:
@@ -156,6 +158,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "block_size": (2, 4, 8, 16),
     "temperature": (*TEMPERATURES, None),
     "speculation": ("on", "half", "off"),
+    "graphs": (False, True),
 }
 assert list(SETTINGS) == [field.name for field in fields(Case)]
 
@@ -286,6 +289,7 @@ class Subject:
     def engine(self, case: Case) -> Engine:
         block = 1 if case.speculation == "off" else case.block_size
         pages = -(-(self.max_model_len + 2 * block) // case.page_size)
+        scratch = -(-(case.concurrency * block + 1) // case.page_size) if case.graphs else SCRATCH_PAGES
         return make_engine(
             self.target,
             None if case.speculation == "off" else self.draft,
@@ -294,7 +298,8 @@ class Subject:
             max_model_len=self.max_model_len,
             max_num_seqs=case.concurrency,
             max_num_batched_tokens=max(13, case.concurrency * block) if case.chunked else None,
-            kv_pages=pages + 2 if case.preempted else None,
+            kv_pages=pages + scratch if case.preempted else None,
+            enforce_eager=not case.graphs,
         )
 
     def run(self, case: Case, on_step: Callable[[Step], None] = lambda _: None) -> Run:

@@ -95,10 +95,10 @@ class PlantedDrafter:
 def plant(engine: Engine, texts: Mapping[str, list[int]], cut: Cut) -> PlantedDrafter:
     """Put a planted drafter in the place of the engine's own, or of the one planted there before."""
     runner = engine.core.runner
-    assert runner.drafter is not None, "an engine without a draft never asks for one"
-    real = runner.drafter.real if isinstance(runner.drafter, PlantedDrafter) else runner.drafter
+    assert runner.stages.drafter is not None, "an engine without a draft never asks for one"
+    real = runner.stages.drafter.real if isinstance(runner.stages.drafter, PlantedDrafter) else runner.stages.drafter
     planted = PlantedDrafter(texts, cut, engine.sizes.block_size, engine.target.vocab_size, real)
-    runner.drafter = planted
+    runner.stages.drafter = planted
     return planted
 
 

@@ -44,7 +44,7 @@ class Blocks(list[Block]):
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         runner = engine.core.runner
-        launch, propose, forward = runner.launch, runner.drafter.propose, DFlashModel.forward
+        launch, propose, forward = runner.launch, runner.stages.drafter.propose, DFlashModel.forward
 
         def recorded_forward(model: DFlashModel, *args) -> Tensor:
             hidden = forward(model, *args)
@@ -66,7 +66,7 @@ class Blocks(list[Block]):
             return pending
 
         monkeypatch.setattr(DFlashModel, "forward", recorded_forward)
-        runner.drafter.propose = recorded_propose
+        runner.stages.drafter.propose = recorded_propose
         runner.launch = recorded_launch
 
     def worst_error(self, draft: ReferenceDraft) -> float:
@@ -195,17 +195,17 @@ def rewritten(draft: Path, folder: Path, change: Callable[[dict[str, Tensor]], N
 
 
 def with_taps_off_by_one(engine: Engine) -> None:
-    engine.core.runner.target.taps = tuple(tap + 1 for tap in engine.core.runner.target.taps)
+    engine.core.runner.stages.target.taps = tuple(tap + 1 for tap in engine.core.runner.stages.target.taps)
 
 
 def with_taps_in_another_order(engine: Engine) -> None:
-    drafter = engine.core.runner.drafter
+    drafter = engine.core.runner.stages.drafter
     write = drafter.write_context
     drafter.write_context = lambda tapped, *args: write(tapped.roll(engine.target.hidden_size, dims=-1), *args)
 
 
 def with_mask_for_anchor(engine: Engine) -> None:
-    drafter = engine.core.runner.drafter
+    drafter = engine.core.runner.stages.drafter
     propose = drafter.propose
     drafter.propose = lambda ids, anchors, *args: propose(
         ids, torch.full_like(anchors, engine.draft.mask_token_id), *args
@@ -213,7 +213,7 @@ def with_mask_for_anchor(engine: Engine) -> None:
 
 
 def with_causal_blocks(engine: Engine) -> None:
-    drafter = engine.core.runner.drafter
+    drafter = engine.core.runner.stages.drafter
     propose = drafter.propose
 
     def causal(ids, anchors, positions, slots, meta):
@@ -226,14 +226,14 @@ def with_causal_blocks(engine: Engine) -> None:
 
 
 def with_blocks_one_position_late(engine: Engine) -> None:
-    drafter = engine.core.runner.drafter
+    drafter = engine.core.runner.stages.drafter
     propose = drafter.propose
     drafter.propose = lambda ids, anchors, positions, *args: propose(ids, anchors, positions + 1, *args)
 
 
 def without_context_of_prompts(engine: Engine) -> None:
     """More rows than a block has are a prompt's here: nothing is written for them."""
-    drafter = engine.core.runner.drafter
+    drafter = engine.core.runner.stages.drafter
     write, block = drafter.write_context, engine.sizes.block_size
 
     def forgetful(tapped: Tensor, positions: Tensor, slots: Tensor) -> None:

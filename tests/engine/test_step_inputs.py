@@ -1,17 +1,24 @@
-"""A step's arrays equal what a plain loop, row by row, says of the batch."""
+"""A step's arrays, and the positions and slots that the device makes of them, equal what a plain loop, row by row, says
+of the batch; padded to the size of a graph they say the same, and nobody's rows harm no one."""
 
 from array import array
 from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from app.engine import step_inputs
+from app.engine.backend import AttnMeta
 from app.engine.batch import Batch, Rows
+from app.engine.errors import UnsupportedError
+from app.engine.graph_sizes import settle_graph_sizes
 from app.engine.kv_cache import SCRATCH_PAGES
 from app.engine.sequence import Request, Sequence
+from app.engine.stages import Rows as DeviceRows
+from app.engine.stages import places
 from app.engine.step_inputs import RowGroup, StepInputs
 
 
@@ -65,11 +72,22 @@ def slot(seq: Sequence, position: int, page_size: int) -> int:
     return seq.pages[position // page_size] * page_size + position % page_size
 
 
+def on_device(group: RowGroup, page_size: int) -> tuple[list[int], list[int]]:
+    """The positions and slots of a group's rows, as the device makes them."""
+    cu_q, offsets, kv_len, table = (torch.from_numpy(array) for array in group.arrays)
+    meta = AttnMeta(cu_q, kv_len, table.view(group.page_table.shape), group.q_lens, group.kv_lens, page_size, True)
+    rows = DeviceRows(sum(group.q_lens), offsets, meta)
+    positions, slots = places(rows, torch.arange(rows.num_rows, dtype=torch.int32))
+    assert positions.dtype == slots.dtype == torch.int32, "what Ascend's operators take"
+    return positions.tolist(), slots.tolist()
+
+
 def check_group(group: RowGroup, shares: list[tuple[Sequence, int, int]], page_size: int) -> None:
     """`shares` are (sequence, first position, number of rows)."""
-    places = [(seq, position) for seq, start, count in shares for position in range(start, start + count)]
-    assert group.positions.tolist() == [position for _, position in places]
-    assert group.slots.tolist() == [slot(seq, position, page_size) for seq, position in places]
+    wanted = [(seq, position) for seq, start, count in shares for position in range(start, start + count)]
+    positions, slots = on_device(group, page_size)
+    assert positions == [position for _, position in wanted]
+    assert slots == [slot(seq, position, page_size) for seq, position in wanted]
     assert group.q_lens == [count for _, _, count in shares]
     assert group.kv_lens == [start + count for _, start, count in shares]
     assert all(type(length) is int for length in group.q_lens + group.kv_lens), "host lists are of plain ints"
@@ -87,21 +105,20 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     drawn: list[tuple[int, float, int]] = []
     request_ids: list[str] = []
     anchors: list[int] = []
-    target_rows: list[int] = []
-    draft_index: list[int] = []
+    sources: list[int] = []
+    num_rows = sum(rows.count for rows in batch.rows)
     for rows in batch.decodes + batch.prefills:
         seq, request = rows.seq, rows.seq.request
         if rows.samples:
             first_logit.append(len(logit_rows))
             num_drafts.append(rows.num_drafts)
-            draft_of.append(len(request_ids) if rows.num_drafts else -1)
+            draft_of.append(len(request_ids) if rows.num_drafts else 0)
         for position in range(rows.start, rows.end):
             row = len(token_ids)
             known = position < len(seq.token_ids)
             token_ids.append(seq.token_ids[position] if known else 0)
-            if not known:
-                target_rows.append(row)
-                draft_index.append(len(request_ids) * (block_size - 1) + position - len(seq.token_ids))
+            draft = len(request_ids) * (block_size - 1) + position - len(seq.token_ids)
+            sources.append(row if known else num_rows + draft)
             if rows.samples and position >= len(seq.token_ids) - 1:
                 if not request.is_greedy:
                     drawn.append((len(logit_rows), request.temperature, state_of(request.seed, position + 1)))
@@ -110,16 +127,17 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
             request_ids.append(request.request_id)
             anchors.append(seq.token_ids[-1])
 
-    assert inputs.token_ids.tolist() == token_ids
-    assert inputs.logit_rows.tolist() == logit_rows
-    assert inputs.first_logit.tolist() == first_logit
-    assert inputs.num_drafts.tolist() == num_drafts
-    assert inputs.draft_of.tolist() == draft_of
+    assert inputs.target.token_ids.tolist() == token_ids
+    assert inputs.target.sources.tolist() == sources
+    assert inputs.target.logit_rows.tolist() == logit_rows
+    assert inputs.target.first_logit.tolist() == first_logit
+    assert inputs.target.num_drafts.tolist() == num_drafts
+    assert inputs.target.draft_of.tolist() == draft_of
     assert inputs.drawn_rows.tolist() == [row for row, _, _ in drawn]
     assert inputs.temperature.tolist() == np.array([t for _, t, _ in drawn], dtype=np.float32).tolist()
     assert inputs.noise_state.tolist() == [state for _, _, state in drawn]
     parts = [part for part in (batch.decodes, batch.prefills) if part]
-    for group, part in zip(inputs.groups, parts, strict=True):
+    for group, part in zip(inputs.target.groups, parts, strict=True):
         check_group(group, [(rows.seq, rows.start, rows.count) for rows in part], page_size)
     if not request_ids:
         assert inputs.draft is None
@@ -127,8 +145,6 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     assert inputs.draft is not None
     assert inputs.draft.request_ids == request_ids
     assert inputs.draft.anchors.tolist() == anchors
-    assert inputs.draft.target_rows.tolist() == target_rows
-    assert inputs.draft.draft_index.tolist() == draft_index
     blocks = [(rows.seq, rows.start, block_size) for rows in batch.decodes if rows.num_drafts]
     check_group(inputs.draft.group, blocks, page_size)
 
@@ -139,13 +155,8 @@ def test_every_array_equals_the_loop_over_rows(drawn: tuple[Batch, int, int]) ->
     batch, page_size, block_size = drawn
     inputs = step_inputs.build(batch, page_size, block_size)
     check(inputs, batch, page_size, block_size)
-    arrays = [inputs.token_ids, inputs.logit_rows, inputs.first_logit, inputs.num_drafts, inputs.draft_of]
-    arrays += [inputs.drawn_rows, inputs.noise_state]
-    for group in inputs.groups:
-        arrays += [group.positions, group.slots, group.page_table]
-    if draft := inputs.draft:
-        arrays += [draft.anchors, draft.target_rows, draft.draft_index]
-        arrays += [draft.group.positions, draft.group.slots, draft.group.page_table]
+    arrays = [*inputs.target.arrays, *(inputs.draft.arrays if inputs.draft else []), inputs.drawn_rows]
+    arrays.append(inputs.noise_state)
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}, "they go to the device packed, as int32"
     assert inputs.temperature.dtype == np.float32
 
@@ -162,31 +173,96 @@ def test_a_mixed_step_worked_out_by_hand():
         [Rows(ending, 1, 2, samples=True), Rows(starting, 0, 3, samples=False)],
     )
     inputs = step_inputs.build(batch, page_size=4, block_size=4)
-    assert inputs.token_ids.tolist() == [15, 0, 0, 21, 31, 32, 40, 41, 42]
-    verify, prefill = inputs.groups
-    assert verify.positions.tolist() == [5, 6, 7, 1]
-    assert verify.slots.tolist() == [13, 14, 15, 9]
+    target = inputs.target
+    assert target.token_ids.tolist() == [15, 0, 0, 21, 31, 32, 40, 41, 42]
+    assert target.sources.tolist() == [0, 9, 10, 3, 4, 5, 6, 7, 8]
+    verify, prefill = target.groups
+    assert on_device(verify, 4) == ([5, 6, 7, 1], [13, 14, 15, 9])
     assert verify.page_table.tolist() == [[8, 3], [2, 9]]
     assert (verify.q_lens, verify.kv_lens) == ([3, 1], [8, 2])
-    assert prefill.positions.tolist() == [1, 2, 0, 1, 2]
-    assert prefill.slots.tolist() == [17, 18, 4, 5, 6]
+    assert on_device(prefill, 4) == ([1, 2, 0, 1, 2], [17, 18, 4, 5, 6])
     assert prefill.page_table.tolist() == [[4], [1]]
     assert (prefill.q_lens, prefill.kv_lens) == ([2, 3], [3, 3])
-    assert inputs.logit_rows.tolist() == [0, 1, 2, 3, 5]
-    assert inputs.first_logit.tolist() == [0, 3, 4]
-    assert inputs.num_drafts.tolist() == [2, 0, 0]
-    assert inputs.draft_of.tolist() == [0, -1, -1]
+    assert target.logit_rows.tolist() == [0, 1, 2, 3, 5]
+    assert target.first_logit.tolist() == [0, 3, 4]
+    assert target.num_drafts.tolist() == [2, 0, 0]
+    assert target.draft_of.tolist() == [0, 0, 0]
     assert inputs.drawn_rows.tolist() == [0, 1, 2, 4]
     assert inputs.temperature.tolist() == [0.5, 0.5, 0.5, 2.0]
     assert inputs.noise_state.tolist() == [state_of(7, 6), state_of(7, 7), state_of(7, 8), state_of(1, 3)]
     draft = inputs.draft
     assert draft is not None
     assert (draft.request_ids, draft.anchors.tolist()) == (["a"], [15])
-    assert draft.group.positions.tolist() == [5, 6, 7, 8]
-    assert draft.group.slots.tolist() == [13, 14, 15, 20]
+    assert on_device(draft.group, 4) == ([5, 6, 7, 8], [13, 14, 15, 20])
     assert draft.group.page_table.tolist() == [[8, 3, 5]]
     assert (draft.group.q_lens, draft.group.kv_lens) == ([4], [9])
-    assert (draft.target_rows.tolist(), draft.draft_index.tolist()) == ([1, 2], [0, 1])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(batches(), st.integers(0, 5), st.integers(2, 40))
+def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
+    drawn: tuple[Batch, int, int], more_seqs: int, max_graphs: int
+) -> None:
+    batch, page_size, block_size = drawn
+    batch.prefills.clear()
+    assume(batch.decodes)
+    inputs = step_inputs.build(batch, page_size, block_size)
+    num_seqs, num_rows = len(batch.decodes), len(inputs.target.token_ids)
+    sizes = settle_graph_sizes(num_seqs + more_seqs, block_size, max_graphs, draft_graphs=True)
+    scratch_pages = -(-sizes.most_rows // page_size)
+    pages = scratch_pages + 40
+    seqs, rows = sizes.target(num_seqs, num_rows)
+    padded = step_inputs.pad_target(inputs.target, seqs, rows, pages, scratch_pages)
+    assert padded.token_ids[:num_rows].tolist() == inputs.target.token_ids.tolist()
+    drafts = np.where(inputs.target.sources < num_rows, inputs.target.sources, inputs.target.sources + rows - num_rows)
+    assert padded.sources.tolist() == [*drafts, *range(num_rows, rows)]
+    for name in ("first_logit", "num_drafts", "draft_of"):
+        assert getattr(padded, name).tolist()[:num_seqs] == getattr(inputs.target, name).tolist()
+        assert len(getattr(padded, name)) == seqs + 1
+    (own,), (group,) = inputs.target.groups, padded.groups
+    check_padded(own, group, rows, pages, scratch_pages, page_size)
+    if inputs.draft:
+        blocks = sizes.draft(len(inputs.draft.anchors))
+        draft = step_inputs.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
+        assert set(draft.group.q_lens) == {block_size} and len(draft.anchors) == blocks
+        check_padded(inputs.draft.group, draft.group, blocks * block_size, pages, scratch_pages, page_size)
+
+
+def check_padded(own: RowGroup, group: RowGroup, rows: int, pages: int, scratch_pages: int, page_size: int) -> None:
+    """N2, N3, N11, N16 and N30 of docs/npu-contract.md, and the real sequences' places as they were."""
+    num_seqs, num_rows = len(own.q_lens), sum(own.q_lens)
+    assert group.q_lens[:num_seqs] == own.q_lens and group.kv_lens[:num_seqs] == own.kv_lens
+    assert min(group.q_lens) > 0 and sum(group.q_lens) == rows
+    assert group.kv_lens[num_seqs:] == group.q_lens[num_seqs:]
+    assert group.page_table.shape == (len(group.q_lens), pages)
+    assert (group.page_table[num_seqs:, 0] == 0).all()
+    positions, slots = on_device(group, page_size)
+    assert (positions[:num_rows], slots[:num_rows]) == on_device(own, page_size)
+    assert len(set(slots[num_rows:])) == rows - num_rows, "a slot for every padding row"
+    assert all(slot < scratch_pages * page_size for slot in slots[num_rows:])
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 100, 256])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("max_graphs", [2, 3, 5, 16, 48])
+def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(
+    max_num_seqs: int, block_size: int, max_graphs: int
+) -> None:
+    sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True)
+    assert len(sizes.seqs) * (1 + len(sizes.widths)) <= max_graphs
+    assert (sizes.seqs[-1], sizes.widths[-1]) == (max_num_seqs, block_size) and len(sizes.widths) <= 4
+    assert list(sizes.seqs) == sorted(set(sizes.seqs)) and list(sizes.widths) == sorted(set(sizes.widths))
+    for num_seqs in range(1, max_num_seqs + 1):
+        for num_rows in {num_seqs, num_seqs * block_size, (num_seqs * block_size + num_seqs) // 2}:
+            seqs, rows = sizes.target(num_seqs, num_rows)
+            assert seqs >= num_seqs and rows >= num_rows + 1 + seqs - num_seqs
+            assert rows in {sizes.rows(seqs, width) for width in sizes.widths}
+
+
+def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="--max-graphs 1 is too small"):
+        settle_graph_sizes(4, 8, 1, draft_graphs=True)
+    assert settle_graph_sizes(4, 1, 1, draft_graphs=False).seqs == (4,)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -194,14 +270,15 @@ def test_the_draft_block_is_whole_however_few_rows_are_verified(page_size):
     seq = Sequence(Request("a", tuple(range(10)), 2), 0, pages=array("i", range(1, 30)))
     inputs = step_inputs.build(Batch([Rows(seq, 9, 2, samples=True, num_drafts=1)]), page_size, block_size=8)
     assert inputs.draft is not None
-    assert inputs.draft.group.positions.tolist() == list(range(9, 17))
+    assert on_device(inputs.draft.group, page_size)[0] == list(range(9, 17))
     assert inputs.draft.group.kv_lens == [17], "the block is counted once"
-    assert inputs.draft.draft_index.tolist() == [0]
+    assert inputs.target.sources.tolist() == [0, 2]
 
 
 def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
     seq = Sequence(Request("a", (1, 2, 3, 4), 2, temperature=1.0), 0, pages=array("i", [1]))
     inputs = step_inputs.build(Batch(prefills=[Rows(seq, 0, 3, samples=False)]), page_size=4, block_size=4)
-    assert inputs.logit_rows.size == inputs.first_logit.size == inputs.num_drafts.size == inputs.draft_of.size == 0
+    target = inputs.target
+    assert target.logit_rows.size == target.first_logit.size == target.num_drafts.size == target.draft_of.size == 0
     assert inputs.drawn_rows.size == inputs.noise_state.size == inputs.temperature.size == 0
     assert inputs.draft is None

@@ -47,8 +47,8 @@ class Checkpoint:
         settings = {"page_size": 4, "max_model_len": 256, "max_num_seqs": 4} | settings
         engine = make_engine(self.folder, self.draft, **settings)
         if self.draft is None:
-            engine.core.runner.target.taps = self.taps
-        assert engine.core.runner.target.taps == self.taps
+            engine.core.runner.stages.target.taps = self.taps
+        assert engine.core.runner.stages.target.taps == self.taps
         return engine
 
 
@@ -82,7 +82,7 @@ class Feeder:
         self.engine = engine
         self._outputs: dict[Sequence, list[tuple[Tensor, Tensor | None]]] = {}
         self._rng = random.Random(0)
-        target = engine.core.runner.target
+        target = engine.core.runner.stages.target
         forward = target.forward
 
         def recorded(*args):
@@ -125,7 +125,7 @@ class Feeder:
     def logits(self, seq: Sequence) -> Tensor:
         """[T, V] of everything fed so far."""
         hidden = torch.cat([hidden for hidden, _ in self._outputs[seq]])
-        return F.linear(hidden, self.engine.core.runner.target.lm_head).float()
+        return F.linear(hidden, self.engine.core.runner.stages.target.lm_head).float()
 
     def features(self, seq: Sequence) -> Tensor:
         return torch.cat([tapped for _, tapped in self._outputs[seq]])

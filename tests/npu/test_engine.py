@@ -28,8 +28,10 @@ class OnNpu(TorchBackend):
         Backend.__init__(self, device)
         self.defaults = Defaults(dtype=torch.float32, page_size=PAGE, max_num_seqs=4)
 
+    upload = NpuBackend.upload
     start_download = NpuBackend.start_download
     memory = NpuBackend.memory
+    peak_memory = NpuBackend.peak_memory
 
 
 @pytest.fixture

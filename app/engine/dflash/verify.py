@@ -12,8 +12,9 @@ def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Te
     """Accept drafts of S sequences at once.
 
     `choices` [R] is the target's choice after each logit row; sequence i has rows first[i] .. first[i] +
-    num_drafts[i]. `drafts` [D, b - 1] with `draft_of[i]` the sequence's row in it. Returns [S, w + 1] int64, w the
-    block size or 1 without drafts: the choices padded with repeats, then the number of accepted drafts.
+    num_drafts[i]. `drafts` [D, b - 1] with `draft_of[i]` the sequence's row in it, any row if it has no drafts.
+    Returns [S, w + 1] int64, w the block size or 1 without drafts: the choices padded with repeats, then the number of
+    accepted drafts.
     """
     if drafts is None:
         return torch.stack((choices[first], torch.zeros_like(first)), dim=1)
@@ -21,6 +22,5 @@ def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Te
     rows = first[:, None] + torch.minimum(column, num_drafts[:, None])
     tokens = choices[rows]
     verified = column[1:] <= num_drafts[:, None]
-    # draft_of is -1 where nothing was drafted; num_drafts is 0 there, so whatever row that picks counts for nothing.
     accepted = ((tokens[:, :-1] == drafts[draft_of]) & verified).cumprod(dim=1).sum(dim=1, keepdim=True)
     return torch.cat((tokens, accepted), dim=1)

@@ -1,11 +1,11 @@
-"""The backend on Ascend NPUs, through torch_npu's fused operators, eagerly. docs/npu-contract.md has the rules.
+"""The backend on Ascend NPUs, through torch_npu's fused operators. docs/npu-contract.md has the rules.
 
 Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
 """
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -13,20 +13,10 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, download_behind
+from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, download_behind, peak_memory
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE, Checked
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Attention's own form of an AttnMeta: query lengths cumulative, KV lengths of each sequence, both on the host (N1
-    to N3); causal rows have the mask and sparse_mode 3, bidirectional ones no mask and sparse_mode 0 (N10)."""
-
-    q_ends: list[int]
-    kv_lens: list[int]
-    mask: Tensor | None
-    sparse_mode: int
+from app.engine.npu.graph import AttentionPlan, NpuGraph
 
 
 class NpuBackend(Backend):
@@ -35,6 +25,7 @@ class NpuBackend(Backend):
     Raises UnsupportedError if there is no such NPU. With DFLASH_NPU_CHECK=1 every operator call is checked first."""
 
     dtypes = (torch.bfloat16,)
+    captures = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -46,6 +37,8 @@ class NpuBackend(Backend):
             Checked().__enter__()
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
+        self._attended: list[AttnMeta] | None = None
+        self._graph_pool: tuple[int, int] | None = None
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         if dtype not in self.dtypes:
@@ -62,15 +55,17 @@ class NpuBackend(Backend):
         if head_dim not in HEAD_DIMS:
             raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {' and '.join(map(str, HEAD_DIMS))}")
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> _Plan:
+    def plan_attention(self, meta: AttnMeta, group: int) -> AttentionPlan:
         mask, mode = (self._mask, 3) if meta.causal else (None, 0)
-        return _Plan(list(accumulate(meta.q_lens)), list(meta.kv_lens), mask, mode)
+        return AttentionPlan(list(accumulate(meta.q_lens)), list(meta.kv_lens), mask, mode)
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
         """The one call site for both attentions. Pages go in as [pages, page_size, kv_heads * D]: a 4-D tensor would
         be read as [pages, kv_heads, page_size, D] (N6)."""
-        plan: _Plan = meta.plan
+        plan: AttentionPlan = meta.plan
         kv_heads, dim = kv.k.shape[2:]
+        if self._attended is not None:
+            self._attended.append(meta)
         o, _ = torch_npu.npu_fused_infer_attention_score(
             q_thd.contiguous(),
             kv.k.flatten(2),
@@ -109,9 +104,31 @@ class NpuBackend(Backend):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> NpuGraph:
+        """Captured for the longest KV that the page tables have room for, should workspaces depend on it."""
+        plans: list[AttentionPlan] = [meta.plan for meta in metas]
+        run()
+        for meta, plan in zip(metas, plans, strict=True):
+            longest = meta.page_table.shape[1] * meta.page_size
+            meta.plan = replace(plan, kv_lens=[longest] * len(plan.kv_lens))
+        self._attended = attended = list[AttnMeta]()
+        graph = NpuGraph(run, attended, self._graph_pool)
+        self._attended, self._graph_pool = None, graph.pool
+        for meta, plan in zip(metas, plans, strict=True):
+            meta.plan = plan
+        graph.replay()
+        return graph
+
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        """Pinned and non-blocking, both, else the host waits (N24)."""
+        to.copy_(host.pin_memory(), non_blocking=True)
+
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
         return download_behind(x, torch_npu.npu.Event())
 
     def memory(self) -> tuple[int, int]:
         free, total = torch_npu.npu.mem_get_info(self.device)
         return int(free), int(total)
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        return peak_memory(torch_npu.npu, run)

@@ -1,0 +1,59 @@
+"""Which sizes of a decode step are captured in graphs, and which of them a step takes. Pure numbers, no torch."""
+
+from dataclasses import dataclass
+
+from app.engine.errors import UnsupportedError
+
+MAX_WIDTHS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """A draft graph for each of `seqs`; a target graph for each of `seqs` with each mean width of `widths`.
+
+    Both ascend; their largest are the most sequences and the whole block, so every step has a size to round up to.
+    """
+
+    seqs: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    def draft(self, num_blocks: int) -> int:
+        """The number of blocks that `num_blocks` are padded to."""
+        return next(size for size in self.seqs if size >= num_blocks)
+
+    def target(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
+        """(sequences, rows) that a step's are padded to. A padding request has a row at least, and one is always there;
+        see `step_inputs.pad_target`."""
+        seqs = self.draft(num_seqs)
+        width = next(width for width in self.widths if seqs * width >= num_rows + seqs - num_seqs)
+        return seqs, self.rows(seqs, width)
+
+    def rows(self, seqs: int, width: int) -> int:
+        return seqs * width + 1
+
+    @property
+    def most_rows(self) -> int:
+        """Of all graphs; while it is captured every row is padding."""
+        return self.rows(self.seqs[-1], self.widths[-1])
+
+
+def settle_graph_sizes(max_num_seqs: int, block_size: int, max_graphs: int, *, draft_graphs: bool) -> GraphSizes:
+    """At most `max_graphs` graphs: powers of two of sequences, by 1, b/4, b/2 and b rows for each on average.
+
+    Where those are too many, narrow widths go first, then every other number of sequences. Raises UnsupportedError when
+    not even one size fits.
+    """
+    widths = sorted({1, -(-block_size // 4), -(-block_size // 2), block_size})[-MAX_WIDTHS:]
+    seqs = [1 << i for i in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]
+    if max_graphs < 1 + draft_graphs:
+        raise UnsupportedError(
+            f"--max-graphs {max_graphs} is too small: a step takes {1 + draft_graphs}; or give --enforce-eager"
+        )
+    while len(seqs) * (len(widths) + draft_graphs) > max_graphs:
+        if len(widths) > 2:
+            widths.pop(1)
+        elif len(seqs) > 1:
+            seqs = seqs[-1::-2][::-1]
+        else:
+            widths.pop(0)
+    return GraphSizes(tuple(seqs), tuple(widths))

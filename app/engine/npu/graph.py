@@ -1,0 +1,56 @@
+"""A graph on an NPU. Attention takes its lengths from the host, so that each replay gives them anew, call by call.
+
+Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch_npu
+from torch import Tensor
+
+from app.engine.backend import AttnMeta
+from app.engine.graph import Graph
+from app.engine.npu.check import check_update
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Attention's own form of an AttnMeta: query lengths cumulative, KV lengths of each sequence, both on the host (N1
+    to N3); causal rows have the mask and sparse_mode 3, bidirectional ones no mask and sparse_mode 0 (N10)."""
+
+    q_ends: list[int]
+    kv_lens: list[int]
+    mask: Tensor | None
+    sparse_mode: int
+
+
+class NpuGraph(Graph):
+    """`run` captured. Meanwhile the backend's attention appends the meta of each of its calls to `attended`, so that a
+    call is updated from its own meta, whatever layer or model it belongs to (N22)."""
+
+    def __init__(
+        self, run: Callable[[], tuple[Tensor, ...]], attended: list[AttnMeta], pool: tuple[int, int] | None
+    ) -> None:
+        self._graph = torch_npu.npu.NPUGraph()
+        with torch_npu.npu.graph(self._graph, pool=pool, auto_dispatch_capture=True):
+            self.outputs = run()
+        self._attended = attended
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """The memory that it works in; graphs that are never replayed at once may share it."""
+        pool: tuple[int, int] = self._graph.pool()
+        return pool
+
+    def replay(self) -> None:
+        """Launch, then give every attention call its lengths; the device begins with what comes before the first (N27)."""
+        self._graph.replay()
+        entries = [_lengths(meta) for meta in self._attended]
+        check_update(entries, recorded=len(self._attended))
+        self._graph.update(entries)
+
+
+def _lengths(meta: AttnMeta) -> dict[str, list[int]]:
+    plan: AttentionPlan = meta.plan
+    return {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.kv_lens}

@@ -1,0 +1,175 @@
+"""The two forwards of a step, on tensors of one packed copy. The same code runs eagerly and is captured in graphs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.engine.backend import AttnMeta, Backend
+from app.engine.dflash.drafter import Drafter
+from app.engine.dflash.verify import verify
+from app.engine.kv_pool import KvPool
+from app.engine.layers import RotaryTable, StepRows
+from app.engine.models.qwen3 import Qwen3
+from app.engine.sampler import Draws, Sampler
+from app.engine.step_inputs import DraftInputs, Ints, RowGroup, TargetInputs
+
+_ALIGNMENT = 8
+"""In int32: 32 bytes, the unit in which an NPU's cores move data."""
+
+
+class Packed:
+    """Int32 arrays on the device that come in one copy. `tensors` keep their place from one `send` to the next."""
+
+    def __init__(self, arrays: Sequence[Ints], backend: Backend) -> None:
+        ends = np.cumsum([-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays])
+        self._starts = [0, *ends[:-1].tolist()]
+        self._memory = torch.empty(int(ends[-1]), dtype=torch.int32, device=backend.device)
+        self._backend = backend
+        self.tensors = [self._memory[i : i + len(array)] for i, array in zip(self._starts, arrays, strict=True)]
+        self.send(arrays)
+
+    def send(self, arrays: Sequence[Ints]) -> None:
+        """Queue a copy of arrays of the same sizes."""
+        packed = np.zeros(len(self._memory), dtype=np.int32)
+        for start, array in zip(self._starts, arrays, strict=True):
+            packed[start : start + len(array)] = array
+        self._backend.upload(torch.from_numpy(packed), self._memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A RowGroup on the device: R rows. `offsets` [S] is a row's position less its number in the group."""
+
+    num_rows: int
+    offsets: Tensor
+    meta: AttnMeta
+
+
+class DraftTensors(NamedTuple):
+    """DraftInputs on the device."""
+
+    request_ids: list[str]
+    anchors: Tensor
+    rows: Rows
+
+
+class TargetTensors(NamedTuple):
+    """TargetInputs on the device; `logit_rows` is None where all rows are."""
+
+    token_ids: Tensor
+    sources: Tensor
+    logit_rows: Tensor | None
+    first_logit: Tensor
+    num_drafts: Tensor
+    draft_of: Tensor
+    groups: list[Rows]
+
+
+class Stages:
+    """Draft, and target with context KV and verify. `max_rows` bounds the rows of a group of rows."""
+
+    def __init__(
+        self,
+        target: Qwen3,
+        pool: KvPool,
+        rotary: RotaryTable,
+        sampler: Sampler,
+        backend: Backend,
+        page_size: int,
+        max_rows: int,
+        drafter: Drafter | None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self._pool = pool
+        self._rotary = rotary
+        self._sampler = sampler
+        self._backend = backend
+        self._page_size = page_size
+        self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
+
+    def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
+        """`inputs` as `packed` holds them; attention has yet to be planned."""
+        anchors, *group = packed.tensors
+        return DraftTensors(inputs.request_ids, anchors, self._rows(inputs.group, group, causal=False))
+
+    def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
+        """`inputs` as `packed` holds them; attention has yet to be planned."""
+        token_ids, sources, logit_rows, first_logit, num_drafts, draft_of, *rest = packed.tensors
+        groups = [self._rows(group, rest[4 * i : 4 * i + 4], causal=True) for i, group in enumerate(inputs.groups)]
+        every_row = len(logit_rows) == len(token_ids)
+        return TargetTensors(
+            token_ids, sources, None if every_row else logit_rows, first_logit, num_drafts, draft_of, groups
+        )
+
+    def plan(self, rows: Rows, group: RowGroup) -> None:
+        """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
+
+        The lengths in the meta itself stay as they were made: in a graph they are those of the capture.
+        """
+        decoder = self.target.config if rows.meta.causal else self._drafter.decoder
+        lengths = replace(rows.meta, q_lens=group.q_lens, kv_lens=group.kv_lens)
+        rows.meta.plan = self._backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
+
+    def draft(self, inputs: DraftTensors) -> Tensor:
+        """Drafts [D, b - 1] int32 of the tokens after each anchor."""
+        positions, slots = self._places(inputs.rows)
+        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slots, inputs.rows.meta)
+        return drafts.to(torch.int32)
+
+    def choose(self, inputs: TargetTensors, drafts: Tensor | None, draws: Draws | None) -> tuple[Tensor, Tensor]:
+        """The target's rows through its layers and into both KV pools.
+
+        Returns the hidden states [R, H] of the rows that decide, and the target's choice [R] int64 after each.
+        """
+        token_ids = inputs.token_ids
+        if drafts is not None:
+            token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.sources]
+        places = [self._places(rows) for rows in inputs.groups]
+        positions, slots = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
+        rows = StepRows(*self._rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
+        hidden, features = self.target.forward(token_ids, rows, self._pool)
+        if self.drafter is not None and features is not None:
+            self.drafter.write_context(features, positions, slots)
+        if inputs.logit_rows is not None:
+            hidden = hidden[inputs.logit_rows]
+        return hidden, self._sampler.choose(hidden, self.target.lm_head, draws)
+
+    def redraw(self, hidden: Tensor, choices: Tensor, draws: Draws) -> None:
+        """Overwrite in `choices` [R], which were made greedily, the rows of `draws`."""
+        own = Draws(list(range(len(draws.rows))), self._row_numbers[: len(draws.rows)], draws.temperature, draws.state)
+        choices[draws.rows] = self._sampler.choose(hidden[draws.rows], self.target.lm_head, own)
+
+    def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
+        """See `dflash.verify`."""
+        return verify(choices, drafts, inputs.first_logit, inputs.num_drafts, inputs.draft_of)
+
+    @property
+    def _drafter(self) -> Drafter:
+        if self.drafter is None:
+            raise RuntimeError("a batch with drafts came to a runner without a drafter")
+        return self.drafter
+
+    def _rows(self, group: RowGroup, tensors: Sequence[Tensor], *, causal: bool) -> Rows:
+        cu_q, offsets, kv_len, page_table = tensors
+        table = page_table.view(group.page_table.shape)
+        meta = AttnMeta(cu_q, kv_len, table, list(group.q_lens), list(group.kv_lens), self._page_size, causal)
+        return Rows(sum(group.q_lens), offsets, meta)
+
+    def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        return places(rows, self._row_numbers[: rows.num_rows])
+
+
+def places(rows: Rows, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """(positions, slots) [R] int32 of rows with these `numbers` 0 .. R - 1. Slots are by the page size that attention
+    reads with."""
+    meta = rows.meta
+    owner = torch.searchsorted(meta.cu_q[1:], numbers, right=True)
+    positions = rows.offsets[owner] + numbers
+    page = positions // meta.page_size
+    in_page = positions - page * meta.page_size
+    return positions, torch.add(in_page, meta.page_table[owner, page], alpha=meta.page_size)

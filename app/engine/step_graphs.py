@@ -1,0 +1,138 @@
+"""A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.engine import step_inputs
+from app.engine.backend import Backend
+from app.engine.graph import Graph
+from app.engine.graph_sizes import GraphSizes
+from app.engine.stages import Packed, Rows, Stages, TargetTensors
+from app.engine.step_inputs import DraftInputs, TargetInputs
+
+
+class _Captured(NamedTuple):
+    """A graph with the inputs that it reads."""
+
+    graph: Graph
+    packed: Packed
+    rows: Rows
+
+
+class TargetOutput(NamedTuple):
+    """What a target graph yields, padding included: hidden states [T, H], greedy choices [T], `verify`'s result of
+    those, and the inputs, to verify other choices."""
+
+    hidden: Tensor
+    choices: Tensor
+    verified: Tensor
+    inputs: TargetTensors
+
+
+class StepGraphs:
+    """All graphs of a runner, captured when this is made. `on_graph` is called with (captured, to capture).
+
+    `drafts` [max_num_seqs, b - 1], None without a draft, is where drafts go from one graph to the other: both are padded
+    to sizes of their own. `pages` is the width of page tables. With `draft_graphs` False only the target is captured.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        backend: Backend,
+        sizes: GraphSizes,
+        *,
+        block_size: int,
+        pages: int,
+        scratch_pages: int,
+        draft_graphs: bool,
+        on_graph: Callable[[int, int], None],
+    ) -> None:
+        self._stages = stages
+        self._backend = backend
+        self._sizes = sizes
+        self._block_size = block_size
+        self._pages = pages
+        self._scratch_pages = scratch_pages
+        self.drafts = None
+        if block_size > 1:
+            self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
+        self._draft_graphs: dict[int, _Captured] = {}
+        self._target_graphs: dict[tuple[int, int], tuple[_Captured, TargetTensors]] = {}
+        drafts = list(sizes.seqs) if draft_graphs else []
+        targets = [(seqs, sizes.rows(seqs, width)) for seqs in sizes.seqs for width in sizes.widths]
+        done, total = 0, len(drafts) + len(targets)
+        # The largest first: the memory that it leaves serves all others.
+        for seqs, rows in reversed(targets):
+            self._target_graphs[seqs, rows] = self._capture_target(seqs, rows)
+            on_graph(done := done + 1, total)
+        for blocks in reversed(drafts):
+            self._draft_graphs[blocks] = self._capture_draft(blocks)
+            on_graph(done := done + 1, total)
+
+    @property
+    def has_draft(self) -> bool:
+        return bool(self._draft_graphs)
+
+    def keep(self, drafts: Tensor) -> None:
+        """Take drafts [D, b - 1] that were made without a graph, for the target to verify."""
+        assert self.drafts is not None
+        self.drafts[: len(drafts)] = drafts
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        """Drafts [D, b - 1]; they stay until the next ones."""
+        padded = self._pad_draft(inputs, self._sizes.draft(len(inputs.anchors)))
+        captured = self._draft_graphs[len(padded.anchors)]
+        self._send(captured, padded)
+        captured.graph.replay()
+        assert self.drafts is not None
+        return self.drafts[: len(inputs.anchors)]
+
+    def target(self, inputs: TargetInputs) -> TargetOutput:
+        """Verify the drafts that were made or kept last; everything stays until the next replay."""
+        (group,) = inputs.groups
+        size = self._sizes.target(len(group.q_lens), len(inputs.token_ids))
+        captured, tensors = self._target_graphs[size]
+        self._send(captured, self._pad_target(inputs, *size))
+        captured.graph.replay()
+        hidden, choices, verified = captured.graph.outputs
+        return TargetOutput(hidden, choices, verified, tensors)
+
+    def _capture_draft(self, blocks: int) -> _Captured:
+        inputs = self._pad_draft(step_inputs.empty_draft(), blocks)
+        packed = Packed(inputs.arrays, self._backend)
+        tensors = self._stages.draft_tensors(inputs, packed)
+
+        def run() -> tuple[Tensor, ...]:
+            self.keep(self._stages.draft(tensors))
+            return ()
+
+        self._stages.plan(tensors.rows, inputs.group)
+        return _Captured(self._backend.capture(run, [tensors.rows.meta]), packed, tensors.rows)
+
+    def _capture_target(self, seqs: int, rows: int) -> tuple[_Captured, TargetTensors]:
+        inputs = self._pad_target(step_inputs.empty_target(), seqs, rows)
+        packed = Packed(inputs.arrays, self._backend)
+        tensors = self._stages.target_tensors(inputs, packed)
+
+        def run() -> tuple[Tensor, ...]:
+            hidden, choices = self._stages.choose(tensors, self.drafts, None)
+            return hidden, choices, self._stages.verify(tensors, choices, self.drafts)
+
+        (group,) = tensors.groups
+        self._stages.plan(group, inputs.groups[0])
+        return _Captured(self._backend.capture(run, [group.meta]), packed, group), tensors
+
+    def _send(self, captured: _Captured, inputs: DraftInputs | TargetInputs) -> None:
+        captured.packed.send(inputs.arrays)
+        group = inputs.group if isinstance(inputs, DraftInputs) else inputs.groups[0]
+        self._stages.plan(captured.rows, group)
+
+    def _pad_draft(self, inputs: DraftInputs, blocks: int) -> DraftInputs:
+        return step_inputs.pad_draft(inputs, blocks, self._block_size, self._pages, self._scratch_pages)
+
+    def _pad_target(self, inputs: TargetInputs, seqs: int, rows: int) -> TargetInputs:
+        return step_inputs.pad_target(inputs, seqs, rows, self._pages, self._scratch_pages)
