@@ -19,13 +19,13 @@ An OpenAI-compatible server that decodes with DFlash block-diffusion speculative
 
 commands:
   serve [MODEL]   serve a model; without MODEL the small demo pair that is shipped
+  check           tell whether the server can run on this machine's device, and what to do if not
 
 options:
-  -h, --help      show this help; `dflash-server serve --help` lists the flags
+  -h, --help      show this help; `dflash-server serve --help` and `check --help` list the flags
   --version       show the version
 """
 
-COMMANDS = ("serve",)
 METAVARS = {
     "config": "FILE",
     "api_key_file": "FILE",
@@ -51,17 +51,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    if command not in COMMANDS:
+    commands = {"serve": serve, "check": check}
+    if command not in commands:
         return _fail(f"unknown command {command}", f"did you mean `dflash-server serve {' '.join(arguments)}`?")
-    return serve(arguments[1:])
+    # torch_npu without CANN breaks a plain `import torch` in every process that loads device backends by itself;
+    # the NPU backend imports torch_npu by name.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    return commands[command](arguments[1:])
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Probe a device of this machine and print what was found: 0 if nothing failed, 1 if something did."""
+    from app.config import Config, ConfigError, Said
+
+    parser = _Parser(prog="dflash-server check", description=check.__doc__, allow_abbrev=False)
+    parser.add_argument("--device", help="auto | cpu | cuda | cuda:N | npu | npu:N [default: auto, DFLASH_DEVICE]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    try:
+        given = parser.parse_args(arguments)
+        device = Config.load([Said("--device", "device", given.device)] if given.device else []).device
+    except ConfigError as error:
+        return _fail(str(error), error.hint)
+
+    from app.device_report import report
+
+    return report(device, as_json=given.json)
 
 
 def serve(arguments: Sequence[str]) -> int:
     """Settle the settings, find and check both checkpoints, and only then start the server."""
-    # torch_npu without CANN breaks a plain `import torch` in every process that loads device backends by itself;
-    # the NPU backend imports torch_npu by name.
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-
     from app.checkpoint import CheckpointError, check_files, resolve
     from app.config import Config, ConfigError
 
@@ -205,7 +223,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         from app.config import ConfigError
 
-        raise ConfigError(message.removeprefix("argument "), "`dflash-server serve --help` lists all flags")
+        raise ConfigError(message.removeprefix("argument "), f"`{self.prog} --help` lists all flags")
 
 
 class _Say(argparse.Action):

@@ -1,0 +1,100 @@
+"""CANN's and torch_npu's errors in plain words, with what to do. Imports no torch.
+
+What a code is called is from `rt_error_codes.h` and `NPUErrorCodes.h` in torch_npu's wheel (1xxxxx: the calling
+program, 2xxxxx: resources, 5xxxxx: inside CANN, the driver or the device) and from CANN's table of aclnn return codes;
+causes are those of docs/npu-contract.md and of what other servers met. Not run on an Ascend device.
+"""
+
+import re
+
+_OURS = "report it with the log; --enforce-eager runs without graphs"
+_MEMORY = (
+    "the device's memory is used up: lower --memory-utilization, --kv-cache-memory, --max-num-seqs or "
+    "--max-num-batched-tokens; `npu-smi info` shows who else holds memory"
+)
+_STREAMS = (
+    "no stream, queue or event is left for another graph: lower --max-graphs or give --enforce-eager; a driver older "
+    "than HDK 25.5.1 must be updated"
+)
+_FAULT = (
+    "usually a page id, slot or length outside the KV memory; DFLASH_NPU_CHECK=1 finds the call. The engine process is "
+    "restarted"
+)
+_DEVICE = "`npu-smi info` and the host's log (dmesg) tell more; the engine process is restarted"
+
+SIGNATURES = {
+    r"Alloc sq cq fail": _STREAMS,
+    r"libascend_hal\.so": "the driver's libraries are not found: in a container mount /usr/local/Ascend/driver/lib64; "
+    "else put its folders on LD_LIBRARY_PATH",
+    r"lib(?:hccl|ascendcl|acl_op_compiler|ge_runner|graph|acl_tdt_channel|opapi|nnopbase)\.so": "CANN's libraries are "
+    "not found: install CANN and source its set_env.sh in the shell that starts the server",
+    r"undefined symbol": "torch_npu was built for another torch or another CANN than those installed: install a set "
+    "that is documented, such as torch 2.10.0, torch_npu 2.10.0.post4 and CANN 9.1.0",
+    r"NPU out of memory": _MEMORY,
+    r"EL0004": _MEMORY,
+}
+"""Pattern of an error's text -> meaning, where no code or a misleading one comes with it. Ordered: the first counts."""
+
+MEANINGS = {
+    107001: "there is no device of this number: compare --device with ASCEND_RT_VISIBLE_DEVICES",
+    107002: f"a thread uses the device without having set it, which is a bug of this server: {_OURS}",
+    107003: f"a stream was used with another device's context, which is a bug of this server: {_OURS}",
+    107030: f"a graph capture met what it may not hold (a wait, a copy of pageable memory, a size that depends on "
+    f"values), which is a bug of this server: {_OURS}",
+    161001: f"an operator got no tensor where it needs one, which is a bug of this server: {_OURS}",
+    161002: f"an operator refused a dtype or shape: {_OURS}",
+    207000: "CANN, driver and firmware do not match, or this chip cannot do it: install versions that belong together",
+    207001: _MEMORY,
+    207004: "the device cannot be used: see `npu-smi info`, and `dflash-server check --device npu`",
+    207005: _STREAMS,
+    207006: "this user may not use the device: see `dflash-server check --device npu`",
+    207007: _STREAMS,
+    207008: _STREAMS,
+    207018: _MEMORY,
+    361001: f"an operator's call of CANN's runtime failed, often for memory: {_MEMORY}",
+    507010: f"the device's task scheduler stopped answering: {_DEVICE}",
+    507011: f"a graph, or a task in it, failed on the device: {_FAULT}",
+    507014: f"an AI core did not finish in time: {_DEVICE}",
+    507015: f"an AI core stopped with an exception: {_FAULT}",
+    507034: f"a vector core did not finish in time: {_DEVICE}",
+    507035: f"a vector core stopped with an exception: {_FAULT}",
+    507046: "the device did not finish a stream's work in time, as when a graph waits for an update that never came; "
+    "the engine process is restarted; --enforce-eager runs without graphs",
+    507047: f"the device did not reach an event in time: {_DEVICE}",
+    507053: f"the device's memory failed: {_DEVICE}",
+    507054: f"the device's HBM has an error that ECC cannot mend: {_DEVICE}",
+    507899: f"the driver failed: {_DEVICE}",
+    507901: f"host and device lost their connection: {_DEVICE}",
+    507903: f"a graph capture was broken off by an earlier error, which stands above in the log: {_STREAMS}",
+    561002: "an operator's tiling on the host refused shapes, lengths or parameters; DFLASH_NPU_CHECK=1 names the rule "
+    "of docs/npu-contract.md that was broken",
+    561003: "CANN has no kernel for this operator here: install the ops package of this chip, of the toolkit's version",
+    561103: f"CANN met a null pointer while it prepared an operator: {_OURS}",
+    561107: "ASCEND_OPP_PATH is not set: source CANN's set_env.sh in the shell that starts the server",
+}
+
+FAMILIES = {
+    507: "the device or its memory failed; the engine process is restarted",
+    561: "CANN could not prepare an operator; its own words stand in the log",
+}
+"""First three digits of a code that MEANINGS lacks -> meaning."""
+
+_CODE = re.compile(r"(?:code|result)\s*(?:is|[=:])?\s*(\d{6})(?!\d)", re.IGNORECASE)
+
+
+def explain(message: str) -> str | None:
+    """The meaning of the error that `message` tells of, after its code: "507015: an AI core ...".
+
+    None where it names no code or library of CANN, or one that nothing is known of here.
+    """
+    for pattern, meaning in SIGNATURES.items():
+        if found := re.search(pattern, message, re.IGNORECASE):
+            return f"{found.group()}: {meaning}"
+    codes = [int(digits) for digits in _CODE.findall(message)]
+    for code in codes:
+        if code in MEANINGS:
+            return f"{code}: {MEANINGS[code]}"
+    for code in codes:
+        if code // 1000 in FAMILIES:
+            return f"{code}: {FAMILIES[code // 1000]}"
+    return None

@@ -1,0 +1,116 @@
+"""A backend's operators, each run once on small tensors and compared with the torch backend on the CPU in float32."""
+
+from collections.abc import Callable
+from math import isnan
+
+import torch
+from torch import Tensor
+
+from app.engine.backend import Backend, LayerKv
+from app.engine.decoder_config import DecoderConfig
+from app.engine.errors import UnsupportedError
+from app.engine.probes import Finding, failed, ok
+from app.engine.self_test import TOLERANCE, check_attention
+from app.engine.torch_backend import TorchBackend
+
+_ROWS, _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 20, 256, 512, 8, 2, 128, 16
+_HINT = "do not serve on it; with versions that belong together, report this output"
+
+
+class _Inputs:
+    """The same values for every backend: rounded to `rounded`, then held in `dtype` on the backend's device."""
+
+    def __init__(self, backend: Backend, rounded: torch.dtype, dtype: torch.dtype) -> None:
+        self.device, self.dtype = backend.device, dtype
+        self._rounded = rounded
+        self._noise = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        return self.put(torch.randn(*shape, generator=self._noise))
+
+    def put(self, values: Tensor) -> Tensor:
+        return values.to(self._rounded).to(self.device, self.dtype)
+
+    def scattered(self, count: int, below: int) -> Tensor:
+        """Distinct int32 numbers [count]."""
+        return torch.randperm(below, generator=self._noise)[:count].to(self.device, torch.int32)
+
+
+def _write_kv(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+    """All of the pages: what no row was written to stays as it was. The rows are views of a wider tensor."""
+    page_size, num_pages = 128, 3
+    pages = [inputs.normal(num_pages, page_size, _KV_HEADS, _HEAD_DIM) for _ in range(2)]
+    k, v = inputs.normal(_ROWS, 2 * _KV_HEADS, _HEAD_DIM).chunk(2, dim=1)
+    backend.write_kv(k, v, LayerKv(*pages), inputs.scattered(_ROWS, num_pages * page_size))
+    return tuple(pages)
+
+
+def _rms_norm(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+    return (backend.rms_norm(inputs.normal(_ROWS, _HIDDEN), inputs.normal(_HIDDEN), 1e-6),)
+
+
+def _add_rms_norm(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+    x, residual = inputs.normal(_ROWS, _HIDDEN), inputs.normal(_ROWS, _HIDDEN)
+    return backend.add_rms_norm(x, residual, inputs.normal(_HIDDEN), 1e-6)
+
+
+def _rope(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+    angles = torch.arange(_ROWS * _HEAD_DIM // 2).view(_ROWS, 1, -1) / _HEAD_DIM
+    cos, sin = (inputs.put(torch.cat((half, half), dim=-1)) for half in (angles.cos(), angles.sin()))
+    return (backend.rope(inputs.normal(_ROWS, _HEADS, _HEAD_DIM), cos, sin),)
+
+
+def _gated_mlp(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+    gate_up, down = inputs.normal(2 * _INTERMEDIATE, _HIDDEN), inputs.normal(_HIDDEN, _INTERMEDIATE)
+    return (backend.gated_mlp(inputs.normal(_ROWS, _HIDDEN), gate_up, down),)
+
+
+COMPARED: dict[str, Callable[[Backend, _Inputs], tuple[Tensor, ...]]] = {
+    "write_kv": _write_kv,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "rope": _rope,
+    "gated_mlp": _gated_mlp,
+}
+
+
+@torch.inference_mode()
+def compare(backend: Backend, name: str) -> Finding:
+    """`name` is one of COMPARED. From TOLERANCE of the largest value on, a difference is more than rounding."""
+    reference = TorchBackend(torch.device("cpu"))
+    operator, dtype = COMPARED[name], backend.defaults.dtype
+    found = operator(backend, _Inputs(backend, dtype, dtype))
+    wanted = operator(reference, _Inputs(reference, dtype, torch.float32))
+    errors = [
+        float((got.cpu().float() - want).abs().max() / want.abs().max())
+        for got, want in zip(found, wanted, strict=True)
+    ]
+    if any(isnan(error) for error in errors):
+        return failed("what it gives is not all numbers", _HINT)
+    if max(errors) >= TOLERANCE:
+        return failed(f"differs from the CPU by up to {max(errors):.1%} of the largest value", _HINT)
+    return ok(f"as on the CPU, to {max(errors):.1%} of the largest value" if max(errors) else "exactly as on the CPU")
+
+
+@torch.inference_mode()
+def attention(backend: Backend) -> Finding:
+    """Causal and bidirectional, over pages of the backend's own size."""
+    decoder = DecoderConfig(
+        hidden_size=_HIDDEN,
+        intermediate_size=_INTERMEDIATE,
+        num_layers=1,
+        num_heads=_HEADS,
+        num_kv_heads=_KV_HEADS,
+        head_dim=_HEAD_DIM,
+        vocab_size=_HIDDEN,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    try:
+        check_attention(backend, decoder, backend.defaults.page_size, _BLOCK, backend.defaults.dtype)
+    except UnsupportedError as error:
+        return failed(str(error), _HINT)
+    return ok(f"causal and bidirectional over blocks of {_BLOCK} rows, as computed densely")

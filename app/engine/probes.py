@@ -1,0 +1,38 @@
+"""What `dflash-server check` asks a host, one question at a time. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warning", "failed", "not tried"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a probe found, in one line, and in `hint` what to do about a warning or a failure."""
+
+    status: Status
+    found: str
+    hint: str = ""
+
+
+def ok(found: str) -> Finding:
+    return Finding("ok", found)
+
+
+def warning(found: str, hint: str) -> Finding:
+    return Finding("warning", found, hint)
+
+
+def failed(found: str, hint: str) -> Finding:
+    return Finding("failed", found, hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One question. It is not tried where a probe named in `needs` failed; `without` then says what is missing."""
+
+    name: str
+    ask: Callable[[], Finding]
+    needs: tuple[str, ...] = ()
+    without: str = ""

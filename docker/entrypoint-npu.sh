@@ -1,0 +1,17 @@
+#!/bin/bash
+# Sets CANN's environment and becomes dflash-server, so that signals reach it. tini starts this.
+cann=/usr/local/Ascend/ascend-toolkit/set_env.sh
+driver=/usr/local/Ascend/driver/lib64
+
+if [ ! -r "$cann" ]; then
+  echo "error: $cann cannot be read: this image has no CANN toolkit" >&2
+  exit 1
+fi
+load() { # in a function, because a sourced script would see the server's arguments as its own
+  # shellcheck source=/dev/null
+  source "$cann"
+}
+load
+# The driver is the host's and is mounted.
+export LD_LIBRARY_PATH="$driver:$driver/common:$driver/driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+exec dflash-server "$@"

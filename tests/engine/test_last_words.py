@@ -1,0 +1,78 @@
+"""An engine that ends by an error of its device says what the error means: to the API side and in its own log."""
+
+import io
+import sys
+import threading
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.engine import process
+from app.types import Fatal
+
+DEVICE_ERROR = (
+    "npuSynchronizeDevice:NPUStream.cpp:627 NPU function error: AclrtSynchronizeDevice, error code is 507015\n"
+    "[Error]: The aicore execution is abnormal."
+)
+
+
+class StandInLink:
+    """Sent replies, and no sockets."""
+
+    epoch = 1
+
+    def __init__(self, *_: Any) -> None:
+        self.sent: list[Any] = []
+        links.append(self)
+
+    def send(self, reply: Any) -> None:
+        self.sent.append(reply)
+
+    def receive(self, *, wait: bool) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+links: list[StandInLink] = []
+
+
+def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]:
+    """(the last reply, the traceback) of an engine process whose first step raises RuntimeError(message)."""
+
+    def step() -> None:
+        raise RuntimeError(message)
+
+    engine = SimpleNamespace(core=SimpleNamespace(has_work=True, step=step))
+    monkeypatch.setattr(process, "Link", StandInLink)
+    monkeypatch.setattr(process, "_leave_with_parent", lambda: None)
+    monkeypatch.setattr(process, "_engine_config", lambda settings: None)
+    monkeypatch.setattr(process, "_info", lambda engine, settings: None)
+    monkeypatch.setattr(process, "build_engine", lambda config, progress: engine)
+    monkeypatch.setattr(sys, "argv", ["process", "commands", "replies", "1"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))
+    with pytest.raises(RuntimeError) as raised:
+        process.main()
+    for thread in threading.enumerate():
+        if thread.daemon:
+            thread.join(0.1)
+    fatal = links[-1].sent[-1]
+    assert isinstance(fatal, Fatal) and not fatal.user_error
+    return fatal, "".join(traceback.format_exception(raised.value))
+
+
+def test_the_meaning_of_a_devices_error_code_is_in_the_reason_and_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    fatal, log = ended_by(DEVICE_ERROR, monkeypatch)
+    assert fatal.reason.startswith("RuntimeError: npuSynchronizeDevice:NPUStream.cpp:627")
+    assert "error code is 507015 (507015: an AI core stopped with an exception" in fatal.reason
+    assert "\n" not in fatal.reason
+    assert "\n507015: an AI core stopped with an exception" in log and "aicore execution is abnormal" in log
+
+
+def test_other_errors_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    fatal, log = ended_by("a bad step\nin two lines", monkeypatch)
+    assert fatal.reason == "RuntimeError: a bad step\nin two lines"
+    assert log.endswith("in two lines\n")
