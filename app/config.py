@@ -91,6 +91,9 @@ class Config(BaseSettings):
     max_graphs: int = Field(
         48, gt=0, description="most graphs to capture; a step that fits none exactly is padded to the next larger"
     )
+    npu_check: bool = Field(
+        False, description="hold every operator call on an NPU to the rules of docs/npu-contract.md, slowly"
+    )
     tensor_parallel_size: int = Field(1, description="only 1 for now")
 
     default_chat_template_kwargs: dict[str, Any] = Field(
@@ -346,6 +349,7 @@ GROUPS = {
         "memory_utilization",
         "enforce_eager",
         "max_graphs",
+        "npu_check",
         "tensor_parallel_size",
     ),
     "chat": ("default_chat_template_kwargs", "reasoning_parser", "tool_call_parser"),

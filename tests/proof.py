@@ -209,8 +209,8 @@ def _case_section(found: Findings) -> Iterator[str]:
         yield f"| T {temperature:g} | {prompts} | {comparison.tokens:,} | {_differences(comparison)} |"
     yield ""
     yield (
-        "| together | page | block | T | drafting | chunked | graphs | preemptions | prompts | tokens | differences | margins | "
-        "acceptance length |"
+        "| together | page | block | T | drafting | chunked | graphs | preemptions | prompts | tokens | differences | "
+        "margins | acceptance length |"
     )
     yield "|---" * 13 + "|"
     for case, run, comparison in found.cases:

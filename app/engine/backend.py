@@ -151,17 +151,17 @@ def peak_memory(memory: Any, run: Callable[[], object]) -> int:
     return int(peak)
 
 
-def make_backend(device: str) -> Backend:
+def make_backend(device: str, *, npu_check: bool = False) -> Backend:
     """The backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
 
     Raises UnsupportedError when there is no such device here. "auto" is CUDA where torch sees a GPU, else an NPU
-    where there is one and torch_npu is installed, else the CPU.
+    where there is one and torch_npu is installed, else the CPU. `npu_check` has an NPU's operator calls checked.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
     kind, _, number = device.partition(":")
     if kind == "npu":
-        return _npu_backend(device)
+        return _npu_backend(device, npu_check)
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise UnsupportedError(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
@@ -174,7 +174,7 @@ def _has_npu() -> bool:
     return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
 
 
-def _npu_backend(device: str) -> Backend:
+def _npu_backend(device: str, npu_check: bool) -> Backend:
     try:
         module = importlib.import_module("app.engine.npu.backend")
     except (ImportError, RuntimeError, OSError) as error:
@@ -182,5 +182,5 @@ def _npu_backend(device: str) -> Backend:
         raise UnsupportedError(
             f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
         ) from None
-    backend: Backend = module.NpuBackend(torch.device(device))
+    backend: Backend = module.NpuBackend(torch.device(device), check_calls=npu_check)
     return backend

@@ -21,7 +21,7 @@ from app.engine.layers import RotaryTable
 from app.engine.loader import SafetensorsWeights
 from app.engine.model_runner import ModelRunner
 from app.engine.models.qwen3 import Qwen3, qwen3_config
-from app.engine.profile_run import profile_pages, step_memory
+from app.engine.profile_run import step_memory
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
 from app.engine.self_test import check_attention
@@ -52,7 +52,7 @@ class Engine:
 
 def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) -> Engine:
     """Raises UnsupportedError, before any weight is read where it can, for what would run wrongly or not fit."""
-    backend = make_backend(config.device)
+    backend = make_backend(config.device, npu_check=config.npu_check)
     target_config = qwen3_config(read_config(config.target))
     draft_config = None
     if config.draft is not None:
@@ -165,7 +165,7 @@ def _kv_bytes(
     """
     step = 0
     if backend.device.type != "cpu":
-        step = step_memory(runner_over(profile_pages(sizes)), backend, sizes) * (1 + graphs)
+        step = step_memory(runner_over, backend, sizes) * (1 + graphs)
     free, total = backend.memory()
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory + step > free:

@@ -19,7 +19,8 @@ class EngineConfig:
     """The user's wishes; None means: choose for me. Folders hold config.json and safetensors; memory is in bytes.
 
     `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or "bfloat16".
-    `enforce_eager` False captures graphs even where the device does not (they are then run again and again).
+    `enforce_eager` False captures graphs even where the device does not (they are then run again and again);
+    `npu_check` holds every operator call on an NPU to docs/npu-contract.md.
     """
 
     target: Path
@@ -36,6 +37,7 @@ class EngineConfig:
     enforce_eager: bool | None = None
     draft_enforce_eager: bool = False
     max_graphs: int = 48
+    npu_check: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,8 @@ def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, bytes_per_to
             needed = num_pages
     if num_pages < needed:
         raise UnsupportedError(
-            f"{kv_bytes / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one sequence "
-            f"of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
+            f"{max(0, kv_bytes) / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one "
+            f"sequence of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
             f"{-(-needed * page_bytes // 2**20)}MiB, or a smaller --max-model-len"
         )
     return sizes, min(num_pages, sizes.max_num_seqs * sizes.pages_per_sequence + sizes.scratch_pages)

@@ -20,6 +20,7 @@ from app.engine.batch import Delta
 from app.engine.build import Engine, Progress, build_engine
 from app.engine.config import EngineConfig
 from app.engine.errors import UnsupportedError
+from app.engine.npu.error_codes import explain
 from app.engine.sequence import Request
 from app.types import (
     Abort,
@@ -85,7 +86,7 @@ def main() -> int:
         link.send(Fatal(link.epoch, str(error), user_error=True))
         return 2
     except Exception as error:
-        link.send(Fatal(link.epoch, f"{type(error).__name__}: {error}"))
+        link.send(Fatal(link.epoch, _last_words(error)))
         raise
     finally:
         link.close()
@@ -112,6 +113,17 @@ def serve(link: Link, engine: Engine) -> None:
             link.send(StepOutput(link.epoch, deltas, _stats(engine, step.kind, step.seconds)))
 
 
+def _last_words(error: Exception) -> str:
+    """Why the engine ends, in a line or a few. Where a device's error code is known, its meaning follows the first line
+    and stands under the traceback that this process leaves in the log."""
+    said = f"{type(error).__name__}: {error}"
+    meaning = explain(str(error))
+    if meaning is None:
+        return said
+    error.add_note(meaning)
+    return f"{said.splitlines()[0]} ({meaning})"
+
+
 def _add(engine: Engine, submit: Submit) -> TokenDelta | None:
     """None, or why this request cannot run: the door should have known, and nobody else may suffer from it."""
     try:
@@ -136,6 +148,10 @@ def _engine_config(settings: dict[str, Any]) -> EngineConfig:
         page_size=config.page_size,
         kv_cache_memory=config.kv_cache_memory,
         memory_utilization=config.memory_utilization,
+        enforce_eager=True if config.enforce_eager else None,
+        draft_enforce_eager=config.draft_enforce_eager,
+        max_graphs=config.max_graphs,
+        npu_check=config.npu_check,
     )
 
 

@@ -1,6 +1,7 @@
 """What a step costs in memory, measured before KV memory is sized: the widest step there can be, run once."""
 
 from array import array
+from collections.abc import Callable
 
 import torch
 
@@ -12,18 +13,15 @@ from app.engine.model_runner import ModelRunner
 from app.engine.sequence import Request, Sequence
 
 
-def profile_pages(sizes: Sizes) -> int:
-    """The pages that `step_memory` runs on."""
-    return 1 + max(max(rows.seq.pages) for rows in _widest_step(sizes).rows)
-
-
-def step_memory(runner: ModelRunner, backend: Backend, sizes: Sizes) -> int:
-    """Bytes that the widest step takes at its peak, over KV pools of `profile_pages`.
+def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, sizes: Sizes) -> int:
+    """Bytes that the widest step takes at its peak; `runner_over` makes a runner over so many pages.
 
     Raises UnsupportedError where there is not even memory for that.
     """
     batch = _widest_step(sizes)
+    num_pages = 1 + max(max(rows.seq.pages) for rows in batch.rows)
     try:
+        runner = runner_over(num_pages)
         return backend.peak_memory(lambda: runner.launch(batch).read())
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
@@ -33,9 +31,9 @@ def step_memory(runner: ModelRunner, backend: Backend, sizes: Sizes) -> int:
 
 
 def _widest_step(sizes: Sizes) -> Batch:
-    """All sequences verify a whole block, every token is drawn, and one prompt takes the rest of the budget.
+    """All sequences verify a whole block, every token is drawn, and prompts take the rest of the budget.
 
-    Several blocks share a page, at places of their own, so that few pages are enough.
+    No real step has both in full. Several blocks share a page, at places of their own, so that few pages are enough.
     """
     block, page = sizes.block_size, sizes.page_size
     sharing, pages_of_block = max(1, page // block), -(-block // page)
@@ -46,10 +44,12 @@ def _widest_step(sizes: Sizes) -> Batch:
             first, next_page = next_page, next_page + pages_of_block
         seq = _sequence(place * block + 1, range(first, next_page))
         batch.decodes.append(Rows(seq, place * block, block, samples=True, num_drafts=block - 1))
-    rest = min(sizes.max_num_batched_tokens - sizes.max_num_seqs * block, sizes.max_model_len)
-    if rest > 0:
-        pages = range(next_page, next_page + -(-rest // page))
-        batch.prefills.append(Rows(_sequence(rest, pages), 0, rest, samples=True))
+    rest = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * sizes.max_model_len) - sizes.max_num_seqs * block
+    while rest > 0:
+        rows = min(rest, sizes.max_model_len)
+        first, next_page = next_page, next_page + -(-rows // page)
+        batch.prefills.append(Rows(_sequence(rows, range(first, next_page)), 0, rows, samples=False))
+        rest -= rows
     return batch
 
 

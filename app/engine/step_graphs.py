@@ -35,7 +35,7 @@ class TargetOutput(NamedTuple):
 class StepGraphs:
     """All graphs of a runner, captured when this is made. `on_graph` is called with (captured, to capture).
 
-    `drafts` [max_num_seqs, b - 1], None without a draft, is where drafts go from one graph to the other: both are padded
+    `drafts` [max_num_seqs, b - 1], None without a draft, takes drafts from one graph to the other; they are padded
     to sizes of their own. `pages` is the width of page tables. With `draft_graphs` False only the target is captured.
     """
 

@@ -121,7 +121,7 @@ def _demo_tokenizer() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for one of the longest sequences.
+    """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for one long sequence.
 
     `temperature` None gives the requests 0, 0.7 and 1.0 in turn. `speculation` "half" lets every other request draft;
     "off" loads no draft at all. `graphs` pads decode steps to a few sizes and replays those, as on a device.

@@ -30,14 +30,14 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 
 def requests(count: int, *, greedy: bool = False, max_tokens: int = 48) -> list[Request]:
-    """Unless `greedy`, every third request is drawn; every seventh is decoded plainly."""
+    """Unless `greedy`, every fourth request is drawn; every seventh is decoded plainly."""
     stops = frozenset(_tokenizer().eos_ids)
     return [
         Request(
             f"r{i}",
             prompt,
             max_tokens,
-            temperature=0.0 if greedy or i % 3 else 0.8,
+            temperature=0.0 if greedy or i % 4 else 0.8,
             seed=i,
             stop_token_ids=stops,
             speculate=i % 7 != 6,

@@ -3,7 +3,6 @@
 Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -22,18 +21,18 @@ from app.engine.npu.graph import AttentionPlan, NpuGraph
 class NpuBackend(Backend):
     """Attention is done in one of `dtypes`, the only one that all versions of the operator take.
 
-    Raises UnsupportedError if there is no such NPU. With DFLASH_NPU_CHECK=1 every operator call is checked first."""
+    Raises UnsupportedError if there is no such NPU. With `check_calls` every operator call is checked first."""
 
     dtypes = (torch.bfloat16,)
     captures = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, check_calls: bool = False) -> None:
         super().__init__(device)
         count = torch_npu.npu.device_count()
         if (device.index or 0) >= count:
             raise UnsupportedError(f"--device {device}: torch_npu {torch_npu.__version__} sees {count} NPUs")
         torch_npu.npu.set_device(device)
-        if os.environ.get("DFLASH_NPU_CHECK") == "1":
+        if check_calls:
             Checked().__enter__()
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)

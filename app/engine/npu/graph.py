@@ -44,7 +44,7 @@ class NpuGraph(Graph):
         return pool
 
     def replay(self) -> None:
-        """Launch, then give every attention call its lengths; the device begins with what comes before the first (N27)."""
+        """Launch, then give every attention call its lengths: the device begins before the first of them (N27)."""
         self._graph.replay()
         entries = [_lengths(meta) for meta in self._attended]
         check_update(entries, recorded=len(self._attended))
