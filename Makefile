@@ -3,7 +3,8 @@
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
 #   make test | make check | make proof                   tests; lint, types and import rules; all of it, to docs/proof.md
-#   make test-npu                                         the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
+#   make test-npu | make npu-launches                     the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
+#                                                         (part of `make test`); what a decode step launches there
 #
 # pip's own environment holds. PyPI's torch for Linux brings gigabytes of CUDA; without a GPU say once
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve
@@ -24,23 +25,35 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Only from make's command line: conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve test test-npu check proof
+.PHONY: serve test test-npu-if-possible test-npu npu-launches check proof
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m "not slow" $(ARGS)
+	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu-if-possible
+
+# With CI set it must be possible; elsewhere a platform without torch_npu's wheel goes on, and says what was left out.
+test-npu-if-possible:
+	@if $(MAKE) --no-print-directory $(NPU_STAMP); then $(MAKE) --no-print-directory test-npu; \
+	elif test -n "$$CI"; then exit 1; \
+	else echo '*** torch_npu CANNOT BE INSTALLED HERE: NOTHING OF THE NPU BACKEND WAS TESTED ***' >&2; fi
 
 # An environment of its own: torch_npu wants a CPU torch, and without the stubs `import torch` itself would fail beside it.
-test-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
-test-npu: export TORCH_NPU_FALLBACK_CPU_DISABLE = 1
-test-npu: export TASK_QUEUE_ENABLE = 0
+test-npu npu-launches: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
+test-npu npu-launches: export TORCH_NPU_FALLBACK_CPU_DISABLE = 1
+test-npu npu-launches: export TASK_QUEUE_ENABLE = 0
+STUBS = $(NPU)/python -m tests.npu.stubs build/npu-stubs
+ON_STUBS = LD_LIBRARY_PATH=$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} $(NPU)/python -m
+
 test-npu: $(NPU_STAMP)
 	@test -d $(NPU_IMAGE_WHEEL) || $(NPU)/python -m pip download $(NPU_IMAGE) --no-deps --only-binary :all: \
 	  --python-version 3.11 --platform manylinux_2_28_x86_64 --dest $(NPU_IMAGE_WHEEL) || test -z "$$CI"
-	@stubs=$$($(NPU)/python -m tests.npu.stubs build/npu-stubs) || test -z "$$CI" || exit 1; \
-	LD_LIBRARY_PATH=$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} $(NPU)/python -m pytest tests/npu $(ARGS)
+	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/npu $(ARGS)
+
+npu-launches: $(NPU_STAMP)
+	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.npu.launches
 
 proof: $(STAMP)
 	$(BIN)/python -m pytest tests
@@ -64,5 +77,5 @@ $(NPU_STAMP):
 	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo \
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(NPU)/python || $(PYTHON) -m venv .venv-npu
-	$(NPU)/python -m pip install $(NPU_TORCH) numpy safetensors 'pytest>=8' 'pytest-timeout>=2.3'
+	$(NPU)/python -m pip install $(NPU_TORCH) numpy safetensors tokenizers jinja2 'pytest>=8' 'pytest-timeout>=2.3'
 	@touch $@

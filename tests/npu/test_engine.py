@@ -62,6 +62,22 @@ def test_tokens_on_the_null_device_are_the_cpu_engines(
         assert engine(pair, device="npu:0").run(requests()) == wanted
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_cann_that_cannot_write_pages_scatters_rows_to_the_same_tokens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    def missing(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so")
+
+    with torch.inference_mode(), Numerics():
+        wanted = engine(pair, device="npu:0", dtype="bfloat16").run(requests())
+        monkeypatch.setattr("torch_npu.npu_scatter_pa_kv_cache", missing)
+        core = engine(pair, device="npu:0", dtype="bfloat16", enforce_eager=eager)
+        with traced() as trace:
+            assert core.run(requests()) == wanted
+    assert any("ScatterNd" in name for name in trace.launches)
+
+
 def test_every_rule_holds_for_the_engine_in_bfloat16(pair: Pair) -> None:
     with torch.inference_mode(), Numerics():
         tokens = engine(pair, device="npu:0", dtype="bfloat16").run(requests())

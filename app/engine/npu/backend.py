@@ -17,6 +17,8 @@ from app.engine.errors import UnsupportedError
 from app.engine.npu.check import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE, Checked
 from app.engine.npu.graph import AttentionPlan, NpuGraph
 
+_ROW, _PAGE = (1, 1, HEAD_DIMS[-1]), (1, PAGE_SIZE, 1, HEAD_DIMS[-1])
+
 
 class NpuBackend(Backend):
     """Attention is done in one of `dtypes`, the only one that all versions of the operator take.
@@ -36,6 +38,7 @@ class NpuBackend(Backend):
             Checked().__enter__()
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
+        self._writes_pages = self._can_write_pages()
         self._attended: list[AttnMeta] | None = None
         self._graph_pool: tuple[int, int] | None = None
 
@@ -85,7 +88,21 @@ class NpuBackend(Backend):
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
         """`cache_mode` is said in words: by default the operator writes another layout (N15)."""
         k, v, places = k_thd.contiguous(), v_thd.contiguous(), slots.contiguous()
-        torch_npu.npu_scatter_pa_kv_cache(k, v, kv.k, kv.v, places, cache_mode="Norm")
+        if self._writes_pages:
+            torch_npu.npu_scatter_pa_kv_cache(k, v, kv.k, kv.v, places, cache_mode="Norm")
+            return
+        for rows, cache in ((k, kv.k), (v, kv.v)):
+            torch_npu.npu_scatter_nd_update_(cache.flatten(0, 1), places[:, None], rows)
+
+    def _can_write_pages(self) -> bool:
+        """Whether this CANN has the operator that writes K and V into pages; older ones scatter row by row instead."""
+        rows, pages = (torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for shape in (_ROW, _PAGE))
+        slot = torch.zeros(1, dtype=torch.int32, device=self.device)
+        try:
+            torch_npu.npu_scatter_pa_kv_cache(rows, rows, pages, pages.clone(), slot, cache_mode="Norm")
+        except RuntimeError:
+            return False
+        return True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
