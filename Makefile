@@ -50,7 +50,7 @@ ON_STUBS = LD_LIBRARY_PATH=$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} $(NPU)
 test-npu: $(NPU_STAMP)
 	@test -d $(NPU_IMAGE_WHEEL) || $(NPU)/python -m pip download $(NPU_IMAGE) --no-deps --only-binary :all: \
 	  --python-version 3.11 --platform manylinux_2_28_x86_64 --dest $(NPU_IMAGE_WHEEL) || test -z "$$CI"
-	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/npu $(ARGS)
+	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/npu --numprocesses 2 $(ARGS)
 
 npu-launches: $(NPU_STAMP)
 	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.npu.launches
@@ -77,5 +77,5 @@ $(NPU_STAMP):
 	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo \
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(NPU)/python || $(PYTHON) -m venv .venv-npu
-	$(NPU)/python -m pip install $(NPU_TORCH) numpy safetensors tokenizers jinja2 'pytest>=8' 'pytest-timeout>=2.3'
+	$(NPU)/python -m pip install $(NPU_TORCH) numpy safetensors tokenizers jinja2 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
 	@touch $@

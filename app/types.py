@@ -13,14 +13,26 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the target chooses a token. Temperature 0 is argmax; `seed` is an unsigned 64-bit number."""
+    """How the target chooses a token. Temperature 0 is argmax; `seed` is an unsigned 64-bit number.
+
+    Names and meanings are vLLM's; the defaults change nothing. `top_k` 0 is off. `logit_bias` is (token, bias) pairs.
+    """
 
     temperature: float = 0.0
     seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: list[tuple[int, float]] = []
+    min_tokens: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """One request. `token_ids` is the whole prompt, never empty; the engine knows no text."""
+    """One request. `token_ids` is the whole prompt, never empty; the engine knows no text. Requests share cached KV only
+    where they have the same `cache_salt`."""
 
     request_id: str
     epoch: int
@@ -29,6 +41,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     stop_token_ids: list[int]
     max_tokens: int
     speculate: bool = True
+    cache_salt: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -38,11 +51,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     epoch: int
 
 
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget all cached prefixes. Answered by a StepOutput without deltas."""
+
+    epoch: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave the step loop and exit 0."""
 
 
-Command = Submit | Abort | Shutdown
+Command = Submit | Abort | FlushCache | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
@@ -114,7 +133,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
 
 class StepStats(msgspec.Struct, frozen=True):
     """The engine after a step: `kind` is "prefill", "decode" or "mixed", or "idle" where there was no step; preemptions
-    count since the start, and pages leave out the scratch pages."""
+    count since the start, and pages leave out the scratch pages. Prefix cache queries and hits are in tokens, since the
+    start: how many were looked up, and how many were found."""
 
     kind: str
     seconds: float
@@ -123,6 +143,8 @@ class StepStats(msgspec.Struct, frozen=True):
     used_pages: int
     num_pages: int
     num_preemptions: int
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

@@ -160,10 +160,10 @@ def _request(submit: Submit) -> Request:
         request_id=submit.request_id,
         token_ids=tuple(submit.token_ids),
         max_tokens=submit.max_tokens,
-        temperature=submit.sampling.temperature,
-        seed=submit.sampling.seed,
         stop_token_ids=frozenset(submit.stop_token_ids),
         speculate=submit.speculate,
+        cache_salt=submit.cache_salt,
+        **{**msgspec.structs.asdict(submit.sampling), "logit_bias": tuple(submit.sampling.logit_bias)},
     )
 
 

@@ -31,6 +31,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._free_seats = list(reversed(range(max_num_seqs)))
         self._arrivals = 0
 
     @property
@@ -73,6 +74,7 @@ class Scheduler:
             if not self._may_admit(seq):
                 break
             self.running.append(self.waiting.popleft())
+            seq.seat = self._free_seats.pop()
             batch.prefills.append(self._chunk(seq, budget))
             budget -= batch.prefills[-1].count
         return batch
@@ -152,5 +154,7 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self._free_seats.append(seq.seat)
+        seq.seat = -1
         self.pool.release(seq.pages)
         seq.pages = array("i")

@@ -46,7 +46,8 @@ def fused_infer_attention_score(
     softmax_lse_flag: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """TND, paged: query [T, heads, D], key and value [blocks, block_size, kv_heads * D], block_table [S, P].
+    """TND, paged: query [T, heads, D], key and value [blocks, block_size, kv_heads * D] or [blocks, kv_heads, block_size,
+    D], block_table [S, P].
 
     actual_seq_lengths [S] are the cumulative ends of the query rows, actual_seq_lengths_kv [S] each sequence's tokens.
     sparse_mode 0 without a mask lets every row see all of them; sparse_mode 3 (right-down causal) lets row i of q see
@@ -58,6 +59,8 @@ def fused_infer_attention_score(
     if actual_seq_lengths is None or actual_seq_lengths_kv is None or (sparse_mode == 0) != (atten_mask is None):
         raise NotImplementedError("no CPU reference without lengths, with a mask in mode 0 or without one in mode 3")
     out = torch.zeros_like(query)
+    if key.dim() == 4:
+        key, value = (pool.transpose(1, 2).flatten(2) for pool in (key, value))
     kv_heads = num_key_value_heads or num_heads
     group = num_heads // kv_heads
     ends = [0, *actual_seq_lengths]
