@@ -24,6 +24,7 @@ from app.types import (
     Abort,
     EngineInfo,
     Fatal,
+    FlushCache,
     LoadProgress,
     Ready,
     Reply,
@@ -86,8 +87,11 @@ class Engine(Protocol):
         stop_token_ids: list[int],
         max_tokens: int,
         speculate: bool = True,
+        cache_salt: str = "",
         arrived: float | None = None,
     ) -> Generation: ...
+
+    def flush_cache(self) -> None: ...
 
 
 class AsyncEngine:
@@ -169,6 +173,7 @@ class AsyncEngine:
         stop_token_ids: list[int],
         max_tokens: int,
         speculate: bool = True,
+        cache_salt: str = "",
         arrived: float | None = None,
     ) -> Generation:
         """Submit one request. `request_id` must be new; `arrived` is `time.monotonic()` when its client asked.
@@ -182,7 +187,7 @@ class AsyncEngine:
             raise EngineBusy(f"{most} requests are in flight, as many as this server takes. Try again shortly.")
         assert self._link is not None and request_id not in self._running
         self._link.send(
-            Submit(request_id, self._epoch, token_ids, sampling, stop_token_ids, max_tokens, speculate=speculate)
+            Submit(request_id, self._epoch, token_ids, sampling, stop_token_ids, max_tokens, speculate, cache_salt)
         )
         generation = Generation(request_id, self._leave, self._metrics, arrived or time.monotonic())
         self._running[request_id] = generation
@@ -190,6 +195,13 @@ class AsyncEngine:
         self._engine_has_work.set()
         self._metrics.request_accepted(len(token_ids))
         return generation
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes: no request submitted from now on finds one. Raises EngineUnavailable."""
+        self.ready_info()
+        assert self._link is not None
+        self._link.send(FlushCache(self._epoch))
+        self._engine_has_work.set()
 
     def abort(self, request_id: str) -> None:
         """End a request as if its reader had gone; an unknown id is not an error, for it may just have finished."""

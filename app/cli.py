@@ -20,9 +20,10 @@ An OpenAI-compatible server that decodes with DFlash block-diffusion speculative
 commands:
   serve [MODEL]   serve a model; without MODEL the small demo pair that is shipped
   check           tell whether the server can run on this machine's device, and what to do if not
+  npu-report      measure an Ascend NPU and write down what it does: operators, open points, engine, time
 
 options:
-  -h, --help      show this help; `dflash-server serve --help` and `check --help` list the flags
+  -h, --help      show this help; `dflash-server COMMAND --help` lists the flags of a command
   --version       show the version
 """
 
@@ -33,6 +34,7 @@ METAVARS = {
     "default_chat_template_kwargs": "JSON",
     "served_model_name": "NAME",
     "api_key": "KEY",
+    "admin_key": "KEY",
     "allowed_origins": "ORIGIN",
 }
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    commands = {"serve": serve, "check": check}
+    commands = {"serve": serve, "check": check, "npu-report": npu_report}
     if command not in commands:
         return _fail(f"unknown command {command}", f"did you mean `dflash-server serve {' '.join(arguments)}`?")
     # torch_npu without CANN breaks a plain `import torch` in every process that loads device backends by itself;
@@ -76,6 +78,32 @@ def check(arguments: Sequence[str]) -> int:
     from app.device_report import report
 
     return report(device, as_json=given.json)
+
+
+def npu_report(arguments: Sequence[str]) -> int:
+    """Run every operator, the open points and the demo pair on an NPU of this host, time them, and write what came out
+    to npu-report.json and npu-report.md. Nothing leaves the host. 0 if nothing failed, 1 if something did."""
+    from app.config import Config, ConfigError, Said
+
+    parser = _Parser(prog="dflash-server npu-report", description=npu_report.__doc__, allow_abbrev=False)
+    parser.add_argument("--device", default="npu", help="npu | npu:N [default: npu]")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, default=Path(), help="where both files go [default: here]"
+    )
+    try:
+        given = parser.parse_args(arguments)
+        device = Config.load([Said("--device", "device", given.device)]).device
+        if not device.startswith("npu"):
+            raise ConfigError(f"--device {device} is no NPU", "dflash-server check looks at other devices")
+    except ConfigError as error:
+        return _fail(str(error), error.hint)
+
+    from app.npu_report.runner import report
+
+    try:
+        return report(device, given.out)
+    except OSError as error:
+        return _fail(f"--out {given.out}: {error.strerror or error}", "give a folder that this user may write to")
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -175,7 +203,7 @@ def _dashed(argument: str) -> str:
 
 def _serve_parser() -> argparse.ArgumentParser:
     """A flag for every setting, and the peers' flags under their own heading."""
-    from app.config import GROUPS, PEER_FLAGS, flag_name, setting_fields
+    from app.config import GROUPS, PEER_FLAGS, setting_fields
 
     parser = _Parser(
         prog="dflash-server serve",
@@ -192,16 +220,16 @@ def _serve_parser() -> argparse.ArgumentParser:
             _add_setting(group, name, fields[name])
     group = parser.add_argument_group("flags of vLLM and SGLang that are understood too")
     for peer in PEER_FLAGS:
-        ours = f"{flag_name(peer.field)}" if peer.field else "nothing to set"
+        ours = peer.ours or "nothing to set"
         note = f"; {peer.note}" if peer.note else ""
-        nargs = 0 if peer.value == "none" else "?" if peer.value == "refused" else None
+        nargs = 0 if peer.value in ("none", "off") else "?" if peer.value == "refused" else None
         text = f"{'refused' if peer.value == 'refused' else ours} ({peer.peers}){note}"
         group.add_argument(peer.flag, dest="said", action=_SayPeer, const=peer, nargs=nargs, metavar="VALUE", help=text)
     return parser
 
 
 def _add_setting(group: Any, name: str, field: Any) -> None:
-    from app.config import env_name, flag_name
+    from app.config import env_name, flag_name, no_flag_name
 
     default = field.get_default(call_default_factory=True)
     shown = "" if default in (None, [], {}, "") else f"default: {str(default).lower()}, "
@@ -209,7 +237,7 @@ def _add_setting(group: Any, name: str, field: Any) -> None:
     if name == "model":
         group.add_argument("said", nargs="?", action=_Say, const=name, metavar="MODEL", help=text)
     elif isinstance(default, bool):
-        flags = [flag_name(name), "--no-" + flag_name(name).removeprefix("--")]
+        flags = [flag_name(name), no_flag_name(name)]
         group.add_argument(*flags, dest="said", nargs=0, action=_Say, const=name, help=text)
     else:
         metavar = METAVARS.get(name, "VALUE")
@@ -253,7 +281,8 @@ class _SayPeer(argparse.Action):
         if peer.value == "block":
             values = _drafts_of_block(peer.flag, values)
         if peer.field:
-            namespace.said = [*namespace.said, Said(peer.flag, peer.field, True if peer.value == "none" else values)]
+            value = {"none": True, "off": False}.get(peer.value, values)
+            namespace.said = [*namespace.said, Said(peer.flag, peer.field, value)]
 
 
 def _drafts_of_block(flag: str, block: str) -> int:

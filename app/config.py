@@ -69,6 +69,11 @@ class Config(BaseSettings):
     num_speculative_tokens: int | None = Field(
         None, description="draft tokens of a block, which has one row more, the anchor (default: the checkpoint's)"
     )
+    verify: str = Field(
+        "full",
+        pattern=r"^(auto|full|[1-9]\d*)$",
+        description="auto | full | N: rows of a block that are verified, with its anchor; auto is what pays by measure",
+    )
     draft_enforce_eager: bool = Field(False, description="run the draft without graphs")
 
     max_model_len: int | None = Field(None, gt=0, description="longest prompt and answer together, in tokens")
@@ -87,6 +92,7 @@ class Config(BaseSettings):
         allow_inf_nan=False,
         description="share of the device's memory to use, where --kv-cache-memory is not given",
     )
+    prefix_caching: bool = Field(True, description="reuse the KV pages of prompts that begin alike")
     enforce_eager: bool = Field(False, description="run without graphs")
     max_graphs: int = Field(
         48, gt=0, description="most graphs to capture; a step that fits none exactly is padded to the next larger"
@@ -126,6 +132,11 @@ class Config(BaseSettings):
         default_factory=list, repr=False, description="keys, one of which every request must bear (default: none)"
     )
     api_key_file: Path | None = Field(None, description="file with one key a line")
+    admin_key: list[str] = Field(
+        default_factory=list,
+        repr=False,
+        description="keys, one of which flushing the prefix cache needs (default: an API key does, if there are any)",
+    )
     allowed_origins: list[str] = Field(
         default_factory=list, description="origins whose pages may call this server (CORS); * for all"
     )
@@ -163,7 +174,7 @@ class Config(BaseSettings):
             raise _explain(error, given) from None
         return cls(**{name: getattr(layers, name) for name in cls.model_fields})
 
-    @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
+    @field_validator("served_model_name", "api_key", "admin_key", "allowed_origins", mode="before")
     @classmethod
     def _split_list(cls, value: object) -> object:
         """Words, or a JSON list as vLLM has it; flags bring their words apart."""
@@ -173,13 +184,13 @@ class Config(BaseSettings):
             return value
         return [item for part in value for item in (_read_list(part) if _is_json_list(part) else [part])]
 
-    @field_validator("api_key", mode="wrap")
+    @field_validator("api_key", "admin_key", mode="wrap")
     @classmethod
     def _real_keys(cls, value: object, settle: Callable[[object], list[str]]) -> list[str]:
         """A key that an unset variable has left empty must not open the server."""
         keys = settle(value)
         if any(not key.strip() for key in keys) or (not keys and value != []):
-            raise ValueError("an API key may not be empty")
+            raise ValueError("a key may not be empty")
         return keys
 
     @field_validator("default_chat_template_kwargs", mode="before")
@@ -294,19 +305,25 @@ class PeerFlag(NamedTuple):
     """A flag that vLLM, vllm-ascend or SGLang users bring; `field` is what it sets here, if anything.
 
     `value` says what follows the flag: "same" is our value, "block" a block size (so one more than
-    `num_speculative_tokens`), "algorithm" must be DFLASH, "none" nothing (and `field`, if any, becomes true), and a
-    "refused" flag stops the start with its note.
+    `num_speculative_tokens`), "algorithm" must be DFLASH, "none" nothing (and `field`, if any, becomes true), "off"
+    nothing either (and `field` becomes false), and a "refused" flag stops the start with its note.
     """
 
     flag: str
     field: str | None
     peers: str
     note: str = ""
-    value: Literal["same", "block", "algorithm", "none", "refused"] = "same"
+    value: Literal["same", "block", "algorithm", "none", "off", "refused"] = "same"
+
+    @property
+    def ours(self) -> str | None:
+        """The flag that says the same here, if there is one."""
+        if self.field is None:
+            return None
+        return no_flag_name(self.field) if self.value == "off" else flag_name(self.field)
 
 
 BLOCK_NOTE = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
-NO_PREFIX_CACHE = "there is no prefix cache yet, so it is off already"
 
 PEER_FLAGS = (
     PeerFlag("--model", "model", "vLLM"),
@@ -327,19 +344,25 @@ PEER_FLAGS = (
     PeerFlag("--tp", "tensor_parallel_size", "SGLang"),
     PeerFlag("--tp-size", "tensor_parallel_size", "SGLang"),
     PeerFlag("-tp", "tensor_parallel_size", "vLLM"),
-    PeerFlag("--no-enable-prefix-caching", None, "vLLM", NO_PREFIX_CACHE, "none"),
-    PeerFlag("--disable-radix-cache", None, "SGLang", NO_PREFIX_CACHE, "none"),
+    PeerFlag("--enable-prefix-caching", "prefix_caching", "vLLM", "the default", "none"),
+    PeerFlag("--no-enable-prefix-caching", "prefix_caching", "vLLM", value="off"),
+    PeerFlag("--disable-radix-cache", "prefix_caching", "SGLang", value="off"),
     PeerFlag("--trust-remote-code", None, "vLLM, SGLang", "no code of a checkpoint is ever run", "none"),
     PeerFlag("--enable-auto-tool-choice", None, "vLLM", "tools are always the model's own choice", "none"),
     PeerFlag("--enable-reasoning", None, "vLLM", "see --reasoning-parser", "none"),
     PeerFlag("--disable-log-requests", None, "vLLM", "prompts are not logged unless --log-prompts", "none"),
-    PeerFlag("--enable-prefix-caching", None, "vLLM", "prefix caching is not supported yet; leave it out", "refused"),
     PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),
 )
 
 GROUPS = {
     "model": ("model", "draft_model", "served_model_name", "dtype", "device", "config"),
-    "speculative decoding": ("speculation", "num_speculative_tokens", "speculative_config", "draft_enforce_eager"),
+    "speculative decoding": (
+        "speculation",
+        "num_speculative_tokens",
+        "verify",
+        "speculative_config",
+        "draft_enforce_eager",
+    ),
     "engine and memory": (
         "max_model_len",
         "max_num_seqs",
@@ -347,6 +370,7 @@ GROUPS = {
         "page_size",
         "kv_cache_memory",
         "memory_utilization",
+        "prefix_caching",
         "enforce_eager",
         "max_graphs",
         "npu_check",
@@ -359,6 +383,7 @@ GROUPS = {
         "root_path",
         "api_key",
         "api_key_file",
+        "admin_key",
         "allowed_origins",
         "shutdown_timeout",
         "step_timeout",
@@ -369,12 +394,17 @@ GROUPS = {
 
 def flag_table() -> list[tuple[str, str, str, str]]:
     """Rows (their flag, ours, whose it is, note) for the README."""
-    return [(peer.flag, flag_name(peer.field) if peer.field else "-", peer.peers, peer.note) for peer in PEER_FLAGS]
+    return [(peer.flag, peer.ours or "-", peer.peers, peer.note) for peer in PEER_FLAGS]
 
 
 def flag_name(field: str) -> str:
     """The flag of a field: `page_size` -> `--page-size`."""
     return "MODEL" if field == "model" else "--" + field.replace("_", "-")
+
+
+def no_flag_name(field: str) -> str:
+    """The flag that turns a field off: `prefix_caching` -> `--no-prefix-caching`."""
+    return "--no-" + flag_name(field).removeprefix("--")
 
 
 def env_name(field: str) -> str:
@@ -572,7 +602,7 @@ def _explain(error: ValidationError, flags: dict[str, Said]) -> ConfigError:
         spelling = env_name(field)
     else:
         spelling = f"{field} in {flags['config'].value if 'config' in flags else os.environ.get(env_name('config'))}"
-    shown = "" if field == "api_key" else f" {first['input']}"
+    shown = "" if field in ("api_key", "admin_key") else f" {first['input']}"
     return ConfigError(f"{spelling}{shown}: {_message(first)}", "see `dflash-server serve --help`")
 
 

@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from typing import TypedDict
 
-from app.engine_link import engine_environment
+from app.child_process import LineProcess
 
 COMMAND = (sys.executable, "-P", "-m", "app.engine.device_check")
 PROBE_SECONDS = 300.0
@@ -48,47 +46,24 @@ def text(result: Result, width: int) -> str:
 
 
 async def _run(command: Sequence[str], probe_seconds: float, *, as_text: bool) -> list[Result]:
-    # In a session of its own: Ctrl-C reaches this process alone, which then ends it.
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=DEVNULL, stdout=PIPE, env=engine_environment(), start_new_session=True
-    )
+    process = await LineProcess.start(command)
     try:
         results: list[Result] = []
-        first = await _line(process, probe_seconds)
+        first = await process.line(probe_seconds)
         names: list[str] = json.loads(first) if first else ["probes"]
         broken_off = ""
         for name in names:
             if broken_off:
                 result = Result(name=name, status="not tried", found=broken_off, hint="")
-            elif line := await _line(process, probe_seconds):
+            elif line := await process.line(probe_seconds):
                 result = json.loads(line)
             else:
                 broken_off = f"{name} broke the run off"
-                found = await _end(process)
+                found = await process.end()
                 result = Result(name=name, status="failed", found=found, hint="report it with this output")
             results.append(result)
             if as_text:
                 print(text(result, max(map(len, names))), flush=True)
         return results
     finally:
-        await _end(process)
-
-
-async def _line(process: Process, seconds: float) -> bytes:
-    """The next line, or nothing where the process ended or said none for so long."""
-    assert process.stdout is not None
-    try:
-        return await asyncio.wait_for(process.stdout.readline(), seconds)
-    except TimeoutError:
-        return b""
-
-
-async def _end(process: Process) -> str:
-    """Why the process says no more, in words; it is ended if it has not yet."""
-    try:
-        code = await asyncio.wait_for(process.wait(), 2.0)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return "did not answer in time, and was ended"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        await process.end()

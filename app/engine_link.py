@@ -13,19 +13,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from app.child_process import engine_environment
 from app.types import Command, Reply
 
 _LAST_WORDS_SECONDS = 0.2
 _TERMINATE_SECONDS = 2.0
 _LONGEST_IPC_FOLDER = 80
-
-
-def engine_environment() -> dict[str, str]:
-    """Ours, with this very package first on the path: the engine is started with -P, so that an `app` or a `json.py` in
-    the folder where somebody starts the server is never imported in our place."""
-    root = str(Path(__file__).parents[1])
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([root, *others])}
 
 
 class EngineLink:

@@ -30,12 +30,16 @@ TABLE = (
     Metric("num_requests_running", "gauge", "Requests that the last engine step worked on or could have"),
     Metric("num_requests_waiting", "gauge", "Requests queued in the engine"),
     Metric("kv_cache_usage_perc", "gauge", "KV pages in use, 0 to 1"),
+    Metric("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache"),
+    Metric("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache"),
     Metric("prompt_tokens", "counter", "Prompt tokens of requests handed to the engine"),
     Metric("generation_tokens", "counter", "Tokens emitted by the engine"),
     Metric("request_success", "counter", "Requests ended, by reason", "finished_reason"),
     Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token"),
     Metric("inter_token_latency_seconds", "histogram", "Per token after the first; tokens of a step share its time"),
     Metric("e2e_request_latency_seconds", "histogram", "From arrival to the last token"),
+    Metric("decode_rows", "counter", "Rows that decoding sequences had in a step, the anchors included"),
+    Metric("decode_sequences", "counter", "Decoding sequences of every step, by whether they drafted", "drafting"),
     Metric("spec_decode_num_drafts", "counter", "Steps of a request that verified at least one draft token"),
     Metric("spec_decode_num_draft_tokens", "counter", "Draft tokens that were verified"),
     Metric("spec_decode_num_accepted_tokens", "counter", "Draft tokens accepted, without the bonus token"),
@@ -66,7 +70,7 @@ class Metrics:
                 self._histograms[name] = Histogram(
                     prefix + name, text, labels, registry=self._registry, buckets=_LATENCY
                 )
-        self._preemptions = 0
+        self._engine_counts: dict[str, int] = {}
         self._window = _Window()
 
     def render(self) -> bytes:
@@ -92,8 +96,8 @@ class Metrics:
             self._histograms["inter_token_latency_seconds"].observe(seconds / count)
 
     def engine_ended(self) -> None:
-        """Nothing runs any more, and the next engine process counts its preemptions from 0 again."""
-        self._preemptions = 0
+        """Nothing runs any more, and the next engine process counts from 0 again."""
+        self._engine_counts = {}
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             self._gauges[name].set(0)
 
@@ -108,14 +112,29 @@ class Metrics:
         self._gauges["kv_cache_usage_perc"].set(stats.used_pages / max(1, stats.num_pages))
         if stats.kind != "idle":
             self._histograms["step_seconds"].labels(stats.kind).observe(stats.seconds)
-        self._counters["preemptions"].inc(max(0, stats.num_preemptions - self._preemptions))
-        self._preemptions = stats.num_preemptions
+        queries = self._count_on("prefix_cache_queries", stats.prefix_cache_queries)
+        hits = self._count_on("prefix_cache_hits", stats.prefix_cache_hits)
+        self._count_on("preemptions", stats.num_preemptions)
         tokens = sum(len(delta.token_ids) for delta in output.deltas)
         self._counters["generation_tokens"].inc(tokens)
+        self._decoding(stats, output)
         drafted = [step for delta in output.deltas for step in delta.steps if step.n_verified > 0]
         if drafted:
             self._speculation(drafted)
-        self._window.add(stats, tokens, drafted)
+        self._window.add(stats, tokens, drafted, queries, hits)
+
+    def _decoding(self, stats: StepStats, output: StepOutput) -> None:
+        drafts = sum(step.n_verified for delta in output.deltas for step in delta.steps)
+        self._counters["decode_rows"].inc(stats.num_decoding + drafts)
+        self._counters["decode_sequences"].labels("yes").inc(stats.num_drafting)
+        self._counters["decode_sequences"].labels("no").inc(stats.num_decoding - stats.num_drafting)
+
+    def _count_on(self, name: str, count: int) -> int:
+        """Bring a counter on by what an engine, which counts from its start, has counted since it last spoke."""
+        more = max(0, count - self._engine_counts.get(name, 0))
+        self._engine_counts[name] = count
+        self._counters[name].inc(more)
+        return more
 
     def _speculation(self, steps: list[SpecStep]) -> None:
         self._counters["spec_decode_num_drafts"].inc(len(steps))
@@ -142,12 +161,18 @@ class _Window:
 
     def _clear(self) -> None:
         self._since = time.monotonic()
-        self._tokens = self._drafted_tokens = self._drafted_steps = 0
+        self._tokens = self._drafted_tokens = self._drafted_steps = self._queries = self._hits = 0
+        self._decoding = self._drafting = self._drafts = 0
         self._last: StepStats | None = None
 
-    def add(self, stats: StepStats, tokens: int, drafted: list[SpecStep]) -> None:
+    def add(self, stats: StepStats, tokens: int, drafted: list[SpecStep], queries: int, hits: int) -> None:
         self._last = stats
+        self._queries += queries
+        self._hits += hits
         self._tokens += tokens
+        self._decoding += stats.num_decoding
+        self._drafting += stats.num_drafting
+        self._drafts += sum(step.n_verified for step in drafted)
         self._drafted_tokens += sum(step.n_tokens for step in drafted)
         self._drafted_steps += len(drafted)
 
@@ -159,8 +184,12 @@ class _Window:
         rate = self._tokens / max(1e-9, time.monotonic() - self._since)
         length = f"{self._drafted_tokens / self._drafted_steps:.2f}" if self._drafted_steps else "-"
         usage = 100 * stats.used_pages / max(1, stats.num_pages)
+        share = f"{100 * self._drafting / self._decoding:.0f} %" if self._decoding else "-"
+        width = f"{1 + self._drafts / self._decoding:.1f}" if self._decoding else "-"
+        hits = f"{100 * self._hits / self._queries:.1f} %" if self._queries else "-"
         self._clear()
         return (
             f"running {stats.num_running}, waiting {stats.num_waiting}, {rate:.1f} tok/s, "
-            f"mean acceptance length {length}, KV use {usage:.1f} %"
+            f"mean acceptance length {length}, drafting {share}, mean width {width}, KV use {usage:.1f} %, "
+            f"prefix cache hits {hits}"
         )

@@ -31,8 +31,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """One request. `token_ids` is the whole prompt, never empty; the engine knows no text. Requests share cached KV only
-    where they have the same `cache_salt`."""
+    """One request. `token_ids` is the whole prompt, never empty; the engine knows no text. Requests share cached KV
+    only where they have the same `cache_salt`."""
 
     request_id: str
     epoch: int
@@ -119,6 +119,7 @@ class SpecStep(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True):
     """New tokens of one request, in order; `steps` says how they were come by, one entry per engine step.
 
+    `cached_tokens` of the prompt were found in the prefix cache: every delta of a request says the same.
     The last delta of a request has a `finish_reason`. With "stop" its last token is the stop token itself: it
     counts as a token and is not text. With "error" `error` says what happened.
     """
@@ -133,8 +134,9 @@ class TokenDelta(msgspec.Struct, frozen=True):
 
 class StepStats(msgspec.Struct, frozen=True):
     """The engine after a step: `kind` is "prefill", "decode" or "mixed", or "idle" where there was no step; preemptions
-    count since the start, and pages leave out the scratch pages. Prefix cache queries and hits are in tokens, since the
-    start: how many were looked up, and how many were found."""
+    count since the start, and pages leave out the scratch pages. In this step so many sequences decoded, and so many of
+    these verified drafts. Prefix cache queries and hits are in tokens, since the
+    start: prompt tokens of requests that were let in, and how many of them were found."""
 
     kind: str
     seconds: float
@@ -145,6 +147,8 @@ class StepStats(msgspec.Struct, frozen=True):
     num_preemptions: int
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_decoding: int = 0
+    num_drafting: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.engine.lossless import (
     MARGIN,
+    SAMPLINGS,
     SETTINGS,
     TEMPERATURES,
     TOKENS_PER_NEAR_TIE,
@@ -39,13 +40,16 @@ from tests.engine.test_acceptance_floor import FLOOR, NEAR, WAYS, answers, cold_
 
 PAGE = Path(__file__).parent.parent / "docs" / "proof.md"
 DEMO_TOKENS = 64
+PLAIN_CASES = [Case(temperature=t, sampling=sampling) for sampling in SAMPLINGS for t in TEMPERATURES]
+PLAIN_CASES.remove(Case(temperature=0.0, sampling="filters"))  # nothing is drawn: that is the plain text again
 
 INTRODUCTION = f"""\
 Every case runs all prompts through the engine and compares each text, token for token, with plain decoding by the same
 engine with no draft loaded; that is compared with Transformers' Qwen3ForCausalLM, one token a step. At a first
 difference the margin is how far the worse of the two tokens lies below the best, teacher-forced, on logits (T = 0) or
-on logits / T + Gumbel noise. Above {MARGIN:g} it would be a failure; below, it is counted, and one per
-{TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases combine these values:"""
+on logits / T + Gumbel noise, both after penalties, or how far it is from being let in by a filter. Above {MARGIN:g} it
+would be a failure; below, it is counted, and one per {TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases combine
+these values:"""
 ABOUT_ACCEPTANCE = f"""\
 Tokens per verify step, the bonus included, weighted by tokens: greedy, block 16, held-out prompts. Every way of running
 must stay above the floor and within {NEAR:.0%} of the cold run, or save no more steps than there were preemptions,
@@ -56,10 +60,11 @@ console = Console(stderr=True)
 
 @dataclass
 class Findings:
-    """What one pair showed: Transformers against plain decoding per temperature, and every case against plain."""
+    """What one pair showed: Transformers against plain decoding per temperature and sampling, and every case against
+    plain."""
 
     subject: Subject
-    plain: list[tuple[float, Comparison]] = field(default_factory=list)
+    plain: list[tuple[Case, Comparison]] = field(default_factory=list)
     cases: list[tuple[Case, Run, Comparison]] = field(default_factory=list)
 
     @property
@@ -113,18 +118,18 @@ def progress() -> Progress:
 def prove(subjects: list[Subject], cases: list[Case]) -> list[Findings]:
     findings = [Findings(subject) for subject in subjects]
     with progress() as bars:
-        tasks = [bars.add_task(s.name, total=len(TEMPERATURES) * len(s.prompts) + len(cases)) for s in subjects]
+        tasks = [bars.add_task(s.name, total=len(PLAIN_CASES) * len(s.prompts) + len(cases)) for s in subjects]
         for found, task in zip(findings, tasks, strict=True):
             subject = found.subject
-            for temperature in TEMPERATURES:
+            for plain in PLAIN_CASES:
                 texts = []
-                for text in subject.transformers(temperature):
+                for text in subject.transformers(plain):
                     texts.append(text)
                     bars.advance(task)
-                found.plain.append((temperature, subject.compare(texts, lambda _, t=temperature: t)))
+                found.plain.append((plain, subject.compare(texts, plain)))
             for case in cases:
                 run = subject.run(case)
-                comparison = subject.compare(run.texts, case.temperature_of)
+                comparison = subject.compare(run.texts, case)
                 for difference in comparison.differences:
                     console.print(f"{subject.name} {case}: {difference}")
                 found.cases.append((case, run, comparison))
@@ -205,20 +210,21 @@ def _case_section(found: Findings) -> Iterator[str]:
     yield ""
     yield "| plain decoding against Transformers | prompts | tokens | differences | margins |"
     yield "|---|---|---|---|---|"
-    for temperature, comparison in found.plain:
-        yield f"| T {temperature:g} | {prompts} | {comparison.tokens:,} | {_differences(comparison)} |"
+    for plain, comparison in found.plain:
+        how = f"T {plain.temperature:g}, {plain.sampling}"
+        yield f"| {how} | {prompts} | {comparison.tokens:,} | {_differences(comparison)} |"
     yield ""
     yield (
-        "| together | page | block | T | drafting | chunked | graphs | preemptions | prompts | tokens | differences | "
-        "margins | acceptance length |"
+        "| together | page | block | T | sampling | drafting | chunked | graphs | cached | preemptions | prompts | "
+        "tokens | differences | margins | acceptance length |"
     )
-    yield "|---" * 13 + "|"
+    yield "|---" * 15 + "|"
     for case, run, comparison in found.cases:
         acceptance = f"{run.acceptance_length:.2f}" if run.verify_steps else "-"
         yield (
             f"| {case.concurrency} | {case.page_size} | {case.block_size if case.speculation != 'off' else '-'} | "
-            f"{_value(case.temperature)} | {case.speculation} | {_value(case.chunked)} | "
-            f"{_value(case.graphs)} | "
+            f"{_value(case.temperature)} | {case.sampling} | {case.speculation} | {_value(case.chunked)} | "
+            f"{_value(case.graphs)} | {_value(case.cached)} | "
             f"{run.preemptions if case.preempted else '-'} | {prompts} | {comparison.tokens:,} | "
             f"{_differences(comparison)} | {acceptance} |"
         )

@@ -122,11 +122,13 @@ def _param(details: ErrorDetails, raw: Any) -> str:
 def _complaint(details: ErrorDetails) -> str:
     if details["type"] == "missing":
         return "is required"
+    if details["loc"][-1] == "[key]":
+        return 'must be named by a token id, such as "42"'
     if details["type"] in ("too_long", "too_short"):
         return details["msg"].partition(" after validation")[0].replace("List should have", "must have")
     message = details["msg"].removeprefix("Value error, ")
     message = re.sub(r"^(Input|String|List) should", "must", message)
-    message = re.sub(r"must be a valid dictionary or instance of \w+", "must be an object", message)
+    message = re.sub(r"must be a valid dictionary( or instance of \w+)?", "must be an object", message)
     shown = details["input"]
     scalar = isinstance(shown, str | int | float) and len(str(shown)) <= 40
     return f"{message}, not {msgspec.json.encode(shown).decode()}" if scalar else message

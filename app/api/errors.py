@@ -112,7 +112,10 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         answer = ApiError(404, f"There is nothing at {where}.", code="not_found")
     elif error.status_code == 405:
-        allowed = headers.get("Allow", "another method")
+        methods = set(headers.get("Allow", "").split(", "))
+        if methods & {"GET", "HEAD"}:  # Starlette names one route's alone, and HEAD has a route of its own here.
+            methods |= {"GET", "HEAD"}
+        allowed = headers["Allow"] = ", ".join(sorted(methods))
         answer = ApiError(405, f"{where} is not possible: use {allowed}.", code="method_not_allowed", headers=headers)
     else:
         phrase = error.detail or HTTPStatus(error.status_code).phrase

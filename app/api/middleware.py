@@ -1,4 +1,4 @@
-"""Around every request: its id, taken or made, one line in the access log, and the API key."""
+"""Around every request: its id, taken or made, one line in the access log, the API key, and a proxy's prefix."""
 
 import asyncio
 import hashlib
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, unavailable
@@ -77,32 +78,61 @@ class RequestIds:
             request_id.reset(token)
 
 
+class Keys:
+    """Keys of which a request may bear one. Comparing takes the same time whatever was sent."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def check(self, headers: Headers, what: str) -> None:
+        """Raises ApiError 401, which says that `what` is needed, unless the headers bear one of the keys."""
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip(" ").encode("latin-1"))
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        if kind.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401,
+                f"{what} is needed: send the header `Authorization: Bearer KEY`.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
 class ApiKeys:
     """Lets only requests through that bear one of `keys`, but for OPEN_PATHS: probes have no key, and pages tell
-    nothing of this server but what it can do. Comparing takes the same time whatever was sent."""
+    nothing of this server but what it can do."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, root_path: str = "") -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = keys
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].removeprefix(self._root_path) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip(" ").encode("latin-1"))
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if kind.lower() == "bearer" and any(matches):
-            await self._app(scope, receive, send)
+        try:
+            self._keys.check(Headers(scope=scope), "A valid API key")
+        except ApiError as refusal:
+            await refusal.response()(scope, receive, send)
             return
-        refusal = ApiError(
-            401,
-            "A valid API key is needed: send the header `Authorization: Bearer KEY`.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await refusal.response()(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+class RootPath:
+    """Sends `GET /llm` on to `/llm/`, where the page's relative links work, if /llm is what a proxy puts in front."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        bare = scope["type"] == "http" and scope["path"] == self._root_path and scope["method"] in ("GET", "HEAD")
+        app = RedirectResponse(f"{self._root_path}/") if bare else self._app
+        await app(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

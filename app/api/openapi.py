@@ -152,6 +152,10 @@ class State(BaseModel):
     progress: Progress | None = None
 
 
+class Success(BaseModel):
+    success: Literal[True]
+
+
 def _route(
     summary: str, answer: type[BaseModel], *statuses: int, bodies: tuple[type[Body], ...] = (), streams: bool = False
 ) -> dict[str, Any]:
@@ -180,6 +184,7 @@ MODEL = _route("One of them", ModelCard, 401, 404)
 TOKENIZE = _route("Text to tokens", Tokens, *_NO_ENGINE, bodies=(TokenizeRequest, TokenizeChatRequest))
 DETOKENIZE = _route("Tokens to text", Text, *_NO_ENGINE, bodies=(DetokenizeRequest,))
 VERSION = _route("This server's version", Version, 401)
+RESET_PREFIX_CACHE = _route("Forget all cached prefixes", Success, 401, 503)
 READY: dict[str, Any] = {
     "summary": "Whether requests are taken",
     "responses": {200: {"model": State}, 503: {"model": State, "description": "Loading, draining or dead"}},
@@ -192,7 +197,7 @@ HEALTH: dict[str, Any] = {
 METRICS: dict[str, Any] = {"summary": "Metrics for Prometheus", "response_class": PlainTextResponse}
 
 
-def describe(app: FastAPI, keys_needed: bool) -> dict[str, Any]:
+def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool) -> dict[str, Any]:
     """The OpenAPI document: FastAPI's own, with the bodies, and without the 422 that is never sent."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REFS)
@@ -203,8 +208,13 @@ def describe(app: FastAPI, keys_needed: bool) -> dict[str, Any]:
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+    schemes = {"key": keys_needed, "admin_key": admin_keys_needed}
+    if any(schemes.values()):
+        bearer = {"type": "http", "scheme": "bearer"}
+        document["components"]["securitySchemes"] = {name: bearer for name, needed in schemes.items() if needed}
+    if admin_keys_needed:
+        document["paths"]["/reset_prefix_cache"]["post"]["security"] = [{"admin_key": []}]
     if keys_needed:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
         for path in OPEN_PATHS & document["paths"].keys():
             for operation in document["paths"][path].values():

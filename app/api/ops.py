@@ -1,4 +1,4 @@
-"""What operators and orchestrators ask: is it alive, is it ready, how is it doing."""
+"""What operators and orchestrators ask (is it alive, is it ready, how is it doing), and what they may change."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from app.api import openapi
 from app.api.errors import RETRY_AFTER_SECONDS
+from app.api.middleware import Keys
 from app.api.services import services_of
 from app.async_engine import EngineState
 
@@ -43,6 +44,19 @@ async def health(request: Request) -> Response:
 @router.get("/metrics", **openapi.METRICS)
 async def metrics(request: Request) -> Response:
     return Response(services_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.post("/flush_cache", include_in_schema=False)
+@router.post("/reset_prefix_cache", **openapi.RESET_PREFIX_CACHE)
+async def reset_prefix_cache(request: Request) -> Response:
+    """No request from now on finds a cached prefix. Needs an admin key, if there are any."""
+    admin_keys: Keys = request.app.state.admin_keys
+    if admin_keys:
+        admin_keys.check(request.headers, "An admin key")
+    services = services_of(request)
+    services.ready_engine()
+    services.engine.flush_cache()
+    return _json(200, {"success": True})
 
 
 def _describe(state: EngineState) -> dict[str, Any]:

@@ -93,10 +93,11 @@ def check_ids(param: str, token_ids: list[int] | None, info: EngineInfo) -> None
     """Raises ApiError for the first id that is beyond the model's vocabulary."""
     if token_ids and max(token_ids) >= info.vocab_size:
         index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocab_size)
-        raise _no_such_id(f"{param}.{index}", token_ids[index], info)
+        raise no_such_id(f"{param}.{index}", token_ids[index], info)
 
 
-def _no_such_id(param: str, token_id: int, info: EngineInfo) -> ApiError:
+def no_such_id(param: str, token_id: int, info: EngineInfo) -> ApiError:
+    """The error for a token id beyond the model's vocabulary."""
     return bad_request(
         f"`{param}` has the token id {token_id}, but this model's vocabulary ends at {info.vocab_size - 1}.", param
     )

@@ -20,6 +20,9 @@ MOST_CALLS = 256
 MOST_STOPS = 64
 MOST_STOP_IDS = 1024
 LONGEST_STOP = 1024
+MOST_CHOICES = 16
+MOST_BIASES = 1024
+LONGEST_SALT = 256
 
 LARGEST = 2**31 - 1
 MOST_NESTED = 64
@@ -28,6 +31,9 @@ TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 PromptIds = Annotated[list[TokenId], Field(max_length=MOST_PROMPT_IDS, fail_fast=True)]
+TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Body(BaseModel):
@@ -52,7 +58,8 @@ class AskedOfModel(Body):
 
 
 class GenerationRequest(AskedOfModel):
-    """What both generating endpoints take."""
+    """What both generating endpoints take. The sampling fields are vLLM's, by name, range and meaning; only
+    `repetition_penalty` has bounds of our own, which keep logits finite."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -62,17 +69,39 @@ class GenerationRequest(AskedOfModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     max_tokens: Count | None = None
-    n: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     best_of: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MOST_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculate: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, value: object) -> object:
+        """Before each of them is looked at: a dict knows no `fail_fast`."""
+        if isinstance(value, dict) and len(value) > MOST_BIASES:
+            raise ValueError(f"must have at most {MOST_BIASES} entries, not {len(value)}")
+        return value
 
     @property
     def stop_strings(self) -> list[str]:
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def choices(self) -> int:
+        """How many answers every prompt gets."""
+        return self.n or 1
 
     @property
     def streaming(self) -> StreamOptions:

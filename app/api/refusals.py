@@ -61,7 +61,8 @@ GRAMMAR = (
     "alone. Leave `{}` out, describe the format in the prompt and check the answer."
 )
 _TOOLS = "`{}`: the older form of function calling, which is not supported. Use `tools`."
-_SAMPLING = "`{}`: not supported yet; `temperature` and `seed` are. Leave it out, or send what changes nothing."
+_SAMPLING = "`{}`: not supported. Leave it out, or send what changes nothing."
+_CANDIDATES = "`{}`: not supported. `logit_bias` makes single tokens likely or unlikely."
 _OTHER_NAME = "`{}`: not this API's name for it. Use `max_tokens`."
 _OUTPUT = "`{}`: not supported. Leave it out or send the default."
 _TEMPLATE = "`{}`: not supported, the model's own chat template is used. Leave it out."
@@ -95,27 +96,16 @@ REFUSALS = tuple(
         ("functions", empty, _TOOLS),
         ("function_call", _is("none", "auto"), _TOOLS),
         (
-            "n",
+            "best_of",
             _not_above_one,
-            "`{}` above 1 is not supported yet. Send the request several times with different seeds.",
+            "`{}` above 1 is not supported: it ranks by log probabilities. Use `n`, and choose yourself.",
         ),
-        ("best_of", _not_above_one, "`{}` above 1 is not supported: it ranks by log probabilities. Leave it out."),
         ("use_beam_search", _is(False), "Beam search is not supported: DFlash verifies one sequence. Leave `{}` out."),
-        ("top_p", _number(1), _SAMPLING),
-        ("top_k", _number(0, -1), _SAMPLING),
-        ("min_p", _number(0), _SAMPLING),
-        ("presence_penalty", _number(0), _SAMPLING),
-        ("frequency_penalty", _number(0), _SAMPLING),
-        ("repetition_penalty", _number(1), _SAMPLING),
         ("length_penalty", _number(1), _SAMPLING),
-        ("logit_bias", empty, _SAMPLING),
         ("logits_processors", empty, _SAMPLING),
         ("custom_logit_processor", _never, _SAMPLING),
-        ("allowed_token_ids", _never, _SAMPLING),
-        ("bad_words", empty, _SAMPLING),
-        ("min_tokens", _number(0), _SAMPLING),
-        ("min_new_tokens", _number(0), _SAMPLING),
-        ("repeat_penalty", _number(1), _SAMPLING),
+        ("allowed_token_ids", _never, _CANDIDATES),
+        ("bad_words", empty, _CANDIDATES),
         ("typical_p", _number(1), _SAMPLING),
         ("mirostat", _number(0), _SAMPLING),
         ("dry_multiplier", _number(0), _SAMPLING),
@@ -125,6 +115,8 @@ REFUSALS = tuple(
         ("max_new_tokens", _never, _OTHER_NAME),
         ("n_predict", _never, _OTHER_NAME),
         ("max_output_tokens", _never, _OTHER_NAME),
+        ("min_new_tokens", _number(0), "`{}`: not this API's name for it. Use `min_tokens`."),
+        ("repeat_penalty", _number(1), "`{}`: not this API's name for it. Use `repetition_penalty`."),
         ("stop_sequences", empty, "`{}`: not this API's name for it. Use `stop`."),
         ("input_ids", _never, "`{}`: not this API's name for it. Send token ids as `prompt` to /v1/completions."),
         (
@@ -208,7 +200,7 @@ def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
 
 def field_table() -> list[tuple[str, str]]:
     """Rows (fields, what happens to them) for the README: what is honoured, then what is refused and why."""
-    never = {"n", "best_of"}  # Parsed, so that a wrong value is named; 1 is all they may be.
+    never = {"best_of"}  # Parsed, so that a wrong value is named; 1 is all it may be.
     both = set(ChatCompletionRequest.model_fields) & set(CompletionRequest.model_fields) - never
     rows = [(_named(both), "honoured")]
     for path, model in (("/v1/chat/completions", ChatCompletionRequest), ("/v1/completions", CompletionRequest)):

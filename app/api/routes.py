@@ -23,20 +23,20 @@ from app.api.protocol import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.services import Services, services_of
 from app.api.stream import EventStream, TextStream, collect, events, unless_gone, usage_of
 from app.api.validation import token_budget
 from app.async_engine import EngineBusy, EngineUnavailable, requests_allowed
 from app.text.detokenizer import Detokenizer
 from app.text.output_parser import OutputParser
-from app.types import Sampling
+from app.types import EngineInfo
 
 logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
 DEFAULT_COMPLETION_TOKENS = 16
-_GREEDY_BELOW = 1e-5
 
 
 @router.post("/v1/chat/completions", **openapi.CHAT)
@@ -47,11 +47,12 @@ async def chat_completions(request: Request) -> Response:
     name = services.served_name(asked.model)
     info = services.ready_engine()
     prompts.check_ids("stop_token_ids", asked.stop_token_ids, info)
+    _check_count(asked, 1, info)
     prompt = await prompts.of_conversation(services, asked, info)
     limit = asked.max_completion_tokens or asked.max_tokens
     limit_param = "max_completion_tokens" if asked.max_completion_tokens else "max_tokens"
     budget = token_budget("messages", len(prompt.token_ids), limit, None, info.max_model_len, limit_param)
-    streams = _submit(services, asked, [prompt], [budget], arrived)
+    streams = _submit(services, asked, [prompt], [budget], info, arrived)
     return await _answer(request, asked, streams, ChatAnswers(name, asked.stream_options), [prompt])
 
 
@@ -63,11 +64,7 @@ async def completions(request: Request) -> Response:
     name = services.served_name(asked.model)
     info = services.ready_engine()
     prompts.check_ids("stop_token_ids", asked.stop_token_ids, info)
-    if len(asked.prompts) > requests_allowed(info):
-        raise bad_request(
-            f"`prompt` has {len(asked.prompts)} prompts; at most {requests_allowed(info)} may come in one request.",
-            "prompt",
-        )
+    _check_count(asked, len(asked.prompts), info)
     special = asked.add_special_tokens is not False
     names = ["prompt"] if asked.prompt_is_one else [f"prompt.{i}" for i in range(len(asked.prompts))]
     given = [
@@ -78,7 +75,7 @@ async def completions(request: Request) -> Response:
         token_budget(name, len(p.token_ids), asked.max_tokens, DEFAULT_COMPLETION_TOKENS, info.max_model_len)
         for p, name in zip(given, names, strict=True)
     ]
-    streams = _submit(services, asked, given, budgets, arrived)
+    streams = _submit(services, asked, given, budgets, info, arrived)
     answers = CompletionAnswers(name, asked.stream_options, _echoed(services, asked) if asked.echo else ())
     return await _answer(request, asked, streams, answers, given)
 
@@ -156,43 +153,71 @@ def _card(services: Services, name: str) -> dict[str, Any]:
 
 
 def _echoed(services: Services, asked: CompletionRequest) -> list[str]:
-    return [p if isinstance(p, str) else services.tokenizer.decode(p, skip_special_tokens=False) for p in asked.prompts]
+    """The prompt of every choice."""
+    decode = services.tokenizer.decode
+    texts = [p if isinstance(p, str) else decode(p, skip_special_tokens=False) for p in asked.prompts]
+    return [text for text in texts for _ in range(asked.choices)]
+
+
+def _check_count(asked: GenerationRequest, prompts: int, info: EngineInfo) -> None:
+    """Raises ApiError if the request has more choices than the server ever takes at once."""
+    most = requests_allowed(info)
+    if prompts > most:
+        raise bad_request(f"`prompt` has {prompts} prompts; at most {most} may come in one request.", "prompt")
+    if prompts * asked.choices > most:
+        raise bad_request(
+            f"`n` is {asked.choices}, which makes {prompts * asked.choices} choices in all; at most {most} may come in "
+            "one request.",
+            "n",
+        )
 
 
 def _submit(
-    services: Services, asked: GenerationRequest, given: Sequence[Prompt], budgets: Sequence[int], arrived: float
+    services: Services,
+    asked: GenerationRequest,
+    given: Sequence[Prompt],
+    budgets: Sequence[int],
+    info: EngineInfo,
+    arrived: float,
 ) -> list[TextStream]:
-    """Hand every prompt to the engine, or none. Raises ApiError 503 or 429."""
+    """Hand every choice of every prompt to the engine, or none. The choices of a prompt come one behind another, in
+    the streams and in their `index`. Raises ApiError 400, 429 or 503."""
     tokenizer = services.tokenizer
-    temperature = tokenizer.defaults.temperature if asked.temperature is None else asked.temperature
+    for max_tokens in budgets:
+        check_min_tokens(asked, max_tokens)
+    sampling = sampling_of(asked, tokenizer.defaults, info)
     stop_token_ids = set(asked.stop_token_ids or [])
     if not asked.ignore_eos:
         stop_token_ids.update(tokenizer.eos_ids)
+    request_id = secrets.token_hex(16)
     streams: list[TextStream] = []
     try:
-        for index, (prompt, max_tokens) in enumerate(zip(given, budgets, strict=True)):
+        for prompt, max_tokens in zip(given, budgets, strict=True):
             if services.log_prompts:
                 logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
             seed = secrets.randbits(64) if asked.seed is None else asked.seed % 2**64
-            detokenizer = Detokenizer(
-                tokenizer.backend,
-                asked.stop_strings,
-                include_stop=bool(asked.include_stop_str_in_output),
-                skip_special_tokens=asked.skip_special_tokens is not False,
-            )
-            generation = services.engine.generate(
-                request_id=secrets.token_hex(16),
-                token_ids=prompt.token_ids,
-                # Below this, the noise is less than float32 can tell from argmax, and dividing by it overflows.
-                sampling=Sampling(temperature if temperature >= _GREEDY_BELOW else 0.0, seed),
-                stop_token_ids=sorted(stop_token_ids),
-                max_tokens=max_tokens,
-                speculate=asked.speculate is not False,
-                arrived=arrived,
-            )
-            parser, most_calls = _parser(services, asked, prompt)
-            by_step = bool(asked.streaming.include_speculation)
-            streams.append(TextStream(index, generation, detokenizer, parser, services, by_step, most_calls))
+            for choice in range(asked.choices):
+                detokenizer = Detokenizer(
+                    tokenizer.backend,
+                    asked.stop_strings,
+                    include_stop=bool(asked.include_stop_str_in_output),
+                    skip_special_tokens=asked.skip_special_tokens is not False,
+                    min_tokens=sampling.min_tokens,
+                )
+                generation = services.engine.generate(
+                    request_id=f"{request_id}-{len(streams)}",
+                    token_ids=prompt.token_ids,
+                    sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(seed, choice)),
+                    stop_token_ids=sorted(stop_token_ids),
+                    max_tokens=max_tokens,
+                    speculate=asked.speculate is not False,
+                    cache_salt=asked.cache_salt or "",
+                    arrived=arrived,
+                )
+                parser, most_calls = _parser(services, asked, prompt)
+                by_step = bool(asked.streaming.include_speculation)
+                index = len(streams)
+                streams.append(TextStream(index, generation, detokenizer, parser, services, by_step, most_calls))
     except Exception as error:
         for stream in streams:
             stream.close()
@@ -224,12 +249,12 @@ async def _answer(
     prompt_tokens = sum(len(prompt.token_ids) for prompt in given)
     try:
         if asked.stream:
-            rest = events(streams, answers, prompt_tokens)
+            rest = events(streams, answers, prompt_tokens, asked.choices)
             first = await unless_gone(request, _first(rest))
             streams = []  # The response closes them now.
             return EventStream(first, rest)
         pieces = await unless_gone(request, collect(streams))
-        return _json(answers.whole(pieces, usage_of(prompt_tokens, streams)))
+        return _json(answers.whole(pieces, usage_of(prompt_tokens, streams, asked.choices)))
     finally:
         for stream in streams:
             stream.close()

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp
 from app import log
 from app.api import errors, openapi, ops, page, routes
 from app.api.display import complain, show_start
-from app.api.middleware import ApiKeys, RequestIds
+from app.api.middleware import ApiKeys, Keys, RequestIds, RootPath
 from app.api.services import Services
 from app.async_engine import AsyncEngine
 from app.config import Config
@@ -41,11 +42,17 @@ _LAST_BYTES_SECONDS = 5
 
 
 def create_app(
-    services: Services, *, api_keys: Sequence[str] = (), allowed_origins: Sequence[str] = (), root_path: str = ""
+    services: Services,
+    *,
+    api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
+    root_path: str = "",
 ) -> ASGIApp:
     """The HTTP application; `services.engine` need not be ready.
 
-    With `api_keys` every request but those of OPEN_PATHS must bear one. `allowed_origins` are for CORS.
+    With `api_keys` every request but those of OPEN_PATHS must bear one of all keys. With `admin_keys` what changes the
+    server must bear one of these. `allowed_origins` are for CORS.
     """
     app = FastAPI(
         title="dflash-server",
@@ -57,11 +64,14 @@ def create_app(
     )
     app.root_path = root_path
     app.state.services = services
+    app.state.admin_keys = Keys(admin_keys)
     errors.install(app)
     for router in (routes.router, ops.router, page.router):
         app.include_router(router)
-    app.openapi = functools.cache(functools.partial(openapi.describe, app, bool(api_keys)))  # type: ignore[method-assign]
-    guarded: ASGIApp = ApiKeys(app, api_keys, root_path) if api_keys else app
+    app.openapi = functools.cache(functools.partial(openapi.describe, app, bool(api_keys), bool(admin_keys)))  # type: ignore[method-assign]
+    guarded: ASGIApp = ApiKeys(app, Keys([*api_keys, *admin_keys]), root_path) if api_keys else app
+    if root_path:
+        guarded = RootPath(guarded, root_path)
     if allowed_origins:
         guarded = CORSMiddleware(
             guarded,
@@ -107,10 +117,13 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     except OSError as error:
         complain(f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another with --host, --port.")
         return 1
+    sampling = ", ".join(f"{name} {value:g}" for name, value in asdict(tokenizer.defaults).items())
+    logger.info("sampling where a request says nothing: %s", sampling)
     with contextlib.closing(listener):
         paths = {"target": str(target), "draft": None if draft is None else str(draft)}
         # The engine needs no keys, so it gets none.
-        settings = json.dumps({"config": json.loads(config.model_dump_json(exclude={"api_key"}))} | paths)
+        keyless = json.loads(config.model_dump_json(exclude={"api_key", "admin_key"}))
+        settings = json.dumps({"config": keyless} | paths)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_Life(config, tokenizer, engine_command, settings, listener).run())
 
@@ -120,9 +133,6 @@ def _warn(tokenizer: Tokenizer, config: Config) -> None:
     for name in config.default_chat_template_kwargs:
         if name not in tokenizer.chat_template.switches:
             logger.warning("--default-chat-template-kwargs: this model's chat template does not know %s", name)
-    if tokenizer.defaults.not_applied:
-        settings = ", ".join(tokenizer.defaults.not_applied)
-        logger.warning("generation_config.json asks for %s: not supported yet, so not applied", settings)
     if tokenizer.model_vocab_size is not None and tokenizer.largest_id >= tokenizer.model_vocab_size:
         logger.warning(
             "tokenizer.json makes token ids up to %d, but by config.json the vocabulary of the model ends at %d: "
@@ -152,6 +162,7 @@ class _Life:
         app = create_app(
             services,
             api_keys=config.api_keys(),
+            admin_keys=config.admin_key,
             allowed_origins=config.allowed_origins,
             root_path=config.root_path,
         )

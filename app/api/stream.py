@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -111,12 +112,14 @@ class TextStream:
         self._generation.close()
 
 
-def usage_of(prompt_tokens: int, streams: Sequence[TextStream]) -> Usage:
+def usage_of(prompt_tokens: int, streams: Sequence[TextStream], choices: int) -> Usage:
+    """The usage so far. A prompt counts once, however many `choices` it has; what was cached of it is what its first
+    choice found, which the others may have found because of that one."""
     counts = sum((stream.steps for stream in streams), Counter[str]())
     return Usage(
         prompt_tokens,
         sum(stream.n_tokens for stream in streams),
-        sum(stream.cached_tokens for stream in streams),
+        sum(stream.cached_tokens for stream in streams[::choices]),
         counts["steps"],
         counts["verified"],
         counts["accepted"],
@@ -124,16 +127,17 @@ def usage_of(prompt_tokens: int, streams: Sequence[TextStream]) -> Usage:
 
 
 async def collect(streams: Sequence[TextStream]) -> list[Piece]:
-    """Every answer whole. Waiting deltas coalesce, so reading one after the other costs nothing."""
-    return [await _whole(stream) for stream in streams]
+    """Every answer whole. All are read as they come, so that each ends at its stop string, and all at an error."""
+    pieces: dict[int, list[Piece]] = {stream.index: [] for stream in streams}
+    async with aclosing(interleave(streams)) as coming:
+        async for piece in coming:
+            pieces[piece.index].append(piece)
+    return [_whole(parts) for parts in pieces.values()]
 
 
-async def _whole(stream: TextStream) -> Piece:
-    pieces = [await stream.next()]
-    while pieces[-1].finish_reason is None:
-        pieces.append(await stream.next())
+def _whole(pieces: Sequence[Piece]) -> Piece:
     return Piece(
-        stream.index,
+        pieces[0].index,
         "".join(piece.content for piece in pieces),
         "".join(piece.reasoning for piece in pieces),
         tuple(call for piece in pieces for call in piece.tool_calls),
@@ -161,8 +165,10 @@ async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[Piece, Non
         await asyncio.gather(*waiting, return_exceptions=True)  # One answer's error is told; the others' are not lost.
 
 
-async def events(streams: Sequence[TextStream], answers: Answers, prompt_tokens: int) -> AsyncGenerator[bytes, None]:
-    """The Server-Sent Events of a streamed answer.
+async def events(
+    streams: Sequence[TextStream], answers: Answers, prompt_tokens: int, choices: int
+) -> AsyncGenerator[bytes, None]:
+    """The Server-Sent Events of a streamed answer with `choices` for every prompt.
 
     An error before the first event is raised, so it can keep its status. A later one is sent as an error event, and
     then neither a finish_reason nor [DONE] follows: a broken answer never looks like a finished one.
@@ -172,7 +178,7 @@ async def events(streams: Sequence[TextStream], answers: Answers, prompt_tokens:
     pieces = interleave(streams)
     try:
         async for piece in pieces:
-            usage = usage_of(prompt_tokens, streams)
+            usage = usage_of(prompt_tokens, streams, choices)
             chunks: list[dict[str, Any]] = []
             if piece.index not in opened and (opening := answers.opening(piece.index, usage)) is not None:
                 chunks.append(opening)
@@ -181,7 +187,7 @@ async def events(streams: Sequence[TextStream], answers: Answers, prompt_tokens:
             if data := b"".join(_event(chunk) for chunk in chunks):
                 sent = True
                 yield data
-        if (last := answers.last(usage_of(prompt_tokens, streams))) is not None:
+        if (last := answers.last(usage_of(prompt_tokens, streams, choices))) is not None:
             yield _event(last)
         yield b"data: [DONE]\n\n"
     except ApiError as error:

@@ -102,6 +102,10 @@ class Backend(ABC):
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x)); `gate_up` is [2I, H], gate first."""
 
+    def high_half(self, x: Tensor) -> Tensor:
+        """The upper 16 bits of int32, as numbers 0 to 65535."""
+        return (x >> 16) & 0xFFFF
+
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""

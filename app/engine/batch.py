@@ -50,6 +50,15 @@ class Batch:
             return "mixed"
         return "decode" if self.decodes else "prefill"
 
+    @property
+    def num_drafting(self) -> int:
+        """How many sequences verify drafts."""
+        return sum(rows.num_drafts > 0 for rows in self.decodes)
+
+    @property
+    def num_verify_rows(self) -> int:
+        return sum(rows.count for rows in self.decodes)
+
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
 
@@ -69,10 +78,12 @@ class StepResult:
 @dataclass(slots=True)
 class Delta:
     """New tokens of one request. The last delta has a `finish_reason`: "stop" (the last token is a stop token) or
-    "length". `num_verified` and `num_accepted` count drafts; `num_accepted` is without the bonus."""
+    "length". `num_verified` and `num_accepted` count drafts; `num_accepted` is without the bonus. Every delta of a
+    request has the same `cached_tokens`: how many tokens of its prompt were found in the prefix cache."""
 
     request_id: str
     token_ids: list[int]
     num_verified: int
     num_accepted: int
     finish_reason: FinishReason | None
+    cached_tokens: int = 0

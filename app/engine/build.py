@@ -9,10 +9,12 @@ import torch
 from app.engine.backend import Backend, make_backend
 from app.engine.config import EngineConfig, Sizes, settle_pages, settle_sizes
 from app.engine.core import EngineCore
+from app.engine.costs import measure_costs
 from app.engine.decoder_config import DecoderConfig, read_config
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel, check_tensor_names
+from app.engine.dflash.policy import Policy
 from app.engine.errors import UnsupportedError
 from app.engine.graph_sizes import GraphSizes, settle_graph_sizes
 from app.engine.kv_cache import PagePool
@@ -21,6 +23,7 @@ from app.engine.layers import RotaryTable
 from app.engine.loader import SafetensorsWeights
 from app.engine.model_runner import ModelRunner
 from app.engine.models.qwen3 import Qwen3, qwen3_config
+from app.engine.penalties import TokenCounts
 from app.engine.profile_run import step_memory
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Scheduler
@@ -58,6 +61,8 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
     if config.draft is not None:
         draft_config = DFlashConfig.from_json(read_config(config.draft), target_config, config.block_size)
     block_size = draft_config.block_size if draft_config else 1
+    if isinstance(config.verify, int) and not 1 <= config.verify <= block_size:
+        raise UnsupportedError(f"--verify {config.verify}: a block has {block_size} rows, so 1 to {block_size} of them")
     sizes = settle_sizes(config, block_size, target_config.max_position_embeddings, backend.defaults)
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:
@@ -70,6 +75,7 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
 
     target, draft = _load(config, target_config, draft_config, dtype, backend, on_progress)
     sampler = Sampler(target_config.vocab_size, backend)
+    counts = TokenCounts(sizes.max_num_seqs, target_config.vocab_size, backend)
     max_rows = max(sizes.max_num_batched_tokens, graph_sizes.most_rows if graph_sizes else 0)
 
     def runner_over(num_pages: int) -> ModelRunner:
@@ -78,34 +84,47 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
         pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
         drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
         stages = Stages(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
-        return ModelRunner(stages, backend, page_size=sizes.page_size, block_size=block_size)
+        return ModelRunner(stages, backend, counts, page_size=sizes.page_size, block_size=block_size)
 
     kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     runner = runner_over(num_pages)
     if graph_sizes:
-        runner.graphs = StepGraphs(
-            runner.stages,
-            backend,
-            graph_sizes,
+        try:
+            runner.graphs = StepGraphs(
+                runner.stages,
+                backend,
+                graph_sizes,
+                block_size=block_size,
+                pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
+                scratch_pages=sizes.scratch_pages,
+                draft_graphs=_draft_graphs(config),
+                on_graph=lambda done, total: on_progress("graphs", done, total),
+            )
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
+                f"fewer --max-graphs, or --enforce-eager ({error})"
+            ) from None
+
+    def core(policy: Policy) -> EngineCore:
+        scheduler = Scheduler(
+            PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
             block_size=block_size,
-            pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
-            scratch_pages=sizes.scratch_pages,
-            draft_graphs=_draft_graphs(config),
-            on_graph=lambda done, total: on_progress("graphs", done, total),
+            prefix_caching=config.prefix_caching,
+            policy=policy,
         )
-    scheduler = Scheduler(
-        PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_model_len=sizes.max_model_len,
-        block_size=block_size,
-    )
-    core = EngineCore(scheduler, runner)
-    _warm_up(core, sizes, on_progress)
+        return EngineCore(scheduler, runner)
+
+    _warm_up(core(Policy(block_size)), sizes, on_progress)
+    costs = measure_costs(runner, sizes, num_pages) if config.verify == "auto" and block_size > 1 else None
+    policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
     name = str(dtype).removeprefix("torch.")
-    return Engine(core, sizes, str(backend.device), name, target_config, draft_config)
+    return Engine(core(policy), sizes, str(backend.device), name, target_config, draft_config)
 
 
 def _load(
@@ -180,7 +199,8 @@ def _kv_bytes(
 
 
 def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:
-    """One short request, so that the first client does not pay for lazy initialisation."""
+    """One short request, so that the first client does not pay for lazy initialisation. `core` is for this alone: what
+    it has cached and counted goes with it."""
     num_steps = 3
     room = sizes.max_model_len - 1
     core.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, room)))
@@ -188,4 +208,3 @@ def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:
         if core.has_work:
             core.step()
         on_progress("warm-up", done + 1, num_steps)
-    core.abort("warm-up")

@@ -20,7 +20,9 @@ class EngineConfig:
 
     `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or "bfloat16".
     `enforce_eager` False captures graphs even where the device does not (they are then run again and again);
-    `npu_check` holds every operator call on an NPU to docs/npu-contract.md.
+    `prefix_caching` shares KV pages of equal prefixes; `npu_check` holds every operator call on an NPU to
+    docs/npu-contract.md. `verify` is how many rows of a block the target verifies, the anchor included: "full" is all,
+    "auto" what pays, 1 none but the anchor.
     """
 
     target: Path
@@ -37,7 +39,9 @@ class EngineConfig:
     enforce_eager: bool | None = None
     draft_enforce_eager: bool = False
     max_graphs: int = 48
+    prefix_caching: bool = True
     npu_check: bool = False
+    verify: str | int = "full"
 
 
 @dataclass(frozen=True, slots=True)

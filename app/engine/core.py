@@ -12,11 +12,18 @@ from app.engine.sequence import Request
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did: its deltas, its kind ("prefill", "decode" or "mixed") and its wall-clock seconds."""
+    """What one step did: its deltas, its kind ("prefill", "decode" or "mixed") and its wall-clock seconds; how many
+    sequences decoded, and how many of these verified drafts."""
 
     deltas: list[Delta]
     kind: str
     seconds: float
+    num_decoding: int
+    num_drafting: int
+
+
+IDLE = Step([], "idle", 0.0, 0, 0)
+"""No step."""
 
 
 class EngineCore:
@@ -40,13 +47,20 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
 
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.scheduler.flush_cache()
+
     def step(self) -> Step:
         """One step for everything that has work; call only while `has_work`."""
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         pending = self.runner.launch(batch)
         deltas = self.scheduler.commit(batch, pending.read())
-        return Step(deltas, batch.kind, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if batch.kind == "decode":
+            self.scheduler.policy.took(batch.num_drafting, batch.num_verify_rows, 1000 * seconds)
+        return Step(deltas, batch.kind, seconds, len(batch.decodes), batch.num_drafting)
 
     def run(self, requests: list[Request], on_step: Callable[[Step], None] | None = None) -> dict[str, list[int]]:
         """Run requests to their end, without a server: request id -> the tokens it emitted."""

@@ -1,16 +1,20 @@
 """The device side of a step: draft, target, context KV, verify. A few copies in, one copy out."""
 
-import numpy as np
+from itertools import islice
+
 import torch
 from torch import Tensor
 
 from app.engine import step_inputs
 from app.engine.backend import Backend
 from app.engine.batch import Batch, StepResult
-from app.engine.sampler import Draws
-from app.engine.stages import Packed, Stages
+from app.engine.filters import SHORTLIST, Filters
+from app.engine.packed import Packed
+from app.engine.penalties import Penalties, TokenCounts
+from app.engine.sampler import Additions, Draws
+from app.engine.stages import Stages
 from app.engine.step_graphs import StepGraphs
-from app.engine.step_inputs import DraftInputs, StepInputs, TargetInputs
+from app.engine.step_inputs import DraftInputs, DrawInputs, TargetInputs
 
 
 class PendingStep:
@@ -32,9 +36,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, stages: Stages, backend: Backend, *, page_size: int, block_size: int, graphs: StepGraphs | None = None
+        self,
+        stages: Stages,
+        backend: Backend,
+        counts: TokenCounts,
+        *,
+        page_size: int,
+        block_size: int,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.stages = stages
+        self._counts = counts
         self.graphs = graphs
         self._backend = backend
         self._page_size = page_size
@@ -45,10 +57,11 @@ class ModelRunner:
         """Queue the whole step on the device without reading anything back."""
         inputs = step_inputs.build(batch, self._page_size, self._block_size)
         drafts = self._draft(inputs.draft) if inputs.draft else None
+        draws = self._draws(inputs.draws, drafts)
         if self.graphs and not batch.prefills:
-            verified = self._replay(self.graphs, inputs)
+            verified = self._replay(self.graphs, inputs.target, draws)
         else:
-            verified = self._run(inputs.target, drafts, self._draws(inputs))
+            verified = self._run(inputs.target, drafts, draws)
         return PendingStep(verified[: len(inputs.target.first_logit)], self._backend)
 
     def _draft(self, inputs: DraftInputs) -> Tensor:
@@ -62,7 +75,7 @@ class ModelRunner:
             self.graphs.keep(drafts)
         return drafts
 
-    def _run(self, inputs: TargetInputs, drafts: Tensor | None, draws: Draws | None) -> Tensor:
+    def _run(self, inputs: TargetInputs, drafts: Tensor | None, draws: list[Draws]) -> Tensor:
         """The target eagerly; what `verify` says [S, w + 1]."""
         tensors = self.stages.target_tensors(inputs, Packed(inputs.arrays, self._backend))
         for rows, group in zip(tensors.groups, inputs.groups, strict=True):
@@ -70,18 +83,44 @@ class ModelRunner:
         _, choices = self.stages.choose(tensors, drafts, draws)
         return self.stages.verify(tensors, choices, drafts)
 
-    def _replay(self, graphs: StepGraphs, inputs: StepInputs) -> Tensor:
+    def _replay(self, graphs: StepGraphs, inputs: TargetInputs, draws: list[Draws]) -> Tensor:
         """The target from a graph, which chooses greedily; rows that are drawn are chosen anew behind it."""
-        out = graphs.target(inputs.target)
-        draws = self._draws(inputs)
-        if draws is None:
+        out = graphs.target(inputs)
+        if not draws:
             return out.verified
         self.stages.redraw(out.hidden, out.choices, draws)
         return self.stages.verify(out.inputs, out.choices, graphs.drafts)
 
-    def _draws(self, inputs: StepInputs) -> Draws | None:
-        if not len(inputs.drawn_rows):
-            return None
-        arrays = [inputs.drawn_rows, inputs.temperature.view(np.int32), inputs.noise_state]
-        rows, temperature, state = Packed(arrays, self._backend).tensors
-        return Draws(inputs.drawn_rows.tolist(), rows, temperature.view(torch.float32), state)
+    def _draws(self, inputs: list[DrawInputs], drafts: Tensor | None) -> list[Draws]:
+        """The rows that are drawn, on the device, for the drafts [D, b - 1] that they stand on."""
+        if not inputs:
+            return []
+        tensors = iter(Packed([array for kind in inputs for array in kind.arrays], self._backend).tensors)
+        return [self._drawn(kind, list(islice(tensors, len(kind.arrays))), drafts) for kind in inputs]
+
+    def _drawn(self, inputs: DrawInputs, tensors: list[Tensor], drafts: Tensor | None) -> Draws:
+        rows, state, drawn, seats, places, draft_rows, added_rows, added_tokens, *floats = tensors
+        temperature, top_k, top_p, min_p, presence, frequency, repetition, added_values = (
+            x.view(torch.float32) for x in floats
+        )
+        filters = additions = penalties = None
+        if inputs.is_filtered:
+            most = inputs.top_k.max()
+            filters = Filters(top_k, top_p, min_p, int(most) if most <= SHORTLIST else 0)
+        if len(inputs.added):
+            host_rows = inputs.added[:, 0].tolist()
+            additions = Additions(host_rows, added_rows.long(), added_tokens.long(), added_values)
+        if inputs.penalised:
+            before = None if drafts is None else drafts[draft_rows]
+            counts = self._counts.of(inputs.penalised)
+            penalties = Penalties(presence, frequency, repetition, seats, places, before, *counts)
+        return Draws(
+            inputs.rows.tolist(),
+            rows,
+            temperature,
+            state,
+            drawn=None if inputs.drawn.all() else drawn.bool(),
+            filters=filters,
+            additions=additions,
+            penalties=penalties,
+        )

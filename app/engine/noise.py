@@ -1,17 +1,25 @@
 """The hash behind the sampler's noise, on host numbers: no torch, so that step inputs can be made without it.
 
 A token's noise is a hash of (the request's seed, the index of the token drawn, the token). Integers only, 32 bits,
-multiply, xor and shift, so it is the same on every device. The finaliser is Wellons' lowbias32.
+multiply and xor with the high half, so it is the same on every device: an NPU shifts by other amounts on its host
+processor (N32 of docs/npu-contract.md). The factors are those of Wellons' lowbias32.
 """
+
+import numpy as np
+
+from app.engine.arrays import Ints
 
 GOLDEN = 0x9E3779B9
 FACTORS = (0x7FEB352D, 0x846CA68B)
+NOISE_BITS = 23
 _MASK = 0xFFFFFFFF
 
 
-def noise_state(seed: int, index: int) -> int:
-    """The state, as a signed 32-bit number, of draws of token `index` of a request with this unsigned 64-bit seed."""
-    return signed(_mix(_mix(_mix((seed & _MASK) ^ GOLDEN) ^ (seed >> 32)) ^ index))
+def noise_states(seed: int, first: int, count: int) -> Ints:
+    """The states [count] of draws of tokens `first`, `first` + 1 ... of a request with this unsigned 64-bit seed."""
+    key = _mix(np.uint32(seed & _MASK ^ GOLDEN)) ^ np.uint32(seed >> 32)
+    states = _mix(_mix(key) ^ np.arange(first, first + count, dtype=np.uint32))
+    return np.asarray(states).view(np.int32)
 
 
 def signed(x: int) -> int:
@@ -19,9 +27,8 @@ def signed(x: int) -> int:
     return x - (1 << 32) if x >> 31 else x
 
 
-def _mix(x: int) -> int:
-    x ^= x >> 16
-    x = x * FACTORS[0] & _MASK
-    x ^= x >> 15
-    x = x * FACTORS[1] & _MASK
-    return x ^ x >> 16
+def _mix(x: "np.uint32 | np.typing.NDArray[np.uint32]") -> "np.typing.NDArray[np.uint32]":
+    mixed = np.atleast_1d(x)
+    for factor in FACTORS:
+        mixed = (mixed ^ mixed >> np.uint32(16)) * np.uint32(factor)
+    return mixed ^ mixed >> np.uint32(16)

@@ -1,6 +1,7 @@
 """A backend's operators, each run once on small tensors and compared with the torch backend on the CPU in float32."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import isnan
 
 import torch
@@ -17,7 +18,7 @@ _ROWS, _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK = 20, 256, 5
 _HINT = "do not serve on it; with versions that belong together, report this output"
 
 
-class _Inputs:
+class Inputs:
     """The same values for every backend: rounded to `rounded`, then held in `dtype` on the backend's device."""
 
     def __init__(self, backend: Backend, rounded: torch.dtype, dtype: torch.dtype) -> None:
@@ -25,8 +26,8 @@ class _Inputs:
         self._rounded = rounded
         self._noise = torch.Generator().manual_seed(0)
 
-    def normal(self, *shape: int) -> Tensor:
-        return self.put(torch.randn(*shape, generator=self._noise))
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return self.put(torch.randn(*shape, generator=self._noise) * scale)
 
     def put(self, values: Tensor) -> Tensor:
         return values.to(self._rounded).to(self.device, self.dtype)
@@ -35,8 +36,12 @@ class _Inputs:
         """Distinct int32 numbers [count]."""
         return torch.randperm(below, generator=self._noise)[:count].to(self.device, torch.int32)
 
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Int32 numbers from `low` to below `high`."""
+        return torch.randint(low, high, shape, generator=self._noise).to(self.device, torch.int32)
 
-def _write_kv(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+
+def _write_kv(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     """All of the pages: what no row was written to stays as it was. The rows are views of a wider tensor."""
     page_size, num_pages = 128, 3
     pages = [inputs.normal(num_pages, page_size, _KV_HEADS, _HEAD_DIM) for _ in range(2)]
@@ -45,27 +50,29 @@ def _write_kv(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
     return tuple(pages)
 
 
-def _rms_norm(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+def _rms_norm(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     return (backend.rms_norm(inputs.normal(_ROWS, _HIDDEN), inputs.normal(_HIDDEN), 1e-6),)
 
 
-def _add_rms_norm(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+def _add_rms_norm(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     x, residual = inputs.normal(_ROWS, _HIDDEN), inputs.normal(_ROWS, _HIDDEN)
     return backend.add_rms_norm(x, residual, inputs.normal(_HIDDEN), 1e-6)
 
 
-def _rope(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+def _rope(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     angles = torch.arange(_ROWS * _HEAD_DIM // 2).view(_ROWS, 1, -1) / _HEAD_DIM
     cos, sin = (inputs.put(torch.cat((half, half), dim=-1)) for half in (angles.cos(), angles.sin()))
     return (backend.rope(inputs.normal(_ROWS, _HEADS, _HEAD_DIM), cos, sin),)
 
 
-def _gated_mlp(backend: Backend, inputs: _Inputs) -> tuple[Tensor, ...]:
+def _gated_mlp(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     gate_up, down = inputs.normal(2 * _INTERMEDIATE, _HIDDEN), inputs.normal(_HIDDEN, _INTERMEDIATE)
     return (backend.gated_mlp(inputs.normal(_ROWS, _HIDDEN), gate_up, down),)
 
 
-COMPARED: dict[str, Callable[[Backend, _Inputs], tuple[Tensor, ...]]] = {
+Operator = Callable[[Backend, Inputs], tuple[Tensor, ...]]
+
+COMPARED: dict[str, Operator] = {
     "write_kv": _write_kv,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
@@ -74,22 +81,38 @@ COMPARED: dict[str, Callable[[Backend, _Inputs], tuple[Tensor, ...]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest there is from the CPU in float32, and the same as a share of the largest value. Not a number where
+    that is what was found."""
+
+    absolute: float
+    relative: float
+
+
 @torch.inference_mode()
+def difference(backend: Backend, operator: Operator) -> Difference:
+    reference, dtype = TorchBackend(torch.device("cpu")), backend.defaults.dtype
+    found = operator(backend, Inputs(backend, dtype, dtype))
+    wanted = operator(reference, Inputs(reference, dtype, torch.float32))
+    absolute, relative = [], []
+    for got, want in zip(found, wanted, strict=True):
+        largest = float(want.double().abs().max())
+        absolute.append(float((got.cpu().double() - want.double()).abs().max()))
+        relative.append(absolute[-1] / largest if largest else absolute[-1])
+    if any(isnan(error) for error in absolute):
+        return Difference(float("nan"), float("nan"))
+    return Difference(max(absolute), max(relative))
+
+
 def compare(backend: Backend, name: str) -> Finding:
     """`name` is one of COMPARED. From TOLERANCE of the largest value on, a difference is more than rounding."""
-    reference = TorchBackend(torch.device("cpu"))
-    operator, dtype = COMPARED[name], backend.defaults.dtype
-    found = operator(backend, _Inputs(backend, dtype, dtype))
-    wanted = operator(reference, _Inputs(reference, dtype, torch.float32))
-    errors = [
-        float((got.cpu().float() - want).abs().max() / want.abs().max())
-        for got, want in zip(found, wanted, strict=True)
-    ]
-    if any(isnan(error) for error in errors):
+    error = difference(backend, COMPARED[name]).relative
+    if isnan(error):
         return failed("what it gives is not all numbers", _HINT)
-    if max(errors) >= TOLERANCE:
-        return failed(f"differs from the CPU by up to {max(errors):.1%} of the largest value", _HINT)
-    return ok(f"as on the CPU, to {max(errors):.1%} of the largest value" if max(errors) else "exactly as on the CPU")
+    if error >= TOLERANCE:
+        return failed(f"differs from the CPU by up to {error:.1%} of the largest value", _HINT)
+    return ok(f"as on the CPU, to {error:.1%} of the largest value" if error else "exactly as on the CPU")
 
 
 @torch.inference_mode()

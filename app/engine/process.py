@@ -19,6 +19,7 @@ from app.config import Config
 from app.engine.batch import Delta
 from app.engine.build import Engine, Progress, build_engine
 from app.engine.config import EngineConfig
+from app.engine.core import IDLE, Step
 from app.engine.errors import UnsupportedError
 from app.engine.npu.error_codes import explain
 from app.engine.sequence import Request
@@ -27,6 +28,7 @@ from app.types import (
     Command,
     EngineInfo,
     Fatal,
+    FlushCache,
     LoadProgress,
     Ready,
     Reply,
@@ -100,17 +102,20 @@ def serve(link: Link, engine: Engine) -> None:
             match command:
                 case Submit():
                     if refusal := _add(engine, command):
-                        link.send(StepOutput(link.epoch, [refusal], _stats(engine, "idle", 0.0)))
+                        link.send(StepOutput(link.epoch, [refusal], _stats(engine)))
                 case Abort():
                     core.abort(command.request_id)
                     if not core.has_work:  # no step will tell that the pages are free
-                        link.send(StepOutput(link.epoch, [], _stats(engine, "idle", 0.0)))
+                        link.send(StepOutput(link.epoch, [], _stats(engine)))
+                case FlushCache():
+                    core.flush_cache()
+                    link.send(StepOutput(link.epoch, [], _stats(engine)))
                 case Shutdown():
                     return
         if core.has_work:
             step = core.step()
             deltas = [_token_delta(delta) for delta in step.deltas]
-            link.send(StepOutput(link.epoch, deltas, _stats(engine, step.kind, step.seconds)))
+            link.send(StepOutput(link.epoch, deltas, _stats(engine, step)))
 
 
 def _last_words(error: Exception) -> str:
@@ -151,7 +156,9 @@ def _engine_config(settings: dict[str, Any]) -> EngineConfig:
         enforce_eager=True if config.enforce_eager else None,
         draft_enforce_eager=config.draft_enforce_eager,
         max_graphs=config.max_graphs,
+        prefix_caching=config.prefix_caching,
         npu_check=config.npu_check,
+        verify=int(config.verify) if config.verify.isdecimal() else config.verify,
     )
 
 
@@ -185,22 +192,26 @@ def _info(engine: Engine, settings: dict[str, Any]) -> EngineInfo:
     )
 
 
-def _stats(engine: Engine, kind: str, seconds: float) -> StepStats:
+def _stats(engine: Engine, step: Step = IDLE) -> StepStats:
     scheduler = engine.core.scheduler
     return StepStats(
-        kind=kind,
-        seconds=seconds,
+        kind=step.kind,
+        seconds=step.seconds,
+        num_decoding=step.num_decoding,
+        num_drafting=step.num_drafting,
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         used_pages=scheduler.pool.num_used,
         num_pages=scheduler.pool.num_usable,
         num_preemptions=scheduler.num_preemptions,
+        prefix_cache_queries=scheduler.prefix_cache_queries,
+        prefix_cache_hits=scheduler.prefix_cache_hits,
     )
 
 
 def _token_delta(delta: Delta) -> TokenDelta:
     steps = [SpecStep(len(delta.token_ids), delta.num_verified, delta.num_accepted)]
-    return TokenDelta(delta.request_id, delta.token_ids, steps, finish_reason=delta.finish_reason)
+    return TokenDelta(delta.request_id, delta.token_ids, steps, delta.cached_tokens, delta.finish_reason)
 
 
 def _progress(link: Link) -> Progress:

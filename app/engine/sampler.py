@@ -3,16 +3,23 @@
 The noise of a token is a hash of (the request's seed, the index of the token drawn, the token), so a draw does not
 depend on the batch, on preemption, or on speculation. Integers only inside the hash; 23 mantissa bits, so that the
 noise is always finite.
+
+Rows of requests that ask for no more than argmax stop there. The others go on in vLLM's order: additions (logit_bias,
+and stop tokens before min_tokens), penalties, temperature, min-p, top-k, top-p, noise, argmax.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from app.engine import filters
 from app.engine.backend import Backend
-from app.engine.noise import FACTORS, signed
+from app.engine.filters import Filters
+from app.engine.noise import FACTORS, NOISE_BITS, signed
+from app.engine.penalties import Penalties, penalise
 
 LOGITS_CHUNK_BYTES = 256 << 20
 """Logits are made in row chunks of at most this many fp32 bytes: 4096 rows x 152k tokens would be 2.5 GB."""
@@ -21,59 +28,119 @@ _TOKEN_SALT = 0x85EBCA6B
 
 
 @dataclass(frozen=True, slots=True)
+class Additions:
+    """To the logits of row `rows` [M] and token `tokens` [M] `values` [M] are added; `host_rows` are the same rows,
+    ascending. int64 and fp32."""
+
+    host_rows: list[int]
+    rows: Tensor
+    tokens: Tensor
+    values: Tensor
+
+    def within(self, start: int, stop: int) -> "Additions":
+        part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
+        rows = self.rows[part] - start
+        return Additions([row - start for row in self.host_rows[part]], rows, self.tokens[part], self.values[part])
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
-    """Logit rows that are not greedy: `host_rows` ascending, and on the device the same `rows` [N], the
-    `temperature` [N] fp32 and the noise `state` [N] int32 of each."""
+    """N logit rows that are more than argmax, all in the same way: `host_rows` ascending, and `rows` [N] on the device.
+
+    `temperature` [N] fp32 is 1 for greedy rows; `state` [N] int32 is the noise's. `drawn` [N] bool is false for
+    greedy rows, None if there are none. `additions` count these N rows
+    from 0. None where no row asks for such a thing.
+    """
 
     host_rows: list[int]
     rows: Tensor
     temperature: Tensor
     state: Tensor
+    drawn: Tensor | None = None
+    filters: Filters | None = None
+    additions: Additions | None = None
+    penalties: Penalties | None = None
+
+    def within(self, start: int, stop: int) -> "Draws | None":
+        """Those of logit rows [start, stop), which are counted from `start` then; None if there are none."""
+        part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
+        if part.start == part.stop:
+            return None
+        if part.stop - part.start == len(self.host_rows) and not start:
+            return self
+
+        return Draws(
+            [row - start for row in self.host_rows[part]],
+            self.rows[part] - start,
+            self.temperature[part],
+            self.state[part],
+            None if self.drawn is None else self.drawn[part],
+            self.filters and self.filters.within(part),
+            self.additions and self.additions.within(part.start, part.stop),
+            self.penalties and self.penalties.within(part),
+        )
 
 
 class Sampler:
     def __init__(self, vocab_size: int, backend: Backend) -> None:
         self._backend = backend
         self._chunk = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
-        # On an NPU `int_tensor >> number` uploads the number at every call (N25), so these are tensors.
-        self._bits = {bits: torch.tensor(bits, dtype=torch.int32, device=backend.device) for bits in (9, 15, 16)}
         tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
         self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
-    def choose(self, hidden: Tensor, lm_head: Tensor, draws: Draws | None = None) -> Tensor:
+    def choose(self, hidden: Tensor, lm_head: Tensor, draws: Sequence[Draws] = ()) -> Tensor:
         """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id."""
         chunks = []
         for i, part in enumerate(torch.split(hidden, self._chunk)):
             logits = self._backend.linear(part, lm_head)
             choice = logits.argmax(dim=-1)
-            if draws:
-                self._draw(logits, choice, draws, i * self._chunk)
+            for some in draws:
+                if own := some.within(i * self._chunk, i * self._chunk + len(part)):
+                    choice[own.rows] = self._draw(logits[own.rows].float(), own)
             chunks.append(choice)
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
-    def gumbel(self, state: Tensor) -> Tensor:
-        """Standard Gumbel noise [N, V] fp32 for noise states [N]."""
-        bits = self._shift(self._mix(state[:, None] ^ self._token_hash), 9)
-        uniform = (bits.float() + 0.5) * 2.0**-23
+    def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Standard Gumbel noise [N, V] fp32 for noise states [N], or [N, C] of the `tokens` [N, C]."""
+        uniform = (self.noise_bits(state, tokens).float() + 0.5) * 2.0**-NOISE_BITS
         return -torch.log(-torch.log(uniform))
 
-    def _draw(self, logits: Tensor, choice: Tensor, draws: Draws, start: int) -> None:
-        """Overwrite the argmax of those rows of a chunk, which begins at logit row `start`, that are not greedy."""
-        part = slice(bisect_left(draws.host_rows, start), bisect_left(draws.host_rows, start + logits.shape[0]))
-        if part.start == part.stop:
-            return
-        rows = draws.rows[part] - start
-        perturbed = logits[rows].float() / draws.temperature[part, None] + self.gumbel(draws.state[part])
-        choice[rows] = perturbed.argmax(dim=-1)
+    def noise_bits(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The 23 bits that the noise is made of, int32, the same on every device."""
+        token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
+        return self._mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
+
+    def _draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Logits [N, V] fp32 of the rows of `draws` -> tokens [N]."""
+        if added := draws.additions:
+            logits.index_put_((added.rows, added.tokens), added.values, accumulate=True)
+        if draws.penalties:
+            logits = penalise(logits, draws.penalties)
+        logits = logits / draws.temperature[:, None]
+        drawn = self._filtered(logits, draws.state, draws.filters) if draws.filters else self._pick(logits, draws.state)
+        return drawn if draws.drawn is None else torch.where(draws.drawn, drawn, logits.argmax(dim=-1))
+
+    def _pick(self, logits: Tensor, state: Tensor) -> Tensor:
+        return (logits + self.gumbel(state)).argmax(dim=-1)
+
+    def _filtered(self, logits: Tensor, state: Tensor, of: Filters) -> Tensor:
+        """From a short list of tokens where that is known to be enough. A CPU looks whether it is; other devices would
+        have to be waited for."""
+        may_look = logits.device.type == "cpu"
+        if not (of.candidates or may_look):
+            return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
+        short = filters.shortlist(logits, of, filters.SHORTLIST)
+        noise = self.gumbel(state, short.tokens)
+        best = (short.logits.masked_fill(~short.kept, -torch.inf) + noise).argmax(dim=-1, keepdim=True)
+        drawn = short.tokens.gather(1, best)[:, 0]
+        if not of.candidates and not bool(short.complete.all()):
+            rest = (~short.complete).nonzero()[:, 0]
+            kept = filters.keep(logits[rest], of.within(rest))
+            drawn[rest] = self._pick(logits[rest].masked_fill(~kept, -torch.inf), state[rest])
+        return drawn
 
     def _mix(self, x: Tensor) -> Tensor:
         """`noise._mix` on int32, where multiplication wraps."""
-        x = x ^ self._shift(x, 16)
-        x = x * signed(FACTORS[0])
-        x = x ^ self._shift(x, 15)
-        x = x * signed(FACTORS[1])
-        return x ^ self._shift(x, 16)
-
-    def _shift(self, x: Tensor, bits: int) -> Tensor:
-        """Logical shift right of int32."""
-        return (x >> self._bits[bits]) & ((1 << (32 - bits)) - 1)
+        for factor in FACTORS:
+            x = (x ^ self._backend.high_half(x)) * signed(factor)
+        return x ^ self._backend.high_half(x)

@@ -4,6 +4,7 @@ from array import array
 from collections import deque
 
 from app.engine.batch import Batch, Delta, FinishReason, Rows, StepResult
+from app.engine.dflash.policy import Policy
 from app.engine.kv_cache import OutOfPages, PagePool
 from app.engine.sequence import Request, Sequence
 
@@ -16,21 +17,37 @@ class Scheduler:
     gives its pages back and is recomputed later from its tokens, so nothing is lost. The caller guarantees that one
     sequence of `max_model_len` plus two blocks fits the pool; the oldest sequence therefore always makes progress.
 
+    With `prefix_caching` a page that a step has filled can be found from its commit on, and a sequence that is admitted
+    shares what is found of its tokens, but for the page of its last one: so a row is always run, and no row is ever
+    written to a page that is cached or shared. Queries and hits count the prompt tokens of first admissions.
+
     `running` is in order of arrival, and everything in it is older than everything in `waiting`. A step is committed
     before the next one is scheduled, and nothing is aborted in between.
     """
 
     def __init__(
-        self, pool: PagePool, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        policy: Policy | None = None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.policy = policy or Policy(block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
         self._free_seats = list(reversed(range(max_num_seqs)))
         self._arrivals = 0
 
@@ -46,25 +63,32 @@ class Scheduler:
                 f"request {request.request_id}: a prompt of {len(request.token_ids)} tokens and max_tokens "
                 f"{request.max_tokens} must each be at least 1 and together at most {self.max_model_len}"
             )
-        self.waiting.append(Sequence(request, arrival=self._arrivals))
+        self.waiting.append(Sequence(request, arrival=self._arrivals, cacheable=self.prefix_caching))
         self._arrivals += 1
 
     def abort(self, request_id: str) -> None:
         """Forget the request and free its pages; an unknown id is one that has just finished."""
         for seq in self.running:
             if seq.request.request_id == request_id:
-                self._leave(seq)
+                self._end(seq)
                 return
         self.waiting = deque(seq for seq in self.waiting if seq.request.request_id != request_id)
+
+    def flush_cache(self) -> None:
+        """Forget all cached pages. What runs goes on, and caches nothing more of what it had begun."""
+        self.pool.flush()
+        for seq in self.running:
+            seq.cacheable = False
 
     def schedule(self) -> Batch:
         """The rows of the next step; empty when there is nothing to do."""
         batch = Batch()
         budget = self.max_num_batched_tokens
-        for seq in self._decoding_with_pages():
-            width = self._width(seq)
-            batch.decodes.append(Rows(seq, seq.num_computed, width, samples=True, num_drafts=width - 1))
-            budget -= width
+        decoding = self._decoding_with_pages()
+        num_drafts = self.policy.drafts([(seq, self._most_drafts(seq)) for seq in decoding])
+        for seq, drafts in zip(decoding, num_drafts, strict=True):
+            batch.decodes.append(Rows(seq, seq.num_computed, drafts + 1, samples=True, num_drafts=drafts))
+            budget -= drafts + 1
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
                 batch.prefills.append(self._chunk(seq, budget))
@@ -80,21 +104,24 @@ class Scheduler:
         return batch
 
     def commit(self, batch: Batch, result: StepResult) -> list[Delta]:
-        """Take the step's tokens into the sequences. Whoever stops leaves at once and frees its pages."""
+        """Take the step's tokens into the sequences, and the pages it has filled into the cache. Whoever stops leaves
+        at once and frees its pages."""
         for rows in batch.prefills:
             rows.seq.num_computed = rows.end
-        deltas = []
-        for rows, tokens, num_accepted in zip(batch.sampling, result.tokens, result.num_accepted, strict=True):
-            delta = self._accept(rows, tokens, num_accepted)
-            deltas.append(delta)
+        results = zip(batch.sampling, result.tokens, result.num_accepted, strict=True)
+        deltas = [self._accept(rows, tokens, num_accepted) for rows, tokens, num_accepted in results]
+        for rows in batch.rows:
+            self._publish(rows)
+        for rows, delta in zip(batch.sampling, deltas, strict=True):
             if delta.finish_reason:
-                self._leave(rows.seq)
+                self._end(rows.seq)
         return deltas
 
     def _accept(self, rows: Rows, tokens: list[int], num_accepted: int) -> Delta:
         """Stop conditions hold in token order: nothing behind the first is emitted or counted."""
         seq, request = rows.seq, rows.seq.request
         num_verified = rows.num_drafts
+        self.policy.observe(seq, num_verified, num_accepted)
         emitted = tokens[: min(num_accepted + 1, seq.num_remaining)]
         finish_reason: FinishReason | None = "length" if len(emitted) == seq.num_remaining else None
         for index, token in enumerate(emitted):
@@ -106,11 +133,18 @@ class Scheduler:
             num_verified = min(num_verified, len(emitted))
         seq.token_ids.extend(emitted)
         seq.num_computed = seq.num_tokens - 1
-        return Delta(request.request_id, emitted, num_verified, num_accepted, finish_reason)
+        return Delta(request.request_id, emitted, num_verified, num_accepted, finish_reason, seq.num_cached or 0)
 
-    def _width(self, seq: Sequence) -> int:
-        """How many rows the target verifies: never more than the request may still emit."""
-        return min(self.block_size, seq.num_remaining) if seq.request.speculate else 1
+    def _publish(self, rows: Rows) -> None:
+        """Pages that end between the rows' start and what is computed now. KV of refused drafts lies past that."""
+        seq, page_size = rows.seq, self.pool.page_size
+        if seq.cacheable:
+            for page in range(rows.start // page_size, seq.num_computed // page_size):
+                self.pool.publish(seq.pages[page], seq.digest(page, page_size))
+
+    def _most_drafts(self, seq: Sequence) -> int:
+        """How many drafts the target may verify: never more rows than the request may still emit."""
+        return min(self.block_size, seq.num_remaining) - 1 if seq.request.speculate else 0
 
     def _chunk(self, seq: Sequence, budget: int) -> Rows:
         count = min(seq.num_tokens - seq.num_computed, budget)
@@ -131,26 +165,64 @@ class Scheduler:
         return ready
 
     def _may_admit(self, seq: Sequence) -> bool:
-        """Own pages for a new sequence, if a page stays free for each running one: else the next growth of an older
-        sequence would preempt the newcomer at once."""
-        wanted = self.pool.pages_for(seq.num_tokens + self.block_size - 1)
-        if self.running and wanted + len(self.running) > self.pool.num_free:
+        """Own pages for a new sequence, shared ones first, if a page stays free for each running one: else the next
+        growth of an older sequence would preempt the newcomer at once. A page that is about to be cached is waited
+        for."""
+        found = self._find(seq)
+        if self._is_being_filled(seq, len(found)):
             return False
-        return self._grow(seq)
+        if self.pool.cost(found, self._reach(seq)) + len(self.running) > self.pool.num_free:
+            return False
+        self.pool.share(found)
+        seq.num_computed = len(found) * self.pool.page_size
+        seq.pages = found
+        self.pool.grow(seq.pages, self._reach(seq))
+        if seq.cacheable and seq.num_cached is None:
+            seq.num_cached = seq.num_computed
+            self.prefix_cache_queries += seq.num_tokens
+            self.prefix_cache_hits += seq.num_cached
+        return True
+
+    def _find(self, seq: Sequence) -> "array[int]":
+        """Cached pages of the sequence's tokens, without the page of the last one."""
+        pages = (seq.num_tokens - 1) // self.pool.page_size if seq.cacheable else 0
+        return self.pool.find(seq.digest(page, self.pool.page_size) for page in range(pages))
+
+    def _is_being_filled(self, seq: Sequence, page: int) -> bool:
+        """Whether a running sequence fills, for itself, the page that `seq` could use next. It does so in the step at
+        hand: budget is left for newcomers only when every running sequence gets all the rows it has."""
+        page_size = self.pool.page_size
+        end = (page + 1) * page_size
+        if not seq.cacheable or end >= seq.num_tokens:
+            return False
+        return any(
+            other.num_computed < end <= other.num_tokens
+            and other.cacheable
+            and other.digest(page, page_size) == seq.digest(page, page_size)
+            for other in self.running
+        )
 
     def _grow(self, seq: Sequence) -> bool:
-        """Own pages for the whole draft block too: it is never cut, and its KV lies past the last token."""
         try:
-            self.pool.grow(seq.pages, seq.num_tokens + self.block_size - 1)
+            self.pool.grow(seq.pages, self._reach(seq))
         except OutOfPages:
             return False
         return True
 
+    def _reach(self, seq: Sequence) -> int:
+        """How many tokens it owns pages for: the draft block is never cut, and its KV lies past the last token."""
+        return seq.num_tokens + self.block_size - 1
+
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         seq.num_computed = 0
+        seq.cacheable = self.prefix_caching
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
+
+    def _end(self, seq: Sequence) -> None:
+        self._leave(seq)
+        self.policy.forget(seq)
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -1,5 +1,6 @@
 """One request as the engine sees it."""
 
+import hashlib
 from array import array
 from dataclasses import dataclass, field
 
@@ -37,6 +38,19 @@ class Request:
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 
+    @property
+    def is_filtered(self) -> bool:
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_penalised(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the target's choice is the argmax of its logits as they are."""
+        return self.is_greedy and not (self.is_penalised or self.logit_bias or self.min_tokens)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -45,6 +59,8 @@ class Sequence:
     With n tokens, `num_computed == n - 1` means decoding: only the last token, the anchor, has no KV yet. Less
     means prefilling (or recomputing after a preemption); there is no other phase. `pages` are int32, in the order of
     the tokens they hold. While it runs, `seat` is its place in arrays of max_num_seqs; -1 while it waits.
+    `num_cached` says how many tokens of the prompt were in the cache when it was first admitted, None before that. Its
+    pages may be found in the cache, and enter it, while it is `cacheable`.
     """
 
     request: Request
@@ -53,9 +69,13 @@ class Sequence:
     num_computed: int = 0
     seat: int = -1
     pages: "array[int]" = field(default_factory=lambda: array("i"))
+    num_cached: int | None = None
+    cacheable: bool = True
+    _digests: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
+        self._digests = [hashlib.sha256(self.request.cache_salt.encode()).digest()]
 
     @property
     def num_tokens(self) -> int:
@@ -69,3 +89,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_computed == len(self.token_ids) - 1
+
+    def digest(self, page: int, page_size: int) -> bytes:
+        """What page number `page` of this sequence is found by, once its tokens are known: a hash of all that its KV
+        depends on, which is every token up to its end, and of the salt. 32 bytes; each page is hashed once."""
+        for done in range(len(self._digests) - 1, page + 1):
+            tokens = array("i", self.token_ids[done * page_size : (done + 1) * page_size])
+            self._digests.append(hashlib.sha256(self._digests[-1] + tokens.tobytes()).digest())
+        return self._digests[page + 1]

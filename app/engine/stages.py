@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,37 +13,17 @@ from app.engine.dflash.verify import verify
 from app.engine.kv_pool import KvPool
 from app.engine.layers import RotaryTable, StepRows
 from app.engine.models.qwen3 import Qwen3
+from app.engine.packed import Packed
 from app.engine.sampler import Draws, Sampler
-from app.engine.step_inputs import DraftInputs, Ints, RowGroup, TargetInputs
-
-_ALIGNMENT = 8
-"""In int32: 32 bytes, the unit in which an NPU's cores move data."""
-
-
-class Packed:
-    """Int32 arrays on the device that come in one copy. `tensors` keep their place from one `send` to the next."""
-
-    def __init__(self, arrays: Sequence[Ints], backend: Backend) -> None:
-        ends = np.cumsum([-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays])
-        self._starts = [0, *ends[:-1].tolist()]
-        self._memory = torch.empty(int(ends[-1]), dtype=torch.int32, device=backend.device)
-        self._backend = backend
-        self.tensors = [self._memory[i : i + len(array)] for i, array in zip(self._starts, arrays, strict=True)]
-        self.send(arrays)
-
-    def send(self, arrays: Sequence[Ints]) -> None:
-        """Queue a copy of arrays of the same sizes."""
-        packed = np.zeros(len(self._memory), dtype=np.int32)
-        for start, array in zip(self._starts, arrays, strict=True):
-            packed[start : start + len(array)] = array
-        self._backend.upload(torch.from_numpy(packed), self._memory)
+from app.engine.step_inputs import DraftInputs, RowGroup, TargetInputs
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A RowGroup on the device: R rows. `offsets` [S] is a row's position less its number in the group."""
+    """A RowGroup on the device: R rows, of sequences `owners` [R]. `offsets` [S] is a row's position less its number in
+    the group."""
 
-    num_rows: int
+    owners: Tensor
     offsets: Tensor
     meta: AttnMeta
 
@@ -88,7 +67,7 @@ class Stages:
         self._pool = pool
         self._rotary = rotary
         self._sampler = sampler
-        self._backend = backend
+        self.backend = backend
         self._page_size = page_size
         self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
 
@@ -100,7 +79,7 @@ class Stages:
     def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
         """`inputs` as `packed` holds them; attention has yet to be planned."""
         token_ids, sources, logit_rows, first_logit, num_drafts, draft_of, *rest = packed.tensors
-        groups = [self._rows(group, rest[4 * i : 4 * i + 4], causal=True) for i, group in enumerate(inputs.groups)]
+        groups = [self._rows(group, rest[5 * i : 5 * i + 5], causal=True) for i, group in enumerate(inputs.groups)]
         every_row = len(logit_rows) == len(token_ids)
         return TargetTensors(
             token_ids, sources, None if every_row else logit_rows, first_logit, num_drafts, draft_of, groups
@@ -113,7 +92,7 @@ class Stages:
         """
         decoder = self.target.config if rows.meta.causal else self._drafter.decoder
         lengths = replace(rows.meta, q_lens=group.q_lens, kv_lens=group.kv_lens)
-        rows.meta.plan = self._backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
+        rows.meta.plan = self.backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Drafts [D, b - 1] int32 of the tokens after each anchor."""
@@ -121,7 +100,7 @@ class Stages:
         drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slots, inputs.rows.meta)
         return drafts.to(torch.int32)
 
-    def choose(self, inputs: TargetTensors, drafts: Tensor | None, draws: Draws | None) -> tuple[Tensor, Tensor]:
+    def choose(self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[Draws]) -> tuple[Tensor, Tensor]:
         """The target's rows through its layers and into both KV pools.
 
         Returns the hidden states [R, H] of the rows that decide, and the target's choice [R] int64 after each.
@@ -139,10 +118,12 @@ class Stages:
             hidden = hidden[inputs.logit_rows]
         return hidden, self._sampler.choose(hidden, self.target.lm_head, draws)
 
-    def redraw(self, hidden: Tensor, choices: Tensor, draws: Draws) -> None:
+    def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[Draws]) -> None:
         """Overwrite in `choices` [R], which were made greedily, the rows of `draws`."""
-        own = Draws(list(range(len(draws.rows))), self._row_numbers[: len(draws.rows)], draws.temperature, draws.state)
-        choices[draws.rows] = self._sampler.choose(hidden[draws.rows], self.target.lm_head, own)
+        for some in draws:
+            numbers = list(range(len(some.host_rows)))
+            own = replace(some, host_rows=numbers, rows=self._row_numbers[: len(numbers)])
+            choices[some.rows] = self._sampler.choose(hidden[some.rows], self.target.lm_head, [own])
 
     def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
         """See `dflash.verify`."""
@@ -155,21 +136,20 @@ class Stages:
         return self.drafter
 
     def _rows(self, group: RowGroup, tensors: Sequence[Tensor], *, causal: bool) -> Rows:
-        cu_q, offsets, kv_len, page_table = tensors
+        owners, offsets, cu_q, kv_len, page_table = tensors
         table = page_table.view(group.page_table.shape)
         meta = AttnMeta(cu_q, kv_len, table, list(group.q_lens), list(group.kv_lens), self._page_size, causal)
-        return Rows(sum(group.q_lens), offsets, meta)
+        return Rows(owners, offsets, meta)
 
     def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        return places(rows, self._row_numbers[: rows.num_rows])
+        return places(rows, self._row_numbers[: len(rows.owners)])
 
 
 def places(rows: Rows, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """(positions, slots) [R] int32 of rows with these `numbers` 0 .. R - 1. Slots are by the page size that attention
     reads with."""
     meta = rows.meta
-    owner = torch.searchsorted(meta.cu_q[1:], numbers, right=True)
-    positions = rows.offsets[owner] + numbers
+    positions = rows.offsets[rows.owners] + numbers
     page = positions // meta.page_size
     in_page = positions - page * meta.page_size
-    return positions, torch.add(in_page, meta.page_table[owner, page], alpha=meta.page_size)
+    return positions, torch.add(in_page, meta.page_table[rows.owners, page], alpha=meta.page_size)

@@ -10,7 +10,8 @@ from app.engine import step_inputs
 from app.engine.backend import Backend
 from app.engine.graph import Graph
 from app.engine.graph_sizes import GraphSizes
-from app.engine.stages import Packed, Rows, Stages, TargetTensors
+from app.engine.packed import Packed
+from app.engine.stages import Rows, Stages, TargetTensors
 from app.engine.step_inputs import DraftInputs, TargetInputs
 
 
@@ -24,7 +25,7 @@ class _Captured(NamedTuple):
 
 class TargetOutput(NamedTuple):
     """What a target graph yields, padding included: hidden states [T, H], greedy choices [T], `verify`'s result of
-    those, and the inputs, to verify other choices."""
+    those, and the inputs, to verify other choices. The hidden states lie in one place for all graphs."""
 
     hidden: Tensor
     choices: Tensor
@@ -57,6 +58,7 @@ class StepGraphs:
         self._block_size = block_size
         self._pages = pages
         self._scratch_pages = scratch_pages
+        self._hidden = stages.target.embedding.new_empty(sizes.most_rows, stages.target.config.hidden_size)
         self.drafts = None
         if block_size > 1:
             self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
@@ -98,8 +100,8 @@ class StepGraphs:
         captured, tensors = self._target_graphs[size]
         self._send(captured, self._pad_target(inputs, *size))
         captured.graph.replay()
-        hidden, choices, verified = captured.graph.outputs
-        return TargetOutput(hidden, choices, verified, tensors)
+        choices, verified = captured.graph.outputs
+        return TargetOutput(self._hidden[: len(choices)], choices, verified, tensors)
 
     def _capture_draft(self, blocks: int) -> _Captured:
         inputs = self._pad_draft(step_inputs.empty_draft(), blocks)
@@ -119,8 +121,9 @@ class StepGraphs:
         tensors = self._stages.target_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
-            hidden, choices = self._stages.choose(tensors, self.drafts, None)
-            return hidden, choices, self._stages.verify(tensors, choices, self.drafts)
+            hidden, choices = self._stages.choose(tensors, self.drafts, ())
+            self._hidden[:rows] = hidden
+            return choices, self._stages.verify(tensors, choices, self.drafts)
 
         (group,) = tensors.groups
         self._stages.plan(group, inputs.groups[0])

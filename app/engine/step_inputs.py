@@ -4,6 +4,7 @@
 `pad_target` and `pad_draft` bring a step to the size that a graph was captured with, with requests of nobody.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -11,11 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.arrays import Floats, Ints
 from app.engine.batch import Batch, Rows
-from app.engine.noise import noise_state
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
+from app.engine.noise import noise_states
+from app.engine.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -33,11 +33,12 @@ class RowGroup:
 
     @property
     def arrays(self) -> list[Ints]:
-        """For the device: cu_q [S + 1]; offsets [S], a row's position less its number in the group; kv_len [S]; and
-        the page table, flat."""
+        """For the device: owners [R], each row's sequence; offsets [S], a row's position less its number in the group;
+        cu_q [S + 1]; kv_len [S]; and the page table, flat."""
         cu_q = np.array([0, *accumulate(self.q_lens)], dtype=np.int32)
         kv_len = np.array(self.kv_lens, dtype=np.int32)
-        return [cu_q, self.starts - cu_q[:-1], kv_len, self.page_table.ravel()]
+        owners = np.repeat(np.arange(len(self.q_lens), dtype=np.int32), self.q_lens)
+        return [owners, self.starts - cu_q[:-1], cu_q, kv_len, self.page_table.ravel()]
 
 
 @dataclass(slots=True)
@@ -77,15 +78,49 @@ class TargetInputs:
 
 
 @dataclass(slots=True)
+class DrawInputs:
+    """N logit rows, ascending, of requests that are more than argmax and want the same; see `sampler.Draws`.
+
+    `drawn` [N] is 0 for greedy rows. `seats`, `places` and `draft_rows` [N] say which sequence a row is of, how many
+    drafts it stands on, and in which row of the drafts these are. `added` [M, 2] are (row of N, token) pairs,
+    whose logits get `added_values` [M] on top. `penalised` sequences are those with penalties among them.
+    """
+
+    rows: Ints
+    state: Ints
+    temperature: Floats
+    drawn: Ints
+    top_k: Floats
+    top_p: Floats
+    min_p: Floats
+    presence: Floats
+    frequency: Floats
+    repetition: Floats
+    seats: Ints
+    places: Ints
+    draft_rows: Ints
+    added: Ints
+    added_values: Floats
+    penalised: list[Sequence]
+    is_filtered: bool
+
+    @property
+    def arrays(self) -> list[Ints]:
+        """All of them for the device, in order, floats as int32 of the same bits; `added` as rows and as tokens."""
+        floats = (self.temperature, self.top_k, self.top_p, self.min_p)
+        penalties = (self.presence, self.frequency, self.repetition)
+        as_ints = [x.view(np.int32) for x in (*floats, *penalties, self.added_values)]
+        return [self.rows, self.state, self.drawn, self.seats, self.places, self.draft_rows, *self.added.T, *as_ints]
+
+
+@dataclass(slots=True)
 class StepInputs:
-    """One step. `drawn_rows` [N], ascending, are the logit rows that are not greedy, with their `temperature` [N] and
-    the `noise_state` [N] of the token that each draws."""
+    """One step. `draws` is empty where argmax is all; rows with filters and rows with penalties cost more than others,
+    so they are kept apart."""
 
     target: TargetInputs
     draft: DraftInputs | None
-    drawn_rows: Ints
-    temperature: Floats
-    noise_state: Ints
+    draws: list[DrawInputs]
 
 
 def build(batch: Batch, page_size: int, block_size: int) -> StepInputs:
@@ -102,7 +137,6 @@ def build(batch: Batch, page_size: int, block_size: int) -> StepInputs:
     sources[_ranges(last_row - logit_counts + 1, logit_counts - 1)] = len(sources) + _ranges(
         draft_of * (block_size - 1), logit_counts - 1
     )
-    drawn = [(first, rows) for first, rows in zip(first_logit, sampling, strict=True) if not rows.seq.request.is_greedy]
     return StepInputs(
         target=TargetInputs(
             token_ids=np.concatenate([_own_tokens(rows) for rows in batch.rows]),
@@ -114,11 +148,7 @@ def build(batch: Batch, page_size: int, block_size: int) -> StepInputs:
             groups=[_group(part, _counts(part), page_size) for part in (batch.decodes, batch.prefills) if part],
         ),
         draft=_draft_inputs(batch, page_size, block_size) if drafting.any() else None,
-        drawn_rows=_ranges(*_columns([(first, rows.num_drafts + 1) for first, rows in drawn])),
-        temperature=np.array(
-            [rows.seq.request.temperature for _, rows in drawn for _ in range(rows.num_drafts + 1)], dtype=np.float32
-        ),
-        noise_state=np.array([state for _, rows in drawn for state in _noise_states(rows)], dtype=np.int32),
+        draws=_draws(sampling, first_logit, draft_of),
     )
 
 
@@ -189,10 +219,67 @@ def _own_tokens(rows: Rows) -> Ints:
     return np.array(own + [0] * (rows.count - len(own)), dtype=np.int32)
 
 
-def _noise_states(rows: Rows) -> list[int]:
+def _draws(sampling: list[Rows], first_logit: Ints, draft_of: Ints) -> list[DrawInputs]:
+    kinds: dict[tuple[bool, bool], list[tuple[Rows, int, int]]] = {}
+    for rows, first, draft in zip(sampling, first_logit.tolist(), draft_of.tolist(), strict=True):
+        request = rows.seq.request
+        if not request.is_argmax:
+            kinds.setdefault((request.is_filtered, request.is_penalised), []).append((rows, first, draft))
+    return [_draw_inputs(drawn) for drawn in kinds.values()]
+
+
+def _draw_inputs(drawn: list[tuple[Rows, int, int]]) -> DrawInputs:
+    """Of (rows, the first of their logit rows, their row of the drafts)."""
+    counts = [rows.num_drafts + 1 for rows, _, _ in drawn]
+    requests = [rows.seq.request for rows, _, _ in drawn]
+
+    def floats(values: Iterable[float]) -> Floats:
+        return np.repeat(np.array(list(values), dtype=np.float32), counts)
+
+    def ints(values: Iterable[int]) -> Ints:
+        return np.repeat(np.array(list(values), dtype=np.int32), counts)
+
+    added = [
+        pair
+        for (rows, _, _), start in zip(drawn, np.cumsum(counts) - counts, strict=True)
+        for pair in _added(rows, int(start))
+    ]
+    return DrawInputs(
+        rows=_ranges(np.array([first for _, first, _ in drawn], dtype=np.int32), np.array(counts, dtype=np.int32)),
+        state=np.concatenate([_noise_states(rows) for rows, _, _ in drawn]),
+        temperature=floats(1.0 if request.is_greedy else request.temperature for request in requests),
+        drawn=ints(not request.is_greedy for request in requests),
+        top_k=floats(request.top_k or np.inf for request in requests),
+        top_p=floats(request.top_p if request.top_p < 1 else np.inf for request in requests),
+        min_p=floats(request.min_p for request in requests),
+        presence=floats(request.presence_penalty for request in requests),
+        frequency=floats(request.frequency_penalty for request in requests),
+        repetition=floats(request.repetition_penalty for request in requests),
+        seats=ints(rows.seq.seat for rows, _, _ in drawn),
+        places=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        draft_rows=ints(draft for _, _, draft in drawn),
+        added=np.array([place for place, _ in added], dtype=np.int32).reshape(-1, 2),
+        added_values=np.array([value for _, value in added], dtype=np.float32),
+        penalised=[rows.seq for rows, _, _ in drawn if rows.seq.request.is_penalised],
+        is_filtered=requests[0].is_filtered,
+    )
+
+
+def _added(rows: Rows, start: int) -> list[tuple[tuple[int, int], float]]:
+    """((row, token), value) that are added to the logits of a sequence's rows, the first of which is `start`."""
+    request = rows.seq.request
+    emitted = rows.end - rows.num_drafts - len(request.token_ids)
+    added = []
+    for row in range(rows.num_drafts + 1):
+        added += [((start + row, token), bias) for token, bias in request.logit_bias]
+        if emitted + row < request.min_tokens:
+            added += [((start + row, token), -np.inf) for token in request.stop_token_ids]
+    return added
+
+
+def _noise_states(rows: Rows) -> Ints:
     """The noise state of the token that each logit row draws: the anchor's row draws the sequence's next token."""
-    first = rows.end - rows.num_drafts
-    return [noise_state(rows.seq.request.seed, first + row) for row in range(rows.num_drafts + 1)]
+    return noise_states(rows.seq.request.seed, rows.end - rows.num_drafts, rows.num_drafts + 1)
 
 
 def _group(rows: list[Rows], counts: Ints, page_size: int) -> RowGroup:
@@ -219,11 +306,6 @@ def _draft_inputs(batch: Batch, page_size: int, block_size: int) -> DraftInputs:
 
 def _counts(rows: list[Rows]) -> Ints:
     return np.array([r.count for r in rows], dtype=np.int32)
-
-
-def _columns(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
-    both: Ints = np.array(pairs, dtype=np.int32).reshape(-1, 2)
-    return both[:, 0], both[:, 1]
 
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:

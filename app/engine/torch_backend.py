@@ -102,7 +102,8 @@ class TorchBackend(Backend):
 
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
         if self.device.type == "cpu":
-            return lambda: x
+            kept = x.clone()  # a graph's next replay writes to the same place
+            return lambda: kept
         return download_behind(x, torch.cuda.Event())
 
     def memory(self) -> tuple[int, int]:

@@ -18,7 +18,8 @@ class Detokenizer:
     nor what follows is ever returned. So the text depends neither on how the tokens are cut nor on their steps.
 
     `finish_reason` and `n_tokens` say how the request ended, and how many tokens it is charged. With `include_stop`
-    what ended it, a stop string or a stop token, is part of the text.
+    what ended it, a stop string or a stop token, is part of the text. None of the first `min_tokens` tokens completes a
+    stop string.
     """
 
     def __init__(
@@ -28,10 +29,12 @@ class Detokenizer:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._text = _IncrementalText(backend, skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._held = ""
         self.n_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -59,7 +62,7 @@ class Detokenizer:
         """Add to the held text; True if that completed a stop string, which is then cut off."""
         searched = len(self._held)
         self._held += piece
-        if not piece or not self._stop:
+        if not piece or not self._stop or self.n_tokens <= self._min_tokens:
             return False
         matches = [
             (found + len(stop), found)

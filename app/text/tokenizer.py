@@ -6,6 +6,7 @@ itself is not imported: it imports torch, which the API process must never do.
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What generation_config.json asks for when a request says nothing.
+    """How to sample when a request says nothing: what generation_config.json recommends, else what changes nothing."""
 
-    `not_applied` lists its settings that this server does not know yet, as "top_k=20".
-    """
-
-    temperature: float
-    not_applied: tuple[str, ...] = ()
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class Tokenizer:
@@ -115,23 +116,25 @@ def _with_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(files))
 
 
+_RECOMMENDED: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: 0 <= value < math.inf, "a number, 0 or more"),
+    ("top_k", lambda value: -1 <= value < 2**31 and value == int(value), "a whole number, -1 or more"),
+    ("top_p", lambda value: 0 < value <= 1, "a number above 0, at most 1"),
+    ("min_p", lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    ("repetition_penalty", lambda value: 0.01 <= value <= 100, "a number from 0.01 to 100"),
+)
+
+
 def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
+    values: dict[str, Any] = {}
+    for name, allowed, wanted in _RECOMMENDED:
+        if (value := generation.get(name)) is not None:
+            if type(value) not in (int, float) or not allowed(value):
+                raise TokenizerError(f"{path}: {name} must be {wanted}, not {value!r}")
+            values[name] = max(0, int(value)) if name == "top_k" else float(value)
     if generation.get("do_sample") is False:
-        return GenerationDefaults(temperature=0.0)
-    neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    temperature = generation.get("temperature")
-    if temperature is None:
-        temperature = 1.0
-    if type(temperature) not in (int, float) or not 0 <= temperature < math.inf:
-        raise TokenizerError(f"{path}: temperature must be a number, 0 or more, not {temperature!r}")
-    return GenerationDefaults(
-        temperature=float(temperature),
-        not_applied=tuple(
-            f"{name}={generation[name]}"
-            for name, value in neutral.items()
-            if generation.get(name) is not None and generation[name] != value
-        ),
-    )
+        values["temperature"] = 0.0
+    return GenerationDefaults(**values)
 
 
 def _ids(path: Path, value: Any) -> list[int]:

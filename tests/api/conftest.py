@@ -75,7 +75,7 @@ class Script:
             self.see("obeyed")
 
     def see(self, what: str) -> dict[str, Any]:
-        """The next event of this kind: "started", "Submit", "Abort". Others are kept for later."""
+        """The next event of this kind: "started", "Submit", "Abort", "FlushCache". Others are kept for later."""
         for index, event in enumerate(self._later):
             if event["what"] == what:
                 return self._later.pop(index)
@@ -85,13 +85,13 @@ class Script:
                 return event
             self._later.append(event)
 
-    def plan(self, *steps: list[int]) -> None:
-        """From now on every request gets these steps at once."""
-        self.order("plan", steps=list(steps))
+    def plan(self, *steps: list[int], cached_tokens: int = 0) -> None:
+        """From now on every request gets these steps at once, and says that so much of its prompt was cached."""
+        self.order("plan", steps=list(steps), cached_tokens=cached_tokens)
 
-    def by_hand(self) -> None:
+    def by_hand(self, cached_tokens: int = 0) -> None:
         """From now on requests wait for `emit`."""
-        self.order("plan", steps=None)
+        self.order("plan", steps=None, cached_tokens=cached_tokens)
 
     def emit(self, request_id: str, token_ids: list[int], **more: Any) -> None:
         self.order("emit", request_id=request_id, token_ids=token_ids, **more)

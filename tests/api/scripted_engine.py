@@ -18,6 +18,7 @@ from app.types import (
     Command,
     EngineInfo,
     Fatal,
+    FlushCache,
     LoadProgress,
     Ready,
     Reply,
@@ -46,6 +47,7 @@ class ScriptedEngine:
         self.running: dict[str, Submit] = {}
         self.emitted: dict[str, int] = {}
         self.plan: list[list[int]] | None = None
+        self.cached_tokens = 0
 
     def send(self, reply: Reply) -> None:
         self.replies.send(msgspec.msgpack.encode(reply))
@@ -78,7 +80,7 @@ class ScriptedEngine:
                 self.send(Fatal(self.epoch, **order))
                 sys.exit(2)
             case "plan":
-                self.plan = order["steps"]
+                self.plan, self.cached_tokens = order["steps"], order["cached_tokens"]
             case "emit":
                 self.step(order["request_id"], order["token_ids"], order.get("finish"), order.get("error"))
             case "stale":
@@ -97,7 +99,9 @@ class ScriptedEngine:
         fields = msgspec.to_builtins(command)
         del fields["epoch"]
         self.tell(fields.pop("type"), **fields)
-        if isinstance(command, Abort):
+        if isinstance(command, FlushCache):
+            self.send(StepOutput(self.epoch, [], msgspec.structs.replace(self.stats(0.0), kind="idle")))
+        elif isinstance(command, Abort):
             if self.running.pop(command.request_id, None) and not self.running:
                 self.send(StepOutput(self.epoch, [], msgspec.structs.replace(self.stats(0.0), kind="idle")))
         elif command.epoch == self.epoch:
@@ -121,7 +125,7 @@ class ScriptedEngine:
         if finish is not None:
             self.running.pop(request_id, None)
         steps = [SpecStep(len(token_ids), 15, len(token_ids) - 1)] if token_ids else []
-        delta = TokenDelta(request_id, token_ids, steps, finish_reason=finish, error=error)
+        delta = TokenDelta(request_id, token_ids, steps, self.cached_tokens, finish, error)
         self.send(StepOutput(self.epoch, [delta], self.stats(0.01)))
 
     def stats(self, seconds: float) -> StepStats:

@@ -140,3 +140,9 @@ def test_three_hangs_within_a_minute_are_enough(hangable, background):
             hangable.pid = hangable.next_engine()
     hangable.server.reach("dead")
     assert WHY in hangable.server.http.get("/ready").json()["reason"]
+
+
+def test_an_engine_that_never_answers_a_flush_counts_as_hanging(hangable):
+    hangable.hang()
+    assert hangable.server.http.post("/reset_prefix_cache").status_code == 200
+    assert hangable.server.script.see("started")["epoch"] == 2

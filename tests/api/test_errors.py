@@ -233,6 +233,23 @@ def test_wrong_methods_and_unknown_paths_have_the_same_shape(server, method, pat
     error_of(server.http.request(method, path), status)
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/models/tiny", "GET, HEAD"),
+        ("/", "GET, HEAD"),
+        ("/metrics", "GET, HEAD"),
+        ("/openapi.json", "GET, HEAD"),
+        ("/v1/completions", "POST"),
+    ],
+)
+def test_a_wrong_method_is_told_every_right_one(server, path, allowed):
+    response = server.http.delete(path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    assert f"use {allowed}." in response.json()["error"]["message"]
+
+
 def test_a_bug_of_ours_is_a_500_in_the_same_shape_with_the_request_id(server, monkeypatch):
     def fail(text, most):
         raise RuntimeError("a secret")

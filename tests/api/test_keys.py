@@ -168,7 +168,12 @@ def test_a_refused_body_does_not_spoil_the_connection(server):
 def test_no_key_is_told_to_the_engine_or_to_the_log(model_folder, tmp_path):
     (tmp_path / "keys").write_text("filed-key\n")
     config = Config(
-        model="tiny", port=0, api_key=["given-key"], api_key_file=tmp_path / "keys", log_level="debug"
+        model="tiny",
+        port=0,
+        api_key=["given-key"],
+        admin_key=["admin-key"],
+        api_key_file=tmp_path / "keys",
+        log_level="debug",
     ).model_dump_json()
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:
         script = Script(Path(folder))
@@ -179,13 +184,13 @@ def test_no_key_is_told_to_the_engine_or_to_the_log(model_folder, tmp_path):
             log = next(line for line in process.stderr if "listening on " in line)
             url = log.partition("listening on ")[2].split()[0]
             assert httpx.get(f"{url}/v1/models").status_code == 401
-            for key in ("given-key", "filed-key"):
+            for key in ("given-key", "filed-key", "admin-key"):
                 assert key not in json.dumps(started)
                 response = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
                 assert response.status_code == 200
             process.terminate()
             log += process.communicate(timeout=PATIENCE)[1]
-            assert "given-key" not in log and "filed-key" not in log
+            assert not [key for key in ("given-key", "filed-key", "admin-key") if key in log]
         finally:
             process.kill()
             process.communicate()
@@ -261,6 +266,17 @@ def test_a_proxy_may_strip_its_prefix_or_leave_it(proxied_server, monkeypatch, p
 @pytest.mark.parametrize("path", ["/llmhealth", "/llm/llm/health", "/llm/v1/models", "/llm//health", "/v1/llm/health"])
 def test_no_path_slips_past_the_keys_by_the_prefix(proxied_server, path):
     assert proxied_server.http.get(path).status_code == 401
+
+
+def test_the_bare_prefix_leads_to_the_page(proxied_server, monkeypatch):
+    monkeypatch.setattr(page, "_html", lambda name: b"<p>page")
+    for method in ("GET", "HEAD"):
+        response = proxied_server.http.request(method, "/llm")
+        assert (response.status_code, response.headers["location"]) == (307, "/llm/")
+        assert response.headers["x-request-id"]
+    assert proxied_server.http.get("/llm", follow_redirects=True).text == "<p>page"
+    assert proxied_server.http.post("/llm", headers=BEARER).status_code == 404
+    assert proxied_server.http.get("/llm/llm", headers=BEARER).status_code == 404
 
 
 def test_the_document_and_its_page_know_the_prefix(proxied_server):

@@ -198,12 +198,13 @@ def test_second_message_carries_the_first_and_a_new_chat_does_not(page, server):
 
 def test_settings_reach_the_engine(page, server):
     plan(server, "fine")
-    for name, value in {"temperature": "0.5", "seed": "7", "max-tokens": "3"}.items():
+    for name, value in {"temperature": "0.5", "top-p": "0.9", "seed": "7", "max-tokens": "3"}.items():
         set_field(page, f"#{name}", value)
     ask(page, "go")
     wait_done(page)
     submit = server.script.see("Submit")
-    assert submit["sampling"] == {"temperature": 0.5, "seed": 7}
+    asked = {"temperature": 0.5, "top_p": 0.9, "seed": 7}
+    assert {name: submit["sampling"][name] for name in asked} == asked
     assert submit["max_tokens"] == 3
     assert "seed 7 · cut at the limit of tokens" in text(page, ".meta")
 

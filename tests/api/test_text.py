@@ -11,7 +11,7 @@ import time
 import pytest
 
 from app.text.chat_template import ChatTemplate, ChatTemplateError
-from app.text.tokenizer import Tokenizer, TokenizerError
+from app.text.tokenizer import GenerationDefaults, Tokenizer, TokenizerError
 
 MESSAGES = [
     {"role": "system", "content": "be <b>kind</b>"},
@@ -80,19 +80,23 @@ def test_the_default_of_several_named_templates_is_taken(folder):
 
 
 @pytest.mark.parametrize(
-    ("generation", "temperature", "not_applied"),
+    ("generation", "expected"),
     [
-        ({}, 1.0, ()),
-        ({"temperature": 0.6}, 0.6, ()),
-        ({"do_sample": False, "temperature": 0.6, "top_k": 50}, 0.0, ()),
-        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, 0.6, ("top_k=20", "top_p=0.95")),
-        ({"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}, 1.0, ()),
+        ({}, GenerationDefaults()),
+        ({"temperature": 0.6}, GenerationDefaults(0.6)),
+        ({"temperature": None, "top_k": None}, GenerationDefaults()),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 50}, GenerationDefaults(0.0, 50)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 5},
+            GenerationDefaults(0.6, 20, 0.95),
+        ),
+        ({"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.05}, GenerationDefaults(1.0, 0, 1.0, 0.1, 1.05)),
+        ({"top_p": 1, "top_k": 20.0, "min_p": 0, "repetition_penalty": 1}, GenerationDefaults(top_k=20)),
     ],
 )
-def test_defaults_are_those_of_the_generation_config(folder, generation, temperature, not_applied):
+def test_defaults_are_those_of_the_generation_config(folder, generation, expected):
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    defaults = Tokenizer(folder).defaults
-    assert (defaults.temperature, defaults.not_applied) == (temperature, not_applied)
+    assert Tokenizer(folder).defaults == expected
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,13 @@ def test_an_unusable_tokenizer_file_is_named(folder, content):
         ("generation_config.json", b'{"temperature": -3}'),
         ("generation_config.json", b'{"temperature": NaN}'),
         ("generation_config.json", b'{"temperature": true}'),
+        ("generation_config.json", b'{"top_k": 2.5}'),
+        ("generation_config.json", b'{"top_k": -2}'),
+        ("generation_config.json", b'{"top_k": Infinity}'),
+        ("generation_config.json", b'{"top_p": 0}'),
+        ("generation_config.json", b'{"top_p": "0.9"}'),
+        ("generation_config.json", b'{"min_p": 1.5}'),
+        ("generation_config.json", b'{"repetition_penalty": 0}'),
         ("generation_config.json", b'{"eos_token_id": "x"}'),
         ("generation_config.json", b'{"eos_token_id": [2, -1]}'),
         ("generation_config.json", b'{"eos_token_id": 18446744073709551616}'),

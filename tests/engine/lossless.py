@@ -1,12 +1,13 @@
 """The lossless promise as a comparison: text with DFlash on == text with it off == Transformers' own, token for token.
 
 A *subject* is a pair with its prompts; a *case* is one setting of everything that could disturb a token: how many
-sequences run together, page size, prompts cut into chunks, forced preemption, block size, temperature, and which of the
-requests draft. Every case is compared with one plain run of the target alone, and that run with Transformers.
+sequences run together, page size, prompts cut into chunks, forced preemption, block size, temperature, filters and
+penalties, which of the requests draft, and whether prompts are found in a cache. Every case is compared with one plain
+run of the target alone, and that run with Transformers.
 
-At a first difference the reference says, teacher-forced, how clearly the target decides there. Above MARGIN nothing
-excuses it. Below, rounding does: such near ties are counted over all tokens compared, every time one shows, and there
-may be one per 50,000 tokens begun.
+At a first difference the reference says, teacher-forced, how clearly the target decides there: the gap of the two best
+perturbed logits, or the distance to the edge of a filter. Above MARGIN nothing excuses it. Below, rounding does: such
+near ties are counted over all tokens compared, every time one shows, and there may be one per 50,000 tokens begun.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from app.engine.core import Step
 from app.engine.kv_cache import SCRATCH_PAGES
 from app.engine.sequence import Request
 from tests.engine.pairs import make_pair
-from tests.engine.reference import first_difference, load_target, margin, sampled
+from tests.engine.reference import PLAIN, Sampling, first_difference, load_target, margin, sampled
 
 # Models this small gain nothing from a second thread, and lose a factor of ten when the other core is busy.
 torch.set_num_threads(1)
@@ -38,6 +39,7 @@ torch.set_num_threads(1)
 MARGIN = 1e-4
 TOKENS_PER_NEAR_TIE = 50_000
 TEMPERATURES = (0.0, 0.7, 1.0)
+SAMPLINGS = ("plain", "filters", "penalties", "all")
 
 
 def cap(num_tokens: int) -> int:
@@ -116,6 +118,39 @@ def _demo_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(demo_folder("target"), local_files_only=True)
 
 
+# Filters and penalties
+
+FILTERS: tuple[dict[str, Any], ...] = (
+    {"top_k": 3},
+    {"top_p": 0.8},
+    {},
+    {"min_p": 0.15},
+    {"top_k": 200, "top_p": 0.95},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+)
+"""Short lists that suffice and ones that may not, and a request without filters among those that have them."""
+PENALTIES: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.4},
+    {"frequency_penalty": -0.3, "logit_bias": ((1, 1.5), (3, -100.0))},
+    {"min_tokens": 12},
+    {"repetition_penalty": 0.9, "presence_penalty": -0.4, "min_tokens": 3},
+    {},
+    {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": ((2, -1.0),)},
+)
+
+
+def sampling_of(kind: str, index: int, stop_token_ids: frozenset[int]) -> Sampling:
+    """What the request with this index asks, of one of SAMPLINGS. Temperatures change with every index, filters with
+    every third, and penalties come in sevens, so that all of them meet."""
+    asked: dict[str, Any] = {}
+    if kind in ("filters", "all"):
+        asked |= FILTERS[index // 3 % len(FILTERS)]
+    if kind in ("penalties", "all"):
+        asked |= PENALTIES[index % len(PENALTIES)] | {"stop_token_ids": stop_token_ids}
+    return Sampling(**asked)
+
+
 # Cases
 
 
@@ -123,8 +158,10 @@ def _demo_tokenizer() -> Any:
 class Case:
     """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for one long sequence.
 
-    `temperature` None gives the requests 0, 0.7 and 1.0 in turn. `speculation` "half" lets every other request draft;
-    "off" loads no draft at all. `graphs` pads decode steps to a few sizes and replays those, as on a device.
+    `temperature` None gives the requests 0, 0.7 and 1.0 in turn, `sampling` the filters and penalties of its kind.
+    `speculation` "half" lets every other request draft; "off" loads no draft at all. `graphs` pads decode steps to a
+    few sizes and replays those, as on a device. With `cached` there is a prefix cache, and every request comes twice in
+    a row, so that the second shares the pages of the first, be that still running or not.
     """
 
     concurrency: int = 1
@@ -133,18 +170,24 @@ class Case:
     preempted: bool = False
     block_size: int = 16
     temperature: float | None = 0.0
+    sampling: str = "plain"
     speculation: str = "on"
     graphs: bool = False
+    cached: bool = False
 
     def __str__(self) -> str:
         words = [f"c{self.concurrency}", f"page{self.page_size}", f"block{self.block_size}"]
-        words += ["Tmixed" if self.temperature is None else f"T{self.temperature:g}", self.speculation]
-        return "-".join(words + ["chunked"] * self.chunked + ["preempted"] * self.preempted + ["graphs"] * self.graphs)
+        words += ["Tmixed" if self.temperature is None else f"T{self.temperature:g}"]
+        words += [self.sampling, self.speculation]
+        return "-".join(words + [how for how in ("chunked", "preempted", "graphs", "cached") if getattr(self, how)])
 
     @property
     def possible(self) -> bool:
-        """Nobody is preempted for the sake of nobody, and on pages of 128 hardly a sequence ever needs another page."""
-        return not (self.preempted and (self.concurrency == 1 or self.page_size == 128))
+        """Nobody is preempted for the sake of nobody, and on pages of 128 hardly a sequence ever needs another page;
+        nor does a prompt fill one, so that there is nothing to be found again."""
+        if self.page_size == 128:
+            return not (self.preempted or self.cached)
+        return not (self.preempted and self.concurrency == 1)
 
     def temperature_of(self, index: int) -> float:
         return TEMPERATURES[index % 3] if self.temperature is None else self.temperature
@@ -157,8 +200,10 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "preempted": (False, True),
     "block_size": (2, 4, 8, 16),
     "temperature": (*TEMPERATURES, None),
+    "sampling": SAMPLINGS,
     "speculation": ("on", "half", "off"),
     "graphs": (False, True),
+    "cached": (False, True),
 }
 assert list(SETTINGS) == [field.name for field in fields(Case)]
 
@@ -202,6 +247,8 @@ class Run:
     verify_tokens: int = 0
     """Emitted by the steps that verified drafts, the bonus included."""
     preemptions: int = 0
+    cached_tokens: int = 0
+    """Of all prompts, those that were found in the prefix cache."""
 
     @property
     def acceptance_length(self) -> float:
@@ -209,7 +256,8 @@ class Run:
 
 
 def run_engine(engine: Engine, requests: list[Request], on_step: Callable[[Step], None] = lambda _: None) -> Run:
-    run = Run([])
+    scheduler = engine.core.scheduler
+    run = Run([], preemptions=-scheduler.num_preemptions, cached_tokens=-scheduler.prefix_cache_hits)
 
     def count(step: Step) -> None:
         on_step(step)
@@ -220,7 +268,8 @@ def run_engine(engine: Engine, requests: list[Request], on_step: Callable[[Step]
 
     emitted = engine.core.run(requests, count)
     run.texts = [emitted[request.request_id] for request in requests]
-    run.preemptions = engine.core.scheduler.num_preemptions
+    run.preemptions += scheduler.num_preemptions
+    run.cached_tokens += scheduler.prefix_cache_hits
     return run
 
 
@@ -232,9 +281,11 @@ class Difference:
     index: int
     temperature: float
     margin: float
+    sampling: Sampling = PLAIN
 
     def __str__(self) -> str:
-        return f"prompt {self.prompt} token {self.index} T {self.temperature:g} margin {self.margin:.3g}"
+        asked = "" if self.sampling == PLAIN else f" {self.sampling}"
+        return f"prompt {self.prompt} token {self.index} T {self.temperature:g}{asked} margin {self.margin:.3g}"
 
 
 @dataclass(frozen=True)
@@ -259,6 +310,7 @@ class Subject:
     target: Path
     draft: Path
     prompts: list[Prompt]
+    _off: dict[tuple[float, str], list[list[int]]] = field(default_factory=dict)
 
     @cached_property
     def reference(self) -> Qwen3ForCausalLM:
@@ -275,15 +327,16 @@ class Subject:
     def requests(self, case: Case) -> list[Request]:
         return [
             Request(
-                request_id=str(index),
+                request_id=f"{index}{again}",
                 token_ids=prompt.token_ids,
                 max_tokens=prompt.max_tokens,
                 temperature=case.temperature_of(index),
                 seed=self.seed(index),
-                stop_token_ids=prompt.stop_token_ids,
                 speculate=case.speculation == "on" or index % 2 == 0,
+                **vars(self.sampling(case.sampling, index)) | {"stop_token_ids": prompt.stop_token_ids},
             )
             for index, prompt in enumerate(self.prompts)
+            for again in ("", " again")[: 1 + case.cached]
         ]
 
     def engine(self, case: Case) -> Engine:
@@ -300,46 +353,59 @@ class Subject:
             max_num_batched_tokens=max(13, case.concurrency * block) if case.chunked else None,
             kv_pages=pages + scratch if case.preempted else None,
             enforce_eager=not case.graphs,
+            prefix_caching=case.cached,
         )
 
     def run(self, case: Case, on_step: Callable[[Step], None] = lambda _: None) -> Run:
         return run_engine(self.engine(case), self.requests(case), on_step)
 
-    @cached_property
-    def off(self) -> dict[float, list[list[int]]]:
-        """Temperature -> texts of plain decoding by the engine with no draft loaded, 16 together, nothing cut."""
-        plain = Case(concurrency=16, speculation="off")
-        return {t: self.run(replace(plain, temperature=t)).texts for t in TEMPERATURES}
+    def sampling(self, kind: str, index: int) -> Sampling:
+        return sampling_of(kind, index, self.prompts[index].stop_token_ids)
 
-    def transformers(self, temperature: float) -> Iterator[list[int]]:
-        """Texts of plain decoding by Transformers, one token a step."""
+    def off(self, temperature: float, sampling: str = "plain") -> list[list[int]]:
+        """Texts of plain decoding by the engine with no draft loaded, 16 together, nothing cut."""
+        if temperature == 0 and sampling == "filters":
+            sampling = "plain"  # nothing is drawn, so there is nothing to filter
+        if (temperature, sampling) not in self._off:
+            case = Case(concurrency=16, speculation="off", temperature=temperature, sampling=sampling)
+            self._off[temperature, sampling] = self.run(case).texts
+        return self._off[temperature, sampling]
+
+    def transformers(self, case: Case) -> Iterator[list[int]]:
+        """Texts of plain decoding by Transformers, one token a step, with temperatures and sampling as in `case`."""
         for index, prompt in enumerate(self.prompts):
             yield sampled(
                 self.reference,
                 prompt.token_ids,
                 prompt.max_tokens,
-                temperature,
+                case.temperature_of(index),
                 self.seed(index),
                 eos=prompt.stop_token_ids,
+                sampling=self.sampling(case.sampling, index),
             )
 
-    def compare(self, texts: Sequence[list[int]], temperature_of: Callable[[int], float]) -> Comparison:
-        """Texts of the first prompts against the plain run's."""
+    def compare(self, texts: Sequence[list[int]], case: Case) -> Comparison:
+        """Texts of the first requests of `case` against the plain run's of the same prompts."""
         differences = []
-        expected = [self.off[temperature_of(index)][index] for index in range(len(texts))]
-        for index, (text, wanted) in enumerate(zip(texts, expected, strict=True)):
+        prompts = [index // (1 + case.cached) for index in range(len(texts))]
+        expected = [self.off(case.temperature_of(index), case.sampling)[index] for index in prompts]
+        for index, text, wanted in zip(prompts, texts, expected, strict=True):
             at = first_difference(wanted, text)
             if at is not None:
-                clearly = self._margin(index, wanted, text, at, temperature_of(index))
-                differences.append(Difference(index, at, temperature_of(index), clearly))
+                differences.append(self._difference(index, wanted, text, at, case))
         return Comparison(sum(map(len, expected)), tuple(differences))
 
-    def _margin(self, index: int, wanted: list[int], text: list[int], at: int, temperature: float) -> float:
-        if at >= min(len(wanted), len(text)):
-            return math.inf  # one goes on where the other has ended: that is no near tie
-        prompt = self.prompts[index].token_ids
-        whole = [*prompt, *wanted]
-        return margin(self.reference, whole, len(prompt) + at, temperature, self.seed(index), text[at])
+    def _difference(self, index: int, wanted: list[int], text: list[int], at: int, case: Case) -> Difference:
+        temperature, sampling = case.temperature_of(index), self.sampling(case.sampling, index)
+        clearly = math.inf  # one goes on where the other has ended: that is no near tie
+        if at < min(len(wanted), len(text)):
+            prompt = self.prompts[index].token_ids
+            whole = [*prompt, *wanted]
+            at_whole, num_prompt = len(prompt) + at, len(prompt)
+            clearly = margin(
+                self.reference, whole, at_whole, temperature, self.seed(index), text[at], sampling, num_prompt
+            )
+        return Difference(index, at, temperature, clearly, sampling)
 
 
 LUCKY: dict[str, Any] = {

@@ -93,12 +93,16 @@ class PlantedDrafter:
 
 
 def plant(engine: Engine, texts: Mapping[str, list[int]], cut: Cut) -> PlantedDrafter:
-    """Put a planted drafter in the place of the engine's own, or of the one planted there before."""
-    runner = engine.core.runner
-    assert runner.stages.drafter is not None, "an engine without a draft never asks for one"
-    real = runner.stages.drafter.real if isinstance(runner.stages.drafter, PlantedDrafter) else runner.stages.drafter
-    planted = PlantedDrafter(texts, cut, engine.sizes.block_size, engine.target.vocab_size, real)
-    runner.stages.drafter = planted
+    """Put a planted drafter in the place of the engine's own, or of the one planted there before: then it begins with
+    the context on cached pages, and no other."""
+    stages, pool = engine.core.runner.stages, engine.core.scheduler.pool
+    assert stages.drafter is not None, "an engine without a draft never asks for one"
+    planted = PlantedDrafter(texts, cut, engine.sizes.block_size, engine.target.vocab_size, stages.drafter)
+    if isinstance(stages.drafter, PlantedDrafter):
+        planted.real = stages.drafter.real
+        context = stages.drafter.context.items()
+        planted.context = {slot: entry for slot, entry in context if slot // pool.page_size in pool._digest_of}
+    stages.drafter = planted
     return planted
 
 
@@ -112,6 +116,7 @@ def make_engine(
     max_num_batched_tokens: int | None = None,
     num_pages: int | None = None,
     with_draft: bool = True,
+    prefix_caching: bool = False,
 ) -> Engine:
     """An engine on the CPU; `num_pages` counts those that sequences can own, None is as many as all can use."""
     config = EngineConfig(
@@ -124,6 +129,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
+        prefix_caching=prefix_caching,
         kv_cache_memory=None if num_pages is None else (num_pages + SCRATCH_PAGES) * page_size * _bytes_per_token(pair),
     )
     engine = build_engine(config)
@@ -249,7 +255,8 @@ class PlannedRun:
                 slot = seq.pages[position // page_size] * page_size + position % page_size
                 assert self.drafter.context[slot][0] == position, "the draft's context has a hole"
         assert sampled <= {seq.request.request_id for seq in self.scheduler.running}
-        assert len(set(owned)) == len(owned) == self.scheduler.pool.num_used
+        assert len(set(owned)) == self.scheduler.pool.num_used
+        assert len(set(owned)) == len(owned) or self.scheduler.prefix_caching
 
     def context_features(self, request_id: str) -> Tensor:
         """The features [num_computed, taps * H] that a running sequence's context was made of."""

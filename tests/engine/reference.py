@@ -5,10 +5,14 @@ Qwen3ForCausalLM; the draft follows shared/DFLASH.md section 1 line by line.
 """
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -190,11 +194,11 @@ def _rope_theta(config: dict[str, Any]) -> float:
 # Sampling
 
 
-def mix(x: int) -> int:
-    """A bijection of 32-bit words that spreads every input bit over the whole word."""
+def mix(x: Any) -> Any:
+    """A bijection of 32-bit words that spreads every input bit over the whole word; an int, or an array of uint64."""
     x ^= x >> 16
     x = (x * 0x7FEB352D) & 0xFFFFFFFF
-    x ^= x >> 15
+    x ^= x >> 16
     x = (x * 0x846CA68B) & 0xFFFFFFFF
     x ^= x >> 16
     return x
@@ -206,12 +210,13 @@ def token_hashes(seed: int, position: int, vocab: int) -> list[int]:
     state = mix((seed & 0xFFFFFFFF) ^ 0x9E3779B9)
     state = mix(state ^ (seed >> 32))
     state = mix(state ^ position)
-    return [mix(state ^ mix((token + 0x85EBCA6B) & 0xFFFFFFFF)) for token in range(vocab)]
+    tokens = np.arange(vocab, dtype=np.uint64)
+    return mix(np.uint64(state) ^ mix((tokens + np.uint64(0x85EBCA6B)) & np.uint64(0xFFFFFFFF))).tolist()
 
 
 def gumbel_of(hashes: Sequence[int]) -> Tensor:
     """Gumbel(0, 1) noise in float32 from 32-bit hashes: 23 of their bits, so u is never 0 or 1."""
-    u = (torch.tensor([h >> 9 for h in hashes], dtype=torch.float32) + 0.5) * 2.0**-23
+    u = ((torch.tensor(hashes, dtype=torch.int64) & 0x7FFFFF).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(u))
 
 
@@ -232,6 +237,120 @@ def choose(logits: Tensor, position: int, temperature: float, seed: int) -> int:
     return int(perturbed(logits, position, temperature, seed).argmax())
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """What a request may ask besides temperature and seed; the names are the request's own, the meanings vLLM's."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    """What must not be drawn while fewer than `min_tokens` were emitted."""
+
+
+PLAIN = Sampling()
+
+
+def adjusted(logits: Sequence[float], sampling: Sampling, prompt: Sequence[int], emitted: Sequence[int]) -> list[float]:
+    """Additions, then penalties, token by token, counted from scratch. Python's floats."""
+    out = []
+    bias, counts, had = dict(sampling.logit_bias), Counter(emitted), {*prompt, *emitted}
+    for token, logit in enumerate(logits):
+        logit += bias.get(token, 0.0)
+        if token in sampling.stop_token_ids and len(emitted) < sampling.min_tokens:
+            logit = -math.inf
+        if token in had:
+            logit = logit / sampling.repetition_penalty if logit > 0 else logit * sampling.repetition_penalty
+        logit -= sampling.frequency_penalty * counts[token]
+        if counts[token] > 0:
+            logit -= sampling.presence_penalty
+        out.append(logit)
+    return out
+
+
+class Filtered(NamedTuple):
+    """Of every token: whether it may be drawn, and how far it is from the nearest edge that decides so: logits from
+    those of top-k and min-p, a share of the mass from that of top-p."""
+
+    kept: np.ndarray
+    distance: np.ndarray
+
+
+def filtered(logits: Sequence[float], sampling: Sampling) -> Filtered:
+    """min-p, then top-k, then top-p, each over what the one before has left, of logits [V] over the temperature. Tokens
+    that tie at an edge stay together, so there may be more than k."""
+    x = np.array(logits, dtype=np.float64)
+    kept, distance = np.ones(len(x), dtype=bool), np.full(len(x), np.inf)
+
+    def cut(stays: np.ndarray, how_far: np.ndarray) -> None:
+        # Inside, the nearest edge counts; a token outside is back when it passes the farthest of those it is behind.
+        nonlocal kept, distance
+        inside, outside = np.where(kept, distance, np.inf), np.where(kept, 0.0, distance)
+        distance = np.where(
+            kept & stays, np.minimum(inside, how_far), np.maximum(outside, np.where(stays, 0.0, how_far))
+        )
+        kept = kept & stays
+
+    if sampling.min_p > 0:
+        edge = x.max() + math.log(sampling.min_p)
+        cut(x >= edge, np.abs(x - edge))
+    if 0 < sampling.top_k < kept.sum():
+        best = np.sort(x[kept])[::-1]
+        last_in, first_out = best[sampling.top_k - 1], best[sampling.top_k]
+        with np.errstate(invalid="ignore"):  # both may be -inf
+            cut(x >= last_in, np.where(x >= last_in, x - first_out, last_in - x))
+    if sampling.top_p < 1:
+        mass = np.exp(x - x.max()) * kept
+        mass /= mass.sum()
+        better = _mass_of_better(x, mass)
+        cut(better < sampling.top_p, np.abs(better - sampling.top_p))
+        distance[x.argmax()] = np.inf  # the best always stays
+    return Filtered(kept, np.nan_to_num(distance, nan=0.0, posinf=np.inf))
+
+
+def _mass_of_better(x: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """For every token the mass of all tokens with higher logits."""
+    values, place = np.unique(-x, return_inverse=True)
+    of_value = np.bincount(place, weights=mass, minlength=len(values))
+    return (np.cumsum(of_value) - of_value)[place]
+
+
+class Decision(NamedTuple):
+    """What the choice of one token rests on: `scores` [V], of which it is the argmax among those that filters keep."""
+
+    scores: np.ndarray
+    filters: Filtered
+
+    @property
+    def choice(self) -> int:
+        return int(np.where(self.filters.kept, self.scores, -np.inf).argmax())
+
+    def margin(self, token: int) -> float:
+        """How far scores or edges must move for `token` to be the choice: it must be let in, and of each token with
+        a higher score either the lead be closed or an edge pass it."""
+        kept, distance = self.filters
+        into = 0.0 if kept[token] else float(distance[token])
+        ahead = (self.scores > self.scores[token]) & kept
+        lead = np.minimum(self.scores[ahead] - self.scores[token], distance[ahead])
+        return max(into, float(lead.max(initial=0.0)))
+
+
+def decide(
+    logits: Tensor, prompt: Sequence[int], emitted: Sequence[int], temperature: float, seed: int, sampling: Sampling
+) -> Decision:
+    """The target's own decision after `prompt` and `emitted`, given its logits [V] there."""
+    if sampling != PLAIN:
+        logits = torch.tensor(adjusted(logits.tolist(), sampling, prompt, emitted), dtype=torch.float64).float()
+    scores = perturbed(logits, len(prompt) + len(emitted), temperature, seed).double().numpy()
+    scaled = (logits if temperature == 0 else logits / temperature).tolist()
+    return Decision(scores, filtered(scaled, PLAIN if temperature == 0 else sampling))
+
+
 # Decoding
 
 
@@ -248,13 +367,14 @@ def sampled(
     temperature: float,
     seed: int,
     eos: Collection[int] = (),
+    sampling: Sampling = PLAIN,
 ) -> list[int]:
     """The new tokens of plain decoding, one a step, with Transformers' KV cache."""
     new: list[int] = []
     rows, cache = torch.tensor([list(prompt)]), None
     while len(new) < max_tokens:
         out = target(rows, past_key_values=cache, use_cache=True)
-        token = choose(out.logits[0, -1], len(prompt) + len(new), temperature, seed)
+        token = decide(out.logits[0, -1], prompt, new, temperature, seed, sampling).choice
         new.append(token)
         if token in eos:
             break
@@ -347,14 +467,24 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def margin(
-    target: Qwen3ForCausalLM, token_ids: Sequence[int], index: int, temperature: float, seed: int, other: int
+    target: Qwen3ForCausalLM,
+    token_ids: Sequence[int],
+    index: int,
+    temperature: float,
+    seed: int,
+    other: int,
+    sampling: Sampling = PLAIN,
+    num_prompt: int = 0,
 ) -> float:
-    """How clearly the target decides at `index` of a whole sequence (prompt included), teacher-forced in one pass.
+    """How clearly the target decides at `index` of a whole sequence, the first `num_prompt` of which are the prompt,
+    teacher-forced in one pass.
 
-    One run emitted `token_ids[index]`, another emitted `other`. The value is how far the worse of the two lies below
-    the best token, on the scale of `perturbed`: logits at T = 0, logits / T + gumbel (in nats) at T > 0. When they are
-    the best two it is the gap of the best two; when one is neither, it is larger, so a wrong token finds no excuse in
-    a near tie of two others. Differences with a margin above 1e-4 fail in fp32.
+    One run emitted `token_ids[index]`, another emitted `other`. The value is how far scores (logits at T = 0, logits
+    / T + gumbel in nats at T > 0, after penalties) or the edges of filters must move for the worse of the two to be
+    the choice. When they are the best two it is the gap of the best two; when one is neither, it is larger, so a wrong
+    token finds no excuse in a near tie of two others. Differences with a margin above 1e-4 fail in fp32.
     """
-    scores = perturbed(teacher_forced(target, token_ids[:index])[-1], index, temperature, seed)
-    return float(scores.max() - torch.minimum(scores[token_ids[index]], scores[other]))
+    prompt, emitted = token_ids[:num_prompt], token_ids[num_prompt:index]
+    logits = teacher_forced(target, token_ids[:index])[-1]
+    decision = decide(logits, prompt, emitted, temperature, seed, sampling)
+    return max(decision.margin(token_ids[index]), decision.margin(other))

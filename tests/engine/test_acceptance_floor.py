@@ -38,7 +38,8 @@ def requests(domain: str) -> list[Request]:
 
 
 def engine(draft: Path | None = None, **settings) -> Engine:
-    sizes = {"max_num_seqs": 16, "page_size": 16, "block_size": 16}
+    """Without a prefix cache, where it is not asked for: every context is made by the run itself."""
+    sizes = {"max_num_seqs": 16, "page_size": 16, "block_size": 16, "prefix_caching": False}
     return make_engine(demo_folder("target"), draft or demo_folder("draft"), **sizes | settings)
 
 
@@ -78,12 +79,22 @@ def on_pages_of_128(domain: str) -> Run:
     return run_engine(engine(page_size=128), requests(domain))
 
 
+def from_the_cache(domain: str) -> Run:
+    """Every prompt a second time, when all full pages of it are found."""
+    warm = engine(prefix_caching=True)
+    run_engine(warm, requests(domain))
+    run = run_engine(warm, requests(domain))
+    assert run.cached_tokens == sum((len(prompt.token_ids) - 1) // 16 * 16 for prompt in prompts(domain))
+    return run
+
+
 WAYS: dict[str, Callable[[str], Run]] = {
     "batched": batched,
     "chunked prefill": chunked,
     "after preemption": preempted,
     "near the length limit": near_the_length_limit,
     "pages of 128": on_pages_of_128,
+    "from the cache": from_the_cache,
 }
 
 

@@ -18,6 +18,7 @@ from app.engine.sampler import Sampler
 from tests.engine import lossless
 from tests.engine.lossless import (
     MARGIN,
+    SAMPLINGS,
     SETTINGS,
     TEMPERATURES,
     Case,
@@ -35,6 +36,8 @@ from tests.engine.pairs import make_pair
 
 PROMPTS, SLOW_PROMPTS = 24, 200
 CASES = covering_cases(strength=2)
+PLAIN_CASES = [Case(temperature=temperature) for temperature in TEMPERATURES]
+PLAIN_CASES += [Case(temperature=None, sampling=sampling) for sampling in SAMPLINGS[1:]]
 MORE_SHAPES: dict[str, dict] = {
     "gqa 4:1, wide heads": {"seed": 2, "num_kv_heads": 1, "head_dim": 24, "vocab_size": 12},
     "mha, all of its own": {"seed": 3, "num_kv_heads": 4, "own_embedding": True, "own_head": True, "vocab_size": 4},
@@ -68,10 +71,10 @@ def assert_lossless(comparison: Comparison) -> None:
     assert not comparison.wrong, f"first of {len(comparison.wrong)}: {comparison.wrong[0]}"
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_plain_decoding_is_transformers_own(subject: Subject, near_ties: list[Comparison], temperature: float):
-    texts = list(subject.transformers(temperature))
-    comparison = subject.compare(texts, lambda _: temperature)
+@pytest.mark.parametrize("case", PLAIN_CASES, ids=lambda case: f"{case.sampling}-{case.temperature}")
+def test_plain_decoding_is_transformers_own(subject: Subject, near_ties: list[Comparison], case: Case):
+    """With filters and penalties that are counted anew for every token."""
+    comparison = subject.compare(list(subject.transformers(case)), case)
     assert_lossless(comparison)
     near_ties.append(comparison)
 
@@ -79,20 +82,21 @@ def test_plain_decoding_is_transformers_own(subject: Subject, near_ties: list[Co
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dflash_changes_no_token(subject: Subject, near_ties: list[Comparison], case: Case):
     run = subject.run(case)
-    comparison = subject.compare(run.texts, case.temperature_of)
+    comparison = subject.compare(run.texts, case)
     print(f"acceptance length {run.acceptance_length:.2f}, {run.preemptions} preemptions")
     assert_lossless(comparison)
     near_ties.append(comparison)
     assert comparison.tokens > 10 * len(subject.prompts)
     assert (run.preemptions > 0) == case.preempted
     assert (run.verify_steps > 0) == (case.speculation != "off")
+    assert (run.cached_tokens > 0) == case.cached
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_a_stop_token_ends_the_text_wherever_it_lies_in_an_accepted_block(tmp_path: Path, temperature: float):
     lucky = make_subject("random-lucky", PROMPTS, tmp_path)
     lucky.prompts = [replace(prompt, stop_token_ids=frozenset()) for prompt in lucky.prompts]
-    vocab, unstopped = lucky.reference.config.vocab_size, lucky.off[temperature]
+    vocab, unstopped = lucky.reference.config.vocab_size, lucky.off(temperature)
     requests, wanted = [], {}
     for request, text in zip(lucky.requests(Case(temperature=temperature)), unstopped, strict=True):
         for stop in range(vocab):
@@ -119,7 +123,7 @@ def test_dflash_changes_no_token_on_pairs_of_other_shapes(tmp_path: Path, shape:
     total = Comparison(0)
     for case in covering_cases(strength=2, seed=1):
         run = subject.run(case)
-        total += subject.compare(run.texts, case.temperature_of)
+        total += subject.compare(run.texts, case)
         assert (run.preemptions > 0) == case.preempted
     assert_lossless(total)
     assert len(total.differences) <= cap(total.tokens)
@@ -154,27 +158,27 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_a_replaced_token_is_a_difference_above_the_margin(lucky: Subject, temperature: float):
-    texts = [list(text) for text in lucky.off[temperature]]
+    texts = [list(text) for text in lucky.off(temperature)]
     vocab = lucky.reference.config.vocab_size
     longest = max(range(len(texts)), key=lambda i: len(texts[i]))
     texts[longest][9] = (texts[longest][9] + 1) % vocab
-    [difference] = lucky.compare(texts, lambda _: temperature).wrong
+    [difference] = lucky.compare(texts, Case(temperature=temperature)).wrong
     assert (difference.prompt, difference.index) == (longest, 9) and difference.margin > MARGIN
 
 
 @pytest.mark.parametrize("damage", [lambda text: text[:-1], lambda text: [*text, 1]])
 def test_a_text_of_another_length_is_no_near_tie(lucky: Subject, damage: Callable[[list[int]], list[int]]):
-    texts = [list(text) for text in lucky.off[0.0]]
+    texts = [list(text) for text in lucky.off(0.0)]
     texts[0] = damage(texts[0])
-    [difference] = lucky.compare(texts, lambda _: 0.0).wrong
+    [difference] = lucky.compare(texts, Case()).wrong
     assert difference.margin == float("inf")
 
 
 def test_a_true_near_tie_is_counted_and_forgiven(lucky: Subject, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lossless, "margin", lambda *_: 0.9 * MARGIN)
-    texts = [list(text) for text in lucky.off[0.0]]
+    texts = [list(text) for text in lucky.off(0.0)]
     texts[0][3] += 1
-    comparison = lucky.compare(texts, lambda _: 0.0)
+    comparison = lucky.compare(texts, Case())
     assert len(comparison.differences) == 1 and comparison.wrong == []
 
 
@@ -226,8 +230,8 @@ def draw_by_place_in_the_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_faulty_engine_is_found_out(lucky: Subject, monkeypatch: pytest.MonkeyPatch, fault, temperature: float):
     case = Case(concurrency=4, temperature=temperature)
-    assert not lucky.compare(lucky.run(case).texts, case.temperature_of).differences
+    assert not lucky.compare(lucky.run(case).texts, case).differences
     engine = lucky.engine(case)
     fault(engine, monkeypatch)
     texts = lossless.run_engine(engine, lucky.requests(case)).texts
-    assert lucky.compare(texts, case.temperature_of).wrong
+    assert lucky.compare(texts, case).wrong

@@ -47,10 +47,11 @@ def text(pair: Pair, target: Qwen3ForCausalLM) -> Text:
     return lambda *args: list(make(*args))
 
 
-@pytest.fixture(scope="module")
-def engine_of(pair: Pair) -> Callable[..., Engine]:
-    """Engines are used again and again, so their pages are full of what others left behind."""
-    return cache(lambda **sizes: make_engine(pair, **sizes))
+@pytest.fixture(scope="module", params=[False, True], ids=["cold", "cached"])
+def engine_of(pair: Pair, request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """Engines are used again and again, so their pages are full of what others left behind; and with a prefix cache the
+    same prompts come again and again. The plan of a text is the same in both."""
+    return cache(lambda **sizes: make_engine(pair, prefix_caching=request.param, **sizes))
 
 
 class Asked:
@@ -265,6 +266,7 @@ def test_plain_requests_beside_drafting_ones_run_one_row_and_never_meet_the_draf
 def test_prompts_taken_in_chunks_beside_verify_rows_disturb_nobody(engine_of, text, cut):
     """Three sequences share 15 rows: whoever decodes verifies 5, so long prompts take many steps."""
     engine = engine_of(block_size=5, max_num_seqs=3, max_num_batched_tokens=15)
+    engine.core.flush_cache()  # prompts that are found are not cut
     asked = Asked(text)
     run = PlannedRun(engine, asked.texts, cut)
     run.add(asked.add(5, 30))

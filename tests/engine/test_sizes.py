@@ -9,9 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from app.engine.backend import Defaults
+from app.engine.build import build_engine
 from app.engine.config import MIN_MODEL_LEN, EngineConfig, Sizes, settle_pages, settle_sizes
 from app.engine.errors import UnsupportedError
 from app.engine.kv_cache import SCRATCH_PAGES
+from app.engine.sequence import Request
+from tests.engine.pairs import make_pair
 
 DEFAULTS = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
 LIMIT = 1000
@@ -132,3 +135,21 @@ def test_a_length_nobody_asked_for_is_the_longest_that_fits(block_size, page_siz
     assert shorter.max_model_len == min(LIMIT, room)
     assert shorter.pages_per_sequence + SCRATCH_PAGES <= found <= pages
     assert shorter.max_num_seqs == sizes.max_num_seqs
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 128])
+def test_padding_has_slots_and_positions_in_the_largest_graphs(tmp_path: Path, page_size: int) -> None:
+    """More padding rows than the context has positions, and page tables wider than a sequence needs."""
+    pair = make_pair(tmp_path, block_size=16)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 20, "page_size": page_size}
+    requests = [Request(f"r{i}", tuple(range(1, 6 + i % 6)), max_tokens=9, seed=i) for i in range(11)]
+    texts = [
+        build_engine(
+            EngineConfig(target=pair.target, draft=pair.draft, device="cpu", enforce_eager=eager, **sizes)
+        ).core.run(requests)
+        for eager in (True, False)
+    ]
+    assert texts[0] == texts[1]

@@ -58,12 +58,12 @@ def batches(draw: st.DrawFn) -> tuple[Batch, int, int]:
 
 
 def state_of(seed: int, index: int) -> int:
-    """Three rounds of Wellons' lowbias32, over the seed's low half, its high half, and the token's index."""
+    """Three rounds of the hash, over the seed's low half, its high half, and the token's index."""
     x = 0x9E3779B9
     for word in (seed % 2**32, seed // 2**32, index):
         x ^= word
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            x = (x ^ x >> shift) * factor % 2**32
+        for factor in (0x7FEB352D, 0x846CA68B):
+            x = (x ^ x >> 16) * factor % 2**32
         x ^= x >> 16
     return x - 2**32 if x >= 2**31 else x
 
@@ -74,10 +74,9 @@ def slot(seq: Sequence, position: int, page_size: int) -> int:
 
 def on_device(group: RowGroup, page_size: int) -> tuple[list[int], list[int]]:
     """The positions and slots of a group's rows, as the device makes them."""
-    cu_q, offsets, kv_len, table = (torch.from_numpy(array) for array in group.arrays)
+    owners, offsets, cu_q, kv_len, table = (torch.from_numpy(array) for array in group.arrays)
     meta = AttnMeta(cu_q, kv_len, table.view(group.page_table.shape), group.q_lens, group.kv_lens, page_size, True)
-    rows = DeviceRows(sum(group.q_lens), offsets, meta)
-    positions, slots = places(rows, torch.arange(rows.num_rows, dtype=torch.int32))
+    positions, slots = places(DeviceRows(owners, offsets, meta), torch.arange(len(owners), dtype=torch.int32))
     assert positions.dtype == slots.dtype == torch.int32, "what Ascend's operators take"
     return positions.tolist(), slots.tolist()
 
@@ -133,9 +132,11 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     assert inputs.target.first_logit.tolist() == first_logit
     assert inputs.target.num_drafts.tolist() == num_drafts
     assert inputs.target.draft_of.tolist() == draft_of
-    assert inputs.drawn_rows.tolist() == [row for row, _, _ in drawn]
-    assert inputs.temperature.tolist() == np.array([t for _, t, _ in drawn], dtype=np.float32).tolist()
-    assert inputs.noise_state.tolist() == [state for _, _, state in drawn]
+    assert len(inputs.draws) == bool(drawn)
+    for draws in inputs.draws:
+        assert draws.rows.tolist() == [row for row, _, _ in drawn]
+        assert draws.temperature.tolist() == np.array([t for _, t, _ in drawn], dtype=np.float32).tolist()
+        assert draws.state.tolist() == [state for _, _, state in drawn]
     parts = [part for part in (batch.decodes, batch.prefills) if part]
     for group, part in zip(inputs.target.groups, parts, strict=True):
         check_group(group, [(rows.seq, rows.start, rows.count) for rows in part], page_size)
@@ -155,10 +156,9 @@ def test_every_array_equals_the_loop_over_rows(drawn: tuple[Batch, int, int]) ->
     batch, page_size, block_size = drawn
     inputs = step_inputs.build(batch, page_size, block_size)
     check(inputs, batch, page_size, block_size)
-    arrays = [*inputs.target.arrays, *(inputs.draft.arrays if inputs.draft else []), inputs.drawn_rows]
-    arrays.append(inputs.noise_state)
+    parts = [part for part in (inputs.target, inputs.draft, *inputs.draws) if part]
+    arrays = [array for part in parts for array in part.arrays]
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}, "they go to the device packed, as int32"
-    assert inputs.temperature.dtype == np.float32
 
 
 def test_a_mixed_step_worked_out_by_hand():
@@ -187,9 +187,11 @@ def test_a_mixed_step_worked_out_by_hand():
     assert target.first_logit.tolist() == [0, 3, 4]
     assert target.num_drafts.tolist() == [2, 0, 0]
     assert target.draft_of.tolist() == [0, 0, 0]
-    assert inputs.drawn_rows.tolist() == [0, 1, 2, 4]
-    assert inputs.temperature.tolist() == [0.5, 0.5, 0.5, 2.0]
-    assert inputs.noise_state.tolist() == [state_of(7, 6), state_of(7, 7), state_of(7, 8), state_of(1, 3)]
+    (draws,) = inputs.draws
+    assert draws.rows.tolist() == [0, 1, 2, 4]
+    assert draws.temperature.tolist() == [0.5, 0.5, 0.5, 2.0]
+    assert draws.state.tolist() == [state_of(7, 6), state_of(7, 7), state_of(7, 8), state_of(1, 3)]
+    assert (draws.places.tolist(), draws.draft_rows.tolist()) == ([0, 1, 2, 0], [0, 0, 0, 0])
     draft = inputs.draft
     assert draft is not None
     assert (draft.request_ids, draft.anchors.tolist()) == (["a"], [15])
@@ -280,5 +282,5 @@ def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
     inputs = step_inputs.build(Batch(prefills=[Rows(seq, 0, 3, samples=False)]), page_size=4, block_size=4)
     target = inputs.target
     assert target.logit_rows.size == target.first_logit.size == target.num_drafts.size == target.draft_of.size == 0
-    assert inputs.drawn_rows.size == inputs.noise_state.size == inputs.temperature.size == 0
+    assert inputs.draws == []
     assert inputs.draft is None

@@ -14,7 +14,7 @@ from app.engine.decoder_config import DecoderConfig
 from app.engine.errors import UnsupportedError
 from app.engine.kv_pool import KvPool
 from app.engine.layers import RotaryTable
-from app.engine.noise import noise_state
+from app.engine.noise import noise_states
 from app.engine.sampler import Draws, Sampler
 from app.engine.self_test import check_attention
 from app.engine.torch_backend import TorchBackend
@@ -321,7 +321,7 @@ DRAWS = [(0, 0), (0, 1), (1, 0), (2**32 - 1, 5), (2**32, 5), (2**64 - 1, 2**20),
 
 def states(draws: list[tuple[int, int]]) -> Tensor:
     """The noise states of (seed, index of the token drawn)."""
-    return torch.tensor([noise_state(seed, index) for seed, index in draws], dtype=torch.int32)
+    return torch.tensor([int(noise_states(seed, index, 1)[0]) for seed, index in draws], dtype=torch.int32)
 
 
 def draws_of(rows: list[int], temperatures: list[float], draws: list[tuple[int, int]]) -> Draws:
@@ -356,7 +356,7 @@ def test_choices_do_not_depend_on_the_chunks_logits_are_made_in(backend, monkeyp
     for rows in ([], [0], [11], [2, 3], [0, 2, 3, 5, 6, 9, 11], [4, 5], list(range(12))):
         temperatures = [0.3 + 0.2 * (row % 5) for row in rows]
         draws = [(2**40 + row % 3, 30 + row) for row in rows]
-        noise = draws_of(rows, temperatures, draws) if rows else None
+        noise = [draws_of(rows, temperatures, draws)] if rows else []
         expected = logits.argmax(dim=-1).tolist()
         for row, temperature, (seed, position) in zip(rows, temperatures, draws, strict=True):
             expected[row] = choose(logits[row], position, temperature, seed)
@@ -387,7 +387,7 @@ def test_greedy_ties_go_to_the_lowest_id(backend):
 def test_sampled_tokens_come_with_the_frequency_of_their_probability(backend):
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     count = 4000
-    noise = draws_of(list(range(count)), [0.8] * count, [(5, p) for p in range(count)])
+    noise = [draws_of(list(range(count)), [0.8] * count, [(5, p) for p in range(count)])]
     found = Sampler(4, backend).choose(torch.ones(count, 1), logits[:, None], noise)
     frequencies = torch.bincount(found, minlength=4) / count
     torch.testing.assert_close(frequencies, (logits / 0.8).softmax(dim=0), atol=0.025, rtol=0)

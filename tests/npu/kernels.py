@@ -46,8 +46,8 @@ def fused_infer_attention_score(
     softmax_lse_flag: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """TND, paged: query [T, heads, D], key and value [blocks, block_size, kv_heads * D] or [blocks, kv_heads, block_size,
-    D], block_table [S, P].
+    """TND, paged: query [T, heads, D], key and value [blocks, block_size, kv_heads * D] or, in 4-D, [blocks, kv_heads,
+    block_size, D], block_table [S, P].
 
     actual_seq_lengths [S] are the cumulative ends of the query rows, actual_seq_lengths_kv [S] each sequence's tokens.
     sparse_mode 0 without a mask lets every row see all of them; sparse_mode 3 (right-down causal) lets row i of q see

@@ -1,10 +1,12 @@
 """The engine's graphs on the null device: what is given anew at every step, what stays, and what the host waits for."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch_npu
 
 import app.engine.build as build
@@ -20,6 +22,9 @@ from tests.npu import demo
 from tests.npu.null_device import traced
 
 pytestmark = pytest.mark.usefixtures("numerics")
+
+HOST_PROCESSOR = {"aclnnSearchSorted", "aclnnCumprod", "aclnnRightShift", "aclnnLeftShift", "aclnnSort", "aclnnNonzero"}
+"""Launched on the card's host processor, not on its cores (N32)."""
 
 Lengths = tuple[list[int], list[int]]
 
@@ -140,6 +145,7 @@ def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(
         with traced() as trace:
             core.step()
         assert trace.waits == ["aclrtSynchronizeEvent"], "the one read of the step"
+        assert not HOST_PROCESSOR.intersection(trace.launches)
         assert not trace.of("capture", "capture-copy")
         assert len(trace.of("copy")) <= 4, "draft, target and draws in, the result out"
 
@@ -193,6 +199,20 @@ def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monke
     assert core.run(requests()) != expected
 
 
+def test_every_operator_call_can_be_checked_in_production_too(pair: Pair) -> None:
+    expected = engine(pair).run(requests())
+    assert engine(pair, npu_check=True).run(requests()) == expected
+
+
+def test_padding_finds_slots_and_positions_where_the_context_is_shorter_than_it() -> None:
+    """129 rows of padding at the largest graph, over a page of 128 slots and a context of 40 tokens."""
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 160, "max_model_len": 40}
+    short = [replace(request, token_ids=request.token_ids[:20], max_tokens=20) for request in demo.requests(10)]
+    expected = demo.run(demo.engine("npu:0", "bfloat16", enforce_eager=True, **small), short)
+    found = demo.run(demo.engine("npu:0", "bfloat16", max_graphs=4, **small), short)
+    assert (found.texts, found.accepted) == (expected.texts, expected.accepted)
+
+
 def test_a_single_entry_for_all_calls_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     core = engine(pair)
     check = npu_graph.check_update
@@ -224,6 +244,20 @@ def test_a_step_that_does_not_fit_is_refused_with_the_settings_to_change(
     monkeypatch.setenv("NPU_STUB_MEMORY", str(64 << 20))
     with pytest.raises(UnsupportedError, match="--max-num-batched-tokens 50000"):
         engine(pair, kv_cache_memory=None, max_num_seqs=256, max_num_batched_tokens=50_000)
+
+
+def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = NpuBackend.capture
+
+    def full(self: NpuBackend, *args: Any) -> Any:
+        torch.empty(1 << 40, device=self.device)
+        return capture(self, *args)
+
+    monkeypatch.setattr(NpuBackend, "capture", full)
+    with pytest.raises(UnsupportedError, match=r"graphs do not fit .* --max-graphs"):
+        engine(pair)
 
 
 def test_memory_asked_for_that_is_not_there_is_refused_with_the_numbers(

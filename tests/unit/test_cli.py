@@ -119,7 +119,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         (["--speculation", "--no-speculation"], "--speculation and --no-speculation"),
         (["a", "--model", "b"], "MODEL and --model"),
         (["--speculative-algorithm", "EAGLE3"], "DFLASH only"),
-        (["--enable-prefix-caching"], "not supported yet"),
+        (["--enable-prefix-caching", "--no-prefix-caching"], "--enable-prefix-caching and --no-prefix-caching"),
         (["--attention-backend", "fa3"], "leave it out"),
         (["--speculative-dflash-block-size", "1"], "at least one draft"),
         (["--speculative-dflash-block-size", "16", "--num-speculative-tokens", "16"], "15 and 16"),
@@ -148,6 +148,7 @@ def test_a_vllm_command_starts_as_it_stands() -> None:
     assert (config.model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
     assert (config.num_speculative_tokens, config.max_model_len, config.page_size) == (15, 4096, 128)
     assert config.memory_utilization == 0.8 and config.enforce_eager
+    assert not config.prefix_caching and typed("--enable-prefix-caching").prefix_caching
 
 
 def test_an_sglang_command_starts_as_it_stands() -> None:
@@ -160,6 +161,7 @@ def test_an_sglang_command_starts_as_it_stands() -> None:
     assert (config.model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
     assert config.num_speculative_tokens == 15
     assert (config.max_model_len, config.max_num_seqs, config.enforce_eager) == (4096, 8, True)
+    assert not config.prefix_caching
 
 
 def test_an_unknown_command_is_told_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from app.config import GROUPS, PEER_FLAGS, Config, ConfigError, Said, flag_table, parse_bytes, setting_fields
+from app.config import (
+    GROUPS,
+    PEER_FLAGS,
+    Config,
+    ConfigError,
+    Said,
+    flag_name,
+    flag_table,
+    parse_bytes,
+    setting_fields,
+)
 
 VLLM_CONFIG = '{"method": "dflash", "model": "draft", "num_speculative_tokens": 15}'
 
@@ -278,18 +288,26 @@ def test_a_key_file_that_holds_no_key_is_named_and_never_means_no_keys(tmp_path:
 @pytest.mark.parametrize("value", [[""], ["  "], ['[""]'], ["[]"], ['["a", " "]']])
 def test_a_key_that_is_asked_for_and_empty_is_refused_and_never_means_no_keys(value: list[str]) -> None:
     """As from `--api-key "$UNSET"`: whoever says it wants a server that is closed."""
-    assert "--api-key" in str(refusal(flag("api_key", value)))
+    for field in ("api_key", "admin_key"):
+        assert flag_name(field) in str(refusal(flag(field, value)))
 
 
 def test_keys_are_in_no_representation_of_the_settings(tmp_path: Path) -> None:
-    config = Config.load([flag("api_key", ["secret-key"])])
+    config = Config.load([flag("api_key", ["secret-key"]), flag("admin_key", ["secret-key"])])
     assert "secret-key" not in repr(config) and "secret-key" not in str(config)
     assert "secret-key" not in repr(list(config.__repr_args__()))
 
 
 def test_a_mistake_in_the_keys_does_not_print_them(tmp_path: Path) -> None:
-    error = refusal(yaml_file(tmp_path, "api_key: [secret-key, 12345]"))
-    assert "secret-key" not in str(error) and "12345" not in str(error)
+    for field in ("api_key", "admin_key"):
+        error = refusal(yaml_file(tmp_path, f"{field}: [secret-key, 12345]"))
+        assert "secret-key" not in str(error) and "12345" not in str(error)
+
+
+def test_admin_keys_are_a_list_in_flags_and_words_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config.load([flag("admin_key", ["a b", "c"])]).admin_key == ["a b", "c"]
+    monkeypatch.setenv("DFLASH_ADMIN_KEY", "a b")
+    assert Config.load().admin_key == ["a", "b"]
 
 
 def test_template_defaults_are_json_or_a_mapping_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.api import ops, page, routes
 from app.cli import _serve_parser, parse_flags
-from app.config import PEER_FLAGS, Config, ConfigError, env_name, flag_name, setting_fields
+from app.config import PEER_FLAGS, Config, ConfigError, env_name, setting_fields
 from app.engine.npu.error_codes import MEANINGS
 from app.metrics import TABLE
 
@@ -326,7 +326,7 @@ def test_the_table_of_vllms_flags_is_the_codes_own() -> None:
     rows = []
     for peer in PEER_FLAGS:
         if "vLLM" in peer.peers:
-            ours = f"`{flag_name(peer.field)}`" if peer.field else "nothing to set"
+            ours = f"`{peer.ours}`" if peer.ours else "nothing to set"
             rows.append(f"| `{peer.flag}` | {'**refused**' if peer.value == 'refused' else ours} | {peer.note} |")
     expected = "\n".join(["| theirs | ours | note |", "| --- | --- | --- |", *rows])
     assert expected in GUIDE, f"put this into docs/ascend.md:\n{expected}"

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 from app.api.server import ENGINE_COMMAND
-from app.engine_link import engine_environment
+from app.child_process import engine_environment
 
 
 def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 import logging
 
+import pytest
+from msgspec.structs import replace
+
 from app.metrics import TABLE, Metrics
 from app.types import SpecStep, StepOutput, StepStats, TokenDelta
 
 
-def output(steps: list[SpecStep], preemptions: int = 0) -> StepOutput:
+def output(steps: list[SpecStep], queries: int = 0, hits: int = 0) -> StepOutput:
     tokens = sum(step.n_tokens for step in steps)
-    stats = StepStats("decode", 0.02, 3, 1, 50, 200, preemptions)
+    stats = StepStats("decode", 0.02, 3, 1, 50, 200, 0, queries, hits)
     return StepOutput(1, [TokenDelta("r", [7] * tokens, steps)], stats)
 
 
@@ -38,13 +41,25 @@ def test_acceptance_per_position_is_accepted_over_verified_at_that_position():
     assert found["dflash:spec_decode_num_drafts_total"] == 2
 
 
-def test_preemptions_are_counted_across_restarts_of_the_engine():
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("preemptions", "num_preemptions"),
+        ("prefix_cache_queries", "prefix_cache_queries"),
+        ("prefix_cache_hits", "prefix_cache_hits"),
+    ],
+)
+def test_what_an_engine_counts_from_its_start_is_counted_across_restarts(name: str, field: str):
     metrics = Metrics()
-    metrics.step(output([], preemptions=2))
-    metrics.step(output([], preemptions=5))
-    metrics.engine_ended()
-    metrics.step(output([], preemptions=1))
-    assert samples(metrics)["dflash:preemptions_total"] == 6
+
+    def says(count: int) -> None:
+        stats = replace(output([]).stats, **{field: count})
+        metrics.step(StepOutput(1, [], stats))
+
+    says(2), says(5), metrics.engine_ended()
+    assert samples(metrics)[f"dflash:{name}_total"] == 5
+    says(1)
+    assert samples(metrics)[f"dflash:{name}_total"] == 6
 
 
 def test_an_idle_output_sets_the_gauges_and_is_no_step():
@@ -74,3 +89,16 @@ def test_the_log_line_speaks_of_the_time_since_the_last_one_and_is_silent_withou
     (line,) = [record.getMessage() for record in caplog.records]
     assert "running 3, waiting 1" in line
     assert "mean acceptance length 6.00" in line and "KV use 25.0 %" in line
+    assert line.endswith("prefix cache hits -"), "nothing was looked up"
+
+
+def test_the_log_line_has_the_hit_rate_since_the_last_one(caplog):
+    metrics = Metrics()
+    with caplog.at_level(logging.INFO):
+        metrics.step(output([], queries=100, hits=0))
+        metrics.log_line()
+        metrics.step(output([], queries=180, hits=20))
+        metrics.step(output([], queries=200, hits=75))
+        metrics.log_line()
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition("prefix cache hits ")[2] for line in lines] == ["0.0 %", "75.0 %"]

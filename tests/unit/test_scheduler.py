@@ -1,269 +1,22 @@
 """Whatever requests come, however many drafts are accepted and however small the pool: DESIGN.md's invariants hold.
 
-A scripted model stands in for target, draft and memory. Its memory remembers for every slot whose token was written
-there, so KV that is missing, stale, overwritten or someone else's is seen in the step that would read it.
+Where not said otherwise there is no prefix cache, so every prompt is run whole: test_prefix_cache.py is about that.
 """
 
 from array import array
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Collection
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
-from app.engine.batch import Batch, Delta, Rows, StepResult
+from app.engine.batch import Delta, StepResult
 from app.engine.kv_cache import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.scheduler import Scheduler
-from app.engine.sequence import Request, Sequence
-
-VOCAB = 12
-NONSENSE = -7
-"""What a step's result holds past the bonus token."""
-
-Accept = Callable[[Rows], int]
-
-
-@dataclass
-class Scripted:
-    """A request and all it would say with nobody to stop it: `script` is prompt, then answer, then some more."""
-
-    request: Request
-    script: list[int]
-    emitted: list[int]
-
-    @property
-    def expected(self) -> tuple[list[int], str]:
-        """(the whole answer, why it ends)."""
-        start = len(self.request.token_ids)
-        answer = self.script[start : start + self.request.max_tokens]
-        for index, token in enumerate(answer):
-            if token in self.request.stop_token_ids:
-                return answer[: index + 1], "stop"
-        return answer, "length"
-
-
-class Harness:
-    """A scheduler over a page pool, driven step by step by the scripted model, everything checked after each."""
-
-    def __init__(
-        self,
-        *,
-        page_size: int = 4,
-        spare_pages: int = 0,
-        block_size: int = 4,
-        max_num_seqs: int = 4,
-        spare_rows: int = 0,
-        max_model_len: int = 32,
-    ) -> None:
-        """`spare_pages` and `spare_rows` come on top of the least that start-up allows."""
-        self.block_size = block_size
-        self.page_size = page_size
-        self.budget = max_num_seqs * block_size + spare_rows
-        one_sequence = -(-(max_model_len + 2 * block_size) // page_size)
-        self.pool = PagePool(SCRATCH_PAGES + one_sequence + spare_pages, page_size)
-        self.scheduler = Scheduler(
-            self.pool,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=self.budget,
-            max_model_len=max_model_len,
-            block_size=block_size,
-        )
-        self.live: dict[str, Scripted] = {}
-        self.done: dict[str, Scripted] = {}
-        self.target_kv: dict[int, tuple[str, int, int]] = {}
-        self.draft_kv: dict[int, tuple[str, int, int]] = {}
-        self._count = 0
-
-    # What a user does
-
-    def add(
-        self, prompt: int, max_tokens: int, *, stop: Collection[int] = (), speculate: bool = True, seed: int = 0
-    ) -> str:
-        """A request of `prompt` tokens; returns its id."""
-        request_id = f"r{self._count}"
-        self._count += 1
-        random = Random(f"{seed} {request_id}")
-        script = [random.randrange(VOCAB) for _ in range(prompt + max_tokens + self.block_size)]
-        request = Request(
-            request_id, tuple(script[:prompt]), max_tokens, stop_token_ids=frozenset(stop), speculate=speculate
-        )
-        self.live[request_id] = Scripted(request, script, [])
-        self.scheduler.add(request)
-        return request_id
-
-    def abort(self, request_id: str) -> None:
-        self.live.pop(request_id, None)
-        self.scheduler.abort(request_id)
-        self.check_between_steps()
-
-    def step(self, accept: Accept = lambda rows: rows.num_drafts) -> tuple[Batch, dict[str, Delta]]:
-        """One step, in which `accept` says how many drafts of a decoding sequence the target agrees with."""
-        before = {seq.request.request_id: (seq.num_tokens, seq.num_computed) for seq in self.sequences}
-        batch = self.scheduler.schedule()
-        self.check_batch(batch)
-        self.write_draft_blocks(batch)
-        result = StepResult([], [])
-        for rows in batch.rows:
-            self.run_rows(rows, accept(rows) if rows.num_drafts else 0, result)
-        deltas = self.scheduler.commit(batch, result)
-        self.check_deltas(batch, before, deltas)
-        self.check_between_steps()
-        return batch, {delta.request_id: delta for delta in deltas}
-
-    def drain(self, accept: Accept = lambda rows: rows.num_drafts) -> None:
-        """Steps until nothing is left to do; every step brings the oldest request further, so this ends."""
-        while self.scheduler.has_work:
-            self.step(accept)
-        assert not self.live, "requests were forgotten"
-        assert self.pool.num_used == 0
-
-    # The model and its memory
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [*self.scheduler.running, *self.scheduler.waiting]
-
-    def sequence(self, request_id: str) -> Sequence:
-        return next(seq for seq in self.sequences if seq.request.request_id == request_id)
-
-    def slot(self, seq: Sequence, position: int) -> int:
-        page = seq.pages[position // self.page_size]
-        return page * self.page_size + position % self.page_size
-
-    def write_draft_blocks(self, batch: Batch) -> None:
-        """The draft writes the whole block of each anchor, past what is verified; it reads all the context before."""
-        written: set[int] = set()
-        for rows in batch.decodes:
-            if not rows.num_drafts:
-                continue
-            self.check_memory(self.draft_kv, rows.seq, rows.start)
-            for position in range(rows.start, rows.start + self.block_size):
-                slot = self.slot(rows.seq, position)
-                assert slot not in written, f"two draft rows write slot {slot}"
-                written.add(slot)
-                self.draft_kv[slot] = (rows.seq.request.request_id, position, NONSENSE)
-
-    def run_rows(self, rows: Rows, accepted: int, result: StepResult) -> None:
-        """Target rows and the context KV of the same rows; then what the target says after those that sample."""
-        seq = rows.seq
-        request_id = seq.request.request_id
-        assert 0 <= accepted <= rows.num_drafts
-        self.check_memory(self.target_kv, seq, rows.start)
-        script = self.live[request_id].script
-        tokens = script[rows.start : rows.end]
-        first_draft = rows.count - rows.num_drafts
-        tokens[first_draft + accepted :] = [(t + 1) % VOCAB for t in tokens[first_draft + accepted :]]
-        for position, token in zip(range(rows.start, rows.end), tokens, strict=True):
-            entry = (request_id, position, token)
-            self.target_kv[self.slot(seq, position)] = self.draft_kv[self.slot(seq, position)] = entry
-        if rows.samples:
-            n = rows.end - rows.num_drafts
-            said = script[n : n + accepted + 1]
-            result.tokens.append(said + [NONSENSE] * (self.block_size - len(said)))
-            result.num_accepted.append(accepted)
-
-    # What must hold
-
-    def check_memory(self, kv: dict[int, tuple[str, int, int]], seq: Sequence, num_tokens: int) -> None:
-        """The slots of the first `num_tokens` tokens hold just these tokens, in this order, of this sequence."""
-        for position in range(num_tokens):
-            expected = (seq.request.request_id, position, seq.token_ids[position])
-            assert kv.get(self.slot(seq, position)) == expected
-
-    def check_batch(self, batch: Batch) -> None:
-        scheduler = self.scheduler
-        assert batch, "there is work and nothing runs"
-        assert sum(rows.count for rows in batch.rows) <= self.budget
-        assert len(scheduler.running) <= scheduler.max_num_seqs
-        self.check_pages()
-
-        in_batch = [rows.seq for rows in batch.rows]
-        assert len(set(map(id, in_batch))) == len(in_batch), "a sequence runs twice"
-        assert {id(seq) for seq in in_batch} <= {id(seq) for seq in scheduler.running}
-        assert scheduler.running[0] in in_batch, "the oldest does not get on"
-        for part in (batch.decodes, batch.prefills):
-            arrivals = [rows.seq.arrival for rows in part]
-            assert arrivals == sorted(arrivals)
-
-        decoding = [seq for seq in scheduler.running if seq.is_decoding and seq not in [r.seq for r in batch.prefills]]
-        assert decoding == [rows.seq for rows in batch.decodes], "a decoding sequence was passed over"
-        for rows in batch.decodes:
-            seq = rows.seq
-            width = min(self.block_size, seq.num_remaining) if seq.request.speculate else 1
-            assert rows == Rows(seq, seq.num_tokens - 1, width, samples=True, num_drafts=width - 1)
-        for rows in batch.prefills:
-            assert rows.count >= 1 and rows.num_drafts == 0
-            assert rows.start == rows.seq.num_computed and rows.end <= rows.seq.num_tokens
-            assert rows.samples == (rows.end == rows.seq.num_tokens)
-
-        left = self.budget - sum(rows.count for rows in batch.rows)
-        if left:  # nobody waits who could have run
-            assert len(in_batch) == len(scheduler.running)
-            assert all(rows.samples for rows in batch.prefills)
-            if scheduler.waiting and len(scheduler.running) < scheduler.max_num_seqs:
-                tokens = scheduler.waiting[0].num_tokens + self.block_size - 1
-                assert self.pool.pages_for(tokens) + len(scheduler.running) > self.pool.num_free
-        else:  # what is cut short is the last chunk alone
-            assert all(rows.samples for rows in batch.prefills[:-1])
-
-        written: set[int] = set()
-        for rows in batch.rows:
-            for position in range(rows.start, rows.end):
-                slot = self.slot(rows.seq, position)
-                assert slot not in written, f"two target rows write slot {slot}"
-                written.add(slot)
-
-    def check_deltas(self, batch: Batch, before: dict[str, tuple[int, int]], deltas: list[Delta]) -> None:
-        assert [d.request_id for d in deltas] == [rows.seq.request.request_id for rows in batch.rows if rows.samples]
-        for delta in deltas:
-            scripted = self.live[delta.request_id]
-            scripted.emitted += delta.token_ids
-            answer, reason = scripted.expected
-            assert delta.token_ids, "a step of a sampling sequence yields a token at least"
-            assert scripted.emitted == answer[: len(scripted.emitted)], "not what the model said"
-            assert (delta.finish_reason is not None) == (len(scripted.emitted) == len(answer))
-            assert delta.finish_reason in (None, reason)
-            assert 0 <= delta.num_accepted <= delta.num_verified <= max(0, self.block_size - 1)
-            assert len(delta.token_ids) - delta.num_accepted in ((0, 1) if delta.finish_reason == "stop" else (1,))
-            if delta.finish_reason:
-                assert delta.num_verified <= len(delta.token_ids), "drafts behind the end are counted"
-                self.done[delta.request_id] = self.live.pop(delta.request_id)
-        for rows in batch.rows:
-            n, computed = before[rows.seq.request.request_id]
-            assert rows.seq.num_computed > computed or rows.seq.num_tokens > n
-
-    def check_between_steps(self) -> None:
-        scheduler = self.scheduler
-        assert {seq.request.request_id for seq in self.sequences} == set(self.live)
-        assert len(self.sequences) == len(self.live)
-        arrivals = [seq.arrival for seq in self.sequences]
-        assert arrivals == sorted(arrivals), "who came first is not served first"
-        self.check_pages()
-        for seq in scheduler.running:
-            assert seq.num_computed <= seq.num_tokens - 1
-            assert seq.is_decoding == (seq.num_computed == seq.num_tokens - 1)
-            self.check_memory(self.target_kv, seq, seq.num_computed)
-            self.check_memory(self.draft_kv, seq, seq.num_computed)
-        for seq in scheduler.waiting:
-            assert not seq.pages and seq.num_computed == 0
-        for seq in self.sequences:
-            scripted = self.live[seq.request.request_id]
-            assert seq.token_ids == [*scripted.request.token_ids, *scripted.emitted], "tokens were lost"
-        if not scheduler.has_work:
-            assert self.pool.num_used == 0
-
-    def check_pages(self) -> None:
-        """Every page but the scratch ones is free or owned, by one sequence, once."""
-        owned = [page for seq in self.sequences for page in seq.pages]
-        free = array("i")
-        self.pool.grow(free, self.pool.num_free * self.page_size)
-        self.pool.release(free[::-1])  # so that they are free in the same order as before
-        assert sorted([*owned, *free]) == list(range(SCRATCH_PAGES, self.pool.num_pages))
-        assert self.pool.num_used == len(owned)
-
+from app.engine.sequence import Request
+from tests.unit.scheduler_harness import VOCAB, Harness
 
 # Who runs
 
@@ -570,6 +323,7 @@ class AnyTraffic(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         spare_rows=st.integers(0, 24),
         max_model_len=st.integers(2, 40),
+        prefix_caching=st.booleans(),
     )
     def start(self, **sizes: int) -> None:
         self.harness = Harness(**sizes)
@@ -580,17 +334,25 @@ class AnyTraffic(RuleBasedStateMachine):
         max_tokens=st.integers(1, 40),
         stop=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         speculate=st.booleans(),
+        alike=st.integers(0, 60),
+        salt=st.sampled_from(("", "", "salt")),
         count=st.integers(1, 3),
     )
-    def add(self, prompt: int, max_tokens: int, stop: set[int], speculate: bool, count: int) -> object:
+    def add(self, prompt: int, max_tokens: int, alike: int, count: int, **options: Any) -> object:
+        """The first `alike` tokens of all texts are the same, as far as each goes."""
         room = self.harness.scheduler.max_model_len
         prompt = min(prompt, room - 1)
         max_tokens = min(max_tokens, room - prompt)
-        return multiple(*(self.harness.add(prompt, max_tokens, stop=stop, speculate=speculate) for _ in range(count)))
+        begins = [index % VOCAB for index in range(alike)]
+        return multiple(*(self.harness.add(prompt, max_tokens, begins=begins, **options) for _ in range(count)))
 
     @rule(request_id=requests)
     def abort(self, request_id: str) -> None:
         self.harness.abort(request_id)
+
+    @rule()
+    def flush(self) -> None:
+        self.harness.flush()
 
     @rule(luck=st.lists(st.integers(0, 5), min_size=1, max_size=4), count=st.integers(1, 6))
     def step(self, luck: list[int], count: int) -> None:

@@ -21,6 +21,7 @@ def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Te
     column = torch.arange(drafts.shape[1] + 1, device=choices.device)
     rows = first[:, None] + torch.minimum(column, num_drafts[:, None])
     tokens = choices[rows]
-    verified = column[1:] <= num_drafts[:, None]
-    accepted = ((tokens[:, :-1] == drafts[draft_of]) & verified).cumprod(dim=1).sum(dim=1, keepdim=True)
+    kept = (tokens[:, :-1] == drafts[draft_of]) & (column[1:] <= num_drafts[:, None])
+    # The first draft that is not kept; a product along the rows would say the same, on an NPU's host processor (N32).
+    accepted = torch.where(kept, drafts.shape[1], column[:-1]).amin(dim=1, keepdim=True)
     return torch.cat((tokens, accepted), dim=1)

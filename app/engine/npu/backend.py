@@ -35,7 +35,7 @@ class NpuBackend(Backend):
             raise UnsupportedError(f"--device {device}: torch_npu {torch_npu.__version__} sees {count} NPUs")
         torch_npu.npu.set_device(device)
         if check_calls:
-            Checked().__enter__()
+            Checked(capturing=torch_npu.npu.is_current_stream_capturing).__enter__()
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()
@@ -116,6 +116,10 @@ class NpuBackend(Backend):
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return F.linear(torch_npu.npu_swiglu(F.linear(x, gate_up)), down)
+
+    def high_half(self, x: Tensor) -> Tensor:
+        """Without a shift, which is done on the device's host processor (N32)."""
+        return x.contiguous().view(torch.int16).unflatten(-1, (-1, 2))[..., 1].to(torch.int32) & 0xFFFF
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)

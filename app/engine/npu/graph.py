@@ -47,7 +47,7 @@ class NpuGraph(Graph):
         """Launch, then give every attention call its lengths: the device begins before the first of them (N27)."""
         self._graph.replay()
         entries = [_lengths(meta) for meta in self._attended]
-        check_update(entries, recorded=len(self._attended))
+        check_update(entries, recorded=len(self._graph.graph_dispatch_mode.graph_dispatch_records))
         self._graph.update(entries)
 
 

@@ -50,6 +50,7 @@ OPERATORS = {
     "npu_fused_infer_attention_score": "query key value atten_mask actual_seq_lengths actual_seq_lengths_kv "
     "block_table num_heads num_key_value_heads scale input_layout sparse_mode block_size",
     "npu_scatter_pa_kv_cache": "key value key_cache value_cache slot_mapping cache_mode",
+    "npu_scatter_nd_update_": "input indices updates",
     "npu_rms_norm": "input gamma epsilon",
     "npu_add_rms_norm": "x1 x2 gamma epsilon",
     "npu_rotary_mul": "input r1 r2",
@@ -158,7 +159,7 @@ def versions(environ: Mapping[str, str]) -> Finding:
         ours, npu = (importlib.metadata.version(name) for name in ("torch", "torch_npu"))
     except importlib.metadata.PackageNotFoundError as error:
         return Finding("not tried", f"{error.name} is not installed")
-    return matched(ours, npu, _cann_version(environ) or _reported("CANN"))
+    return matched(ours, npu, cann_version(environ))
 
 
 def matched(ours: str, npu: str, toolkit: str | None) -> Finding:
@@ -212,7 +213,7 @@ def chip(device: str) -> Finding:
 
 def graphs(root: Path) -> Finding:
     """Whether graphs can be captured and updated; without them the server runs, slower."""
-    version = _reported("DRIVER") or _driver_version(root)
+    version = driver_version(root)
     otherwise = "or serve with --enforce-eager"
     if version is None:
         return warning("the driver's version is unknown", f"graphs need HDK {GRAPH_DRIVER}: find out, {otherwise}")
@@ -242,6 +243,16 @@ def operators() -> Finding:
     if lacking:
         return failed(f"torch_npu has no {', '.join(lacking)}", f"install {BEST_SET}")
     return ok(f"all {len(OPERATORS)} are registered with the arguments that are passed")
+
+
+def driver_version(root: Path) -> str | None:
+    """As torch_npu tells it, where it is loaded, or the installer's note."""
+    return _reported("DRIVER") or _driver_version(root)
+
+
+def cann_version(environ: Mapping[str, str]) -> str | None:
+    """As the installer's note tells it, or torch_npu, where it is loaded."""
+    return _cann_version(environ) or _reported("CANN")
 
 
 def _index(device: str) -> int:

@@ -1,0 +1,31 @@
+"""Arrays to the device in one copy."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from app.engine.arrays import Ints
+from app.engine.backend import Backend
+
+_ALIGNMENT = 8
+"""In int32: 32 bytes, the unit in which an NPU's cores move data."""
+
+
+class Packed:
+    """Int32 arrays on the device that come in one copy. `tensors` keep their place from one `send` to the next."""
+
+    def __init__(self, arrays: Sequence[Ints], backend: Backend) -> None:
+        ends = np.cumsum([-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays])
+        self._starts = [0, *ends[:-1].tolist()]
+        self._memory = torch.empty(int(ends[-1]), dtype=torch.int32, device=backend.device)
+        self._backend = backend
+        self.tensors = [self._memory[i : i + len(array)] for i, array in zip(self._starts, arrays, strict=True)]
+        self.send(arrays)
+
+    def send(self, arrays: Sequence[Ints]) -> None:
+        """Queue a copy of arrays of the same sizes."""
+        packed = np.zeros(len(self._memory), dtype=np.int32)
+        for start, array in zip(self._starts, arrays, strict=True):
+            packed[start : start + len(array)] = array
+        self._backend.upload(torch.from_numpy(packed), self._memory)

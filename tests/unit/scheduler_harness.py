@@ -1,0 +1,397 @@
+"""A scheduler driven by a scripted model, with all that DESIGN.md promises of a step checked after each.
+
+The scripted model stands in for target, draft and memory. Its memory remembers for every slot whose token was written
+there, so KV that is missing, stale, overwritten or someone else's is seen in the step that would read it. With prefix
+caching it remembers what the token stands behind: the salt and all tokens before it. A cache of the test's own, whose
+keys are these tokens themselves, says what must be found.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from random import Random
+
+from app.engine.batch import Batch, Delta, Rows, StepResult
+from app.engine.kv_cache import SCRATCH_PAGES, PagePool
+from app.engine.scheduler import Scheduler
+from app.engine.sequence import Request, Sequence
+
+VOCAB = 12
+NONSENSE = -7
+"""What a step's result holds past the bonus token."""
+
+Accept = Callable[[Rows], int]
+
+Place = tuple[str, tuple[int, ...]]
+"""What a slot's KV is of: without a cache (request id, (position, token)), with one (salt, the tokens up to it)."""
+
+
+@dataclass
+class Scripted:
+    """A request and all it would say with nobody to stop it: `script` is prompt, then answer, then some more."""
+
+    request: Request
+    script: list[int]
+    emitted: list[int]
+
+    @property
+    def expected(self) -> tuple[list[int], str]:
+        """(the whole answer, why it ends)."""
+        start = len(self.request.token_ids)
+        answer = self.script[start : start + self.request.max_tokens]
+        for index, token in enumerate(answer):
+            if token in self.request.stop_token_ids:
+                return answer[: index + 1], "stop"
+        return answer, "length"
+
+
+def protected(scheduler: Scheduler) -> set[int]:
+    """The pages that nobody may write: those with several owners, and those that somebody can find."""
+    owners = Counter(page for seq in scheduler.running for page in seq.pages)
+    return {*(page for page, count in owners.items() if count > 1), *scheduler.pool._digest_of}
+
+
+def check_pages(scheduler: Scheduler) -> None:
+    """Every page but the scratch ones is free, or owned by as many sequences as the pool counts: only with a cache by
+    more than one. What can be found by a digest is found, and by that one alone."""
+    pool = scheduler.pool
+    owners = Counter(page for seq in (*scheduler.running, *scheduler.waiting) for page in seq.pages)
+    free = array("i")
+    deepcopy(pool).grow(free, pool.num_free * pool.page_size)
+    assert sorted([*owners, *free]) == list(range(pool.num_pages - pool.num_usable, pool.num_pages))
+    assert pool.num_used == len(owners)
+    assert pool._num_owners == [owners[page] for page in range(pool.num_pages)]
+    assert scheduler.prefix_caching or max(owners.values(), default=1) == 1
+    assert pool._page_of == {digest: page for page, digest in pool._digest_of.items()}
+    assert set(pool._free_cached) == set(pool._digest_of) - set(owners)
+
+
+class Harness:
+    """A scheduler over a page pool, driven step by step by the scripted model, everything checked after each."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 4,
+        spare_pages: int = 0,
+        block_size: int = 4,
+        max_num_seqs: int = 4,
+        spare_rows: int = 0,
+        max_model_len: int = 32,
+        prefix_caching: bool = False,
+    ) -> None:
+        """`spare_pages` and `spare_rows` come on top of the least that start-up allows."""
+        self.block_size = block_size
+        self.page_size = page_size
+        self.budget = max_num_seqs * block_size + spare_rows
+        one_sequence = -(-(max_model_len + 2 * block_size) // page_size)
+        self.pool = PagePool(SCRATCH_PAGES + one_sequence + spare_pages, page_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+        )
+        self.prefix_caching = prefix_caching
+        self.live: dict[str, Scripted] = {}
+        self.done: dict[str, Scripted] = {}
+        self.target_kv: dict[int, Place] = {}
+        self.draft_kv: dict[int, Place | None] = {}
+        self.cached: dict[Place, int] = {}
+        """The pages that must be found, by the tokens up to their end."""
+        self.num_cached: dict[str, int] = {}
+        """Tokens that were found for a request when it was first admitted."""
+        self.pages_found = 0
+        self.pages_evicted = 0
+        self.waits = 0
+        self._num_queried = 0
+        self._flushed_under: set[str] = set()
+        self._count = 0
+
+    # What a user does
+
+    def add(
+        self,
+        prompt: int,
+        max_tokens: int,
+        *,
+        stop: Collection[int] = (),
+        speculate: bool = True,
+        seed: int = 0,
+        begins: Collection[int] = (),
+        salt: str = "",
+    ) -> str:
+        """A request of `prompt` tokens, the first of which are those of `begins`; returns its id."""
+        request_id = f"r{self._count}"
+        self._count += 1
+        random = Random(f"{seed} {request_id}")
+        script = [*begins, *(random.randrange(VOCAB) for _ in range(prompt + max_tokens + self.block_size))]
+        request = Request(
+            request_id,
+            tuple(script[:prompt]),
+            max_tokens,
+            stop_token_ids=frozenset(stop),
+            speculate=speculate,
+            cache_salt=salt,
+        )
+        self.live[request_id] = Scripted(request, script, [])
+        self.scheduler.add(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.live.pop(request_id, None)
+        self.scheduler.abort(request_id)
+        self.check_between_steps()
+
+    def flush(self) -> None:
+        self.scheduler.flush_cache()
+        self.cached.clear()
+        self._flushed_under = {seq.request.request_id for seq in self.scheduler.running}
+        self.check_between_steps()
+
+    def step(self, accept: Accept = lambda rows: rows.num_drafts) -> tuple[Batch, dict[str, Delta]]:
+        """One step, in which `accept` says how many drafts of a decoding sequence the target agrees with."""
+        before = {seq.request.request_id: (seq.num_tokens, seq.num_computed) for seq in self.sequences}
+        owned = {seq.request.request_id: seq.pages[:] for seq in self.sequences}
+        batch = self.scheduler.schedule()
+        self.follow_pages(owned)
+        self.check_batch(batch)
+        self.write_draft_blocks(batch)
+        result = StepResult([], [])
+        for rows in batch.rows:
+            self.run_rows(rows, accept(rows) if rows.num_drafts else 0, result)
+        full = {rows.seq.request.request_id: rows.start // self.page_size for rows in batch.rows}
+        owned = {rows.seq.request.request_id: rows.seq.pages[:] for rows in batch.rows}
+        deltas = self.scheduler.commit(batch, result)
+        for rows in batch.rows:
+            request_id = rows.seq.request.request_id
+            self.cache_full_pages(rows.seq, full[request_id], owned[request_id])
+        self.check_deltas(batch, before, deltas)
+        self.check_between_steps()
+        return batch, {delta.request_id: delta for delta in deltas}
+
+    def drain(self, accept: Accept = lambda rows: rows.num_drafts) -> None:
+        """Steps until nothing is left to do; every step brings the oldest request further, so this ends."""
+        while self.scheduler.has_work:
+            self.step(accept)
+        assert not self.live, "requests were forgotten"
+        assert self.pool.num_used == 0
+
+    # The model and its memory
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def sequence(self, request_id: str) -> Sequence:
+        return next(seq for seq in self.sequences if seq.request.request_id == request_id)
+
+    def slot(self, seq: Sequence, position: int) -> int:
+        page = seq.pages[position // self.page_size]
+        return page * self.page_size + position % self.page_size
+
+    def place(self, request: Request, tokens: list[int]) -> Place:
+        """Of the last of these tokens of a sequence, all from its first."""
+        if self.prefix_caching:
+            return request.cache_salt, tuple(tokens)
+        return request.request_id, (len(tokens) - 1, tokens[-1])
+
+    def write_draft_blocks(self, batch: Batch) -> None:
+        """The draft writes the whole block of each anchor, past what is verified; it reads all the context before."""
+        written: set[int] = set()
+        for rows in batch.decodes:
+            if not rows.num_drafts:
+                continue
+            self.check_memory(self.draft_kv, rows.seq, rows.start)
+            for position in range(rows.start, rows.start + self.block_size):
+                slot = self.slot(rows.seq, position)
+                assert slot not in written, f"two draft rows write slot {slot}"
+                written.add(slot)
+                self.draft_kv[slot] = None
+        self.check_own(written)
+
+    def run_rows(self, rows: Rows, accepted: int, result: StepResult) -> None:
+        """Target rows and the context KV of the same rows; then what the target says after those that sample."""
+        seq = rows.seq
+        assert 0 <= accepted <= rows.num_drafts
+        self.check_memory(self.target_kv, seq, rows.start)
+        self.check_memory(self.draft_kv, seq, rows.start)
+        script = self.live[seq.request.request_id].script
+        tokens = script[rows.start : rows.end]
+        first_draft = rows.count - rows.num_drafts
+        tokens[first_draft + accepted :] = [(t + 1) % VOCAB for t in tokens[first_draft + accepted :]]
+        for row, position in enumerate(range(rows.start, rows.end)):
+            place = self.place(seq.request, seq.token_ids[: rows.start] + tokens[: row + 1])
+            self.target_kv[self.slot(seq, position)] = self.draft_kv[self.slot(seq, position)] = place
+        if rows.samples:
+            n = rows.end - rows.num_drafts
+            said = script[n : n + accepted + 1]
+            result.tokens.append(said + [NONSENSE] * (self.block_size - len(said)))
+            result.num_accepted.append(accepted)
+
+    # The cache, once more
+
+    def prefixes(self, seq: Sequence) -> Iterator[Place]:
+        """Of each page that a hit may cover: not the one of the last token."""
+        for end in range(self.page_size, seq.num_tokens, self.page_size):
+            yield self.place(seq.request, seq.token_ids[:end])
+
+    def found(self, seq: Sequence) -> list[int]:
+        pages = []
+        for place in self.prefixes(seq):
+            if place not in self.cached:
+                break
+            pages.append(self.cached[place])
+        return pages
+
+    def follow_pages(self, owned: dict[str, "array[int]"]) -> None:
+        """After a schedule: what was taken anew is cached no more; what newcomers share is what they had to find."""
+        hits: dict[str, list[int]] = {}
+        for seq in self.scheduler.running:
+            request_id = seq.request.request_id
+            before = owned[request_id]
+            if not before:
+                hits[request_id] = seq.pages[: seq.num_computed // self.page_size].tolist()
+            assert before == seq.pages[: len(before)], "pages that are owned change places"
+            taken = set(seq.pages[len(before) + len(hits.get(request_id, [])) :])
+            self.pages_evicted += len(taken & set(self.cached.values()))
+            self.cached = {place: page for place, page in self.cached.items() if page not in taken}
+        for request_id, pages in hits.items():
+            seq = self.sequence(request_id)
+            assert self.found(seq) == pages
+            assert seq.num_computed == len(pages) * self.page_size <= seq.num_tokens - 1
+            self.pages_found += len(pages)
+            if request_id not in self.num_cached:
+                self.num_cached[request_id] = seq.num_computed
+                self._num_queried += len(seq.request.token_ids)
+        self._flushed_under &= {seq.request.request_id for seq in self.scheduler.running}
+
+    def cache_full_pages(self, seq: Sequence, first: int, pages: "array[int]") -> None:
+        """After a commit; `first` is the first page that was not full before it."""
+        request_id = seq.request.request_id
+        if not self.prefix_caching or request_id in self._flushed_under:
+            return
+        for page in range(first, seq.num_computed // self.page_size):
+            place = self.place(seq.request, seq.token_ids[: (page + 1) * self.page_size])
+            self.cached.setdefault(place, pages[page])
+
+    def is_being_filled(self, seq: Sequence) -> bool:
+        """Whether somebody who runs fills the next page that `seq` could find, by the end of this step."""
+        left = list(self.prefixes(seq))[len(self.found(seq)) :]
+        return bool(left) and any(
+            other.num_computed < len(left[0][1]) <= other.num_tokens
+            and other.request.request_id not in self._flushed_under
+            and self.place(other.request, other.token_ids[: len(left[0][1])]) == left[0]
+            for other in self.scheduler.running
+        )
+
+    # What must hold
+
+    def check_memory(self, kv: dict[int, Place] | dict[int, Place | None], seq: Sequence, num_tokens: int) -> None:
+        """The slots of the first `num_tokens` tokens hold just these tokens, in this order, of this sequence."""
+        for position in range(num_tokens):
+            expected = self.place(seq.request, seq.token_ids[: position + 1])
+            assert kv.get(self.slot(seq, position)) == expected
+
+    def check_own(self, slots: set[int]) -> None:
+        pages = {slot // self.page_size for slot in slots}
+        assert not pages & {*self.cached.values(), *protected(self.scheduler)}, "a shared or cached page is written"
+
+    def check_batch(self, batch: Batch) -> None:
+        scheduler = self.scheduler
+        assert batch, "there is work and nothing runs"
+        assert sum(rows.count for rows in batch.rows) <= self.budget
+        assert len(scheduler.running) <= scheduler.max_num_seqs
+        check_pages(self.scheduler)
+
+        in_batch = [rows.seq for rows in batch.rows]
+        assert len(set(map(id, in_batch))) == len(in_batch), "a sequence runs twice"
+        assert {id(seq) for seq in in_batch} <= {id(seq) for seq in scheduler.running}
+        assert scheduler.running[0] in in_batch, "the oldest does not get on"
+        for part in (batch.decodes, batch.prefills):
+            arrivals = [rows.seq.arrival for rows in part]
+            assert arrivals == sorted(arrivals)
+
+        decoding = [seq for seq in scheduler.running if seq.is_decoding and seq not in [r.seq for r in batch.prefills]]
+        assert decoding == [rows.seq for rows in batch.decodes], "a decoding sequence was passed over"
+        for rows in batch.decodes:
+            seq = rows.seq
+            width = min(self.block_size, seq.num_remaining) if seq.request.speculate else 1
+            assert rows == Rows(seq, seq.num_tokens - 1, width, samples=True, num_drafts=width - 1)
+        for rows in batch.prefills:
+            assert rows.count >= 1 and rows.num_drafts == 0
+            assert rows.start == rows.seq.num_computed and rows.end <= rows.seq.num_tokens
+            assert rows.samples == (rows.end == rows.seq.num_tokens)
+
+        left = self.budget - sum(rows.count for rows in batch.rows)
+        if left:  # nobody waits who could have run
+            assert len(in_batch) == len(scheduler.running)
+            assert all(rows.samples for rows in batch.prefills)
+            if scheduler.waiting and len(scheduler.running) < scheduler.max_num_seqs:
+                self.check_waits(scheduler.waiting[0])
+        else:  # what is cut short is the last chunk alone
+            assert all(rows.samples for rows in batch.prefills[:-1])
+
+        written: set[int] = set()
+        for rows in batch.rows:
+            for position in range(rows.start, rows.end):
+                slot = self.slot(rows.seq, position)
+                assert slot not in written, f"two target rows write slot {slot}"
+                written.add(slot)
+        self.check_own(written)
+
+    def check_waits(self, seq: Sequence) -> None:
+        """For pages: a page must stay free for each who runs; or for a page that somebody fills in this very step."""
+        owned = {page for other in self.scheduler.running for page in other.pages}
+        tokens = seq.num_tokens + self.block_size - 1
+        wanted = self.pool.pages_for(tokens) - len(owned.intersection(self.found(seq)))
+        being_filled = self.is_being_filled(seq)
+        self.waits += being_filled
+        assert being_filled or wanted + len(self.scheduler.running) > self.pool.num_free
+
+    def check_deltas(self, batch: Batch, before: dict[str, tuple[int, int]], deltas: list[Delta]) -> None:
+        assert [d.request_id for d in deltas] == [rows.seq.request.request_id for rows in batch.rows if rows.samples]
+        for delta in deltas:
+            scripted = self.live[delta.request_id]
+            scripted.emitted += delta.token_ids
+            answer, reason = scripted.expected
+            assert delta.token_ids, "a step of a sampling sequence yields a token at least"
+            assert scripted.emitted == answer[: len(scripted.emitted)], "not what the model said"
+            assert (delta.finish_reason is not None) == (len(scripted.emitted) == len(answer))
+            assert delta.finish_reason in (None, reason)
+            assert 0 <= delta.num_accepted <= delta.num_verified <= max(0, self.block_size - 1)
+            assert len(delta.token_ids) - delta.num_accepted in ((0, 1) if delta.finish_reason == "stop" else (1,))
+            assert delta.cached_tokens == self.num_cached[delta.request_id]
+            if delta.finish_reason:
+                assert delta.num_verified <= len(delta.token_ids), "drafts behind the end are counted"
+                self.done[delta.request_id] = self.live.pop(delta.request_id)
+        for rows in batch.rows:
+            n, computed = before[rows.seq.request.request_id]
+            assert rows.seq.num_computed > computed or rows.seq.num_tokens > n
+        assert self.scheduler.prefix_cache_hits == sum(self.num_cached.values())
+        assert self.scheduler.prefix_cache_queries == (self._num_queried if self.prefix_caching else 0)
+
+    def check_between_steps(self) -> None:
+        scheduler = self.scheduler
+        assert {seq.request.request_id for seq in self.sequences} == set(self.live)
+        assert len(self.sequences) == len(self.live)
+        arrivals = [seq.arrival for seq in self.sequences]
+        assert arrivals == sorted(arrivals), "who came first is not served first"
+        check_pages(self.scheduler)
+        for seq in scheduler.running:
+            assert seq.num_computed <= seq.num_tokens - 1
+            assert seq.is_decoding == (seq.num_computed == seq.num_tokens - 1)
+            self.check_memory(self.target_kv, seq, seq.num_computed)
+            self.check_memory(self.draft_kv, seq, seq.num_computed)
+        for seq in scheduler.waiting:
+            assert not seq.pages and seq.num_computed == 0
+        for seq in self.sequences:
+            scripted = self.live[seq.request.request_id]
+            assert seq.token_ids == [*scripted.request.token_ids, *scripted.emitted], "tokens were lost"
+        assert set(self.pool._digest_of) == set(self.cached.values()), "not what must be found"
+        if not scheduler.has_work:
+            assert self.pool.num_used == 0
