@@ -98,7 +98,7 @@ class Config(BaseSettings):
         48, gt=0, description="most graphs to capture; a step that fits none exactly is padded to the next larger"
     )
     npu_check: bool = Field(
-        False, description="hold every operator call on an NPU to the rules of docs/npu-contract.md, slowly"
+        False, description="hold every operator call on an NPU to docs/npu-contract.md, eagerly and slowly"
     )
     tensor_parallel_size: int = Field(1, description="only 1 for now")
 

@@ -164,7 +164,7 @@ def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> tor
 def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:
     """The sizes to capture, None to run eagerly."""
     eager = not backend.captures if config.enforce_eager is None else config.enforce_eager
-    if eager:
+    if eager or config.npu_check:  # what a graph holds cannot be read while it is captured or updated
         return None
     return settle_graph_sizes(
         sizes.max_num_seqs, sizes.block_size, config.max_graphs, draft_graphs=_draft_graphs(config)

@@ -246,9 +246,7 @@ def test_a_step_that_does_not_fit_is_refused_with_the_settings_to_change(
         engine(pair, kv_cache_memory=None, max_num_seqs=256, max_num_batched_tokens=50_000)
 
 
-def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = NpuBackend.capture
 
     def full(self: NpuBackend, *args: Any) -> Any:

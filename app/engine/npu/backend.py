@@ -35,7 +35,7 @@ class NpuBackend(Backend):
             raise UnsupportedError(f"--device {device}: torch_npu {torch_npu.__version__} sees {count} NPUs")
         torch_npu.npu.set_device(device)
         if check_calls:
-            Checked(capturing=torch_npu.npu.is_current_stream_capturing).__enter__()
+            Checked().__enter__()
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()

@@ -58,19 +58,17 @@ def check_values(
 
 
 class Checked(TorchDispatchMode):
-    """Every call of an `npu::` operator is checked before it runs. `lift` names rules that are not held. While
-    `capturing()`, values cannot be read; the same code has run with the same tensors just before."""
+    """Every call of an `npu::` operator is checked before it runs; not in graphs, whose values cannot be read. `lift`
+    names rules that are not held."""
 
-    def __init__(self, lift: Collection[str] = (), capturing: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, lift: Collection[str] = ()) -> None:
         super().__init__()
         self._lift = lift
-        self._capturing = capturing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "npu":
             check_call(func, args, kwargs or {}, self._lift)
-            if not self._capturing():
-                check_values(func, args, kwargs or {}, self._lift)
+            check_values(func, args, kwargs or {}, self._lift)
         return func(*args, **(kwargs or {}))
 
 
