@@ -18,17 +18,17 @@ _HALVINGS = 26
 
 
 class Filters(NamedTuple):
-    """Of N rows, fp32 [N]: `top_k` and `top_p` inf and `min_p` 0 keep all. `candidates` is how many of the best tokens
-    hold all that any row keeps, as far as the host can tell: the largest top-k; 0 where it cannot."""
+    """Of N rows, fp32 [N]: `top_k` and `top_p` inf and `min_p` 0 keep all. `short`: the host knows that the SHORTLIST
+    best tokens hold all that any row keeps, because every top-k is at most that."""
 
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    candidates: int = 0
+    short: bool = False
 
     def within(self, part: slice | Tensor) -> "Filters":
         """Of some of the rows."""
-        return Filters(self.top_k[part], self.top_p[part], self.min_p[part], self.candidates)
+        return Filters(self.top_k[part], self.top_p[part], self.min_p[part], self.short)
 
 
 class Shortlist(NamedTuple):

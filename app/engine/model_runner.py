@@ -105,8 +105,7 @@ class ModelRunner:
         )
         filters = additions = penalties = None
         if inputs.is_filtered:
-            most = inputs.top_k.max()
-            filters = Filters(top_k, top_p, min_p, int(most) if most <= SHORTLIST else 0)
+            filters = Filters(top_k, top_p, min_p, short=bool(inputs.top_k.max() <= SHORTLIST))
         if len(inputs.added):
             host_rows = inputs.added[:, 0].tolist()
             additions = Additions(host_rows, added_rows.long(), added_tokens.long(), added_values)

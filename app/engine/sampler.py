@@ -127,13 +127,13 @@ class Sampler:
         """From a short list of tokens where that is known to be enough. A CPU looks whether it is; other devices would
         have to be waited for."""
         may_look = logits.device.type == "cpu"
-        if not (of.candidates or may_look):
+        if not (of.short or may_look):
             return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
         short = filters.shortlist(logits, of, filters.SHORTLIST)
         noise = self.gumbel(state, short.tokens)
         best = (short.logits.masked_fill(~short.kept, -torch.inf) + noise).argmax(dim=-1, keepdim=True)
         drawn = short.tokens.gather(1, best)[:, 0]
-        if not of.candidates and not bool(short.complete.all()):
+        if not of.short and not bool(short.complete.all()):
             rest = (~short.complete).nonzero()[:, 0]
             kept = filters.keep(logits[rest], of.within(rest))
             drawn[rest] = self._pick(logits[rest].masked_fill(~kept, -torch.inf), state[rest])

@@ -472,8 +472,8 @@ def test_a_row_with_few_candidates_is_the_same_whether_that_is_known_or_not(back
     rows = torch.arange(count, dtype=torch.int32)
     for logits in (normal(count, vocab), normal(count, vocab).round(), normal(count, vocab, scale=0.01)):
         found = []
-        for candidates in (top_k, 0):
-            of = filters_of([Sampling(top_k=top_k, top_p=0.9)] * count)._replace(candidates=candidates)
+        for short in (True, False):
+            of = filters_of([Sampling(top_k=top_k, top_p=0.9)] * count)._replace(short=short)
             draws = Draws(rows.tolist(), rows, torch.ones(count), states, filters=of)
             found.append(sampler.choose(logits, torch.eye(vocab), [draws]).tolist())
         assert found[0] == found[1]
