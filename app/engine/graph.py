@@ -19,7 +19,8 @@ class Graph(ABC):
 class RerunGraph(Graph):
     """Where a device captures nothing: the stretch is run again, and its results are put where the first ones were.
 
-    Whatever else the host knows is as it was at capture, so that a length that was baked in shows on any laptop.
+    It reads the same input tensors and metas as at capture, and only their contents and plans are new, so that a length
+    that was baked into one of them shows on any laptop.
     """
 
     def __init__(self, run: Callable[[], tuple[Tensor, ...]]) -> None:

@@ -17,14 +17,14 @@ class GraphSizes:
     seqs: tuple[int, ...]
     widths: tuple[int, ...]
 
-    def draft(self, num_blocks: int) -> int:
-        """The number of blocks that `num_blocks` are padded to."""
-        return next(size for size in self.seqs if size >= num_blocks)
+    def seqs_for(self, num_seqs: int) -> int:
+        """The number of sequences, or of their draft blocks, that `num_seqs` are padded to."""
+        return next(size for size in self.seqs if size >= num_seqs)
 
     def target(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
         """(sequences, rows) that a step's are padded to. A padding request has a row at least, and one is always there;
         see `step_inputs.pad_target`."""
-        seqs = self.draft(num_seqs)
+        seqs = self.seqs_for(num_seqs)
         width = next(width for width in self.widths if seqs * width >= num_rows + seqs - num_seqs)
         return seqs, self.rows(seqs, width)
 
@@ -40,8 +40,8 @@ class GraphSizes:
 def settle_graph_sizes(max_num_seqs: int, block_size: int, max_graphs: int, *, draft_graphs: bool) -> GraphSizes:
     """At most `max_graphs` graphs: powers of two of sequences, by 1, b/4, b/2 and b rows for each on average.
 
-    Where those are too many, narrow widths go first, then every other number of sequences. Raises UnsupportedError when
-    not even one size fits.
+    Where those are too many, b/4 and b/2 go first, then every other number of sequences, and 1 last. Raises
+    UnsupportedError when not even one size fits.
     """
     widths = sorted({1, -(-block_size // 4), -(-block_size // 2), block_size})[-MAX_WIDTHS:]
     seqs = [1 << i for i in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]

@@ -32,7 +32,7 @@ class PendingStep:
 class ModelRunner:
     """Runs batches over the target and, when there is one, the drafter.
 
-    With `graphs` every draft comes from a graph, and so does the target of a step in which nobody prefills.
+    Once `graphs` are set every draft comes from a graph, and so does the target of a step in which nobody prefills.
     """
 
     def __init__(
@@ -43,11 +43,10 @@ class ModelRunner:
         *,
         page_size: int,
         block_size: int,
-        graphs: StepGraphs | None = None,
     ) -> None:
         self.stages = stages
         self._counts = counts
-        self.graphs = graphs
+        self.graphs: StepGraphs | None = None
         self._backend = backend
         self._page_size = page_size
         self._block_size = block_size

@@ -86,7 +86,7 @@ class StepGraphs:
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Drafts [D, b - 1]; they stay until the next ones."""
-        padded = self._pad_draft(inputs, self._sizes.draft(len(inputs.anchors)))
+        padded = self._pad_draft(inputs, self._sizes.seqs_for(len(inputs.anchors)))
         captured = self._draft_graphs[len(padded.anchors)]
         self._send(captured, padded)
         captured.graph.replay()

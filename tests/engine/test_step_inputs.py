@@ -224,7 +224,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     (own,), (group,) = inputs.target.groups, padded.groups
     check_padded(own, group, rows, pages, scratch_pages, page_size)
     if inputs.draft:
-        blocks = sizes.draft(len(inputs.draft.anchors))
+        blocks = sizes.seqs_for(len(inputs.draft.anchors))
         draft = step_inputs.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
         assert set(draft.group.q_lens) == {block_size} and len(draft.anchors) == blocks
         check_padded(inputs.draft.group, draft.group, blocks * block_size, pages, scratch_pages, page_size)
