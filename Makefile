@@ -30,8 +30,13 @@ given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
 
+# Two processes, each on one core: torch's threads wait for one another in busy loops, and on a core that does other work
+# as well that makes everything many times slower.
+test test-npu: export OMP_NUM_THREADS = 1
+PARALLEL = --numprocesses 2 --dist loadfile
+
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not slow" $(PARALLEL) $(ARGS)
 	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu-if-possible
 
 # With CI set it must be possible; elsewhere a platform without torch_npu's wheel goes on, and says what was left out.

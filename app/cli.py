@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 import re
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ commands:
   serve [MODEL]   serve a model; without MODEL the small demo pair that is shipped
   check           tell whether the server can run on this machine's device, and what to do if not
   npu-report      measure an Ascend NPU and write down what it does: operators, open points, engine, time
+  bench           measure servers and engines against one another, by turns
 
 options:
   -h, --help      show this help; `dflash-server COMMAND --help` lists the flags of a command
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    commands = {"serve": serve, "check": check, "npu-report": npu_report}
+    commands = {"serve": serve, "check": check, "npu-report": npu_report, "bench": bench}
     if command not in commands:
         return _fail(f"unknown command {command}", f"did you mean `dflash-server serve {' '.join(arguments)}`?")
     # torch_npu without CANN breaks a plain `import torch` in every process that loads device backends by itself;
@@ -104,6 +106,13 @@ def npu_report(arguments: Sequence[str]) -> int:
         return report(device, given.out)
     except OSError as error:
         return _fail(f"--out {given.out}: {error.strerror or error}", "give a folder that this user may write to")
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run a part of app.bench, which loads torch where it needs it."""
+    sys.argv[1:] = arguments
+    runpy.run_module("app.bench", run_name="__main__", alter_sys=True)
+    return 0
 
 
 def serve(arguments: Sequence[str]) -> int:

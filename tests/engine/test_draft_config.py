@@ -21,7 +21,16 @@ from tests.engine.pairs import Pair, make_pair
 torch.set_num_threads(1)
 
 Json = dict[str, Any]
-NO = object()
+
+
+class _No:
+    """A field that is left out."""
+
+    def __repr__(self) -> str:
+        return "NO"
+
+
+NO = _No()
 """A field that is not there."""
 
 

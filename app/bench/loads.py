@@ -1,0 +1,49 @@
+"""What engines are asked in a bench: held-out prompts of the demo pair as token ids, by domain."""
+
+import itertools
+from functools import cache
+
+from app.checkpoint import DEMO
+from app.demo.corpus import DOMAINS, samples
+from app.engine.sequence import Request
+from app.text.tokenizer import Tokenizer
+
+MAX_TOKENS = 128
+HOPELESS_TEMPERATURE = 3.0
+"""So much noise that no draft can know the next token."""
+HOPELESS = f"prose at T = {HOPELESS_TEMPERATURE:g}"
+MIXED = "half math, half hopeless"
+LOADS = (*DOMAINS, HOPELESS, MIXED)
+
+
+def requests(load: str, count: int) -> list[Request]:
+    """The first `count` requests of one of LOADS. Greedy but for hopeless ones, each of which has a seed."""
+    if load == MIXED:
+        halves = zip(requests("math", -(-count // 2)), requests(HOPELESS, -(-count // 2)), strict=True)
+        return list(itertools.chain.from_iterable(halves))[:count]
+    hopeless = load == HOPELESS
+    return [
+        Request(
+            request_id=f"{load} {index}",
+            token_ids=prompt,
+            max_tokens=MAX_TOKENS,
+            temperature=HOPELESS_TEMPERATURE if hopeless else 0.0,
+            seed=index,
+            stop_token_ids=frozenset(_tokenizer().eos_ids),
+        )
+        for index, prompt in enumerate(_prompts("prose" if hopeless else load, count))
+    ]
+
+
+@cache
+def _prompts(domain: str, count: int) -> list[tuple[int, ...]]:
+    texts = [
+        _tokenizer().chat_template.render(list(sample.messages))
+        for sample in itertools.islice(samples(domain, "heldout", 0), count)
+    ]
+    return [tuple(_tokenizer().encode(text, add_special_tokens=False)) for text in texts]
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO / "target")

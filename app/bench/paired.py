@@ -1,0 +1,115 @@
+"""Which of several ways is faster, on a machine whose speed drifts: every round runs each way once, in an order that
+turns, and only ratios within a round count. Pure Python.
+
+The ratio is the Hodges-Lehmann estimate over the rounds, and its 95 % interval is Wilcoxon's signed-rank one: medians
+of pairwise means, so that a round that something held up moves them little.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+MIN_ROUNDS = 6
+"""With fewer no interval of 95 % exists."""
+_QUANTILE = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """An estimate and its 95 % interval; infinitely wide over fewer than MIN_ROUNDS rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """Of the interval, as a share of the estimate."""
+        return (self.high - self.low) / self.middle
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"{self.middle:.2f}"
+        return f"{self.middle:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """How many times as large our figures are as theirs of the same rounds; all are positive."""
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
+    means = sorted((a + b) / 2 for i, a in enumerate(logs) for b in logs[i:])
+    if len(logs) < MIN_ROUNDS:
+        return Ratio(math.exp(median(means)), 0.0, math.inf)
+    n = len(logs)
+    spread = math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
+    outside = max(0, math.floor(n * (n + 1) / 4 - _QUANTILE * spread) - 1)
+    return Ratio(*(math.exp(x) for x in (median(means), means[outside], means[-1 - outside])))
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """That `variant` is at least `bound` times as fast as `against`; None: how many times is asked."""
+
+    variant: str
+    against: str
+    bound: float | None = None
+
+    def verdict(self, found: Ratio, tight: float) -> str:
+        """ "met", "missed" or "inconclusive"; without a bound "measured" or "inconclusive"."""
+        known = found.width <= tight
+        if self.bound is None:
+            return "measured" if known else "inconclusive"
+        if found.low >= self.bound or (known and found.middle >= self.bound):
+            return "met"
+        return "missed" if found.high < self.bound or known else "inconclusive"
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Speeds of each variant, one a round, and what is claimed of them. Settled when every claim has its verdict.
+
+    An interval is `tight` when it is so much of its ratio wide.
+    """
+
+    speeds: dict[str, list[float]]
+    claims: Sequence[Claim]
+    tight: float = 0.03
+
+    def ratio(self, claim: Claim) -> Ratio:
+        return ratio(self.speeds[claim.variant], self.speeds[claim.against])
+
+    def verdict(self, claim: Claim) -> str:
+        return claim.verdict(self.ratio(claim), self.tight)
+
+    @property
+    def num_rounds(self) -> int:
+        return min(map(len, self.speeds.values()))
+
+    @property
+    def is_settled(self) -> bool:
+        return self.num_rounds >= MIN_ROUNDS and all(self.verdict(claim) != "inconclusive" for claim in self.claims)
+
+
+def rounds(
+    variants: Mapping[str, Callable[[], float]],
+    claims: Sequence[Claim] = (),
+    *,
+    max_rounds: int,
+    tight: float = 0.03,
+    seed: int = 0,
+) -> Iterator[Comparison]:
+    """Run rounds until the comparison is settled or `max_rounds` are over; each variant returns its speed.
+
+    Yields what is known after every round. Whoever calls has warmed the variants up.
+    """
+    order = random.Random(seed)
+    comparison = Comparison({name: [] for name in variants}, claims, tight)
+    names = list(variants)
+    for _ in range(max_rounds):
+        order.shuffle(names)
+        for name in names:
+            comparison.speeds[name].append(variants[name]())
+        yield comparison
+        if comparison.is_settled and claims:
+            return

@@ -1,0 +1,94 @@
+"""What `--verify auto` is worth: against plain decoding and whole blocks, on every kind of text, at several
+concurrencies, on the demo pair in this process. `dflash-server bench widths`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from app.bench import in_process, loads
+from app.bench.machine import describe
+from app.bench.paired import Claim, Comparison, rounds
+from app.bench.tables import markdown
+from app.checkpoint import DEMO
+from app.engine.core import EngineCore
+from app.engine.sequence import Request
+
+VARIANTS = ("plain", "full", "auto")
+LEAST = {"plain": 0.95, "full": 0.97}
+"""How many times as fast as these `auto` is on any text."""
+MIXED_LEAST = {"plain": 1.05, "full": 1.05}
+
+
+class Way:
+    """An engine with its requests; calling it runs them all and says how many tokens a second came out."""
+
+    def __init__(self, core: EngineCore, requests: Sequence[Request], concurrency: int) -> None:
+        self._run = partial(in_process.run, core, requests, concurrency)
+        self.last = in_process.Outcome()
+
+    def __call__(self) -> float:
+        self.last = self._run()
+        return self.last.speed
+
+
+def claims(load: str) -> list[Claim]:
+    bounds = MIXED_LEAST if load == loads.MIXED else LEAST
+    return [Claim("auto", against, bound) for against, bound in bounds.items()]
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each load and concurrency."""
+    engines = {
+        name: in_process.engine(name, DEMO / "target", DEMO / "draft", max_num_seqs=max(options.concurrency))
+        for name in VARIANTS
+    }
+    rows = []
+    cells = [(load, concurrency) for load in options.loads for concurrency in options.concurrency]
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with bar:
+        task = bar.add_task("widths", total=len(cells))
+        for load, concurrency in cells:
+            bar.update(task, description=f"{load}, {concurrency} at once")
+            requests = loads.requests(load, max(8, 3 * concurrency))
+            ways = {name: Way(core, requests, concurrency) for name, core in engines.items()}
+            for way in ways.values():
+                way()
+            *_, comparison = rounds(ways, claims(load), max_rounds=options.max_rounds)
+            rows.append(row(load, concurrency, comparison, ways["auto"].last))
+            bar.console.print(*rows[-1].values(), sep=" | ")
+            bar.advance(task)
+    return rows
+
+
+def row(load: str, concurrency: int, comparison: Comparison, auto: in_process.Outcome) -> dict[str, Any]:
+    cells: dict[str, Any] = {"text": load, "concurrency": concurrency}
+    cells |= {f"{name} tok/s": f"{median(speeds):.0f}" for name, speeds in comparison.speeds.items()}
+    for claim in comparison.claims:
+        verdict = comparison.verdict(claim)
+        cells[f"auto / {claim.against}"] = f"{comparison.ratio(claim)} {verdict if verdict != 'met' else ''}".strip()
+    drafting = f"{100 * auto.drafting_share:.0f} %"
+    return cells | {"drafting": drafting, "rounds": comparison.num_rounds}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="dflash-server bench widths", description=__doc__)
+    parser.add_argument("--loads", type=lambda s: s.split(","), default=list(loads.LOADS))
+    parser.add_argument("--concurrency", type=lambda s: [int(x) for x in s.split(",")], default=[1, 4, 16, 32])
+    parser.add_argument("--max-rounds", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="write JSON here as well")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    rows = compare(options)
+    print(f"\n{describe()}\n")
+    print(markdown(rows))
+    if options.out:
+        options.out.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1))
+    return 0
