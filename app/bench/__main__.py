@@ -1,20 +1,28 @@
-"""`dflash-server bench PART ...`."""
+"""`dflash-server bench [PART] ...`; where no part is named, it is `http`."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
 PARTS = {
+    "http": "servers against one another over HTTP, by turns: the part that is meant where none is named",
+    "eval": "accuracy and acceptance length with and without drafts, on GSM8K or the demo's own problems",
     "widths": "what `--verify auto` is worth against plain decoding and whole blocks",
 }
 
-USAGE = "usage: dflash-server bench PART ...\n\nparts:\n" + "".join(f"  {k:<12}{v}\n" for k, v in PARTS.items())
+USAGE = (
+    "usage: dflash-server bench [PART] ...\n\nparts:\n"
+    + "".join(f"  {k:<12}{v}\n" for k, v in PARTS.items())
+    + "\n`dflash-server bench PART --help` lists the flags of a part\n"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments[:1] in ([], ["-h"], ["--help"]):
+    if list(arguments) in (["-h"], ["--help"]):
         print(USAGE, end="")
-        return 0 if arguments else 2
+        return 0
+    if not arguments or arguments[0].startswith("-"):
+        arguments = ["http", *arguments]
     if arguments[0] not in PARTS:
         print(f"dflash-server bench: no part {arguments[0]}\n\n{USAGE}", end="", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ MAX_TOKENS = 128
 HOPELESS_TEMPERATURE = 3.0
 """So much noise that no draft can know the next token."""
 HOPELESS = f"prose at T = {HOPELESS_TEMPERATURE:g}"
-MIXED = "half math, half hopeless"
+MIXED = "half math and half hopeless"
 LOADS = (*DOMAINS, HOPELESS, MIXED)
 
 

@@ -79,8 +79,8 @@ def row(load: str, concurrency: int, comparison: Comparison, auto: in_process.Ou
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="dflash-server bench widths", description=__doc__)
-    parser.add_argument("--loads", type=lambda s: s.split(","), default=list(loads.LOADS))
-    parser.add_argument("--concurrency", type=lambda s: [int(x) for x in s.split(",")], default=[1, 4, 16, 32])
+    parser.add_argument("--loads", nargs="+", choices=loads.LOADS, default=loads.LOADS, metavar="TEXT")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 32], metavar="N")
     parser.add_argument("--max-rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write JSON here as well")

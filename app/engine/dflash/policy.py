@@ -13,23 +13,32 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.floating[Any]]
+from app.engine.arrays import Ints
+
+Floats = NDArray[np.float64]
 
 _MEMORY = 0.9
 """What a step's outcome still weighs after the next one of its sequence."""
 _LONG_MEMORY = 0.99
 """The same for what sequences do on average, after the next outcome of any of them."""
-_AVERAGE_WEIGHT = 6.0
-"""How many drafts of its own weigh as much as what other sequences' drafts say of a sequence."""
+_WEIGHTS = np.array([3.0, 10.0, 30.0, 100.0])
+"""How many drafts of its own weigh as much as what other sequences' drafts say of a sequence: few where texts differ,
+many where they are alike. Whichever has foretold the last outcomes best is believed."""
 _PRIOR_WEIGHT = 5.0
-"""How many outcomes weigh as much as what is expected without any."""
-_OPTIMISM = 0.8
+"""How many outcomes of all sequences weigh as much as what is expected without any."""
+_OPTIMISM = 0.95
 """The chance of a draft after an accepted one, before anything is known."""
+_RAREST = 1e-3
+"""No chance is taken to be nearer to 0 or 1."""
 _PROBE_SHARE = 0.018
 """Of the time, spent on finding out whether text that was hopeless has become easy."""
 _PROBE_DRAFTS = 5
-_REFINEMENT = 0.05
+_REFINEMENT = 0.1
 """How far one step moves the costs towards what it took."""
+_REFINED_EVERY = 8
+"""Steps from one that does so to the next."""
+_HOLDS_FOR = 8
+"""Steps that a decision holds for, if nothing speaks against it."""
 
 
 class CostTable:
@@ -41,13 +50,20 @@ class CostTable:
 
     def __init__(self, draft: Sequence[tuple[int, float]], target: Sequence[tuple[int, float]]) -> None:
         self._draft, self._target = (np.array(table, dtype=np.float64).reshape(-1, 2) for table in (draft, target))
+        self._draft_ms = self._target_ms = np.zeros(0)
 
     def draft_ms(self, blocks: Any) -> Floats:
-        """Of no blocks, nothing."""
-        return np.where(np.asarray(blocks) > 0, _between(self._draft, blocks), 0.0)
+        """Of no blocks, nothing. `blocks` is a number or an array of them."""
+        if np.max(blocks) >= len(self._draft_ms):
+            self._draft_ms = _every_size(self._draft, 2 * int(np.max(blocks)) + 1)
+            self._draft_ms[0] = 0.0
+        return np.asarray(self._draft_ms[blocks])
 
     def target_ms(self, rows: Any) -> Floats:
-        return _between(self._target, rows)
+        """`rows` is a number or an array of them."""
+        if np.max(rows) >= len(self._target_ms):
+            self._target_ms = _every_size(self._target, 2 * int(np.max(rows)) + 1)
+        return np.asarray(self._target_ms[rows])
 
     def step_ms(self, blocks: Any, rows: Any) -> Floats:
         return self.draft_ms(blocks) + self.target_ms(rows)
@@ -60,41 +76,90 @@ class CostTable:
             if size:
                 nearest = np.abs(np.log(table[:, 0] / size)).argmin()
                 table[nearest, 1] *= 1 + _REFINEMENT * (ratio - 1)
+        self._draft_ms = self._target_ms = np.zeros(0)
 
 
-def _between(table: Floats, sizes: Any) -> Floats:
-    sizes = np.asarray(sizes, dtype=np.float64)
+def _every_size(table: Floats, most: int) -> Floats:
+    """ms [most + 1] of the sizes from 0 on."""
+    sizes = np.arange(most + 1)
     last_size, last_ms = table[-1]
-    return np.where(sizes > last_size, last_ms * sizes / last_size, np.interp(sizes, table[:, 0], table[:, 1]))
+    ms: Floats = np.where(sizes > last_size, last_ms * sizes / last_size, np.interp(sizes, table[:, 0], table[:, 1]))
+    return ms
 
 
-class History:
-    """Outcomes of drafts by position, [b - 1] each, older ones fading: `tried[k]` had an accepted one before them, and
-    `kept[k]` of these were accepted."""
+class Histories:
+    """Outcomes of drafts by position, older ones fading, of any number of sequences: `tried[row, k]` had an accepted
+    one before them, and `kept[row, k]` of these were accepted; [rows, b - 1]. Row 0 is of all sequences together."""
 
-    def __init__(self, num_drafts: int, memory: float = _MEMORY) -> None:
-        self.tried = np.zeros(num_drafts)
-        self.kept = np.zeros(num_drafts)
-        self._memory = memory
+    def __init__(self, num_drafts: int) -> None:
+        self.tried = np.zeros((1, num_drafts))
+        self.kept = np.zeros((1, num_drafts))
+        self._positions = np.arange(num_drafts)
+        self._rows: dict[Hashable, int] = {}
+        self._free: list[int] = []
 
-    def add(self, verified: int, accepted: int) -> None:
-        """A step that verified so many drafts, of which so many were accepted."""
-        self.tried *= self._memory
-        self.kept *= self._memory
-        self.tried[: min(accepted + 1, verified)] += 1
-        self.kept[:accepted] += 1
+    def row(self, sequence: Hashable) -> int:
+        """Where the outcomes of this sequence are, from now on."""
+        if sequence not in self._rows:
+            if not self._free:
+                self._free = list(range(2 * len(self.tried) - 1, len(self.tried) - 1, -1))
+                self.tried, self.kept = (np.concatenate((x, np.zeros_like(x))) for x in (self.tried, self.kept))
+            self._rows[sequence] = self._free.pop()
+        return self._rows[sequence]
 
-    def rate(self, expected: float) -> float:
-        """The chance of a draft after an accepted one, at any position."""
-        return float(self.kept.sum() + _AVERAGE_WEIGHT * expected) / float(self.tried.sum() + _AVERAGE_WEIGHT)
+    def add(self, rows: Ints, verified: Ints, accepted: Ints) -> None:
+        """One step: so many drafts of the sequences of these rows [S] were verified, and so many accepted."""
+        tried, kept = (self._positions < n[:, None] for n in (np.minimum(accepted + 1, verified), accepted))
+        self.tried[rows] = _MEMORY * self.tried[rows] + tried
+        self.kept[rows] = _MEMORY * self.kept[rows] + kept
+        memory = _LONG_MEMORY ** len(rows)
+        self.tried[0] = memory * self.tried[0] + tried.sum(axis=0)
+        self.kept[0] = memory * self.kept[0] + kept.sum(axis=0)
+
+    def forget(self, sequence: Hashable) -> None:
+        if row := self._rows.pop(sequence, None):
+            self.tried[row] = self.kept[row] = 0
+            self._free.append(row)
+
+    def __len__(self) -> int:
+        """How many sequences it knows."""
+        return len(self._rows)
 
 
-def survival(history: History, average: float) -> Floats:
-    """The chance [b - 1] that the draft at each position is accepted, with all before it; `average` is the chance of a
-    draft in other sequences. Positions that were hardly reached are like the others of this sequence."""
-    rate = history.rate(average)
-    chances: Floats = np.cumprod((history.kept + _PRIOR_WEIGHT * rate) / (history.tried + _PRIOR_WEIGHT))
-    return chances
+def chances(histories: Histories, rows: Sequence[int], weights: Floats) -> Floats:
+    """The chance [W, S, b - 1] that the draft at each position is accepted once all before it are, in the sequences of
+    these S rows, under each of W weights.
+
+    Later positions are mostly harder, and how much so is much the same everywhere. So a sequence is taken to be as
+    much better or worse than all together, in odds, at every position as it is on the whole; and a weight says how many
+    drafts of its own it takes to believe that it differs.
+    """
+    all_kept, all_tried = histories.kept[0], histories.tried[0]
+    kept, tried = histories.kept[rows], histories.tried[rows]
+    usual = (all_kept.sum() + _PRIOR_WEIGHT * _OPTIMISM) / (all_tried.sum() + _PRIOR_WEIGHT)
+    by_position = (all_kept + _PRIOR_WEIGHT * usual) / (all_tried + _PRIOR_WEIGHT)
+    weights = weights[:, None]
+    own = (kept.sum(axis=1) + weights * usual) / (tried.sum(axis=1) + weights)
+    odds = _odds(by_position) * (_odds(own) / _odds(usual))[..., None]
+    weights = weights[..., None]
+    found: Floats = np.clip((kept + weights * odds / (1 + odds)) / (tried + weights), _RAREST, 1 - _RAREST)
+    return found
+
+
+def _odds(chance: Any) -> Any:
+    chance = np.clip(chance, _RAREST, 1 - _RAREST)
+    return chance / (1 - chance)
+
+
+def surprise(foretold: Floats, verified: Ints, accepted: Ints) -> Floats:
+    """How unlikely [W] outcomes of S sequences were under each of W weights: the negative logarithm, with the chances
+    `foretold` [W, S, b - 1] that a draft is accepted after an accepted one."""
+    positions = np.arange(foretold.shape[2])
+    accepted, verified = accepted[:, None], verified[:, None]
+    happened = np.where(positions < accepted, foretold, 1 - foretold)
+    seen = positions < np.minimum(accepted + 1, verified)
+    unlikely: Floats = -(np.log(happened) * seen).sum(axis=(1, 2))
+    return unlikely
 
 
 class Allotment(NamedTuple):
@@ -110,41 +175,50 @@ def allot(chances: Floats, costs: CostTable) -> Allotment:
     `chances` [S, b - 1] are survivals, 0 where a draft may not be verified. A sequence either drafts a whole block or
     none; of those that draft, the likeliest drafts of all are verified first.
     """
-    num_seqs, _ = chances.shape
+    num_seqs, num_drafts = chances.shape
+    best = Allotment([0] * num_seqs, num_seqs / float(costs.target_ms(num_seqs))) if num_seqs else Allotment([], 0.0)
+    may = int((chances[:, 0] > 0).sum())
+    if not may:
+        return best
     order = np.argsort(-chances.sum(axis=1), kind="stable")
-    best = Allotment([0] * num_seqs, num_seqs / float(costs.target_ms(num_seqs)))
-    for drafting in _sizes(num_seqs):
-        some = chances[order[:drafting]]
-        flat = np.sort(some, axis=None)[::-1]
-        flat = flat[flat > 0]
-        if not len(flat):
-            continue
-        rates = (num_seqs + np.cumsum(flat)) / costs.step_ms(drafting, num_seqs + np.arange(1, len(flat) + 1))
-        most = int(rates.argmax())
-        if rates[most] > best.rate:
-            drafts = np.zeros(num_seqs, dtype=np.int64)
-            drafts[order[:drafting]] = (some >= flat[most]).sum(axis=1)
-            best = Allotment(drafts.tolist(), float(rates[most]))
+    ranked = chances[order]
+    drafting = np.array(_sizes(may))
+    # [numbers of drafting sequences, drafts]: the drafts of so many sequences, likeliest first
+    likeliest = -np.sort(-(ranked * (np.arange(num_seqs) < drafting[:, None])[..., None]).reshape(len(drafting), -1))
+    tokens = num_seqs + np.cumsum(likeliest, axis=1)
+    rows = num_seqs + np.arange(1, num_seqs * num_drafts + 1)
+    rates = tokens / (costs.draft_ms(drafting)[:, None] + costs.target_ms(rows))
+    size, last = np.unravel_index(rates.argmax(), rates.shape)
+    if rates[size, last] > best.rate:
+        drafts = np.zeros(num_seqs, dtype=np.int64)
+        drafting_seqs = order[: drafting[size]]
+        drafts[drafting_seqs] = (chances[drafting_seqs] >= likeliest[size, last]).sum(axis=1)
+        best = Allotment(drafts.tolist(), float(rates[size, last]))
     return best
 
 
 def _sizes(most: int) -> list[int]:
     """Numbers of drafting sequences worth looking at."""
-    return sorted({*(1 << i for i in range(most.bit_length())), *(most * i // 8 for i in range(1, 9))} - {0})
+    return sorted({1, *(most * i // 8 for i in range(1, 9))} - {0})
 
 
 @dataclass(slots=True)
 class Policy:
     """Decides step by step. `width` None is automatic; else every sequence verifies so many rows, its anchor included.
 
-    Without `costs` a whole block.
+    Without `costs` a whole block. A decision holds for some steps, while the same sequences run and none disappoints.
     """
 
     block_size: int
     costs: CostTable | None = None
     width: int | None = None
-    _average: History = field(init=False)
-    _histories: dict[Hashable, History] = field(default_factory=dict)
+    _histories: Histories = field(init=False)
+    _decided: dict[Hashable, int] = field(default_factory=dict)
+    _place: dict[Hashable, int] = field(default_factory=dict)
+    _foretold: Floats = field(init=False)
+    _surprise: Floats = field(default_factory=lambda: np.zeros(len(_WEIGHTS)))
+    _outcomes: list[tuple[Hashable, int, int, int]] = field(default_factory=list)
+    _holds_for: int = 0
     _credit: float = 0.0
     _last_probe: dict[Hashable, int] = field(default_factory=dict)
     _probed: set[Hashable] = field(default_factory=set)
@@ -152,34 +226,40 @@ class Policy:
     _steps: int = 0
 
     def __post_init__(self) -> None:
+        if self.width is not None:
+            self.costs = None
         if self.costs is not None:
             self._credit = self._most_credit(self.costs)
-        self._average = History(self.block_size - 1, _LONG_MEMORY)
+        self._histories = Histories(self.block_size - 1)
 
     def drafts(self, wanted: Sequence[tuple[Hashable, int]]) -> list[int]:
         """How many drafts are verified of each (sequence, most drafts that it may verify)."""
-        self._probed.clear()
-        if self.width is not None or self.costs is None:
+        if self.costs is None:
             return [min(most, (self.width or self.block_size) - 1) for _, most in wanted]
-        return self._choose(wanted, self.costs) if wanted else []
+        self._steps += 1
+        self._learn()
+        self._holds_for -= 1
+        if self._holds_for < 0 or len(wanted) != len(self._decided) or any(s not in self._decided for s, _ in wanted):
+            self._decide(wanted, self.costs)
+        chosen = [min(self._decided[sequence], most) for sequence, most in wanted]
+        self._probe(wanted, chosen, self.costs)
+        return chosen
 
     def observe(self, sequence: Hashable, verified: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
-        if verified:
-            if sequence in self._probed and accepted == verified:
-                self._histories.pop(sequence, None)  # the text has changed: what it was says nothing any more
-                self._risen.add(sequence)
-            self._histories.setdefault(sequence, History(self.block_size - 1)).add(verified, accepted)
-            self._average.add(verified, accepted)
+        if verified and self.costs is not None:
+            self._outcomes.append((sequence, self._place[sequence], verified, accepted))
 
     def took(self, blocks: int, rows: int, ms: float) -> None:
         """A decode step is over."""
         if self.costs is not None:
-            self.costs.refine(blocks, rows, ms)
+            if self._steps % _REFINED_EVERY == 0:
+                self.costs.refine(blocks, rows, ms)
             self._credit = min(self._credit + _PROBE_SHARE * ms, self._most_credit(self.costs))
 
     def forget(self, sequence: Hashable) -> None:
-        self._histories.pop(sequence, None)
+        self._histories.forget(sequence)
+        self._decided.pop(sequence, None)
         self._last_probe.pop(sequence, None)
         self._risen.discard(sequence)
 
@@ -187,34 +267,51 @@ class Policy:
         """Milliseconds: enough for a probe whatever else drafts, and no long run of them."""
         return 2 * float(costs.step_ms(1, 1 + _PROBE_DRAFTS))
 
-    def _choose(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> list[int]:
-        self._steps += 1
-        positions = np.arange(1, self.block_size)
-        unknown, average = History(self.block_size - 1), self._average.rate(_OPTIMISM)
-        chances = np.array(
-            [
-                survival(self._histories.get(sequence, unknown), average) * (positions <= most)
-                for sequence, most in wanted
-            ]
-        )
-        chosen = allot(chances, costs).drafts
-        self._probe(wanted, chosen, costs)
-        return chosen
+    def _learn(self) -> None:
+        """Take in the outcomes of the last step."""
+        for sequence, _, verified, accepted in self._outcomes:
+            if sequence in self._probed and accepted == verified:
+                self._histories.forget(sequence)  # the text has changed: what it was says nothing any more
+                self._risen.add(sequence)
+            if sequence in self._probed or 2 * accepted < verified:
+                self._holds_for = 0
+        self._probed.clear()
+        if self._outcomes:
+            names, *numbers = zip(*self._outcomes, strict=True)
+            places, verified_of, accepted_of = map(np.array, numbers)
+            self._surprise *= _LONG_MEMORY ** len(names)
+            self._surprise += surprise(self._foretold[:, places], verified_of, accepted_of)
+            self._histories.add(np.array([self._histories.row(name) for name in names]), verified_of, accepted_of)
+            for name in set(names) - self._decided.keys():
+                self._histories.forget(name)  # it has ended with this outcome
+            self._outcomes.clear()
+
+    def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
+        names, most = zip(*wanted, strict=True) if wanted else ((), ())
+        self._place = {name: place for place, name in enumerate(names)}
+        self._foretold = chances(self._histories, [self._histories.row(name) for name in names], _WEIGHTS)
+        survival = self._foretold[self._surprise.argmin()].cumprod(axis=1)
+        # Who is near its end and can gain little would be left to crawl there, in the place of who waits.
+        may_draft = np.array(most)[:, None] > 0
+        self._decided = dict(zip(names, allot(survival * may_draft, costs).drafts, strict=True))
+        self._holds_for = _HOLDS_FOR
 
     def _probe(self, wanted: Sequence[tuple[Hashable, int]], chosen: list[int], costs: CostTable) -> None:
         """Let plain sequences draft once, those first that have waited longest: as many as there is time saved up for,
         and all of them where one has come back to drafting, for what has become easy for it may have for others."""
         lifted = any(drafts and sequence in self._risen for (sequence, _), drafts in zip(wanted, chosen, strict=True))
         self._risen.clear()
+        if self._credit <= 0 and not lifted:
+            return
         idle = [i for i, (_, most) in enumerate(wanted) if most and not chosen[i]]
         blocks, rows = sum(map(bool, chosen)), len(chosen) + sum(chosen)
         for i in sorted(idle, key=lambda i: self._last_probe.get(wanted[i][0], -1)):
+            if not lifted and self._credit <= 0:
+                break
             sequence, most = wanted[i]
             extra = min(most, _PROBE_DRAFTS)
-            cost = float(costs.step_ms(blocks + 1, rows + extra) - costs.step_ms(blocks, rows))
-            if not lifted and self._credit < cost:
-                break
-            self._credit -= 0.0 if lifted else cost
+            if not lifted:
+                self._credit -= float(costs.step_ms(blocks + 1, rows + extra) - costs.step_ms(blocks, rows))
             self._last_probe[sequence] = self._steps
             self._probed.add(sequence)
             chosen[i] = extra

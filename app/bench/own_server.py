@@ -1,0 +1,105 @@
+"""Servers of our own, each a `dflash-server serve` in a process of its own, alive for as long as a bench lasts."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from app.bench.client import ServerError
+from app.child_process import engine_environment
+from app.config import ConfigError
+
+VARIANTS = {
+    "plain": ("--no-speculation",),
+    "dflash": ("--verify", "full"),
+    "auto": ("--verify", "auto"),
+}
+WISHES = "plain, dflash, auto, k=N (verify N rows of a block), b=N (blocks of N rows)"
+OURS = ("--host", "--port", "--root-path")
+_POLL_SECONDS = 0.1
+_END_SECONDS = 20.0
+_LINES_SHOWN = 4
+
+
+def flags(variant: str) -> tuple[str, ...]:
+    """What makes a server this variant. Raises ConfigError for one that does not exist."""
+    if variant in VARIANTS:
+        return VARIANTS[variant]
+    if found := re.fullmatch(r"k=([1-9]\d*)", variant):
+        return ("--verify", found.group(1))
+    if found := re.fullmatch(r"b=([1-9]\d*)", variant):
+        return ("--verify", "full", "--speculative-dflash-block-size", found.group(1))
+    raise ConfigError(f"--compare: there is no variant {variant!r}", f"there are {WISHES}")
+
+
+class OwnServer:
+    """A context in which the server lives. In a session of its own, so that Ctrl-C reaches us alone, who end it."""
+
+    def __init__(self, variant: str, serve_args: Sequence[str]) -> None:
+        for argument in serve_args:
+            if argument.partition("=")[0] in OURS:
+                raise ConfigError(f"--serve-args {argument}: each server gets an address of its own", "leave it out")
+        self.variant = variant
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.arguments = ["serve", *serve_args, *flags(variant), "--no-prefix-caching", "--port", str(port)]
+
+    def __enter__(self) -> "OwnServer":
+        self._log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "app", *self.arguments, "--host", "127.0.0.1"],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=engine_environment(),
+            start_new_session=True,
+        )
+        return self
+
+    def wait_until_ready(self, tell: Callable[[str], None]) -> None:
+        """Raises ServerError with the end of its log if it ends first. `tell` gets how far loading is."""
+        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
+            while self.process.poll() is None:
+                try:
+                    response = http.get("/ready")
+                except httpx.TransportError:
+                    time.sleep(_POLL_SECONDS)
+                    continue
+                if response.status_code == 200:
+                    return
+                progress = response.json().get("progress")
+                tell(f"starting {self.variant}: {progress['stage'] if progress else 'loading'}")
+                time.sleep(_POLL_SECONDS)
+        raise ServerError(
+            f"the server {self.variant} did not start: {self.last_words()}", f"it was started with {self}"
+        )
+
+    def last_words(self) -> str:
+        """The end of what it has printed."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        return " | ".join(line.strip() for line in lines[-_LINES_SHOWN:] if line.strip()) or "it said nothing"
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+    def __str__(self) -> str:
+        return f"dflash-server {' '.join(self.arguments)}"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,212 @@
+"""`dflash-server bench` from its flags to its tables, against one real server; and its mistakes, told in a line."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.bench import http
+from app.bench.__main__ import main
+from app.bench.client import ServerError
+from app.bench.http import guarded
+from app.bench.own_server import OwnServer, flags
+from app.bench.report import Cell
+from app.config import ConfigError
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[OwnServer]:
+    with OwnServer("dflash", ["--max-num-seqs", "8"]) as own:
+        own.wait_until_ready(lambda text: None)
+        yield own
+    assert own.process.returncode == 0
+
+
+def test_two_servers_are_compared_by_turns_and_everything_is_written(
+    server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = ["--base-url", f"one={server.url}/v1", "--base-url", f"two={server.url}"]
+    load = ["--dataset", "demo:math", "--concurrency", "2", "--num-prompts", "3", "--max-rounds", "2"]
+    assert main([*ways, *load, "--goodput", "ttft:60000", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| text | concurrency | one tok/s | two tok/s | two / one | rounds | requests | failed |" in printed
+    assert "inconclusive" in printed  # two rounds cannot tell
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["requests"]) == 2 * 2 * 3 and not any(row["error"] for row in results["requests"])
+    assert float(results["tables"]["acceptance"][0]["one"]) > 3
+    assert results["tables"]["accuracy"][0]["two same text"] == "100.0 %"
+    assert {path.stem for path in tmp_path.glob("*.png")} == set(results["tables"])
+
+
+def test_made_up_texts_get_the_lengths_that_were_asked(
+    server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ["--input-len", "60", "--output-len", "12", "--request-rate", "50", "--num-prompts", "3"]
+    assert main(["--base-url", server.url, *lengths, "--max-rounds", "1", "--out", str(tmp_path)]) == 0
+    assert "ignore_eos" not in capsys.readouterr().out
+    for row in json.loads((tmp_path / "results.json").read_text())["requests"]:
+        assert row["tokens"] == 12 and 40 < row["prompt_tokens"] < 80 and row["arrivals"] == "50/s"
+
+
+def test_refused_requests_end_the_bench_with_the_servers_words(
+    server: OwnServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--concurrency", "1", "--num-prompts", "1", "--extra-body", '{"logprobs": true}']
+    assert main(["--base-url", server.url, *load]) == 1
+    assert "every request to 127.0.0.1" in (said := capsys.readouterr().err) and "HTTP 400: " in said
+
+
+def test_what_was_measured_before_a_server_failed_is_still_told(
+    server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = http.measure
+
+    def measure(*arguments: Any) -> Cell:
+        if arguments[3].concurrency > 1:
+            raise ServerError("it is gone")
+        return measured(*arguments)
+
+    monkeypatch.setattr(http, "measure", measure)
+    load = ["--concurrency", "1,2", "--num-prompts", "1", "--max-rounds", "1"]
+    assert main(["--base-url", server.url, *load]) == 1
+    told = capsys.readouterr()
+    assert "| math | 1 |" in told.out and "error: it is gone" in told.err
+
+
+def test_some_failed_requests_are_shown_and_end_with_1(
+    server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "one two"}\n' + json.dumps({"prompt": "word " * 3000}) + "\n")
+    load = ["--dataset", str(asked), "--concurrency", "2", "--num-prompts", "2", "--max-rounds", "1"]
+    assert main(["--base-url", server.url, *load, "--max-tokens", "4"]) == 1
+    assert "asked, 2 at once: 2 requests to" in (told := capsys.readouterr().out) and "HTTP 400" in told
+
+
+def test_eval_of_one_server_takes_both_ways_and_holds_it_to_an_acceptance_length(
+    server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--limit", "6", "--concurrency", "4", "--base-url", server.url]
+    assert main(["eval", *load, "--expect-acceptance", "30", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "| text | concurrency | dflash | plain | plain same text |" in told
+    assert ", not 30 (" in told and "does not heed" not in told
+    results = json.loads((tmp_path / "results.json").read_text())
+    length = results["tables"]["acceptance"][0]["dflash"]
+    assert "plain" not in results["tables"]["acceptance"][0]
+    assert main(["eval", *load, "--expect-acceptance", length]) == 0
+    assert f"within 3 % of {float(length):g}" in capsys.readouterr().out
+
+
+def test_eval_reads_gsm8k(server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "gsm8k.jsonl"
+    data.write_text('{"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\\n#### 7"}\n')
+    assert main(["eval", "--data", str(data), "--instruction", "", "--concurrency", "1", "--base-url", server.url]) == 0
+    assert "| gsm8k | 1 | 100.0 % | 100.0 % | 100.0 % | 1 | 0 | 0 |" in capsys.readouterr().out
+
+
+def test_without_matplotlib_there_are_no_pictures_but_all_else(
+    server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "app.bench.plots", raising=False)
+    monkeypatch.delattr("app.bench.plots", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    load = ["--concurrency", "1", "--num-prompts", "1", "--max-rounds", "1", "--out", str(tmp_path)]
+    assert main(["--base-url", server.url, *load]) == 0
+    assert "pip install 'dflash-server[bench]'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        ("--base-url http://127.0.0.1:9", 1, "http://127.0.0.1:9 cannot be reached"),
+        ("--dataset nowhere.jsonl", 2, "nowhere.jsonl: no such file"),
+        ("--dataset demo:poetry", 2, "no domain 'poetry'"),
+        ("--compare plain,fast", 2, "no variant 'fast'"),
+        ("--compare plain,plain", 2, "a variant is there twice"),
+        ("--base-url http://a --compare plain", 2, "--base-url names servers that run"),
+        ("--base-url http://a --base-url http://a", 2, "need names of their own"),
+        ("--serve-args=--port=1", 2, "--serve-args --port=1"),
+        ("--compare plain --serve-args=--frobnicate", 1, "the server plain did not start: error: unknown flag"),
+        ("--out /proc/x", 2, "--out /proc/x"),
+        ("eval --data demo:prose", 2, "nobody can tell whether answers to prose are right"),
+        ("eval --base-url http://a --serve-args=--x", 2, "give one of them"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments: str, code: int, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == code
+    told = capsys.readouterr().err
+    assert error in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--concurrency 0", "not a whole number from 1 on"),
+        ("--concurrency 1,x", "not a whole number from 1 on"),
+        ("--tight nan", "not a number from 0 on"),
+        ("--request-rate 0", "more than 0 requests a second"),
+        ("--goodput speed:5", "none of ttft:MS"),
+        ("--base-url localhost:1", "not URL or NAME=URL"),
+        ("--extra-body [1]", "not a JSON object"),
+        ("--dataset demo --input-len 5", "exclude each other"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(arguments: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_help_lists_the_parts_and_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "  eval " in capsys.readouterr().out
+    assert main(["nothing"]) == 2
+    assert "no part nothing" in capsys.readouterr().err
+
+
+def test_variants_are_flags_of_serve() -> None:
+    assert flags("plain") == ("--no-speculation",)
+    assert flags("dflash") == ("--verify", "full")
+    assert flags("k=4") == ("--verify", "4")
+    assert flags("b=8") == ("--verify", "full", "--speculative-dflash-block-size", "8")
+    with pytest.raises(ConfigError):
+        flags("k=0")
+
+
+def test_own_servers_end_with_whatever_ends_the_bench() -> None:
+    with pytest.raises(KeyboardInterrupt), OwnServer("plain", []) as own:
+        raise KeyboardInterrupt
+    assert own.process.returncode is not None
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{own.url}/live")
+
+
+def test_signals_and_troubles_become_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def told_to_end() -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    def troubled() -> int:
+        raise ServerError("it is gone", "look for it")
+
+    assert guarded(told_to_end) == 130 and guarded(troubled) == 1
+    assert capsys.readouterr().err == "interrupted\nerror: it is gone\nhint: look for it\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_parts_over_http_load_no_torch() -> None:
+    code = "import sys, app.bench.http, app.bench.eval, app.bench.plots; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"

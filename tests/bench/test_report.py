@@ -1,0 +1,148 @@
+"""Figures out of raw timings, and the tables and pictures of them."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image
+
+from app.bench import plots
+from app.bench.client import Answer, Drafting
+from app.bench.paired import Claim, Comparison
+from app.bench.prompts import Prompt
+from app.bench.report import Cell, as_json, is_good, lengths, milliseconds, notes, percentile, tables
+from app.bench.traffic import Pressure, Round
+
+LIMITS = {"ttft": 0.15, "tpot": 0.05}
+
+
+def answer(sent: float, ttft: float, gaps: list[float], tokens: int, text: str = "4", **more: object) -> Answer:
+    chunks = [sent + ttft]
+    for gap in gaps:
+        chunks.append(chunks[-1] + gap)
+    fields: dict[str, object] = {"finish_reason": "stop", "prompt_tokens": 10, **more}
+    return Answer(sent, chunks, chunks[-1], tokens=tokens, text=text, **fields)  # type: ignore[arg-type]
+
+
+def drafting(steps: int, accepted: int) -> Drafting:
+    counts: dict[tuple[str, int | None], float] = {("drafts", None): steps, ("accepted_tokens", None): accepted}
+    return Drafting(counts | {("accepted_tokens_per_pos", 0): accepted / 2, ("accepted_tokens_per_pos", 1): 0})
+
+
+def cell(concurrency: int = 2, rounds: int = 6) -> Cell:
+    """A variant of 40 and one of 80 tokens a second, by two prompts of which the second cannot be judged."""
+    plain = Round([answer(0.0, 0.1, [0.1] * 9, 10), answer(0.0, 0.1, [0.2] * 2 + [0.5], 30)], None)
+    fast = Round([answer(0.0, 0.1, [0.2, 0.2], 10), answer(0.0, 0.2, [0.1, 0.2], 30, "5")], drafting(4, 6))
+    played = {"plain": [plain] * rounds, "dflash": [fast] * rounds}
+    speeds = {name: [turn.speed for turn in turns] for name, turns in played.items()}
+    asked = [Prompt({"prompt": "2+2"}, judge=lambda text: text == "4"), Prompt({"prompt": "5?"})]
+    comparison = Comparison(speeds, [Claim("dflash", "plain")])
+    return Cell("sums", Pressure(concurrency), asked, played, comparison)
+
+
+@pytest.mark.parametrize("percent", [0, 50, 90, 99, 100])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_percentiles_are_numpys(percent: float, count: int) -> None:
+    values = [random.Random(count).random() for _ in range(count)]
+    assert percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)))
+
+
+def test_a_request_is_good_only_if_it_keeps_every_limit() -> None:
+    request = answer(0.0, 0.1, [0.2], 5)
+    assert is_good(request, {"ttft": 0.1, "tpot": 0.051, "e2el": 0.31})
+    assert not is_good(request, {"ttft": 0.09, "tpot": 0.051})
+    assert not is_good(request, {"tpot": 0.04})
+    assert is_good(answer(0.0, 0.1, [], 1), {"tpot": 0.0})  # a single token has no time per output token
+
+
+def test_figures_of_a_cell() -> None:
+    found = cell()
+    assert (found.speed("plain"), found.speed("dflash")) == pytest.approx((40.0, 80.0))
+    assert found.speed_up("dflash").middle == pytest.approx(2.0)
+    assert found.acceptance_length("dflash") == 2.5 and found.acceptance_length("plain") is None
+    assert found.accuracy("plain") == found.accuracy("dflash") == 1.0
+    assert found.same_text("dflash") == 0.5
+    assert sorted(found.times("dflash", "ttft")) == pytest.approx([0.1] * 6 + [0.2] * 6)
+    assert len(found.times("plain", "itl")) == 6 * 12
+    assert found.goodput("dflash", LIMITS) == pytest.approx(1 / 0.5)
+
+
+def test_the_tables_show_the_figures() -> None:
+    shown = {table.name: table for table in tables([cell()], LIMITS)}
+    assert list(shown) == ["speed", "acceptance", "positions", "accuracy", "latency", "goodput"]
+    assert shown["speed"].rows == [
+        {
+            "text": "sums",
+            "concurrency": "2",
+            "plain tok/s": "40",
+            "dflash tok/s": "80",
+            "dflash / plain": "2.00 (2.00-2.00)",
+            "rounds": 6,
+            "requests": 2,
+            "failed": 0,
+        }
+    ]
+    assert shown["acceptance"].rows == [{"text": "sums", "concurrency": "2", "dflash": "2.50"}]
+    assert shown["positions"].rows == [{"text": "sums", "variant": "dflash", "at 1": "0.75", "at 2": "0.00"}]
+    assert shown["latency"].rows[1]["TTFT"] == "150 / 200 / 200"
+    assert shown["goodput"].rows[0]["dflash"] == "2.00 (50 %)"
+    assert "(last - first) / (tokens - 1)" in str(shown["latency"])
+    assert "| sums | 2 | 40 | 80 | 2.00 (2.00-2.00) | 6 | 2 | 0 |" in str(shown["speed"])
+
+
+def test_what_cannot_be_said_is_not_in_a_table() -> None:
+    plain = Round([answer(0.0, 0.1, [0.1], 2)], None)
+    alone = Cell("talk", Pressure(1), [Prompt({"prompt": "hi"})], {"peer": [plain]})
+    assert tables([alone], {}) == []
+
+
+def test_failures_are_counted_shown_and_wrong() -> None:
+    asked = [Prompt({"prompt": "2+2"}, judge=lambda text: text == "4")] * 2
+    broken = Round([answer(0.0, 0.1, [0.1], 2), Answer(0.0, last=1.0, error="HTTP 503: full", text="4")], None)
+    comparison = Comparison({"peer": [1.0]}, ())
+    found = Cell("sums", Pressure(2), asked, {"peer": [broken]}, comparison, {"peer": ["HTTP 503: full"]})
+    assert found.accuracy("peer") == 0.5
+    assert tables([found], {})[0].rows[0]["failed"] == 2
+    assert "sums, 2 at once: 2 requests to peer failed: HTTP 503: full" in notes([found])
+
+
+def test_notes_say_what_makes_figures_mean_something_else() -> None:
+    short = answer(0.0, 0.1, [0.1], 3, cached_tokens=5)
+    one = Prompt({"prompt": "x"}, max_tokens=8, exact=True)
+    found = Cell("made up", Pressure(1), [one, one], {"peer": [Round([short, short], None)]})
+    told = " | ".join(notes([found]))
+    assert "peer had 50 % of the prompts' tokens in a cache" in told
+    assert "2 answers of peer are shorter than asked: it ignores ignore_eos" in told
+    assert "1 prompts came round again until there were 2" in told
+    few = cell(rounds=3)
+    assert any("1 of 1 ratios are inconclusive" in note for note in notes([few]))
+    assert lengths([few]) == "12 answers; on average 10 tokens were asked and 20 answered"
+
+
+def test_milliseconds_have_three_digits() -> None:
+    assert [milliseconds(s) for s in (0.00123, 0.0123, 0.1234, 1.5)] == ["1.23", "12.3", "123", "1500"]
+
+
+def test_json_has_every_request_with_its_chunks(tmp_path: Path) -> None:
+    found = [cell()]
+    results = json.loads(json.dumps(as_json(found, tables(found, {}), command="bench")))
+    assert results["command"] == "bench" and results["machine"] and results["versions"]["dflash-server"]
+    assert len(results["requests"]) == 2 * 6 * 2
+    first = results["requests"][0]
+    assert (first["variant"], first["round"], first["tokens"], first["right"]) == ("plain", 0, 10, True)
+    assert first["chunks"][:2] == [0.1, 0.2] and first["last"] == pytest.approx(1.0)
+
+
+def test_every_table_has_a_picture(tmp_path: Path) -> None:
+    found = [cell(1), cell(4)]
+    shown = tables(found, LIMITS)
+    plots.write(tmp_path, found, shown, LIMITS)
+    assert {path.stem for path in tmp_path.iterdir()} == {table.name for table in shown}
+    for path in tmp_path.iterdir():
+        with Image.open(path) as picture:
+            picture.load()
+            assert picture.format == "PNG" and picture.width > 500
+            darkest, lightest = picture.convert("L").getextrema()
+            assert darkest < 50 and lightest == 255, path.name

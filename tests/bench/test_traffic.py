@@ -1,0 +1,70 @@
+"""How requests come: never more at once than asked, all of them once, and Poisson moments that are the seed's."""
+
+import asyncio
+import itertools
+from statistics import mean, pstdev
+
+import pytest
+
+from app.bench.client import Answer
+from app.bench.traffic import Pressure, Round, Wishes, arrivals, at_moments, closed_loop
+
+
+class Probe:
+    """Answers after a few turns of the loop; knows how many requests were under way."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.order: list[int] = []
+
+    async def __call__(self, index: int) -> Answer:
+        self.order.append(index)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        for _ in range(1 + index % 3):
+            await asyncio.sleep(0)
+        self.now -= 1
+        return Answer(sent=float(index))
+
+
+@pytest.mark.parametrize(("count", "concurrency", "most"), [(20, 1, 1), (20, 4, 4), (3, 8, 3)])
+def test_a_closed_loop_keeps_so_many_under_way_and_asks_each_once(count: int, concurrency: int, most: int) -> None:
+    probe = Probe()
+    answers = asyncio.run(closed_loop(probe, count, concurrency))
+    assert probe.most == most and sorted(probe.order) == list(range(count))
+    assert [answer.sent for answer in answers] == list(range(count))
+
+
+def test_requests_at_moments_do_not_wait_for_one_another() -> None:
+    probe = Probe()
+    answers = asyncio.run(at_moments(probe, [0.0, 0.0, 0.0, 0.0]))
+    assert probe.most == 4 and [answer.sent for answer in answers] == [0, 1, 2, 3]
+
+
+def test_poisson_arrivals_are_the_seeds_own_and_have_the_rate() -> None:
+    moments = arrivals(4000, rate=20.0, seed=1)
+    gaps = [b - a for a, b in itertools.pairwise(moments)]
+    assert moments == arrivals(4000, rate=20.0, seed=1) != arrivals(4000, rate=20.0, seed=2)
+    assert moments[0] == 0 and moments == sorted(moments)
+    assert mean(gaps) == pytest.approx(1 / 20, rel=0.05)
+    assert pstdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # exponential gaps spread as much as they last
+
+
+def test_sampled_requests_have_seeds_of_their_own_and_greedy_ones_none() -> None:
+    assert Wishes(8).of(3) == {"max_tokens": 8, "temperature": 0.0}
+    assert [Wishes(8, 0.5, seed=40).of(index)["seed"] for index in range(3)] == [40, 41, 42]
+
+
+def test_a_rounds_speed_is_of_answers_that_came_over_the_time_of_all() -> None:
+    good = Answer(sent=1.0, last=3.0, tokens=30)
+    also = Answer(sent=2.0, last=5.0, tokens=10)
+    failed = Answer(sent=1.0, last=6.0, tokens=99, error="broken")
+    assert Round([good, also], None).speed == 40 / 4
+    assert Round([good, also, failed], None).speed == 40 / 5
+    assert Round([failed], None).speed == 0 and Round([failed], None).failures == ["broken"]
+
+
+def test_pressures_say_what_they_are() -> None:
+    assert [str(Pressure(4)), Pressure(4).label, Pressure(4).kind] == ["4 at once", "4", "concurrency"]
+    poisson = Pressure(rate=2.5)
+    assert [str(poisson), poisson.label, poisson.kind] == ["2.5 requests a second", "2.5/s", "arrivals"]
