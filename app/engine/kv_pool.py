@@ -21,12 +21,12 @@ class KvPool:
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.layers = [LayerKv(k[i], v[i]) for i in range(config.num_layers)]
         self.all_layers = LayerKv(k.flatten(0, 1), v.flatten(0, 1))
-        self.slots_per_layer = num_pages * page_size
+        first_slots = torch.arange(config.num_layers, dtype=torch.int32) * (num_pages * page_size)
+        self._first_slots = first_slots.to(device)
 
     def slots_in_all_layers(self, slots: Tensor) -> Tensor:
-        """Slots [T] of one layer as slots [layers * T] of `all_layers`."""
-        offsets = torch.arange(len(self.layers), dtype=slots.dtype, device=slots.device) * self.slots_per_layer
-        return (offsets[:, None] + slots).flatten()
+        """Slots [T] of one layer as slots [T * layers] of `all_layers`, those of a row in all layers together."""
+        return (slots[:, None] + self._first_slots).flatten()
 
 
 def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:

@@ -91,12 +91,15 @@ class DecoderLayer:
         self._eps = config.rms_norm_eps
         self._backend = backend
 
-    def forward(self, hidden: Tensor, residual: Tensor | None, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
-        """(output of the MLP, residual stream before it) for hidden [T, H].
+    def enter(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(what `forward` takes, the residual stream before this layer), each [T, H], of what the last layer gave."""
+        return add_norm(self._backend, hidden, residual, self.input_norm, self._eps)
+
+    def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
+        """(output of the MLP, residual stream before it), each [T, H].
 
         The residual stream *after* this layer is their sum; the next norm adds them up.
         """
-        normed, residual = add_norm(self._backend, hidden, residual, self.input_norm, self._eps)
         hidden = self.attention.forward(normed, rows, kv)
         normed, residual = self._backend.add_rms_norm(hidden, residual, self.post_attention_norm, self._eps)
         return self._backend.gated_mlp(normed, self.gate_up, self.down), residual

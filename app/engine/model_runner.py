@@ -12,6 +12,7 @@ from app.engine.filters import SHORTLIST, Filters
 from app.engine.packed import Packed
 from app.engine.penalties import Penalties, TokenCounts
 from app.engine.sampler import Additions, Draws
+from app.engine.sequence import Sequence
 from app.engine.stages import Stages
 from app.engine.step_graphs import StepGraphs
 from app.engine.step_inputs import DraftInputs, DrawInputs, TargetInputs
@@ -50,17 +51,19 @@ class ModelRunner:
         self._backend = backend
         self._page_size = page_size
         self._block_size = block_size
+        self._stretch: list[Sequence] = []
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
         inputs = step_inputs.build(batch, self._page_size, self._block_size)
+        goes_on = self._goes_on(batch)
         drafts = self._draft(inputs.draft) if inputs.draft else None
         draws = self._draws(inputs.draws, drafts)
         if self.graphs and not batch.prefills:
             verified = self._replay(self.graphs, inputs.target, draws)
         else:
-            verified = self._run(inputs.target, drafts, draws)
+            verified = self._run(inputs.target, drafts, draws, context_may_wait=goes_on)
         return PendingStep(verified[: len(inputs.target.first_logit)], self._backend)
 
     def _draft(self, inputs: DraftInputs) -> Tensor:
@@ -74,12 +77,24 @@ class ModelRunner:
             self.graphs.keep(drafts)
         return drafts
 
-    def _run(self, inputs: TargetInputs, drafts: Tensor | None, draws: list[Draws]) -> Tensor:
+    def _goes_on(self, batch: Batch) -> bool:
+        """Whether the same sequences decode plainly as in the step before, or begin to: then their context KV, which
+        costs many small operators, is written for many steps at once. Ends the stretch that was, if not."""
+        plain = not (self.graphs or batch.prefills or batch.num_drafting)
+        seqs = [rows.seq for rows in batch.decodes] if plain else []
+        if seqs != self._stretch or not plain:
+            self.stages.write_context()
+        self._stretch = seqs
+        return plain
+
+    def _run(
+        self, inputs: TargetInputs, drafts: Tensor | None, draws: list[Draws], *, context_may_wait: bool
+    ) -> Tensor:
         """The target eagerly; what `verify` says [S, w + 1]."""
         tensors = self.stages.target_tensors(inputs, Packed(inputs.arrays, self._backend))
         for rows, group in zip(tensors.groups, inputs.groups, strict=True):
             self.stages.plan(rows, group)
-        _, choices = self.stages.choose(tensors, drafts, draws)
+        _, choices = self.stages.choose(tensors, drafts, draws, context_may_wait=context_may_wait)
         return self.stages.verify(tensors, choices, drafts)
 
     def _replay(self, graphs: StepGraphs, inputs: TargetInputs, draws: list[Draws]) -> Tensor:

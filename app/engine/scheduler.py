@@ -121,7 +121,6 @@ class Scheduler:
         """Stop conditions hold in token order: nothing behind the first is emitted or counted."""
         seq, request = rows.seq, rows.seq.request
         num_verified = rows.num_drafts
-        self.policy.observe(seq, num_verified, num_accepted)
         emitted = tokens[: min(num_accepted + 1, seq.num_remaining)]
         finish_reason: FinishReason | None = "length" if len(emitted) == seq.num_remaining else None
         for index, token in enumerate(emitted):
@@ -131,6 +130,7 @@ class Scheduler:
         if finish_reason:
             num_accepted = min(num_accepted, len(emitted))
             num_verified = min(num_verified, len(emitted))
+        self.policy.observe(seq, rows.num_drafts, num_accepted)
         seq.token_ids.extend(emitted)
         seq.num_computed = seq.num_tokens - 1
         return Delta(request.request_id, emitted, num_verified, num_accepted, finish_reason, seq.num_cached or 0)

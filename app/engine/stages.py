@@ -17,6 +17,9 @@ from app.engine.packed import Packed
 from app.engine.sampler import Draws, Sampler
 from app.engine.step_inputs import DraftInputs, RowGroup, TargetInputs
 
+MOST_WAITING = 16
+"""Steps whose context KV may wait: their features are kept until it is written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -69,6 +72,7 @@ class Stages:
         self._sampler = sampler
         self.backend = backend
         self._page_size = page_size
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
 
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
@@ -100,8 +104,13 @@ class Stages:
         drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slots, inputs.rows.meta)
         return drafts.to(torch.int32)
 
-    def choose(self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[Draws]) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[Draws], *, context_may_wait: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The target's rows through its layers and into both KV pools.
+
+        If `context_may_wait`, context KV is written by `write_context`, or here after MOST_WAITING steps: until then
+        nobody may draft, and no row but the next ones of the same sequences may be written.
 
         Returns the hidden states [R, H] of the rows that decide, and the target's choice [R] int64 after each.
         """
@@ -113,10 +122,19 @@ class Stages:
         rows = StepRows(*self._rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
         hidden, features = self.target.forward(token_ids, rows, self._pool)
         if self.drafter is not None and features is not None:
-            self.drafter.write_context(features, positions, slots)
+            self._waiting.append((features, positions, slots))
+            if not context_may_wait or len(self._waiting) == MOST_WAITING:
+                self.write_context()
         if inputs.logit_rows is not None:
             hidden = hidden[inputs.logit_rows]
         return hidden, self._sampler.choose(hidden, self.target.lm_head, draws)
+
+    def write_context(self) -> None:
+        """Write the context KV that waits."""
+        if self._waiting:
+            rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._waiting, strict=True)]
+            self._drafter.write_context(*rows)
+            self._waiting.clear()
 
     def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[Draws]) -> None:
         """Overwrite in `choices` [R], which were made greedily, the rows of `draws`."""

@@ -212,6 +212,7 @@ class PlannedRun:
         anchored = {seq.request.request_id for seq in self.scheduler.running if seq.num_computed == seq.num_tokens - 1}
         num_proposals = len(self.drafter.proposals)
         step = self.engine.core.step()
+        self.engine.core.runner.stages.write_context()
         self.steps.append(step)
         expected_proposals = []
         for delta in step.deltas:

@@ -239,8 +239,8 @@ def test_a_write_to_all_layers_at_once_lands_in_the_same_slots_of_each(backend):
     backend.write_kv(k, v, pool.all_layers, pool.slots_in_all_layers(slots))
     for layer, kv in enumerate(pool.layers):
         expected_k, expected_v = torch.zeros_like(kv.k), torch.zeros_like(kv.v)
-        expected_k.view(-1, 2, 8)[slots] = k[3 * layer : 3 * layer + 3]
-        expected_v.view(-1, 2, 8)[slots] = v[3 * layer : 3 * layer + 3]
+        expected_k.view(-1, 2, 8)[slots] = k[layer::3]
+        expected_v.view(-1, 2, 8)[slots] = v[layer::3]
         assert torch.equal(kv.k, expected_k) and torch.equal(kv.v, expected_v)
 
 

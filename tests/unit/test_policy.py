@@ -1,9 +1,15 @@
 """The policy replayed on traces of acceptance, with planted costs: no clock and no model, so every figure is exact.
 
-A trace says for every step of a sequence how many drafts would be accepted if all were verified.
+A made-up trace says for every step of a sequence how many drafts would be accepted if all were verified; one recorded
+from the demo pair says so for every token of an answer, wherever a step begins (`tests.engine.record_traces`).
 """
 
+import itertools
+import json
+from collections import deque
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -12,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.costs import tables
-from app.engine.dflash.policy import CostTable, History, Policy, allot, survival
+from app.engine.dflash.policy import _WEIGHTS, CostTable, Histories, Policy, allot, chances, surprise
 
 BLOCK = 16
 STEPS = 400
@@ -63,6 +69,66 @@ def compared(kinds: Sequence[str], costs: str, seed: int = 0) -> tuple[float, fl
     return replay(traces, costs, None), max(fixed.values()), fixed
 
 
+@cache
+def recorded() -> dict[str, list[list[int]]]:
+    """Traces of the answers of each kind of text, and of half math, half hopeless."""
+    texts = json.loads((Path(__file__).parent / "acceptance_traces.json").read_text())
+    traces = {load: [[int(digit, 16) for digit in text] for text in some if text] for load, some in texts.items()}
+    mixed = itertools.chain.from_iterable(zip(traces["math"], traces["prose at T = 3"], strict=True))
+    return traces | {
+        "mixed": list(mixed),
+        "all": [trace for some in zip(*traces.values(), strict=True) for trace in some],
+    }
+
+
+@cache
+def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) -> float:
+    """Tokens per millisecond of many answers, so many at once; the next begins where one has ended."""
+    true = CostTable(*COSTS[costs])
+    policy = Policy(BLOCK, CostTable(*COSTS[costs]), width)
+    waiting = deque(enumerate(recorded()[load] * max(1, concurrency // 2)))
+    running: dict[int, deque[int]] = {}
+    tokens, ms = 0, 0.0
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            name, trace = waiting.popleft()
+            running[name] = deque(trace)
+        chosen = policy.drafts([(name, BLOCK - 1) for name in running])
+        for (name, left), drafts in zip(list(running.items()), chosen, strict=True):
+            accepted = min(left[0], drafts, len(left))
+            policy.observe(name, drafts, accepted)
+            for _ in range(min(accepted + 1, len(left))):
+                left.popleft()
+                tokens += 1
+            if not left:
+                del running[name]
+                policy.forget(name)
+        took = float(true.step_ms(sum(map(bool, chosen)), len(chosen) + sum(chosen)))
+        policy.took(sum(map(bool, chosen)), len(chosen) + sum(chosen), took)
+        ms += took
+    return tokens / ms
+
+
+@pytest.mark.parametrize("concurrency", [1, 4, 16])
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("load", recorded())
+def test_on_recorded_text_it_is_as_good_as_the_best_fixed_width(load: str, costs: str, concurrency: int) -> None:
+    fixed = {width: replay_recorded(load, costs, width, concurrency) for width in WIDTHS}
+    assert replay_recorded(load, costs, None, concurrency) >= 0.97 * max(fixed.values()), fixed
+
+
+@pytest.mark.parametrize(
+    ("costs", "concurrency"),
+    [("flat", 1), ("accelerator", 1), ("accelerator", 4), ("accelerator", 16), ("cpu", 1), ("cpu", 4)],
+)
+@pytest.mark.parametrize("load", ["mixed", "all"])
+def test_on_recorded_mixed_text_it_beats_every_fixed_width(load: str, costs: str, concurrency: int) -> None:
+    """Where a row costs most, and 16 of them are shared by answers of 40 to 128 tokens, there is too little to gain
+    by finding out which are which: there it is as good as plain decoding, which the test above says."""
+    fixed = {width: replay_recorded(load, costs, width, concurrency) for width in WIDTHS}
+    assert replay_recorded(load, costs, None, concurrency) > max(fixed.values()), fixed
+
+
 LOADS = [["easy"], ["mid"], ["hopeless"], ["ok"] * 4, ["hard"] * 4, ["easy"] * 16, ["mid"] * 32, ["hopeless"] * 16]
 
 
@@ -100,6 +166,7 @@ def test_probing_costs_no_more_than_its_share() -> None:
 
 def test_costs_are_linear_between_sizes_and_proportional_beyond() -> None:
     costs = CostTable([(1, 2.0), (3, 4.0)], [(2, 10.0), (4, 20.0)])
+    assert costs.target_ms(np.array([3])).tolist() == [15.0]
     assert costs.draft_ms([0, 1, 2, 3, 6]).tolist() == [0.0, 2.0, 3.0, 4.0, 8.0]
     assert costs.target_ms([1, 2, 3, 4, 8]).tolist() == [10.0, 10.0, 15.0, 20.0, 40.0]
     assert float(costs.step_ms(2, 3)) == 18.0
@@ -127,14 +194,90 @@ def test_warm_up_timings_are_split_into_draft_and_target() -> None:
     assert float(costs.target_ms(64)) == pytest.approx(5 + 32.0)
 
 
-def test_survival_falls_with_position_and_follows_what_became_of_drafts() -> None:
-    history = History(4)
-    assert survival(history, 0.5).tolist() == [0.5, 0.25, 0.125, 0.0625]
-    for _ in range(50):
-        history.add(4, 2)
-    chances = survival(history, 0.5)
-    assert chances[1] > 0.75 and chances[2] < 0.25
-    assert (np.diff(chances) <= 0).all()
+def learned(outcomes: dict[str, list[tuple[int, int]]], num_drafts: int = 4) -> Histories:
+    """Of sequences, with (verified, accepted) of their steps."""
+    histories = Histories(num_drafts)
+    for name, steps in outcomes.items():
+        for verified, accepted in steps:
+            histories.add(np.array([histories.row(name)]), np.array([verified]), np.array([accepted]))
+    return histories
+
+
+def test_chances_follow_what_became_of_drafts() -> None:
+    histories = learned({"a": [(4, 2)] * 50})
+    known, unknown = chances(histories, [histories.row("a"), histories.row("new")], np.array([3.0]))[0]
+    assert (known[:2] > 0.9).all() and known[2] < 0.3
+    assert np.abs(known - unknown).max() < 0.1, "a new sequence is like all others"
+
+
+def test_a_sequence_that_is_worse_than_others_is_worse_at_every_position() -> None:
+    histories = learned({"good": [(4, 4)] * 30, "bad": [(4, 0)] * 30})
+    good, bad = chances(histories, [histories.row("good"), histories.row("bad")], np.array([3.0]))[0]
+    assert (good > bad + 0.3).all()
+
+
+def test_a_heavy_weight_believes_all_sequences_to_be_alike() -> None:
+    histories = learned({"good": [(4, 4)] * 5, "bad": [(4, 0)] * 5})
+    rows = [histories.row("good"), histories.row("bad")]
+    light, heavy = chances(histories, rows, np.array([1.0, 1000.0]))
+    assert np.abs(heavy[0] - heavy[1]).max() < 0.1 < np.abs(light[0] - light[1]).max()
+
+
+def test_the_surprise_is_the_negative_log_of_what_happened() -> None:
+    foretold = np.array([[[0.9, 0.5, 0.2], [0.8, 0.8, 0.8]]])
+    two_of_three, all_of_two = 0.9 * 0.5 * (1 - 0.2), 0.8 * 0.8
+    found = surprise(foretold, np.array([3, 2]), np.array([2, 2]))
+    assert found.tolist() == pytest.approx([-np.log(two_of_three) - np.log(all_of_two)])
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_how_much_texts_differ_is_found_out(alike: bool) -> None:
+    """Half of the sequences keep every draft and half none, or each does so by turns."""
+    policy = Policy(BLOCK, CostTable(*COSTS["flat"]))
+    for step in range(120):
+        chosen = policy.drafts([(i, BLOCK - 1) for i in range(8)])
+        for i, drafts in enumerate(chosen):
+            good = (step * 5 + i * 3) % 7 < 3 if alike else i % 2 == 0
+            policy.observe(i, drafts, drafts if good else 0)
+        policy.took(8, 128, 10.0)
+    believed = _WEIGHTS[policy._surprise.argmin()]
+    assert believed == (max(_WEIGHTS) if alike else min(_WEIGHTS))
+
+
+def test_a_decision_is_made_anew_when_a_sequence_comes_goes_or_disappoints() -> None:
+    policy = Policy(BLOCK, CostTable(*COSTS["cpu"]))
+    for _ in range(30):
+        policy.drafts([("a", 15)])
+        policy.observe("a", 15, 15)
+    before = policy._foretold
+    policy.drafts([("a", 15)])
+    policy.observe("a", 15, 14)
+    policy.drafts([("a", 15)])
+    assert policy._foretold is before, "nothing speaks against it"
+    policy.observe("a", 15, 3)
+    policy.drafts([("a", 15)])
+    assert policy._foretold is not before
+    before = policy._foretold
+    policy.drafts([("a", 15), ("b", 15)])
+    assert policy._foretold is not before
+    before = policy._foretold
+    policy.forget("a")
+    policy.drafts([("b", 15)])
+    assert policy._foretold is not before
+    before = policy._foretold
+    for _ in range(9):
+        policy.drafts([("b", 15)])
+    assert policy._foretold is not before, "no decision holds for ever"
+
+
+def test_what_an_answer_ended_with_is_learned_of_all_and_forgotten_of_itself() -> None:
+    policy = Policy(BLOCK, CostTable(*COSTS["cpu"]))
+    policy.drafts([("a", 15)])
+    policy.observe("a", 15, 4)
+    policy.forget("a")
+    policy.drafts([("b", 15)])
+    assert policy._histories.kept[0].sum() == 4
+    assert policy._histories.kept[1:].sum() == 0
 
 
 def brute(chances: list[list[float]], costs: CostTable) -> float:
@@ -164,12 +307,12 @@ def brute(chances: list[list[float]], costs: CostTable) -> float:
 )
 def test_the_allotment_is_the_best_there_is(rows: list[list[float]], draft_ms: float, row_ms: float) -> None:
     """Against a search over everything, for few sequences."""
-    chances = np.cumprod(np.array(rows), axis=1)
+    survival = np.cumprod(np.array(rows), axis=1)
     costs = CostTable([(1, draft_ms), (8, draft_ms * 2)], [(1, 1.0), (32, 1.0 + 31 * row_ms)])
-    found = allot(chances, costs)
-    gain = sum(float(row[:n].sum()) for row, n in zip(chances, found.drafts, strict=True))
+    found = allot(survival, costs)
+    gain = sum(float(row[:n].sum()) for row, n in zip(survival, found.drafts, strict=True))
     ms = float(costs.step_ms(sum(map(bool, found.drafts)), len(rows) + sum(found.drafts)))
-    assert (len(rows) + gain) / ms >= brute(chances.tolist(), costs) * (1 - 1e-9)
+    assert (len(rows) + gain) / ms >= brute(survival.tolist(), costs) * (1 - 1e-9)
 
 
 def test_no_more_drafts_are_verified_than_a_sequence_may() -> None:
@@ -193,4 +336,5 @@ def test_what_has_ended_is_forgotten() -> None:
         policy.observe(i, 15, 0)
         policy.took(1, 16, 5.0)
         policy.forget(i)
-    assert not policy._histories and not policy._last_probe
+    policy.drafts([])
+    assert not len(policy._histories) and not policy._last_probe and not policy._decided

@@ -21,8 +21,8 @@ class ContextKv:
         self._hidden_norm = model.hidden_norm
         self._eps = decoder.rms_norm_eps
         self._kv = torch.cat([layer.attention.kv_weight for layer in model.layers])
-        self._k_norm = torch.stack([layer.attention.k_norm for layer in model.layers])[:, None, None]
-        self._ones = torch.ones_like(self._k_norm[0, 0, 0])
+        self._k_norm = torch.stack([layer.attention.k_norm for layer in model.layers])[:, None]
+        self._ones = torch.ones_like(self._k_norm[0, 0])
         self._shape = (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
         self._pool = pool
         self._rotary = rotary
@@ -30,10 +30,9 @@ class ContextKv:
 
     def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Features [T, taps * H] of the rows at `positions` [T], into the same slots [T] as the target's KV."""
-        backend, (layers, _, heads, dim) = self._backend, self._shape
+        backend = self._backend
         context = backend.rms_norm(backend.linear(features, self._fc), self._hidden_norm, self._eps)
-        kv = backend.linear(context, self._kv).view(-1, *self._shape).permute(2, 1, 0, 3, 4)
-        k_lthd = backend.rms_norm(kv[0], self._ones, self._eps) * self._k_norm
-        k = backend.rope(k_lthd.reshape(-1, heads, dim), *self._rotary.at(positions.repeat(layers)))
-        v = kv[1].reshape(-1, heads, dim)
-        backend.write_kv(k, v, self._pool.all_layers, self._pool.slots_in_all_layers(slots))
+        k_tlhd, v_tlhd = backend.linear(context, self._kv).view(-1, *self._shape).unbind(2)
+        k_tlhd = backend.rms_norm(k_tlhd, self._ones, self._eps) * self._k_norm
+        k = backend.rope(k_tlhd.flatten(1, 2), *self._rotary.at(positions)).view(-1, *self._shape[2:])
+        backend.write_kv(k, v_tlhd.flatten(0, 1), self._pool.all_layers, self._pool.slots_in_all_layers(slots))

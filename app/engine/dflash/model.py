@@ -58,7 +58,7 @@ class DFlashModel:
         """
         hidden, residual = embedded, None
         for layer, kv in zip(self.layers, pool.layers, strict=True):
-            hidden, residual = layer.forward(hidden, residual, rows, kv)
+            hidden, residual = layer.forward(*layer.enter(hidden, residual), rows, kv)
         return add_norm(self._backend, hidden, residual, self._norm, self.config.decoder.rms_norm_eps)[0]
 
 

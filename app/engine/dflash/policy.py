@@ -26,14 +26,16 @@ _WEIGHTS = np.array([3.0, 10.0, 30.0, 100.0])
 many where they are alike. Whichever has foretold the last outcomes best is believed."""
 _PRIOR_WEIGHT = 5.0
 """How many outcomes of all sequences weigh as much as what is expected without any."""
-_OPTIMISM = 0.95
+_OPTIMISM = 0.9
 """The chance of a draft after an accepted one, before anything is known."""
 _RAREST = 1e-3
 """No chance is taken to be nearer to 0 or 1."""
-_PROBE_SHARE = 0.018
+_LEFT_BEHIND = 0.3
+"""What is known of all sequences still weighs so much once one has been found to have become easy."""
+_PROBE_SHARE = 0.015
 """Of the time, spent on finding out whether text that was hopeless has become easy."""
 _PROBE_DRAFTS = 5
-_REFINEMENT = 0.1
+_REFINEMENT = 0.08
 """How far one step moves the costs towards what it took."""
 _REFINED_EVERY = 8
 """Steps from one that does so to the next."""
@@ -115,6 +117,11 @@ class Histories:
         memory = _LONG_MEMORY ** len(rows)
         self.tried[0] = memory * self.tried[0] + tried.sum(axis=0)
         self.kept[0] = memory * self.kept[0] + kept.sum(axis=0)
+
+    def fade_all(self, memory: float) -> None:
+        """Let what is known of all sequences together, not of each, weigh so much of what it does."""
+        self.tried[0] *= memory
+        self.kept[0] *= memory
 
     def forget(self, sequence: Hashable) -> None:
         if row := self._rows.pop(sequence, None):
@@ -260,12 +267,13 @@ class Policy:
     def forget(self, sequence: Hashable) -> None:
         self._histories.forget(sequence)
         self._decided.pop(sequence, None)
+        self._holds_for = 0
         self._last_probe.pop(sequence, None)
         self._risen.discard(sequence)
 
     def _most_credit(self, costs: CostTable) -> float:
-        """Milliseconds: enough for a probe whatever else drafts, and no long run of them."""
-        return 2 * float(costs.step_ms(1, 1 + _PROBE_DRAFTS))
+        """Milliseconds of a probe: no run of them is saved up for."""
+        return float(costs.step_ms(1, 1 + _PROBE_DRAFTS))
 
     def _learn(self) -> None:
         """Take in the outcomes of the last step."""
@@ -285,6 +293,9 @@ class Policy:
             for name in set(names) - self._decided.keys():
                 self._histories.forget(name)  # it has ended with this outcome
             self._outcomes.clear()
+        if self._risen:
+            self._surprise[:] = 0.0
+            self._histories.fade_all(_LEFT_BEHIND)
 
     def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
         names, most = zip(*wanted, strict=True) if wanted else ((), ())

@@ -45,10 +45,12 @@ class Qwen3:
     def forward(self, token_ids: Tensor, rows: StepRows, pool: KvPool) -> tuple[Tensor, Tensor | None]:
         """Token ids [T] -> (hidden states after the final norm [T, H], features [T, taps * H] or None without taps)."""
         hidden, residual, features = self.embed(token_ids), None, []
-        eps = self.config.rms_norm_eps
         for i, (layer, kv) in enumerate(zip(self._layers, pool.layers, strict=True)):
-            hidden, residual = layer.forward(hidden, residual, rows, kv)
-            if i in self.taps:
-                features.append(hidden + residual)
-        hidden, _ = add_norm(self._backend, hidden, residual, self._norm, eps)
+            normed, residual = layer.enter(hidden, residual)
+            if i - 1 in self.taps:
+                features.append(residual)
+            hidden, residual = layer.forward(normed, residual, rows, kv)
+        hidden, residual = add_norm(self._backend, hidden, residual, self._norm, self.config.rms_norm_eps)
+        if len(self._layers) - 1 in self.taps:
+            features.append(residual)
         return hidden, torch.cat(features, dim=-1) if features else None

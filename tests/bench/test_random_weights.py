@@ -1,0 +1,140 @@
+"""Random weights stand for real models: their sizes are the published ones, and no file is made of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app import cli
+from app.bench.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
+from app.config import ConfigError
+from app.engine.backend import make_backend
+from app.engine.build import Engine, build_engine
+from app.engine.config import EngineConfig
+from app.engine.dflash.config import DFlashConfig
+from app.engine.dflash.model import DFlashModel
+from app.engine.models.qwen3 import Qwen3, qwen3_config
+from app.engine.sequence import Request
+
+TINY: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
+    "vocab_size": 211,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+
+
+def tiny_engine(folder: Path, **config: Any) -> Engine:
+    """Of TINY, by way of a config.json; the folder is as it was left."""
+    (folder / "config.json").write_text(json.dumps(TINY))
+    target, draft = write_configs(str(folder / "config.json"), folder)
+    wishes: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory": 8 << 20}
+    return build_engine(EngineConfig(target, draft, **wishes | config), open_weights=RandomWeights)
+
+
+class Counted:
+    """Weights that take no memory, but are counted."""
+
+    names = ()
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, device="meta")
+        self.total += tensor.numel()
+        return tensor
+
+    def skip(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "draft_billions"),
+    [("qwen3-8b", 8.191, 1.049), ("qwen3-4b", 4.022, None), ("qwen3-0.6b", 0.596, None)],
+)
+def test_each_has_as_many_parameters_as_the_published_model(
+    name: str, billions: float, draft_billions: float | None
+) -> None:
+    backend, counted = make_backend("cpu"), Counted()
+    config = qwen3_config(TARGETS[name])
+    target = Qwen3(config, counted, backend)
+    assert counted.total / 1e9 == pytest.approx(billions, abs=0.001)
+    if draft_billions:
+        counted.total = 0
+        draft = DFlashConfig.from_json(draft_for(TARGETS[name]), config)
+        DFlashModel(draft, counted, backend, target.embedding, target.lm_head)
+        assert counted.total / 1e9 == pytest.approx(draft_billions, abs=0.001)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-4b"])
+def test_the_draft_is_like_the_published_one(name: str) -> None:
+    draft = DFlashConfig.from_json(draft_for(TARGETS[name]), qwen3_config(TARGETS[name]))
+    assert (draft.block_size, draft.mask_token_id, draft.taps) == (16, 151669, (1, 9, 17, 25, 33))
+    assert draft.decoder.num_layers == 5
+
+
+@pytest.mark.parametrize("num_layers", [3, 4, 5, 7, 8, 28, 64])
+def test_a_target_of_any_depth_gets_a_draft_that_fits_it(num_layers: int) -> None:
+    config = TINY | {"num_hidden_layers": num_layers}
+    draft = DFlashConfig.from_json(draft_for(config), qwen3_config(config))
+    assert list(draft.taps) == taps(draft.decoder.num_layers, num_layers)
+
+
+def test_an_engine_runs_on_them_and_only_configs_are_written(tmp_path: Path) -> None:
+    core = tiny_engine(tmp_path).core
+    tokens = core.run([Request("a", (1, 2, 3), max_tokens=40)])["a"]
+    assert len(tokens) == 40
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}
+    assert core.runner.stages.target.lm_head is core.runner.stages.target.embedding
+
+
+def test_the_same_weights_come_every_time_and_differ_from_tensor_to_tensor() -> None:
+    def made(folder: str, name: str) -> torch.Tensor:
+        told: list[int] = []
+        weights = RandomWeights(
+            Path(folder), torch.device("cpu"), torch.bfloat16, lambda done, total: told.append(done)
+        )
+        weights.get("before.weight", 4, 4)
+        tensor = weights.get(name, 256, 64)
+        assert told == [32, 32 + tensor.nbytes]
+        return tensor
+
+    there = made("target", "a.weight")
+    assert there.dtype == torch.bfloat16 and there.float().std() == pytest.approx(1 / 8, rel=0.05)
+    assert there.equal(made("target", "a.weight"))
+    assert not there.equal(made("target", "b.weight")) and not there.equal(made("draft", "a.weight"))
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"num_hidden_layers": "4", "vocab_size": 8}'])
+def test_what_is_no_config_is_refused_with_the_names_there_are(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        write_configs(str(path), tmp_path)
+    assert str(path) in str(raised.value) and "qwen3-8b" in raised.value.hint
+
+
+def test_a_name_that_is_none_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="qwen3-9b") as raised:
+        write_configs("qwen3-9b", tmp_path)
+    assert "qwen3-8b, qwen3-4b, qwen3-0.6b" in raised.value.hint
+
+
+@pytest.mark.parametrize("flag", ["--random-weights", "--simulate-acceptance"])
+def test_a_server_has_no_such_flag_and_says_so(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", flag, "6"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: unknown flag {flag}",
+        "hint: `dflash-server serve --help` lists all flags",
+    ]

@@ -1,0 +1,243 @@
+"""`bench step` measures the shapes that it says it does, and its verdicts follow from what was found."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.bench import __main__ as parts
+from app.bench import step, step_report, step_timing
+from app.bench.step_report import Series, flat_host, linear, series
+from app.bench.step_timing import Bench, Measured, Shape, Split, measure, room
+from app.engine.batch import Batch
+from app.engine.build import Engine
+from app.engine.model_runner import ModelRunner, PendingStep
+from tests.bench.test_random_weights import TINY, tiny_engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return tiny_engine(tmp_path_factory.mktemp("tiny"), page_size=4)
+
+
+class Watched:
+    """A runner that keeps the batches it launched as (tokens of each sequence, rows of each)."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.stages = runner.stages
+        self.batches: list[list[tuple[int, int]]] = []
+
+    def launch(self, batch: Batch) -> PendingStep:
+        assert not batch.prefills, "nothing is prefilled"
+        self.batches.append([(rows.seq.num_tokens, rows.count) for rows in batch.decodes])
+        return self.runner.launch(batch)
+
+
+@pytest.fixture
+def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    runner = Watched(engine.core.runner)
+    monkeypatch.setattr(engine.core, "runner", runner)
+    return runner
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 2, True), Shape(1, 100, False), Shape(3, 77, True), Shape(4, 420, False)])
+def test_sequences_come_to_their_context_without_a_prefill(engine: Engine, watched: Watched, shape: Shape) -> None:
+    bench = Bench(engine)
+    assert bench.fits(shape)
+    found = bench.count(shape)
+    bench.time(shape, found)
+    bench.time(shape, found)
+    assert len(found.splits) == 2 and found.operators > 100
+    steps = 1 + shape.timed
+    assert len(watched.batches) == 3 * steps
+    for batch in watched.batches[::steps]:
+        tokens, rows = zip(*batch, strict=True)
+        assert all(shape.context <= n <= shape.context + 8 for n in tokens)
+        assert rows == (16 if shape.drafts else 1,) * shape.batch
+    scheduler = engine.core.scheduler
+    assert not scheduler.has_work and scheduler.pool.num_used == 0
+
+
+def test_once_a_prompt_is_known_the_context_is_exact(engine: Engine, watched: Watched) -> None:
+    shape = Shape(3, 333, True)
+    bench = Bench(engine)
+    bench.time(shape, Measured())
+    bench.time(shape, Measured())
+    assert watched.batches[1 + step_timing.TIMED] == [(333, 16)] * 3
+
+
+def test_operators_do_not_depend_on_the_context(engine: Engine) -> None:
+    bench = Bench(engine)
+    assert bench.count(Shape(2, 40, True)).operators == bench.count(Shape(2, 400, True)).operators
+    assert bench.count(Shape(2, 40, False)).operators < bench.count(Shape(2, 40, True)).operators
+
+
+def test_every_round_times_every_shape_once(engine: Engine) -> None:
+    shapes = [Shape(1, 20, False), Shape(2, 20, True)]
+    told: list[str] = []
+    found = measure(Bench(engine), shapes, 3, told.append)
+    assert [len(measured.splits) for measured in found.values()] == [3, 3] and len(told) == 2 * (1 + 3)
+    for split in found[shapes[1]].splits:
+        assert 0 < split.build < split.launch < split.total and 0 < split.host < split.total
+    assert not found[shapes[0]].queued, "on a CPU launching is computing"
+
+
+def test_a_device_that_runs_on_is_timed_with_steps_queued(engine: Engine, watched: Watched) -> None:
+    shape, found, bench = Shape(2, 30, True), Measured(), Bench(engine)
+    bench.is_asynchronous = True
+    bench.time(shape, found)
+    assert len(found.queued) == 1 and found.queued[0] > 0
+    assert watched.batches[-step_timing.QUEUED :] == [watched.batches[-1]] * step_timing.QUEUED
+    assert engine.core.scheduler.pool.num_used == 0
+
+
+def test_shapes_that_do_not_fit_are_known_beforehand(engine: Engine) -> None:
+    bench = Bench(engine)
+    assert bench.longest == 512 - room(16)
+    assert not bench.fits(Shape(5, 20, True)), "the engine has 4 places"
+    assert not bench.fits(Shape(1, bench.longest + 1, False))
+
+
+def test_what_does_not_fit_is_left_out_and_told(tmp_path: Path) -> None:
+    tiny = tiny_engine(tmp_path, page_size=4, kv_cache_memory=2 << 20)
+    options = argparse.Namespace(batches=[1, 2, 4], context=64, contexts=[64, 256, 4096], context_batches=[1, 4])
+    bench = Bench(tiny)
+    found, left_out = step.fitting(options, bench, drafts=True)
+    sizes = {str(some): [some.size(shape) for shape in some.shapes] for some in found}
+    assert sizes["plain step against context at 1 sequence"] == [64, 256, bench.longest]
+    assert sizes["whole block step against context at 4 sequences"] == [64, 256]
+    assert left_out[0] == f"contexts 4096 are more than the model has room for: {bench.longest} instead"
+    assert f"whole block step against context at 4 sequences: KV memory does not hold {bench.longest}" in left_out
+
+
+CONTEXTS = [256, 512, 1024]
+
+
+def grown(total: Callable[[int], float], host: Callable[[int], float] = lambda size: 0.3) -> tuple[Series, Any]:
+    """Costs by context over nine rounds, of which every other one was twice as slow."""
+    (some,) = series([], 512, CONTEXTS, [1], drafts=False)
+    found = {}
+    for shape in some.shapes:
+        slow = [1 + turn % 2 for turn in range(9)]
+        part = host(shape.context) / 3
+        splits = [Split(part * n, part * n, (total(shape.context) - 2 * part) * n, 0.0, part * n) for n in slow]
+        found[shape] = Measured(splits=splits)
+    return some, found
+
+
+@pytest.mark.parametrize(
+    ("cost", "holds"),
+    [
+        (lambda n: 10.0, True),
+        (lambda n: 5 + n / 100, True),
+        (lambda n: n / 100, True),
+        (lambda n: n**1.1 / 100, True),
+        (lambda n: n**1.5 / 1000, False),
+        (lambda n: 10.0 if n < 1024 else 25.0, False),
+        (lambda n: n**2 / 10000, False),
+    ],
+)
+def test_a_cost_that_grows_faster_than_linearly_is_found_out(cost: Callable[[int], float], holds: bool) -> None:
+    verdict = linear(*grown(cost))
+    assert verdict.holds == holds
+    assert str(verdict).startswith("met: plain step against context" if holds else "MISSED: plain step")
+    assert "20 % allowed" in str(verdict)
+
+
+def test_the_worst_pair_of_sizes_is_told() -> None:
+    assert "from 512 to 1024, in proportion 2 x" in linear(*grown(lambda n: 10.0 if n < 1024 else 25.0)).found
+
+
+@pytest.mark.parametrize(
+    ("host", "holds"),
+    [
+        (lambda n: 0.3, True),
+        (lambda n: 0.3 + n / 20_000, True),
+        (lambda n: 0.01 + n / 100_000, True),
+        (lambda n: 0.3 + n / 5_000, False),
+        (lambda n: n / 1000, False),
+    ],
+)
+def test_a_host_part_that_grows_with_context_is_found_out(host: Callable[[int], float], holds: bool) -> None:
+    assert flat_host(*grown(lambda n: 100.0, host)).holds == holds
+
+
+def test_tables_of_a_cpu_do_not_pretend_to_tell_launching_from_computing() -> None:
+    some, found = grown(lambda n: 10.0)
+    (table,) = step_report.tables([some], found, is_asynchronous=False, acceptance_length=None)
+    assert "compute" in table.rows[0] and not {"dispatch", "wait", "device"} & table.rows[0].keys()
+    assert "cannot be told apart" in str(table)
+    for measured in found.values():
+        measured.queued = [4.0]
+    (table,) = step_report.tables([some], found, is_asynchronous=True, acceptance_length=None)
+    assert {"dispatch", "wait", "device"} <= table.rows[0].keys() and table.rows[0]["device"] == "4.000"
+
+
+def test_tokens_a_second_are_told_of_blocks_where_their_acceptance_is_known() -> None:
+    shapes = [Shape(4, 512, drafts) for drafts in (False, True)]
+    found = {shape: Measured(splits=[Split(0.0, 0.0, 10.0, 0.0, 0.0)]) for shape in shapes}
+    both = [Series("batch", [shape]) for shape in shapes]
+    for length, wanted in ((None, ["400", ""]), (6.5, ["400", "2600"])):
+        (table,) = step_report.tables(both, found, is_asynchronous=False, acceptance_length=length)
+        assert [row["tok/s"] for row in table.rows] == wanted
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    sizes = "--batches 1,2 --context 40 --contexts 40,80 --context-batches 1 --rounds 2 --threads 1 --device cpu"
+    return ["step", "--random-weights", str(tmp_path / "config.json"), *sizes.split()]
+
+
+def test_the_part_prints_tables_and_writes_all_it_found(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert parts.main([*arguments, "--simulate-acceptance", "6.36", "--out", str(out)]) in (0, 1)
+    printed = capsys.readouterr().out
+    assert printed.index("RANDOM WEIGHTS") < printed.index("SIMULATED ACCEPTANCE") < printed.index("## Cost")
+    for title in ("Cost against batch, context 40", "Cost against context, 1 sequence"):
+        assert f"## {title}\n" in printed
+    results = json.loads((out / "step.json").read_text())
+    assert len(results["shapes"]) == 6 and len(results["verdicts"]) == 6
+    assert all(len(shape["total"]) == 2 and shape["operators"] for shape in results["shapes"])
+    assert (out / "step.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_exit_code_says_whether_every_claim_holds(
+    arguments: list[str], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_up(bench: Bench, shapes: list[Shape], *_: object) -> dict[Shape, Measured]:
+        def cost(shape: Shape) -> float:
+            return (shape.batch * shape.context) ** (2 if slow else 1)
+
+        return {s: Measured(splits=[Split(0.1, 0.1, cost(s), 0.0, 0.1)] * 2) for s in shapes}
+
+    monkeypatch.setattr(step, "measure", made_up)
+    assert parts.main(arguments) == slow
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--simulate-acceptance", "40"], "a block of 16 yields no such mean"),
+        (["--random-weights", "qwen3-9b"], "qwen3-8b, qwen3-4b, qwen3-0.6b"),
+        (["--kv-cache-memory", "0.0001"], "--kv-cache-memory"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(
+    arguments: list[str], more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parts.main([*arguments, *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--model", "demo"], ["--contexts", "1,8"], ["--batches", "0"]])
+def test_what_excludes_itself_is_refused(arguments: list[str], more: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parts.main([*arguments, *more])
