@@ -7,6 +7,7 @@ from collections.abc import Sequence
 PARTS = {
     "http": "servers against one another over HTTP, by turns: the part that is meant where none is named",
     "eval": "accuracy and acceptance length with and without drafts, on GSM8K or the demo's own problems",
+    "step": "what a decode step costs and where the time goes, against sequences and against context",
     "widths": "what `--verify auto` is worth against plain decoding and whole blocks",
 }
 

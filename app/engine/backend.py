@@ -127,6 +127,10 @@ class Backend(ABC):
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
 
+    def keep_step_memory(self) -> None:
+        """All that stays is allocated: from now on memory that a step gives back may be kept for the next one."""
+        return
+
     @abstractmethod
     def peak_memory(self, run: Callable[[], object]) -> int:
         """Bytes of the device that `run` takes at its peak; all that is not in use afterwards is given back."""

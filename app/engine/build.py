@@ -20,7 +20,7 @@ from app.engine.graph_sizes import GraphSizes, settle_graph_sizes
 from app.engine.kv_cache import PagePool
 from app.engine.kv_pool import KvPool, bytes_per_token
 from app.engine.layers import RotaryTable
-from app.engine.loader import SafetensorsWeights
+from app.engine.loader import OpenWeights, SafetensorsWeights, Weights
 from app.engine.model_runner import ModelRunner
 from app.engine.models.qwen3 import Qwen3, qwen3_config
 from app.engine.penalties import TokenCounts
@@ -53,8 +53,15 @@ class Engine:
     draft: DFlashConfig | None
 
 
-def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) -> Engine:
-    """Raises UnsupportedError, before any weight is read where it can, for what would run wrongly or not fit."""
+def build_engine(
+    config: EngineConfig,
+    on_progress: Progress = lambda *_: None,
+    open_weights: OpenWeights = SafetensorsWeights,
+) -> Engine:
+    """Raises UnsupportedError, before any weight is read where it can, for what would run wrongly or not fit.
+
+    `open_weights` may get weights from elsewhere than the folders' files; their config.json is read in any case.
+    """
     backend = make_backend(config.device, npu_check=config.npu_check)
     target_config = qwen3_config(read_config(config.target))
     draft_config = None
@@ -73,7 +80,7 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
         backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
         check_attention(backend, decoder, sizes.page_size, block_size, dtype)
 
-    target, draft = _load(config, target_config, draft_config, dtype, backend, on_progress)
+    target, draft = _load(config, target_config, draft_config, dtype, backend, on_progress, open_weights)
     sampler = Sampler(target_config.vocab_size, backend)
     counts = TokenCounts(sizes.max_num_seqs, target_config.vocab_size, backend)
     max_rows = max(sizes.max_num_batched_tokens, graph_sizes.most_rows if graph_sizes else 0)
@@ -120,6 +127,7 @@ def build_engine(config: EngineConfig, on_progress: Progress = lambda *_: None) 
         )
         return EngineCore(scheduler, runner)
 
+    backend.keep_step_memory()
     _warm_up(core(Policy(block_size)), sizes, on_progress)
     costs = measure_costs(runner, sizes, num_pages) if config.verify == "auto" and block_size > 1 else None
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
@@ -134,14 +142,15 @@ def _load(
     dtype: torch.dtype,
     backend: Backend,
     on_progress: Progress,
+    open_weights: OpenWeights,
 ) -> tuple[Qwen3, DFlashModel | None]:
     """Both models' weights. The draft's files are opened, and refused if they must be, before the target is read."""
 
-    def open_weights(folder: Path, stage: str) -> SafetensorsWeights:
-        return SafetensorsWeights(folder, backend.device, dtype, lambda done, total: on_progress(stage, done, total))
+    def opened(folder: Path, stage: str) -> Weights:
+        return open_weights(folder, backend.device, dtype, lambda done, total: on_progress(stage, done, total))
 
-    target_weights = open_weights(config.target, "target")
-    draft_weights = open_weights(config.draft, "draft") if config.draft else None
+    target_weights = opened(config.target, "target")
+    draft_weights = opened(config.draft, "draft") if config.draft else None
     if draft_weights:
         check_tensor_names(draft_weights.names)
     target = Qwen3(target_config, target_weights, backend, draft_config.taps if draft_config else ())

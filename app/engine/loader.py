@@ -20,6 +20,9 @@ class Weights(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
+    @property
+    def names(self) -> Iterable[str]: ...
+
     def get(self, name: str, *shape: int) -> Tensor:
         """The tensor, on the device, in the engine's dtype. Raises UnsupportedError if missing or shaped otherwise."""
         ...
@@ -27,6 +30,14 @@ class Weights(Protocol):
     def skip(self, name: str) -> None:
         """A tensor that may be in the file and is not needed."""
         ...
+
+    def close(self) -> None:
+        """All that is needed was asked for. Raises UnsupportedError if something is left over."""
+        ...
+
+
+OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress], Weights]
+"""The weights of a checkpoint's folder, on a device and in a dtype."""
 
 
 class SafetensorsWeights:

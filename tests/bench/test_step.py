@@ -51,7 +51,7 @@ def test_sequences_come_to_their_context_without_a_prefill(engine: Engine, watch
     found = bench.count(shape)
     bench.time(shape, found)
     bench.time(shape, found)
-    assert len(found.splits) == 2 and found.operators > 100
+    assert len(found.splits) == len(found.hosts) == 2 and found.operators > 100
     steps = 1 + shape.timed
     assert len(watched.batches) == 3 * steps
     for batch in watched.batches[::steps]:
@@ -123,9 +123,8 @@ def grown(total: Callable[[int], float], host: Callable[[int], float] = lambda s
     found = {}
     for shape in some.shapes:
         slow = [1 + turn % 2 for turn in range(9)]
-        part = host(shape.context) / 3
-        splits = [Split(part * n, part * n, (total(shape.context) - 2 * part) * n, 0.0, part * n) for n in slow]
-        found[shape] = Measured(splits=splits)
+        splits = [Split(0.0, 0.0, total(shape.context) * n, 0.0, 0.0) for n in slow]
+        found[shape] = Measured(splits=splits, hosts=[host(shape.context) * n for n in slow])
     return some, found
 
 
@@ -216,7 +215,7 @@ def test_the_exit_code_says_whether_every_claim_holds(
         def cost(shape: Shape) -> float:
             return (shape.batch * shape.context) ** (2 if slow else 1)
 
-        return {s: Measured(splits=[Split(0.1, 0.1, cost(s), 0.0, 0.1)] * 2) for s in shapes}
+        return {s: Measured(splits=[Split(0.1, 0.1, cost(s), 0.0, 0.1)] * 2, hosts=[0.3] * 2) for s in shapes}
 
     monkeypatch.setattr(step, "measure", made_up)
     assert parts.main(arguments) == slow

@@ -15,7 +15,7 @@ from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
-from app.engine.npu.check import SCRATCH_BLOCK
+from app.engine.npu.check import SCRATCH_BLOCK, Checked
 from app.engine.sequence import Request
 from tests.engine.pairs import Pair, make_pair
 from tests.npu import demo
@@ -199,9 +199,17 @@ def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monke
     assert core.run(requests()) != expected
 
 
-def test_every_operator_call_can_be_checked_in_production_too(pair: Pair) -> None:
+def test_every_operator_call_can_be_checked_in_production_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check holds for the whole process, so this test, which shares its own, ends it."""
+    checks: list[Checked] = []
+    enter = Checked.__enter__
+    monkeypatch.setattr(Checked, "__enter__", lambda check: checks.append(check) or enter(check))
     expected = engine(pair).run(requests())
-    assert engine(pair, npu_check=True).run(requests()) == expected
+    try:
+        assert engine(pair, npu_check=True).run(requests()) == expected
+    finally:
+        (check,) = checks
+        check.__exit__(None, None, None)
 
 
 def test_padding_finds_slots_and_positions_where_the_context_is_shorter_than_it() -> None:
