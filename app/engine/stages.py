@@ -17,7 +17,7 @@ from app.engine.packed import Packed
 from app.engine.sampler import Draws, Sampler
 from app.engine.step_inputs import DraftInputs, RowGroup, TargetInputs
 
-MOST_WAITING = 16
+MOST_WAITING = 32
 """Steps whose context KV may wait: their features are kept until it is written."""
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.costs import tables
-from app.engine.dflash.policy import _WEIGHTS, CostTable, Histories, Policy, allot, chances, surprise
+from app.engine.dflash.policy import _HOLDS_FOR, _WEIGHTS, CostTable, Histories, Policy, allot, chances, surprise
 
 BLOCK = 16
 STEPS = 400
@@ -265,7 +265,7 @@ def test_a_decision_is_made_anew_when_a_sequence_comes_goes_or_disappoints() -> 
     policy.drafts([("b", 15)])
     assert policy._foretold is not before
     before = policy._foretold
-    for _ in range(9):
+    for _ in range(_HOLDS_FOR + 1):
         policy.drafts([("b", 15)])
     assert policy._foretold is not before, "no decision holds for ever"
 

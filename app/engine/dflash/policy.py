@@ -32,14 +32,14 @@ _RAREST = 1e-3
 """No chance is taken to be nearer to 0 or 1."""
 _LEFT_BEHIND = 0.3
 """What is known of all sequences still weighs so much once one has been found to have become easy."""
-_PROBE_SHARE = 0.015
+_PROBE_SHARE = 0.01
 """Of the time, spent on finding out whether text that was hopeless has become easy."""
 _PROBE_DRAFTS = 5
 _REFINEMENT = 0.08
 """How far one step moves the costs towards what it took."""
-_REFINED_EVERY = 8
+_REFINED_EVERY = 16
 """Steps from one that does so to the next."""
-_HOLDS_FOR = 8
+_HOLDS_FOR = 16
 """Steps that a decision holds for, if nothing speaks against it."""
 
 
