@@ -16,8 +16,8 @@ MIXED = "half math and half hopeless"
 LOADS = (*DOMAINS, HOPELESS, MIXED)
 
 
-def requests(load: str, count: int) -> list[Request]:
-    """The first `count` requests of one of LOADS. Greedy but for hopeless ones, each of which has a seed."""
+def requests(load: str, count: int, temperature: float = 0.0) -> list[Request]:
+    """The first `count` requests of one of LOADS, each with a seed of its own. Hopeless ones have their temperature."""
     if load == MIXED:
         halves = zip(requests("math", -(-count // 2)), requests(HOPELESS, -(-count // 2)), strict=True)
         return list(itertools.chain.from_iterable(halves))[:count]
@@ -27,7 +27,7 @@ def requests(load: str, count: int) -> list[Request]:
             request_id=f"{load} {index}",
             token_ids=prompt,
             max_tokens=MAX_TOKENS,
-            temperature=HOPELESS_TEMPERATURE if hopeless else 0.0,
+            temperature=HOPELESS_TEMPERATURE if hopeless else temperature,
             seed=index,
             stop_token_ids=frozenset(_tokenizer().eos_ids),
         )

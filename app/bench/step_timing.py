@@ -26,7 +26,7 @@ from app.engine.sequence import Request
 
 TIMED = 2
 """Steps that are timed of sequences once they are there; one before them is not, for it finds cold caches."""
-PLAIN_TIMED = 16
+PLAIN_TIMED = 32
 """The same of plain steps: their context grows by a token only, and some of their work may be put off for a few steps
 and done for all of them at once."""
 HOST_STEPS = 16

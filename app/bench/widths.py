@@ -56,7 +56,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         task = bar.add_task("widths", total=len(cells))
         for load, concurrency in cells:
             bar.update(task, description=f"{load}, {concurrency} at once")
-            requests = loads.requests(load, max(8, 2 * concurrency))
+            requests = loads.requests(load, max(8, 3 * concurrency // 2))
             ways = {name: Way(core, requests, concurrency) for name, core in engines.items()}
             for way in ways.values():
                 way()

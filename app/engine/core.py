@@ -59,7 +59,8 @@ class EngineCore:
         deltas = self.scheduler.commit(batch, pending.read())
         seconds = time.perf_counter() - started
         if batch.kind == "decode":
-            self.scheduler.policy.took(batch.num_drafting, batch.num_verify_rows, 1000 * seconds)
+            num_seqs, num_rows = len(batch.decodes), batch.num_verify_rows
+            self.scheduler.policy.took(num_seqs, batch.num_drafting, num_rows - num_seqs, 1000 * seconds)
         return Step(deltas, batch.kind, seconds, len(batch.decodes), batch.num_drafting)
 
     def run(self, requests: list[Request], on_step: Callable[[Step], None] | None = None) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ _ROUNDS = 7
 
 
 def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTable:
-    """Run decode steps of 1, 2, 4 ... sequences: plain, with two rows verified of each, and with whole blocks.
+    """Run decode steps of 1, 2, 4 ... sequences: plain, and with two rows, a quarter, half and all of a block verified.
 
     Every round runs every shape once, so that no shape is timed in a stretch of its own. The pages must be nobody's;
     sizes that need more than `num_pages` are left out.
@@ -24,7 +24,7 @@ def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTabl
     seqs = [
         n for n in sorted({*seqs, sizes.max_num_seqs}) if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages
     ]
-    widths = (1, 2, sizes.block_size)
+    widths = sorted({1, 2, -(-sizes.block_size // 4), -(-sizes.block_size // 2), sizes.block_size})
     times: dict[tuple[int, int], list[float]] = {}
     for done in range(_ROUNDS + 1):
         if done < 2:
@@ -37,7 +37,7 @@ def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTabl
             for width in widths:
                 times.setdefault((num_seqs, width), []).append(_timed(runner, verify_batch(num_seqs, width, sizes)))
         seqs = [n for n in seqs if (n, 1) in times]
-    return tables({shape: median(taken[1:] or taken) for shape, taken in times.items()}, sizes.block_size)
+    return table({shape: median(taken[1:] or taken) for shape, taken in times.items()})
 
 
 def _timed(runner: ModelRunner, batch: Batch) -> float:
@@ -47,24 +47,29 @@ def _timed(runner: ModelRunner, batch: Batch) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
-def tables(ms: dict[tuple[int, int], float], block_size: int) -> CostTable:
+def table(ms: dict[tuple[int, int], float]) -> CostTable:
     """Of {(sequences, rows of each): ms of a step}: one row is plain, more have a draft pass before them.
 
-    The draft pass of n blocks is what a step of two rows a sequence takes longer than a plain one of as many rows.
+    What drafts take to verify grows linearly from none on to the second width that has some; the draft pass is what is
+    left of a step without it.
     """
     seqs = sorted({n for n, _ in ms})
-    plain = CostTable([(1, 0.0)], [(n, ms[n, 1]) for n in seqs])
-    draft = [(n, max(ms[n, 2] - float(plain.target_ms(2 * n)), 0.05 * ms[n, 1])) for n in seqs]
-    target = {n: ms[n, 1] for n in seqs}
-    for (n, draft_ms), shape in zip(draft, seqs, strict=True):
-        target.setdefault(n * block_size, max(ms[shape, block_size] - draft_ms, ms[shape, 1]))
-    return CostTable(_rising(draft), _rising(sorted(target.items())))
+    plain, draft, verify = [], [], []
+    for n in seqs:
+        some = sorted((n * (width - 1), taken) for (count, width), taken in ms.items() if count == n and width > 1)
+        (few, ms_of_few), (more, ms_of_more) = some[0], some[min(1, len(some) - 1)]
+        slope = max(0.0, ms_of_more - ms_of_few) / max(1, more - few)
+        plain.append((n, ms[n, 1]))
+        draft.append((n, max(ms_of_few - few * slope - ms[n, 1], 0.05 * ms[n, 1])))
+        rest = ms[n, 1] + draft[-1][1]
+        verify.append(_rising([(0, 0.0), *((drafts, max(0.0, taken - rest)) for drafts, taken in some)]))
+    return CostTable(_rising(plain), _rising(draft), verify)
 
 
-def _rising(table: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _rising(costs: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """More never costs less; where it was timed so, something else held the smaller one up."""
     highest, rising = 0.0, []
-    for size, ms in table:
+    for size, ms in costs:
         highest = max(highest, ms)
         rising.append((size, highest))
     return rising

@@ -17,8 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.costs import tables
-from app.engine.dflash.policy import _HOLDS_FOR, _WEIGHTS, CostTable, Histories, Policy, allot, chances, surprise
+from app.engine.costs import table
+from app.engine.dflash.policy import (
+    _FOR_WHOLE_BLOCKS,
+    _HOLDS_FOR,
+    _WEIGHTS,
+    CostTable,
+    Histories,
+    Policy,
+    allot,
+    chances,
+    surprise,
+)
 
 BLOCK = 16
 STEPS = 400
@@ -30,6 +40,19 @@ COSTS: dict[str, tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {
     "cpu": ([(1, 1.4), (4, 2.6), (16, 6.0), (32, 11.5)], [(1, 2.0), (16, 3.0), (64, 5.5), (256, 15.0), (512, 29.0)]),
 }
 CHANCES = {"easy": 0.97, "ok": 0.85, "mid": 0.7, "hard": 0.3, "hopeless": 0.03}
+
+
+def planted(name: str) -> CostTable:
+    """Costs by blocks and by target rows, whatever sequences these are of."""
+    draft, target = COSTS[name]
+    sizes, ms = zip(*target, strict=True)
+
+    def target_ms(rows: int) -> float:
+        return float(np.interp(rows, sizes, ms)) * max(1.0, rows / sizes[-1])
+
+    seqs = [1, 2, 4, 8, 16, 32, 64]
+    verify = [[(drafts, target_ms(n + drafts) - target_ms(n)) for drafts in range(n * (BLOCK - 1) + 1)] for n in seqs]
+    return CostTable([(n, target_ms(n)) for n in seqs], draft, verify)
 
 
 def trace(kind: str, random: Random) -> list[int]:
@@ -46,8 +69,8 @@ def trace(kind: str, random: Random) -> list[int]:
 
 def replay(traces: Sequence[Sequence[int]], costs: str, width: int | None) -> float:
     """Tokens per millisecond."""
-    true = CostTable(*COSTS[costs])
-    policy = Policy(BLOCK, CostTable(*COSTS[costs]), width)
+    true = planted(costs)
+    policy = Policy(BLOCK, planted(costs), width)
     tokens, ms = 0, 0.0
     for step in range(len(traces[0])):
         chosen = policy.drafts([(i, BLOCK - 1) for i in range(len(traces))])
@@ -55,8 +78,9 @@ def replay(traces: Sequence[Sequence[int]], costs: str, width: int | None) -> fl
             accepted = min(traces[i][step], drafts)
             tokens += accepted + 1
             policy.observe(i, drafts, accepted)
-        took = float(true.step_ms(sum(map(bool, chosen)), len(chosen) + sum(chosen)))
-        policy.took(sum(map(bool, chosen)), len(chosen) + sum(chosen), took)
+        work = (len(chosen), sum(map(bool, chosen)), sum(chosen))
+        took = float(true.step_ms(*work))
+        policy.took(*work, took)
         ms += took
     return tokens / ms
 
@@ -84,8 +108,8 @@ def recorded() -> dict[str, list[list[int]]]:
 @cache
 def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) -> float:
     """Tokens per millisecond of many answers, so many at once; the next begins where one has ended."""
-    true = CostTable(*COSTS[costs])
-    policy = Policy(BLOCK, CostTable(*COSTS[costs]), width)
+    true = planted(costs)
+    policy = Policy(BLOCK, planted(costs), width)
     waiting = deque(enumerate(recorded()[load] * max(1, concurrency // 2)))
     running: dict[int, deque[int]] = {}
     tokens, ms = 0, 0.0
@@ -103,8 +127,9 @@ def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) 
             if not left:
                 del running[name]
                 policy.forget(name)
-        took = float(true.step_ms(sum(map(bool, chosen)), len(chosen) + sum(chosen)))
-        policy.took(sum(map(bool, chosen)), len(chosen) + sum(chosen), took)
+        work = (len(chosen), sum(map(bool, chosen)), sum(chosen))
+        took = float(true.step_ms(*work))
+        policy.took(*work, took)
         ms += took
     return tokens / ms
 
@@ -165,33 +190,54 @@ def test_probing_costs_no_more_than_its_share() -> None:
 
 
 def test_costs_are_linear_between_sizes_and_proportional_beyond() -> None:
-    costs = CostTable([(1, 2.0), (3, 4.0)], [(2, 10.0), (4, 20.0)])
-    assert costs.target_ms(np.array([3])).tolist() == [15.0]
-    assert costs.draft_ms([0, 1, 2, 3, 6]).tolist() == [0.0, 2.0, 3.0, 4.0, 8.0]
-    assert costs.target_ms([1, 2, 3, 4, 8]).tolist() == [10.0, 10.0, 15.0, 20.0, 40.0]
-    assert float(costs.step_ms(2, 3)) == 18.0
+    costs = CostTable([(1, 10.0), (3, 20.0)], [(1, 2.0), (3, 4.0)], [[(0, 0.0), (15, 3.0)], [(0, 0.0), (45, 18.0)]])
+    assert costs.draft_ms(np.array([0, 1, 2, 3, 6])).tolist() == [0.0, 2.0, 3.0, 4.0, 8.0]
+    assert costs.target_ms(1, np.array([0, 5, 15])).tolist() == [10.0, 11.0, 13.0]
+    assert costs.target_ms(2, np.array([0, 15])).tolist() == pytest.approx([15.0, 15.0 + 3.0 / 2 + 6.0 / 2])
+    assert costs.target_ms(6, np.array([0, 90])).tolist() == [40.0, 40.0 + 36.0]
+    assert float(costs.step_ms(1, 1, 5)) == 13.0
 
 
 def test_serving_refines_the_costs_near_its_size() -> None:
-    costs = CostTable([(1, 1.0), (64, 4.0)], [(1, 10.0), (64, 40.0)])
+    verify = [[(0, 0.0), (15, 4.0)], [(0, 0.0), (960, 40.0)]]
+    costs = CostTable([(1, 10.0), (64, 40.0)], [(1, 1.0), (64, 4.0)], verify)
     for _ in range(400):
-        costs.refine(1, 1, 22.0)
-    assert float(costs.step_ms(1, 1)) == pytest.approx(22.0, rel=0.02)
-    assert float(costs.step_ms(64, 64)) == 44.0, "a size that was not run keeps its cost"
-    before = float(costs.step_ms(1, 1))
-    costs.refine(1, 1, 1e6)
-    assert float(costs.step_ms(1, 1)) < 1.1 * before, "a step that something held up moves little"
+        costs.refine(1, 1, 15, 30.0)
+    assert float(costs.step_ms(1, 1, 15)) == pytest.approx(30.0, rel=0.02)
+    assert float(costs.step_ms(64, 64, 960)) == 84.0, "a size that was not run keeps its cost"
+    before = float(costs.step_ms(1, 1, 15))
+    costs.refine(1, 1, 15, 1e6)
+    assert float(costs.step_ms(1, 1, 15)) < 1.1 * before, "a step that something held up moves little"
+
+
+def test_a_plain_step_says_nothing_of_drafts() -> None:
+    costs = planted("cpu")
+    before = float(costs.step_ms(4, 4, 60) - costs.target_ms(4, 0))
+    costs.refine(4, 0, 0, 20.0)
+    assert float(costs.step_ms(4, 4, 60) - costs.target_ms(4, 0)) == pytest.approx(before)
 
 
 def test_warm_up_timings_are_split_into_draft_and_target() -> None:
     def step(seqs: int, width: int) -> float:
         return 5 + 0.5 * seqs * width + (2 + 0.25 * seqs) * (width > 1)
 
-    costs = tables({(n, w): step(n, w) for n in (1, 2, 4, 8) for w in (1, 2, 16)}, BLOCK)
+    costs = table({(n, w): step(n, w) for n in (1, 2, 4, 8) for w in (1, 2, 4, 8, 16)})
     for n in (1, 2, 4):
         assert float(costs.draft_ms(n)) == pytest.approx(2 + 0.25 * n)
-    assert float(costs.target_ms(8)) == pytest.approx(9.0)
-    assert float(costs.target_ms(64)) == pytest.approx(5 + 32.0)
+        assert float(costs.target_ms(n, 10 * n)) == pytest.approx(5 + 0.5 * n * 11)
+    assert float(costs.target_ms(8, 0)) == pytest.approx(9.0)
+
+
+def test_warm_up_timings_that_were_held_up_give_costs_that_rise() -> None:
+    costs = table({(1, 1): 5.0, (1, 2): 9.0, (1, 16): 8.0, (2, 1): 4.0, (2, 2): 4.1, (2, 16): 20.0})
+    assert float(costs.draft_ms(1)) > 0 and float(costs.draft_ms(2)) >= float(costs.draft_ms(1))
+    assert (np.diff(costs.target_ms(1, np.arange(16))) >= 0).all()
+    assert float(costs.target_ms(2, 0)) >= float(costs.target_ms(1, 0))
+
+
+def test_a_block_of_two_rows_has_costs_too() -> None:
+    costs = table({(1, 1): 5.0, (1, 2): 9.0})
+    assert float(costs.step_ms(1, 1, 1)) == pytest.approx(9.0)
 
 
 def learned(outcomes: dict[str, list[tuple[int, int]]], num_drafts: int = 4) -> Histories:
@@ -233,19 +279,19 @@ def test_the_surprise_is_the_negative_log_of_what_happened() -> None:
 @pytest.mark.parametrize("alike", [True, False])
 def test_how_much_texts_differ_is_found_out(alike: bool) -> None:
     """Half of the sequences keep every draft and half none, or each does so by turns."""
-    policy = Policy(BLOCK, CostTable(*COSTS["flat"]))
+    policy = Policy(BLOCK, planted("flat"))
     for step in range(120):
         chosen = policy.drafts([(i, BLOCK - 1) for i in range(8)])
         for i, drafts in enumerate(chosen):
             good = (step * 5 + i * 3) % 7 < 3 if alike else i % 2 == 0
             policy.observe(i, drafts, drafts if good else 0)
-        policy.took(8, 128, 10.0)
+        policy.took(8, 8, 120, 10.0)
     believed = _WEIGHTS[policy._surprise.argmin()]
     assert believed == (max(_WEIGHTS) if alike else min(_WEIGHTS))
 
 
 def test_a_decision_is_made_anew_when_a_sequence_comes_goes_or_disappoints() -> None:
-    policy = Policy(BLOCK, CostTable(*COSTS["cpu"]))
+    policy = Policy(BLOCK, planted("cpu"))
     for _ in range(30):
         policy.drafts([("a", 15)])
         policy.observe("a", 15, 15)
@@ -271,7 +317,7 @@ def test_a_decision_is_made_anew_when_a_sequence_comes_goes_or_disappoints() -> 
 
 
 def test_what_an_answer_ended_with_is_learned_of_all_and_forgotten_of_itself() -> None:
-    policy = Policy(BLOCK, CostTable(*COSTS["cpu"]))
+    policy = Policy(BLOCK, planted("cpu"))
     policy.drafts([("a", 15)])
     policy.observe("a", 15, 4)
     policy.forget("a")
@@ -289,7 +335,7 @@ def brute(chances: list[list[float]], costs: CostTable) -> float:
         nonlocal best
         if i == len(chances):
             gain = sum(sum(row[:n]) for row, n in zip(chances, drafts, strict=True))
-            ms = float(costs.step_ms(sum(map(bool, drafts)), len(drafts) + sum(drafts)))
+            ms = float(costs.step_ms(len(drafts), sum(map(bool, drafts)), sum(drafts)))
             best = max(best, (len(drafts) + gain) / ms)
             return
         for n in sizes[i]:
@@ -308,15 +354,16 @@ def brute(chances: list[list[float]], costs: CostTable) -> float:
 def test_the_allotment_is_the_best_there_is(rows: list[list[float]], draft_ms: float, row_ms: float) -> None:
     """Against a search over everything, for few sequences."""
     survival = np.cumprod(np.array(rows), axis=1)
-    costs = CostTable([(1, draft_ms), (8, draft_ms * 2)], [(1, 1.0), (32, 1.0 + 31 * row_ms)])
+    verify = [[(0, 0.0), (24, 24 * row_ms)]]
+    costs = CostTable([(len(rows), 1.0 + len(rows) * row_ms)], [(1, draft_ms), (8, draft_ms * 2)], verify)
     found = allot(survival, costs)
     gain = sum(float(row[:n].sum()) for row, n in zip(survival, found.drafts, strict=True))
-    ms = float(costs.step_ms(sum(map(bool, found.drafts)), len(rows) + sum(found.drafts)))
-    assert (len(rows) + gain) / ms >= brute(survival.tolist(), costs) * (1 - 1e-9)
+    ms = float(costs.step_ms(len(rows), sum(map(bool, found.drafts)), sum(found.drafts)))
+    assert (len(rows) + gain) / ms >= brute(survival.tolist(), costs) / _FOR_WHOLE_BLOCKS * (1 - 1e-9)
 
 
 def test_no_more_drafts_are_verified_than_a_sequence_may() -> None:
-    policy = Policy(BLOCK, CostTable(*COSTS["flat"]))
+    policy = Policy(BLOCK, planted("flat"))
     for _ in range(20):
         chosen = policy.drafts([("a", 3), ("b", 0), ("c", 15)])
         assert chosen[0] <= 3 and chosen[1] == 0 and chosen[2] == 15
@@ -330,11 +377,11 @@ def test_a_fixed_width_holds_without_costs(width: int | None, expected: list[int
 
 
 def test_what_has_ended_is_forgotten() -> None:
-    policy = Policy(BLOCK, CostTable(*COSTS["cpu"]))
+    policy = Policy(BLOCK, planted("cpu"))
     for i in range(100):
         policy.drafts([(i, 15)])
         policy.observe(i, 15, 0)
-        policy.took(1, 16, 5.0)
+        policy.took(1, 1, 15, 5.0)
         policy.forget(i)
     policy.drafts([])
     assert not len(policy._histories) and not policy._last_probe and not policy._decided

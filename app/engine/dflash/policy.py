@@ -1,9 +1,9 @@
 """How many drafts of each sequence a step verifies: none where drafting does not pay, else as many as pay.
 
 Verification hands out tokens whatever is decided here, so this is about speed alone. What counts is tokens per second
-of the whole batch: a step of S sequences in which D draft and T rows are verified gives S + (accepted drafts) tokens in
-draft_ms(D) + target_ms(T). Which drafts will be accepted is guessed from what has become of a sequence's last ones; so
-nothing is read from the device before the target runs. Pure functions and counts, no torch.
+of the whole batch: a step of S sequences in which D draft and N drafts are verified gives S + (accepted drafts) tokens
+in draft_ms(D) + target_ms(S, N). Which drafts will be accepted is guessed from what has become of a sequence's last
+ones; so nothing is read from the device before the target runs. Pure functions and counts, no torch.
 """
 
 from collections.abc import Hashable, Sequence
@@ -35,6 +35,8 @@ _LEFT_BEHIND = 0.3
 _PROBE_SHARE = 0.01
 """Of the time, spent on finding out whether text that was hopeless has become easy."""
 _PROBE_DRAFTS = 5
+_FOR_WHOLE_BLOCKS = 1.02
+"""Rows of one width a sequence are quicker than as many of several, so whole blocks count for so much more."""
 _REFINEMENT = 0.08
 """How far one step moves the costs towards what it took."""
 _REFINED_EVERY = 16
@@ -44,49 +46,75 @@ _HOLDS_FOR = 16
 
 
 class CostTable:
-    """Milliseconds of a step: its draft pass by blocks, and the rest by target rows. Between the sizes that were
-    measured costs are linear, and beyond the last proportional to it.
+    """Milliseconds of a decode step: a plain one by sequences, plus a draft pass by blocks, plus what verifying takes,
+    by sequences and drafts. Between the sizes that were measured costs are linear, beyond them proportional.
 
-    `draft` and `target` are (size, ms), sizes ascending.
+    `plain` and `draft` are (size, ms), sizes ascending; `verify` has for each size of `plain` (drafts, ms), beginning
+    with (0, 0.0).
     """
 
-    def __init__(self, draft: Sequence[tuple[int, float]], target: Sequence[tuple[int, float]]) -> None:
-        self._draft, self._target = (np.array(table, dtype=np.float64).reshape(-1, 2) for table in (draft, target))
-        self._draft_ms = self._target_ms = np.zeros(0)
+    def __init__(
+        self,
+        plain: Sequence[tuple[int, float]],
+        draft: Sequence[tuple[int, float]],
+        verify: Sequence[Sequence[tuple[int, float]]],
+    ) -> None:
+        self._plain, self._draft = (np.array(table, dtype=np.float64).reshape(-1, 2) for table in (plain, draft))
+        self._verify = [np.array(table, dtype=np.float64) for table in verify]
+        self._draft_ms = np.zeros(0)
+        self._target_ms: dict[int, Floats] = {}
 
     def draft_ms(self, blocks: Any) -> Floats:
         """Of no blocks, nothing. `blocks` is a number or an array of them."""
         if np.max(blocks) >= len(self._draft_ms):
-            self._draft_ms = _every_size(self._draft, 2 * int(np.max(blocks)) + 1)
+            self._draft_ms = _between(self._draft, np.arange(2 * int(np.max(blocks)) + 2))
             self._draft_ms[0] = 0.0
         return np.asarray(self._draft_ms[blocks])
 
-    def target_ms(self, rows: Any) -> Floats:
-        """`rows` is a number or an array of them."""
-        if np.max(rows) >= len(self._target_ms):
-            self._target_ms = _every_size(self._target, 2 * int(np.max(rows)) + 1)
-        return np.asarray(self._target_ms[rows])
+    def target_ms(self, seqs: int, drafts: Any) -> Floats:
+        """Of a target pass over so many sequences, with so many drafts of them all: a number or an array."""
+        known = self._target_ms.get(seqs)
+        if known is None or np.max(drafts) >= len(known):
+            known = self._target_ms[seqs] = self._target_of(seqs, np.arange(2 * int(np.max(drafts)) + 2))
+        return np.asarray(known[drafts])
 
-    def step_ms(self, blocks: Any, rows: Any) -> Floats:
-        return self.draft_ms(blocks) + self.target_ms(rows)
+    def step_ms(self, seqs: int, blocks: Any, drafts: Any) -> Floats:
+        return self.draft_ms(blocks) + self.target_ms(seqs, drafts)
 
-    def refine(self, blocks: int, rows: int, ms: float) -> None:
+    def refine(self, seqs: int, blocks: int, drafts: int, ms: float) -> None:
         """Move the costs near this size towards what a step has taken."""
         # A step that something else held up says little.
-        ratio = min(max(ms / float(self.step_ms(blocks, rows)), 0.5), 2.0)
-        for table, size in ((self._draft, blocks), (self._target, rows)):
-            if size:
-                nearest = np.abs(np.log(table[:, 0] / size)).argmin()
-                table[nearest, 1] *= 1 + _REFINEMENT * (ratio - 1)
-        self._draft_ms = self._target_ms = np.zeros(0)
+        ratio = min(max(ms / float(self.step_ms(seqs, blocks, drafts)), 0.5), 2.0)
+        scale = 1 + _REFINEMENT * (ratio - 1)
+        nearest = _nearest(self._plain, seqs)
+        self._plain[nearest, 1] *= scale
+        if blocks:
+            self._verify[nearest][:, 1] *= scale
+            self._draft[_nearest(self._draft, blocks), 1] *= scale
+        self._draft_ms = np.zeros(0)
+        self._target_ms.clear()
+
+    def _target_of(self, seqs: int, drafts: Any) -> Floats:
+        """Between the next smaller and the next larger number of sequences that were measured."""
+        above = min(int(np.searchsorted(self._plain[:, 0], seqs)), len(self._plain) - 1)
+        below = max(above - 1, 0)
+        low, high = self._plain[below, 0], self._plain[above, 0]
+        share = min(max((seqs - low) / (high - low), 0.0), 1.0) if high > low else 1.0
+        verify = sum(
+            part * _between(self._verify[i], drafts) for i, part in ((below, 1 - share), (above, share)) if part
+        )
+        ms: Floats = _between(self._plain, np.array(seqs)) + verify
+        return ms
 
 
-def _every_size(table: Floats, most: int) -> Floats:
-    """ms [most + 1] of the sizes from 0 on."""
-    sizes = np.arange(most + 1)
+def _nearest(table: Floats, size: int) -> int:
+    return int(np.abs(np.log(table[:, 0] / size)).argmin())
+
+
+def _between(table: Floats, sizes: Any) -> Floats:
     last_size, last_ms = table[-1]
-    ms: Floats = np.where(sizes > last_size, last_ms * sizes / last_size, np.interp(sizes, table[:, 0], table[:, 1]))
-    return ms
+    beyond = last_ms * sizes / max(last_size, 1)
+    return np.where(sizes > last_size, beyond, np.interp(sizes, table[:, 0], table[:, 1]))
 
 
 class Histories:
@@ -183,7 +211,7 @@ def allot(chances: Floats, costs: CostTable) -> Allotment:
     none; of those that draft, the likeliest drafts of all are verified first.
     """
     num_seqs, num_drafts = chances.shape
-    best = Allotment([0] * num_seqs, num_seqs / float(costs.target_ms(num_seqs))) if num_seqs else Allotment([], 0.0)
+    best = Allotment([0] * num_seqs, num_seqs / float(costs.target_ms(num_seqs, 0))) if num_seqs else Allotment([], 0.0)
     may = int((chances[:, 0] > 0).sum())
     if not may:
         return best
@@ -193,8 +221,10 @@ def allot(chances: Floats, costs: CostTable) -> Allotment:
     # [numbers of drafting sequences, drafts]: the drafts of so many sequences, likeliest first
     likeliest = -np.sort(-(ranked * (np.arange(num_seqs) < drafting[:, None])[..., None]).reshape(len(drafting), -1))
     tokens = num_seqs + np.cumsum(likeliest, axis=1)
-    rows = num_seqs + np.arange(1, num_seqs * num_drafts + 1)
-    rates = tokens / (costs.draft_ms(drafting)[:, None] + costs.target_ms(rows))
+    target_ms = costs.target_ms(num_seqs, np.arange(1, num_seqs * num_drafts + 1))
+    rates = tokens / (costs.draft_ms(drafting)[:, None] + target_ms)
+    whole = drafting * num_drafts - 1
+    rates[np.arange(len(drafting)), whole] *= _FOR_WHOLE_BLOCKS
     size, last = np.unravel_index(rates.argmax(), rates.shape)
     if rates[size, last] > best.rate:
         drafts = np.zeros(num_seqs, dtype=np.int64)
@@ -257,11 +287,11 @@ class Policy:
         if verified and self.costs is not None:
             self._outcomes.append((sequence, self._place[sequence], verified, accepted))
 
-    def took(self, blocks: int, rows: int, ms: float) -> None:
-        """A decode step is over."""
+    def took(self, seqs: int, blocks: int, drafts: int, ms: float) -> None:
+        """A decode step of so many sequences and blocks, which verified so many drafts, is over."""
         if self.costs is not None:
             if self._steps % _REFINED_EVERY == 0:
-                self.costs.refine(blocks, rows, ms)
+                self.costs.refine(seqs, blocks, drafts, ms)
             self._credit = min(self._credit + _PROBE_SHARE * ms, self._most_credit(self.costs))
 
     def forget(self, sequence: Hashable) -> None:
@@ -273,7 +303,7 @@ class Policy:
 
     def _most_credit(self, costs: CostTable) -> float:
         """Milliseconds of a probe: no run of them is saved up for."""
-        return float(costs.step_ms(1, 1 + _PROBE_DRAFTS))
+        return float(costs.step_ms(1, 1, _PROBE_DRAFTS))
 
     def _learn(self) -> None:
         """Take in the outcomes of the last step."""
@@ -315,15 +345,17 @@ class Policy:
         if self._credit <= 0 and not lifted:
             return
         idle = [i for i, (_, most) in enumerate(wanted) if most and not chosen[i]]
-        blocks, rows = sum(map(bool, chosen)), len(chosen) + sum(chosen)
+        seqs, blocks, drafts = len(chosen), sum(map(bool, chosen)), sum(chosen)
         for i in sorted(idle, key=lambda i: self._last_probe.get(wanted[i][0], -1)):
             if not lifted and self._credit <= 0:
                 break
             sequence, most = wanted[i]
             extra = min(most, _PROBE_DRAFTS)
             if not lifted:
-                self._credit -= float(costs.step_ms(blocks + 1, rows + extra) - costs.step_ms(blocks, rows))
+                self._credit -= float(
+                    costs.step_ms(seqs, blocks + 1, drafts + extra) - costs.step_ms(seqs, blocks, drafts)
+                )
             self._last_probe[sequence] = self._steps
             self._probed.add(sequence)
             chosen[i] = extra
-            blocks, rows = blocks + 1, rows + extra
+            blocks, drafts = blocks + 1, drafts + extra
