@@ -23,10 +23,11 @@ from app.engine.dflash.policy import (
     _HOLDS_FOR,
     _WEIGHTS,
     CostTable,
-    Histories,
+    Outcomes,
     Policy,
     allot,
     chances,
+    counts,
     surprise,
 )
 
@@ -240,32 +241,41 @@ def test_a_block_of_two_rows_has_costs_too() -> None:
     assert float(costs.step_ms(1, 1, 1)) == pytest.approx(9.0)
 
 
-def learned(outcomes: dict[str, list[tuple[int, int]]], num_drafts: int = 4) -> Histories:
-    """Of sequences, with (verified, accepted) of their steps."""
-    histories = Histories(num_drafts)
-    for name, steps in outcomes.items():
-        for verified, accepted in steps:
-            histories.add(np.array([histories.row(name)]), np.array([verified]), np.array([accepted]))
-    return histories
+def outcomes(*steps: tuple[int, int]) -> Outcomes:
+    """Of (verified, accepted), the last ones last."""
+    found = Outcomes(5)
+    for verified, accepted in steps:
+        found.add(verified, accepted, 0.9)
+    return found
+
+
+def test_counts_say_what_was_tried_and_kept_and_old_outcomes_fade() -> None:
+    tried, kept = counts([outcomes((4, 1), (2, 2)), Outcomes(5)])
+    assert tried.tolist() == [pytest.approx([0.9 + 1, 0.9 + 1, 0, 0]), [0, 0, 0, 0]]
+    assert kept.tolist() == [pytest.approx([0.9 + 1, 1, 0, 0]), [0, 0, 0, 0]]
+
+
+def test_weights_do_not_grow_for_ever() -> None:
+    few, many = outcomes(*[(4, 1), (4, 4)] * 100), outcomes(*[(4, 1), (4, 4)] * 20_000)
+    assert counts([many])[0].tolist() == [pytest.approx(counts([few])[0][0].tolist())]
 
 
 def test_chances_follow_what_became_of_drafts() -> None:
-    histories = learned({"a": [(4, 2)] * 50})
-    known, unknown = chances(histories, [histories.row("a"), histories.row("new")], np.array([3.0]))[0]
+    some = outcomes(*[(4, 2)] * 50)
+    known, unknown = chances(some, [some, Outcomes(5)], np.array([3.0]))[0]
     assert (known[:2] > 0.9).all() and known[2] < 0.3
-    assert np.abs(known - unknown).max() < 0.1, "a new sequence is like all others"
+    assert np.abs(known - unknown).max() < 0.2, "a new sequence is like all others"
 
 
 def test_a_sequence_that_is_worse_than_others_is_worse_at_every_position() -> None:
-    histories = learned({"good": [(4, 4)] * 30, "bad": [(4, 0)] * 30})
-    good, bad = chances(histories, [histories.row("good"), histories.row("bad")], np.array([3.0]))[0]
-    assert (good > bad + 0.3).all()
+    all_, good, bad = outcomes(*[(4, 4), (4, 0)] * 30), outcomes(*[(4, 4)] * 30), outcomes(*[(4, 0)] * 30)
+    well, badly = chances(all_, [good, bad], np.array([3.0]))[0]
+    assert (well > badly + 0.3).all()
 
 
 def test_a_heavy_weight_believes_all_sequences_to_be_alike() -> None:
-    histories = learned({"good": [(4, 4)] * 5, "bad": [(4, 0)] * 5})
-    rows = [histories.row("good"), histories.row("bad")]
-    light, heavy = chances(histories, rows, np.array([1.0, 1000.0]))
+    all_, good, bad = outcomes(*[(4, 4), (4, 0)] * 5), outcomes(*[(4, 4)] * 5), outcomes(*[(4, 0)] * 5)
+    light, heavy = chances(all_, [good, bad], np.array([1.0, 1000.0]))
     assert np.abs(heavy[0] - heavy[1]).max() < 0.1 < np.abs(light[0] - light[1]).max()
 
 
@@ -290,30 +300,22 @@ def test_how_much_texts_differ_is_found_out(alike: bool) -> None:
     assert believed == (max(_WEIGHTS) if alike else min(_WEIGHTS))
 
 
-def test_a_decision_is_made_anew_when_a_sequence_comes_goes_or_disappoints() -> None:
+def test_a_decision_is_made_anew_when_a_sequence_comes_or_disappoints_and_now_and_then() -> None:
     policy = Policy(BLOCK, planted("cpu"))
-    for _ in range(30):
-        policy.drafts([("a", 15)])
-        policy.observe("a", 15, 15)
-    before = policy._foretold
+
+    def decided_anew(*names: str) -> bool:
+        before = policy._foretold
+        policy.drafts([(name, 15) for name in names])
+        return policy._foretold is not before
+
     policy.drafts([("a", 15)])
     policy.observe("a", 15, 14)
-    policy.drafts([("a", 15)])
-    assert policy._foretold is before, "nothing speaks against it"
-    policy.observe("a", 15, 3)
-    policy.drafts([("a", 15)])
-    assert policy._foretold is not before
-    before = policy._foretold
-    policy.drafts([("a", 15), ("b", 15)])
-    assert policy._foretold is not before
-    before = policy._foretold
+    assert not decided_anew("a")
+    policy.observe("a", 15, 2)
+    assert decided_anew("a") and decided_anew("a", "b")
     policy.forget("a")
-    policy.drafts([("b", 15)])
-    assert policy._foretold is not before
-    before = policy._foretold
-    for _ in range(_HOLDS_FOR + 1):
-        policy.drafts([("b", 15)])
-    assert policy._foretold is not before, "no decision holds for ever"
+    assert not decided_anew("b")
+    assert any(decided_anew("b") for _ in range(_HOLDS_FOR + 1)), "no decision holds for ever"
 
 
 def test_what_an_answer_ended_with_is_learned_of_all_and_forgotten_of_itself() -> None:
@@ -322,8 +324,8 @@ def test_what_an_answer_ended_with_is_learned_of_all_and_forgotten_of_itself() -
     policy.observe("a", 15, 4)
     policy.forget("a")
     policy.drafts([("b", 15)])
-    assert policy._histories.kept[0].sum() == 4
-    assert policy._histories.kept[1:].sum() == 0
+    assert counts([policy._average])[1].sum() == 4
+    assert not policy._of
 
 
 def brute(chances: list[list[float]], costs: CostTable) -> float:
@@ -383,5 +385,4 @@ def test_what_has_ended_is_forgotten() -> None:
         policy.observe(i, 15, 0)
         policy.took(1, 1, 15, 5.0)
         policy.forget(i)
-    policy.drafts([])
-    assert not len(policy._histories) and not policy._last_probe and not policy._decided
+    assert not policy._of and not policy._last_probe and not policy._decided

@@ -30,6 +30,7 @@ _OPTIMISM = 0.9
 """The chance of a draft after an accepted one, before anything is known."""
 _RAREST = 1e-3
 """No chance is taken to be nearer to 0 or 1."""
+_MOST_WEIGHT = 1e100
 _LEFT_BEHIND = 0.3
 """What is known of all sequences still weighs so much once one has been found to have become easy."""
 _PROBE_SHARE = 0.01
@@ -43,6 +44,8 @@ _REFINED_EVERY = 16
 """Steps from one that does so to the next."""
 _HOLDS_FOR = 16
 """Steps that a decision holds for, if nothing speaks against it."""
+_DISAPPOINTING = 4
+"""A step that accepts less than one in so many of its drafts speaks against it."""
 
 
 class CostTable:
@@ -117,63 +120,60 @@ def _between(table: Floats, sizes: Any) -> Floats:
     return np.where(sizes > last_size, beyond, np.interp(sizes, table[:, 0], table[:, 1]))
 
 
-class Histories:
-    """Outcomes of drafts by position, older ones fading, of any number of sequences: `tried[row, k]` had an accepted
-    one before them, and `kept[row, k]` of these were accepted; [rows, b - 1]. Row 0 is of all sequences together."""
+class Outcomes:
+    """What became of drafts, older outcomes fading: how often the draft at each position was the first to be refused,
+    and how often all of so many were accepted. Weights grow instead of fading, and are divided by the last one."""
 
-    def __init__(self, num_drafts: int) -> None:
-        self.tried = np.zeros((1, num_drafts))
-        self.kept = np.zeros((1, num_drafts))
-        self._positions = np.arange(num_drafts)
-        self._rows: dict[Hashable, int] = {}
-        self._free: list[int] = []
+    __slots__ = ("_weight", "passed", "refused")
 
-    def row(self, sequence: Hashable) -> int:
-        """Where the outcomes of this sequence are, from now on."""
-        if sequence not in self._rows:
-            if not self._free:
-                self._free = list(range(2 * len(self.tried) - 1, len(self.tried) - 1, -1))
-                self.tried, self.kept = (np.concatenate((x, np.zeros_like(x))) for x in (self.tried, self.kept))
-            self._rows[sequence] = self._free.pop()
-        return self._rows[sequence]
+    def __init__(self, block_size: int) -> None:
+        self.refused = [0.0] * (block_size - 1)
+        self.passed = [0.0] * block_size
+        self._weight = 1.0
 
-    def add(self, rows: Ints, verified: Ints, accepted: Ints) -> None:
-        """One step: so many drafts of the sequences of these rows [S] were verified, and so many accepted."""
-        tried, kept = (self._positions < n[:, None] for n in (np.minimum(accepted + 1, verified), accepted))
-        self.tried[rows] = _MEMORY * self.tried[rows] + tried
-        self.kept[rows] = _MEMORY * self.kept[rows] + kept
-        memory = _LONG_MEMORY ** len(rows)
-        self.tried[0] = memory * self.tried[0] + tried.sum(axis=0)
-        self.kept[0] = memory * self.kept[0] + kept.sum(axis=0)
+    def add(self, verified: int, accepted: int, memory: float) -> None:
+        """A step that verified so many drafts, of which so many were accepted."""
+        self.fade(memory)
+        if accepted < verified:
+            self.refused[accepted] += self._weight
+        else:
+            self.passed[verified] += self._weight
 
-    def fade_all(self, memory: float) -> None:
-        """Let what is known of all sequences together, not of each, weigh so much of what it does."""
-        self.tried[0] *= memory
-        self.kept[0] *= memory
+    def fade(self, memory: float) -> None:
+        """Let all that is known weigh so much of what it does."""
+        self._weight /= memory
+        if self._weight > _MOST_WEIGHT:
+            self.refused, self.passed = ([x / self._weight for x in some] for some in (self.refused, self.passed))
+            self._weight = 1.0
 
-    def forget(self, sequence: Hashable) -> None:
-        if row := self._rows.pop(sequence, None):
-            self.tried[row] = self.kept[row] = 0
-            self._free.append(row)
-
-    def __len__(self) -> int:
-        """How many sequences it knows."""
-        return len(self._rows)
+    @property
+    def weighed(self) -> list[float]:
+        """Refused [b - 1] and then passed [b], with what they weigh now."""
+        return [x / self._weight for x in (*self.refused, *self.passed)]
 
 
-def chances(histories: Histories, rows: Sequence[int], weights: Floats) -> Floats:
-    """The chance [W, S, b - 1] that the draft at each position is accepted once all before it are, in the sequences of
-    these S rows, under each of W weights.
+def counts(outcomes: Sequence[Outcomes]) -> tuple[Floats, Floats]:
+    """(tried, kept), each [S, b - 1]: so many drafts at each position had an accepted one before them, and so many of
+    these were accepted."""
+    weighed = np.array([some.weighed for some in outcomes])
+    num_drafts = weighed.shape[1] // 2
+    refused, passed = weighed[:, :num_drafts], weighed[:, num_drafts + 1 :]
+    tried = np.cumsum((refused + passed)[:, ::-1], axis=1)[:, ::-1]
+    return tried, tried - refused
+
+
+def chances(average: Outcomes, outcomes: Sequence[Outcomes], weights: Floats) -> Floats:
+    """The chance [W, S, b - 1] that the draft at each position is accepted once all before it are, in S sequences with
+    these outcomes, under each of W weights. `average` is of all sequences together.
 
     Later positions are mostly harder, and how much so is much the same everywhere. So a sequence is taken to be as
     much better or worse than all together, in odds, at every position as it is on the whole; and a weight says how many
     drafts of its own it takes to believe that it differs.
     """
-    all_kept, all_tried = histories.kept[0], histories.tried[0]
-    kept, tried = histories.kept[rows], histories.tried[rows]
-    usual = (all_kept.sum() + _PRIOR_WEIGHT * _OPTIMISM) / (all_tried.sum() + _PRIOR_WEIGHT)
-    by_position = (all_kept + _PRIOR_WEIGHT * usual) / (all_tried + _PRIOR_WEIGHT)
-    weights = weights[:, None]
+    tried, kept = counts([average, *outcomes])
+    usual = (kept[0].sum() + _PRIOR_WEIGHT * _OPTIMISM) / (tried[0].sum() + _PRIOR_WEIGHT)
+    by_position = (kept[0] + _PRIOR_WEIGHT * usual) / (tried[0] + _PRIOR_WEIGHT)
+    tried, kept, weights = tried[1:], kept[1:], weights[:, None]
     own = (kept.sum(axis=1) + weights * usual) / (tried.sum(axis=1) + weights)
     odds = _odds(by_position) * (_odds(own) / _odds(usual))[..., None]
     weights = weights[..., None]
@@ -243,18 +243,19 @@ def _sizes(most: int) -> list[int]:
 class Policy:
     """Decides step by step. `width` None is automatic; else every sequence verifies so many rows, its anchor included.
 
-    Without `costs` a whole block. A decision holds for some steps, while the same sequences run and none disappoints.
+    Without `costs` a whole block. A decision holds for some steps, while no other sequence comes and none disappoints.
     """
 
     block_size: int
     costs: CostTable | None = None
     width: int | None = None
-    _histories: Histories = field(init=False)
+    _average: Outcomes = field(init=False)
+    _of: dict[Hashable, Outcomes] = field(default_factory=dict)
     _decided: dict[Hashable, int] = field(default_factory=dict)
     _place: dict[Hashable, int] = field(default_factory=dict)
     _foretold: Floats = field(init=False)
+    _happened: list[tuple[int, int, int]] = field(default_factory=list)
     _surprise: Floats = field(default_factory=lambda: np.zeros(len(_WEIGHTS)))
-    _outcomes: list[tuple[Hashable, int, int, int]] = field(default_factory=list)
     _holds_for: int = 0
     _credit: float = 0.0
     _last_probe: dict[Hashable, int] = field(default_factory=dict)
@@ -267,16 +268,15 @@ class Policy:
             self.costs = None
         if self.costs is not None:
             self._credit = self._most_credit(self.costs)
-        self._histories = Histories(self.block_size - 1)
+        self._average = Outcomes(self.block_size)
 
     def drafts(self, wanted: Sequence[tuple[Hashable, int]]) -> list[int]:
         """How many drafts are verified of each (sequence, most drafts that it may verify)."""
         if self.costs is None:
             return [min(most, (self.width or self.block_size) - 1) for _, most in wanted]
         self._steps += 1
-        self._learn()
         self._holds_for -= 1
-        if self._holds_for < 0 or len(wanted) != len(self._decided) or any(s not in self._decided for s, _ in wanted):
+        if self._holds_for < 0 or any(sequence not in self._decided for sequence, _ in wanted):
             self._decide(wanted, self.costs)
         chosen = [min(self._decided[sequence], most) for sequence, most in wanted]
         self._probe(wanted, chosen, self.costs)
@@ -284,8 +284,19 @@ class Policy:
 
     def observe(self, sequence: Hashable, verified: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
-        if verified and self.costs is not None:
-            self._outcomes.append((sequence, self._place[sequence], verified, accepted))
+        if not verified or self.costs is None:
+            return
+        self._happened.append((self._place[sequence], verified, accepted))
+        if sequence in self._probed:
+            self._probed.discard(sequence)
+            self._holds_for = 0
+            if accepted == verified:
+                self._of.pop(sequence, None)  # the text has changed: what it was says nothing any more
+                self._risen.add(sequence)
+        elif _DISAPPOINTING * accepted < verified:
+            self._holds_for = 0
+        self._average.add(verified, accepted, _LONG_MEMORY)
+        self._of.setdefault(sequence, Outcomes(self.block_size)).add(verified, accepted, _MEMORY)
 
     def took(self, seqs: int, blocks: int, drafts: int, ms: float) -> None:
         """A decode step of so many sequences and blocks, which verified so many drafts, is over."""
@@ -295,47 +306,37 @@ class Policy:
             self._credit = min(self._credit + _PROBE_SHARE * ms, self._most_credit(self.costs))
 
     def forget(self, sequence: Hashable) -> None:
-        self._histories.forget(sequence)
-        self._decided.pop(sequence, None)
-        self._holds_for = 0
-        self._last_probe.pop(sequence, None)
+        for known in (self._of, self._decided, self._last_probe):
+            known.pop(sequence, None)
+        self._probed.discard(sequence)
         self._risen.discard(sequence)
 
     def _most_credit(self, costs: CostTable) -> float:
         """Milliseconds of a probe: no run of them is saved up for."""
         return float(costs.step_ms(1, 1, _PROBE_DRAFTS))
 
-    def _learn(self) -> None:
-        """Take in the outcomes of the last step."""
-        for sequence, _, verified, accepted in self._outcomes:
-            if sequence in self._probed and accepted == verified:
-                self._histories.forget(sequence)  # the text has changed: what it was says nothing any more
-                self._risen.add(sequence)
-            if sequence in self._probed or 2 * accepted < verified:
-                self._holds_for = 0
-        self._probed.clear()
-        if self._outcomes:
-            names, *numbers = zip(*self._outcomes, strict=True)
-            places, verified_of, accepted_of = map(np.array, numbers)
-            self._surprise *= _LONG_MEMORY ** len(names)
-            self._surprise += surprise(self._foretold[:, places], verified_of, accepted_of)
-            self._histories.add(np.array([self._histories.row(name) for name in names]), verified_of, accepted_of)
-            for name in set(names) - self._decided.keys():
-                self._histories.forget(name)  # it has ended with this outcome
-            self._outcomes.clear()
-        if self._risen:
-            self._surprise[:] = 0.0
-            self._histories.fade_all(_LEFT_BEHIND)
-
     def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
+        self._judge()
         names, most = zip(*wanted, strict=True) if wanted else ((), ())
         self._place = {name: place for place, name in enumerate(names)}
-        self._foretold = chances(self._histories, [self._histories.row(name) for name in names], _WEIGHTS)
+        unknown = Outcomes(self.block_size)
+        self._foretold = chances(self._average, [self._of.get(name, unknown) for name in names], _WEIGHTS)
         survival = self._foretold[self._surprise.argmin()].cumprod(axis=1)
         # Who is near its end and can gain little would be left to crawl there, in the place of who waits.
         may_draft = np.array(most)[:, None] > 0
         self._decided = dict(zip(names, allot(survival * may_draft, costs).drafts, strict=True))
         self._holds_for = _HOLDS_FOR
+
+    def _judge(self) -> None:
+        """Which weight has foretold best what has happened since the last decision."""
+        if self._happened:
+            places, verified, accepted = np.array(self._happened).T
+            self._surprise *= _LONG_MEMORY ** len(places)
+            self._surprise += surprise(self._foretold[:, places], verified, accepted)
+            self._happened.clear()
+        if self._risen:
+            self._surprise[:] = 0.0
+            self._average.fade(_LEFT_BEHIND)
 
     def _probe(self, wanted: Sequence[tuple[Hashable, int]], chosen: list[int], costs: CostTable) -> None:
         """Let plain sequences draft once, those first that have waited longest: as many as there is time saved up for,
