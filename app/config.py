@@ -70,7 +70,7 @@ class Config(BaseSettings):
         None, description="draft tokens of a block, which has one row more, the anchor (default: the checkpoint's)"
     )
     verify: str = Field(
-        "full",
+        "auto",
         pattern=r"^(auto|full|[1-9]\d*)$",
         description="auto | full | N: rows of a block that are verified, with its anchor; auto is what pays by measure",
     )

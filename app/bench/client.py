@@ -21,6 +21,10 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 _SAYS_TEXT = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
+LIMITED = ("ttft", "tpot", "e2el")
+"""What `--goodput` can limit, as properties of an Answer."""
+
+
 class ServerError(Exception):
     """A server that cannot be measured. The message is one line; `hint` says what to do."""
 

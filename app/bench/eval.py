@@ -17,18 +17,9 @@ from rich.console import Console
 
 from app.bench import prompts, report
 from app.bench.client import Server, ServerError
-from app.bench.http import (
-    Publication,
-    add_sampling_flags,
-    add_server_flags,
-    amount,
-    count,
-    counts,
-    guarded,
-    out_folder,
-    progress,
-    servers,
-)
+from app.bench.command import Publication, guarded, out_folder, progress
+from app.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts
+from app.bench.http import servers
 from app.bench.traffic import Pressure, Round, Wishes, run_round
 from app.config import ConfigError
 

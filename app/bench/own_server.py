@@ -27,7 +27,7 @@ _END_SECONDS = 20.0
 _LINES_SHOWN = 4
 
 
-def flags(variant: str) -> tuple[str, ...]:
+def flags_of(variant: str) -> tuple[str, ...]:
     """What makes a server this variant. Raises ConfigError for one that does not exist."""
     if variant in VARIANTS:
         return VARIANTS[variant]
@@ -48,7 +48,7 @@ class OwnServer:
         self.variant = variant
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self.arguments = ["serve", *serve_args, *flags(variant), "--no-prefix-caching", "--port", str(port)]
+        self.arguments = ["serve", *serve_args, *flags_of(variant), "--no-prefix-caching", "--port", str(port)]
 
     def __enter__(self) -> "OwnServer":
         self._log = tempfile.TemporaryFile()

@@ -37,7 +37,7 @@ def write(folder: Path, cells: Sequence[Cell], tables: Sequence[Table], limits: 
         figure.savefig(folder / f"{table.name}.png", dpi=DPI)
 
 
-def _panels(names: Sequence[str], most_across: int = MOST_ACROSS) -> tuple[Figure, list[Axes]]:
+def panels_of(names: Sequence[str], most_across: int = MOST_ACROSS) -> tuple[Figure, list[Axes]]:
     """A panel for each name, which is its title."""
     across = min(most_across, len(names))
     down = math.ceil(len(names) / across)
@@ -53,7 +53,7 @@ def _panels(names: Sequence[str], most_across: int = MOST_ACROSS) -> tuple[Figur
     return figure, panels[: len(names)]
 
 
-def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
+def legend(figure: Figure, panels: Sequence[Axes]) -> None:
     """One for all panels, below them; what stands for itself has no label."""
     found = {
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
@@ -101,25 +101,25 @@ def _bars(panel: Axes, group: Sequence[Cell], series: Series, colours: Mapping[s
 
 def _speed(cells: Sequence[Cell]) -> Figure:
     groups, colours = _groups(cells), _colours(cells)
-    figure, panels = _panels(list(groups))
+    figure, panels = panels_of(list(groups))
     for panel, group in zip(panels, groups.values(), strict=True):
         first, *others = group[0].rounds
         series = {name: [cell.speed(name) for cell in group] for name in (first, *others)}
         _bars(panel, group, series, colours, {n: [cell.speed_up(n).middle for cell in group] for n in others})
         panel.set_ylabel("output tokens / s")
-    _legend(figure, panels)
+    legend(figure, panels)
     return figure
 
 
 def _acceptance(cells: Sequence[Cell]) -> Figure:
     groups, colours = _groups(cells), _colours(cells)
-    figure, panels = _panels(list(groups))
+    figure, panels = panels_of(list(groups))
     for panel, group in zip(panels, groups.values(), strict=True):
         lengths = {name: [cell.acceptance_length(name) or math.nan for cell in group] for name in group[0].rounds}
         drafting = {name: found for name, found in lengths.items() if not all(map(math.isnan, found))}
         _bars(panel, group, drafting, colours, {})
         panel.set_ylabel("tokens a step")
-    _legend(figure, panels)
+    legend(figure, panels)
     return figure
 
 
@@ -127,7 +127,7 @@ def _positions(cells: Sequence[Cell]) -> Figure:
     colours = _colours(cells)
     found = acceptance_at(cells)
     texts = list(dict.fromkeys(text for text, _ in found))
-    figure, panels = _panels(texts)
+    figure, panels = panels_of(texts)
     for panel, text in zip(panels, texts, strict=True):
         lines = {name: shares for (of_text, name), shares in found.items() if of_text == text}
         for index, (name, shares) in enumerate(lines.items()):
@@ -138,25 +138,25 @@ def _positions(cells: Sequence[Cell]) -> Figure:
         panel.set_xlabel("position in the block")
         panel.set_ylabel("accepted of verified")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(figure, panels)
+    legend(figure, panels)
     return figure
 
 
 def _accuracy(cells: Sequence[Cell]) -> Figure:
     groups, colours = _groups([c for c in cells if any(c.accuracy(n) is not None for n in c.rounds)]), _colours(cells)
-    figure, panels = _panels(list(groups))
+    figure, panels = panels_of(list(groups))
     for panel, group in zip(panels, groups.values(), strict=True):
         series = {name: [100 * (cell.accuracy(name) or 0.0) for cell in group] for name in group[0].rounds}
         _bars(panel, group, series, colours, {})
         panel.set_ylim(0, 103)
         panel.set_ylabel("% right")
-    _legend(figure, panels)
+    legend(figure, panels)
     return figure
 
 
 def _latency(cells: Sequence[Cell]) -> Figure:
     groups, colours = _groups(cells), _colours(cells)
-    figure, panels = _panels([f"{text}: {said}" for text in groups for said in LATENCIES.values()], len(LATENCIES))
+    figure, panels = panels_of([f"{text}: {said}" for text in groups for said in LATENCIES.values()], len(LATENCIES))
     kinds = [(group, kind) for group in groups.values() for kind in LATENCIES]
     for panel, (group, kind) in zip(panels, kinds, strict=True):
         quantiles = {q: _milliseconds(group, kind, q) for q in (50, 90, 99)}
@@ -168,7 +168,7 @@ def _latency(cells: Sequence[Cell]) -> Figure:
             panel.plot(places, quantiles[90][name], "o", markersize=3, color=DARK, label=labels[0])
             panel.vlines(places, quantiles[50][name], quantiles[99][name], DARK, linewidth=1, label=labels[1])
         panel.set_ylabel("ms")
-    _legend(figure, panels)
+    legend(figure, panels)
     return figure
 
 
@@ -182,10 +182,10 @@ def _milliseconds(group: Sequence[Cell], kind: str, percent: float) -> dict[str,
 
 def _goodput(cells: Sequence[Cell], limits: Mapping[str, float]) -> Figure:
     groups, colours = _groups(cells), _colours(cells)
-    figure, panels = _panels(list(groups))
+    figure, panels = panels_of(list(groups))
     for panel, group in zip(panels, groups.values(), strict=True):
         series = {name: [cell.goodput(name, limits) for cell in group] for name in group[0].rounds}
         _bars(panel, group, series, colours, {})
         panel.set_ylabel("requests / s within all limits")
-    _legend(figure, panels)
+    legend(figure, panels)
     return figure

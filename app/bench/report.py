@@ -17,9 +17,6 @@ from app.bench.tables import markdown
 from app.bench.traffic import Pressure, Round
 
 QUANTILES = (50, 90, 99)
-LIMITED = ("ttft", "tpot", "e2el")
-"""What `--goodput` can limit, as properties of an Answer."""
-
 Row = dict[str, Any]
 
 
@@ -72,13 +69,14 @@ class Cell:
         return sum(judged) / len(judged) if judged else None
 
     def same_text(self, variant: str) -> float:
-        """The share of answers that equal the first variant's of the same round."""
+        """Of the requests that both answered, the share whose answers equal the first variant's of the same round."""
         pairs = [
             (mine.text, theirs.text)
             for turn, first in zip(self.rounds[variant], next(iter(self.rounds.values())), strict=True)
             for mine, theirs in zip(turn.answers, first.answers, strict=True)
+            if mine.error is None and theirs.error is None
         ]
-        return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+        return sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs))
 
     def times(self, variant: str, kind: str) -> list[float]:
         """Seconds: of every request its "ttft", "tpot" or "e2el", of every chunk but the first its "itl"."""

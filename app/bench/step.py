@@ -8,7 +8,6 @@ grows with context; with 2 for a mistake in what was asked for.
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,8 @@ import torch
 from rich.console import Console
 
 from app.bench import random_weights, simulated, step_report
-from app.bench.http import NO_MATPLOTLIB, count, counts, guarded, out_folder, progress
+from app.bench.command import draw, guarded, out_folder, progress
+from app.bench.flags import count, counts
 from app.bench.machine import describe
 from app.bench.step_timing import Bench, measure, room
 from app.bench.step_timing import describe as describe_engine
@@ -156,14 +156,13 @@ def _save(
 ) -> None:
     """step.json, and step.png if matplotlib is there."""
     (folder / "step.json").write_text(json.dumps(results, indent=1))
-    try:
+
+    def pictures() -> None:
         from app.bench import step_plots
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        print(NO_MATPLOTLIB, file=sys.stderr)
-        return
-    step_plots.write(folder / "step.png", all_series, found)
+
+        step_plots.write(folder / "step.png", all_series, found)
+
+    draw(pictures)
 
 
 def _listed(numbers: Sequence[int]) -> str:

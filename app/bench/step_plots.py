@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.bench.plots import COLOURS, DPI, _legend, _panels
+from app.bench.plots import COLOURS, DPI, legend, panels_of
 from app.bench.step_report import Found, Series
 
 
@@ -12,7 +12,7 @@ def write(path: Path, all_series: Sequence[Series], found: Found) -> None:
     groups: dict[str, list[Series]] = {}
     for some in all_series:
         groups.setdefault(f"against {some.axis}, {some.held}", []).append(some)
-    figure, panels = _panels(list(groups))
+    figure, panels = panels_of(list(groups))
     for panel, group in zip(panels, groups.values(), strict=True):
         for some in group:
             sizes = [some.size(shape) for shape in some.shapes]
@@ -28,6 +28,6 @@ def write(path: Path, all_series: Sequence[Series], found: Found) -> None:
         panel.minorticks_off()
         panel.set_xlabel("sequences" if group[0].axis == "batch" else "tokens of context")
         panel.set_ylabel("ms a step")
-    _legend(figure, panels)
+    legend(figure, panels)
     figure.suptitle("Cost of a decode step", fontweight="bold")
     figure.savefig(path, dpi=DPI)

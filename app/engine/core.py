@@ -58,9 +58,10 @@ class EngineCore:
         pending = self.runner.launch(batch)
         deltas = self.scheduler.commit(batch, pending.read())
         seconds = time.perf_counter() - started
-        if batch.kind == "decode":
-            num_seqs, num_rows = len(batch.decodes), batch.num_verify_rows
-            self.scheduler.policy.took(num_seqs, batch.num_drafting, num_rows - num_seqs, 1000 * seconds)
+        if batch.decodes:
+            num_seqs, prefilled = len(batch.decodes), bool(batch.prefills)
+            drafts = batch.num_verify_rows - num_seqs
+            self.scheduler.policy.took(num_seqs, batch.num_drafting, drafts, 1000 * seconds, prefilled=prefilled)
         return Step(deltas, batch.kind, seconds, len(batch.decodes), batch.num_drafting)
 
     def run(self, requests: list[Request], on_step: Callable[[Step], None] | None = None) -> dict[str, list[int]]:

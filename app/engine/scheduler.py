@@ -72,7 +72,11 @@ class Scheduler:
             if seq.request.request_id == request_id:
                 self._end(seq)
                 return
-        self.waiting = deque(seq for seq in self.waiting if seq.request.request_id != request_id)
+        for seq in self.waiting:
+            if seq.request.request_id == request_id:
+                self.waiting.remove(seq)
+                self.policy.forget(seq)
+                return
 
     def flush_cache(self) -> None:
         """Forget all cached pages. What runs goes on, and caches nothing more of what it had begun."""
@@ -130,6 +134,7 @@ class Scheduler:
         if finish_reason:
             num_accepted = min(num_accepted, len(emitted))
             num_verified = min(num_verified, len(emitted))
+        # What was drafted past a stop is of no more use than what was refused.
         self.policy.observe(seq, rows.num_drafts, num_accepted)
         seq.token_ids.extend(emitted)
         seq.num_computed = seq.num_tokens - 1

@@ -123,7 +123,8 @@ class Stages:
         hidden, features = self.target.forward(token_ids, rows, self._pool)
         if self.drafter is not None and features is not None:
             self._waiting.append((features, positions, slots))
-            if not context_may_wait or len(self._waiting) == MOST_WAITING:
+            most = min(MOST_WAITING, len(self._row_numbers) // len(slots))  # no more rows than the widest step has
+            if not context_may_wait or len(self._waiting) >= most:
                 self.write_context()
         if inputs.logit_rows is not None:
             hidden = hidden[inputs.logit_rows]

@@ -21,6 +21,8 @@ SMALL_CALL = 1 << 18
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
+_MOST_KEPT = (1 << 30, 32 << 20)
+"""Blocks up to this many bytes are kept; some versions of glibc refuse more than 32 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,7 @@ class TorchBackend(Backend):
         """glibc gives large blocks back to the system at once, and each step would fault all its pages in anew: half of
         a wide step's time. With other allocators nothing is changed."""
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if self.device.type == "cpu" and mallopt:
-            mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        if self.device.type == "cpu" and mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
             mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
     def peak_memory(self, run: Callable[[], object]) -> int:

@@ -14,8 +14,8 @@ import pytest
 from app.bench import http
 from app.bench.__main__ import main
 from app.bench.client import ServerError
-from app.bench.http import guarded
-from app.bench.own_server import OwnServer, flags
+from app.bench.command import guarded
+from app.bench.own_server import OwnServer, flags_of
 from app.bench.report import Cell
 from app.config import ConfigError
 
@@ -175,12 +175,12 @@ def test_help_lists_the_parts_and_an_unknown_part_is_refused(capsys: pytest.Capt
 
 
 def test_variants_are_flags_of_serve() -> None:
-    assert flags("plain") == ("--no-speculation",)
-    assert flags("dflash") == ("--verify", "full")
-    assert flags("k=4") == ("--verify", "4")
-    assert flags("b=8") == ("--verify", "full", "--speculative-dflash-block-size", "8")
+    assert flags_of("plain") == ("--no-speculation",)
+    assert flags_of("dflash") == ("--verify", "full")
+    assert flags_of("k=4") == ("--verify", "4")
+    assert flags_of("b=8") == ("--verify", "full", "--speculative-dflash-block-size", "8")
     with pytest.raises(ConfigError):
-        flags("k=0")
+        flags_of("k=0")
 
 
 def test_own_servers_end_with_whatever_ends_the_bench() -> None:

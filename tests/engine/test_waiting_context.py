@@ -62,8 +62,20 @@ def test_no_slot_that_waits_is_written_by_another_and_nobody_drafts_before(
 
     stages.choose, stages.draft = watched_choose, watched_draft
     engine.core.run(requests(pair, plain))
-    assert 1 < most < stages_module.MOST_WAITING
+    assert most > 1
     assert bool(engine.core.scheduler.num_preemptions) == (kv_pages is not None)
+
+
+@pytest.mark.parametrize(("budget", "num_requests", "steps"), [(512, 1, 32), (32, 2, 16)])
+def test_no_more_steps_wait_than_allowed_nor_more_rows_than_the_widest_step_has(
+    pair: Pair, budget: int, num_requests: int, steps: int
+):
+    engine = engine_of(pair, max_num_batched_tokens=budget)
+    stages, waited = engine.core.runner.stages, []
+    write = stages.write_context
+    stages.write_context = lambda: (waited.append(len(stages._waiting)), write())
+    engine.core.run(requests(pair, "all")[:num_requests])
+    assert max(waited) == steps
 
 
 def test_what_is_written_later_is_what_would_have_been_written_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch):

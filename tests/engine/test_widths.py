@@ -50,7 +50,7 @@ def test_tokens_do_not_depend_on_how_many_drafts_are_verified(
 def test_costs_are_timed_without_a_trace_in_what_is_served(full: dict[str, list[int]]) -> None:
     core = engine("auto", prefix_caching=True)
     assert core.scheduler.pool.num_used == 0 and core.scheduler.policy.costs is not None
-    assert float(core.scheduler.policy.costs.step_ms(8, 8 * 16)) > 0
+    assert float(core.scheduler.policy.costs.step_ms(8, 8, 8 * 15)) > 0
     assert core.run(requests()) == full
 
 

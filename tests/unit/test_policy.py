@@ -52,8 +52,10 @@ def planted(name: str) -> CostTable:
         return float(np.interp(rows, sizes, ms)) * max(1.0, rows / sizes[-1])
 
     seqs = [1, 2, 4, 8, 16, 32, 64]
+    blocks, draft_ms = zip(*draft, strict=True)
     verify = [[(drafts, target_ms(n + drafts) - target_ms(n)) for drafts in range(n * (BLOCK - 1) + 1)] for n in seqs]
-    return CostTable([(n, target_ms(n)) for n in seqs], draft, verify)
+    drafting = [(n, float(np.interp(n, blocks, draft_ms))) for n in seqs]
+    return CostTable([(n, target_ms(n)) for n in seqs], drafting, verify)
 
 
 def trace(kind: str, random: Random) -> list[int]:
@@ -120,9 +122,10 @@ def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) 
             running[name] = deque(trace)
         chosen = policy.drafts([(name, BLOCK - 1) for name in running])
         for (name, left), drafts in zip(list(running.items()), chosen, strict=True):
-            accepted = min(left[0], drafts, len(left))
+            emitted = min(left[0] + 1, drafts + 1, len(left))
+            accepted = min(left[0], drafts, emitted)
             policy.observe(name, drafts, accepted)
-            for _ in range(min(accepted + 1, len(left))):
+            for _ in range(emitted):
                 left.popleft()
                 tokens += 1
             if not left:
@@ -211,11 +214,14 @@ def test_serving_refines_the_costs_near_its_size() -> None:
     assert float(costs.step_ms(1, 1, 15)) < 1.1 * before, "a step that something held up moves little"
 
 
-def test_a_plain_step_says_nothing_of_drafts() -> None:
+def test_a_slower_machine_is_slower_at_all_it_could_do() -> None:
+    """Else what is not run would keep its old cost, and the choice would stay as it is."""
     costs = planted("cpu")
-    before = float(costs.step_ms(4, 4, 60) - costs.target_ms(4, 0))
-    costs.refine(4, 0, 0, 20.0)
-    assert float(costs.step_ms(4, 4, 60) - costs.target_ms(4, 0)) == pytest.approx(before)
+    plain, block = float(costs.target_ms(4, 0)), float(costs.step_ms(4, 4, 60))
+    for _ in range(100):
+        costs.refine(4, 0, 0, 2 * plain)
+    assert float(costs.target_ms(4, 0)) == pytest.approx(2 * plain, rel=0.01)
+    assert float(costs.step_ms(4, 4, 60)) == pytest.approx(2 * block, rel=0.01)
 
 
 def test_warm_up_timings_are_split_into_draft_and_target() -> None:
@@ -316,6 +322,29 @@ def test_a_decision_is_made_anew_when_a_sequence_comes_or_disappoints_and_now_an
     policy.forget("a")
     assert not decided_anew("b")
     assert any(decided_anew("b") for _ in range(_HOLDS_FOR + 1)), "no decision holds for ever"
+
+
+@pytest.mark.parametrize(("usual", "risen"), [(0, True), (15, False)])
+def test_a_probe_that_is_accepted_whole_is_news_only_where_that_was_unlikely(usual: int, risen: bool) -> None:
+    policy = Policy(BLOCK, planted("cpu"))
+    for _ in range(40):
+        policy.drafts([("a", 15), ("b", 15)])
+        policy.observe("b", 15, usual)
+    policy._of["a"], policy._probed = Outcomes(BLOCK), {"a"}
+    policy._of["a"].add(15, usual, 1.0)
+    policy.observe("a", 5, 5)
+    assert ("a" in policy._risen) == risen
+
+
+def test_time_for_probes_is_saved_in_steps_that_prefill_too() -> None:
+    policy = Policy(BLOCK, planted("cpu"))
+    policy._credit = -1.0
+    before = float(policy.costs.step_ms(4, 0, 0))
+    for _ in range(100):
+        policy.drafts([(i, 15) for i in range(4)])
+        policy.took(4, 0, 0, 50.0, prefilled=True)
+    assert policy._credit > 0
+    assert float(policy.costs.step_ms(4, 0, 0)) == before, "what prefill costs is no cost of decoding"
 
 
 def test_what_an_answer_ended_with_is_learned_of_all_and_forgotten_of_itself() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
 from app.engine.batch import Delta, StepResult
+from app.engine.dflash.policy import Policy
 from app.engine.kv_cache import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Request
@@ -246,6 +247,23 @@ def test_abort_of_a_preempted_request_leaves_the_others_as_they_are():
     harness.abort(new)
     harness.drain()
     assert set(harness.done) == {old}
+
+
+def test_the_policy_forgets_who_is_aborted_while_preempted():
+    harness = Harness(page_size=1, block_size=4, max_model_len=16, max_num_seqs=2, spare_rows=30)
+    _, new = harness.add(6, 10), harness.add(6, 10)
+    while not harness.scheduler.num_preemptions:
+        harness.step(lambda rows: 0)
+    (seq,) = harness.scheduler.waiting
+    forgotten = []
+
+    class Remembering(Policy):
+        def forget(self, sequence):
+            forgotten.append(sequence)
+
+    harness.scheduler.policy = Remembering(block_size=4)
+    harness.abort(new)
+    assert forgotten == [seq]
 
 
 def test_abort_of_an_unknown_or_finished_request_does_nothing():

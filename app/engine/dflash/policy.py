@@ -3,7 +3,7 @@
 Verification hands out tokens whatever is decided here, so this is about speed alone. What counts is tokens per second
 of the whole batch: a step of S sequences in which D draft and N drafts are verified gives S + (accepted drafts) tokens
 in draft_ms(D) + target_ms(S, N). Which drafts will be accepted is guessed from what has become of a sequence's last
-ones; so nothing is read from the device before the target runs. Pure functions and counts, no torch.
+ones; so nothing is read from the device before the target runs. No torch, no clock.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 _MEMORY = 0.9
 """What a step's outcome still weighs after the next one of its sequence."""
-_LONG_MEMORY = 0.99
+_LONG_MEMORY = 0.995
 """The same for what sequences do on average, after the next outcome of any of them."""
 _WEIGHTS = np.array([3.0, 10.0, 30.0, 100.0])
 """How many drafts of its own weigh as much as what other sequences' drafts say of a sequence: few where texts differ,
@@ -31,17 +31,21 @@ _OPTIMISM = 0.9
 _RAREST = 1e-3
 """No chance is taken to be nearer to 0 or 1."""
 _MOST_WEIGHT = 1e100
+"""Outcomes are divided by their weight when it has grown beyond this."""
+_SURPRISING = 0.1
+"""A probe that is accepted whole says that the text has changed if that was less likely than this."""
 _LEFT_BEHIND = 0.3
 """What is known of all sequences still weighs so much once one has been found to have become easy."""
 _PROBE_SHARE = 0.01
 """Of the time, spent on finding out whether text that was hopeless has become easy."""
 _PROBE_DRAFTS = 5
+"""Verified of a plain sequence when it is probed."""
 _FOR_WHOLE_BLOCKS = 1.02
 """Rows of one width a sequence are quicker than as many of several, so whole blocks count for so much more."""
 _REFINEMENT = 0.08
 """How far one step moves the costs towards what it took."""
-_REFINED_EVERY = 16
-"""Steps from one that does so to the next."""
+_REFINED_EVERY = 17
+"""Steps from one that does so to the next; no multiple of the steps that context KV waits for."""
 _HOLDS_FOR = 16
 """Steps that a decision holds for, if nothing speaks against it."""
 _DISAPPOINTING = 4
@@ -52,8 +56,8 @@ class CostTable:
     """Milliseconds of a decode step: a plain one by sequences, plus a draft pass by blocks, plus what verifying takes,
     by sequences and drafts. Between the sizes that were measured costs are linear, beyond them proportional.
 
-    `plain` and `draft` are (size, ms), sizes ascending; `verify` has for each size of `plain` (drafts, ms), beginning
-    with (0, 0.0).
+    `plain` and `draft` are (size, ms) of the same sizes, ascending; `verify` has for each of them (drafts, ms),
+    beginning with (0, 0.0).
     """
 
     def __init__(
@@ -89,11 +93,12 @@ class CostTable:
         # A step that something else held up says little.
         ratio = min(max(ms / float(self.step_ms(seqs, blocks, drafts)), 0.5), 2.0)
         scale = 1 + _REFINEMENT * (ratio - 1)
+        # How a size's time is shared out stays as it was timed: else what is not run would keep the cost of a day when
+        # the machine was slower, and stay unlikely.
         nearest = _nearest(self._plain, seqs)
         self._plain[nearest, 1] *= scale
-        if blocks:
-            self._verify[nearest][:, 1] *= scale
-            self._draft[_nearest(self._draft, blocks), 1] *= scale
+        self._verify[nearest][:, 1] *= scale
+        self._draft[nearest, 1] *= scale
         self._draft_ms = np.zeros(0)
         self._target_ms.clear()
 
@@ -207,7 +212,7 @@ class Allotment(NamedTuple):
 def allot(chances: Floats, costs: CostTable) -> Allotment:
     """The drafts to verify, for the most tokens per second over the whole batch.
 
-    `chances` [S, b - 1] are survivals, 0 where a draft may not be verified. A sequence either drafts a whole block or
+    `chances` [S, b - 1] are survivals, 0 in a sequence that may not draft. A sequence either drafts a whole block or
     none; of those that draft, the likeliest drafts of all are verified first.
     """
     num_seqs, num_drafts = chances.shape
@@ -223,9 +228,9 @@ def allot(chances: Floats, costs: CostTable) -> Allotment:
     tokens = num_seqs + np.cumsum(likeliest, axis=1)
     target_ms = costs.target_ms(num_seqs, np.arange(1, num_seqs * num_drafts + 1))
     rates = tokens / (costs.draft_ms(drafting)[:, None] + target_ms)
-    whole = drafting * num_drafts - 1
-    rates[np.arange(len(drafting)), whole] *= _FOR_WHOLE_BLOCKS
-    size, last = np.unravel_index(rates.argmax(), rates.shape)
+    preferred = rates.copy()
+    preferred[np.arange(len(drafting)), drafting * num_drafts - 1] *= _FOR_WHOLE_BLOCKS
+    size, last = np.unravel_index(preferred.argmax(), rates.shape)
     if rates[size, last] > best.rate:
         drafts = np.zeros(num_seqs, dtype=np.int64)
         drafting_seqs = order[: drafting[size]]
@@ -290,7 +295,8 @@ class Policy:
         if sequence in self._probed:
             self._probed.discard(sequence)
             self._holds_for = 0
-            if accepted == verified:
+            foretold = self._foretold[self._surprise.argmin(), self._place[sequence], :verified]
+            if accepted == verified and foretold.prod() < _SURPRISING:
                 self._of.pop(sequence, None)  # the text has changed: what it was says nothing any more
                 self._risen.add(sequence)
         elif _DISAPPOINTING * accepted < verified:
@@ -298,10 +304,10 @@ class Policy:
         self._average.add(verified, accepted, _LONG_MEMORY)
         self._of.setdefault(sequence, Outcomes(self.block_size)).add(verified, accepted, _MEMORY)
 
-    def took(self, seqs: int, blocks: int, drafts: int, ms: float) -> None:
-        """A decode step of so many sequences and blocks, which verified so many drafts, is over."""
+    def took(self, seqs: int, blocks: int, drafts: int, ms: float, *, prefilled: bool = False) -> None:
+        """A step of so many decoding sequences and blocks, which verified so many drafts, is over."""
         if self.costs is not None:
-            if self._steps % _REFINED_EVERY == 0:
+            if self._steps % _REFINED_EVERY == 0 and not prefilled:
                 self.costs.refine(seqs, blocks, drafts, ms)
             self._credit = min(self._credit + _PROBE_SHARE * ms, self._most_credit(self.costs))
 
@@ -339,8 +345,8 @@ class Policy:
             self._average.fade(_LEFT_BEHIND)
 
     def _probe(self, wanted: Sequence[tuple[Hashable, int]], chosen: list[int], costs: CostTable) -> None:
-        """Let plain sequences draft once, those first that have waited longest: as many as there is time saved up for,
-        and all of them where one has come back to drafting, for what has become easy for it may have for others."""
+        """Let plain sequences draft once, those first that have waited longest: until the time saved up is used up, and
+        all of them where one has come back to drafting, for what has become easy for it may have for others."""
         lifted = any(drafts and sequence in self._risen for (sequence, _), drafts in zip(wanted, chosen, strict=True))
         self._risen.clear()
         if self._credit <= 0 and not lifted:
