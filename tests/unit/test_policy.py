@@ -22,6 +22,7 @@ from app.engine.dflash.policy import (
     _FOR_WHOLE_BLOCKS,
     _HOLDS_FOR,
     _WEIGHTS,
+    _WORTH_DRAFTING,
     CostTable,
     Outcomes,
     Policy,
@@ -390,7 +391,9 @@ def test_the_allotment_is_the_best_there_is(rows: list[list[float]], draft_ms: f
     found = allot(survival, costs)
     gain = sum(float(row[:n].sum()) for row, n in zip(survival, found.drafts, strict=True))
     ms = float(costs.step_ms(len(rows), sum(map(bool, found.drafts)), sum(found.drafts)))
-    assert (len(rows) + gain) / ms >= brute(survival.tolist(), costs) / _FOR_WHOLE_BLOCKS * (1 - 1e-9)
+    assert (len(rows) + gain) / ms >= brute(survival.tolist(), costs) / max(_FOR_WHOLE_BLOCKS, _WORTH_DRAFTING) * (
+        1 - 1e-9
+    )
 
 
 def test_no_more_drafts_are_verified_than_a_sequence_may() -> None:

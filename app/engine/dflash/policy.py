@@ -40,6 +40,8 @@ _PROBE_SHARE = 0.01
 """Of the time, spent on finding out whether text that was hopeless has become easy."""
 _PROBE_DRAFTS = 5
 """Verified of a plain sequence when it is probed."""
+_WORTH_DRAFTING = 1.03
+"""What is expected of drafting must be so much more than plain decoding, which is known."""
 _FOR_WHOLE_BLOCKS = 1.02
 """Rows of one width a sequence are quicker than as many of several, so whole blocks count for so much more."""
 _REFINEMENT = 0.08
@@ -231,7 +233,7 @@ def allot(chances: Floats, costs: CostTable) -> Allotment:
     preferred = rates.copy()
     preferred[np.arange(len(drafting)), drafting * num_drafts - 1] *= _FOR_WHOLE_BLOCKS
     size, last = np.unravel_index(preferred.argmax(), rates.shape)
-    if rates[size, last] > best.rate:
+    if rates[size, last] > _WORTH_DRAFTING * best.rate:
         drafts = np.zeros(num_seqs, dtype=np.int64)
         drafting_seqs = order[: drafting[size]]
         drafts[drafting_seqs] = (chances[drafting_seqs] >= likeliest[size, last]).sum(axis=1)
