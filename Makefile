@@ -3,6 +3,7 @@
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
 #   make test | make check | make proof                   tests; lint, types and import rules; all of it, to docs/proof.md
+#   make bench ARGS="--concurrency 1,4"                   plain decoding against DFlash over HTTP, by turns
 #   make test-npu | make npu-launches                     the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
 #                                                         (part of `make test`); what a decode step launches there
 #
@@ -25,10 +26,13 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Only from make's command line: conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve test test-npu-if-possible test-npu npu-launches check proof
+.PHONY: serve bench test test-npu-if-possible test-npu npu-launches check proof
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/dflash-server bench $(ARGS)
 
 # Two processes, each on one core: torch's threads wait for one another in busy loops, and on a core that does other work
 # as well that makes everything many times slower.
