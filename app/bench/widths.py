@@ -10,9 +10,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
 
 from app.bench import in_process, loads
+from app.bench.command import progress
 from app.bench.machine import describe
 from app.bench.paired import Claim, Comparison, rounds
 from app.bench.tables import markdown
@@ -51,8 +52,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     }
     rows = []
     cells = [(load, concurrency) for load in options.loads for concurrency in options.concurrency]
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with bar:
+    with progress(Console(stderr=True)) as bar:
         task = bar.add_task("widths", total=len(cells))
         for load, concurrency in cells:
             bar.update(task, description=f"{load}, {concurrency} at once")

@@ -21,7 +21,6 @@ from app.engine.backend import AttnMeta
 from app.engine.batch import Delta
 from app.engine.core import EngineCore
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.layers import StepRows
 from app.engine.noise import noise_states
 from app.engine.sequence import Request
 
@@ -47,11 +46,8 @@ class Coupled:
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
     ) -> Tensor:
         model, block = self._real._model, self._real._model.config.block_size
-        blocks = anchors.new_full((len(anchors), block), model.config.mask_token_id)
-        blocks[:, 0] = anchors
-        rows = StepRows(*self._real._rotary.at(positions), slots, [meta])
-        hidden = model.forward(F.embedding(blocks.flatten(), model.embedding), rows, self._real._pool)
-        logits = F.linear(hidden.view(*blocks.shape, -1)[:, 1:], model.lm_head)
+        hidden = self._real.masked(anchors, positions, slots, meta)
+        logits = F.linear(hidden, model.lm_head).view(len(anchors), block - 1, -1)
         requests = [self._requests[request_id] for request_id in request_ids]
         firsts = (positions.view(-1, block)[:, 0] + 1).tolist()
         states = [noise_states(r.seed, first, block - 1) for r, first in zip(requests, firsts, strict=True)]

@@ -1,6 +1,9 @@
 """The torch backend against the formulas, and the sampler's noise against the reference, bit for bit."""
 
 import math
+import platform
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -395,3 +398,31 @@ def test_sampled_tokens_come_with_the_frequency_of_their_probability(backend):
 
 def test_no_rows_yield_no_choices(backend):
     assert Sampler(VOCAB, backend).choose(torch.empty(0, 4), normal(VOCAB, 4)).tolist() == []
+
+
+# Memory
+
+
+FAULTS = """
+import resource, sys, torch
+from app.engine.torch_backend import TorchBackend
+
+backend = TorchBackend(torch.device("cpu"))
+if sys.argv[1] == "kept":
+    backend.keep_step_memory()
+for step in range(20):
+    if step == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    sum(torch.ones(1 << 21) for _ in range(4))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives a step's memory back at every step")
+def test_memory_that_a_step_gives_back_is_kept_for_the_next_one():
+    """In processes of their own, for the setting holds for a whole process. 8 MiB are 2,048 pages."""
+    given_back, kept = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("given back", "kept")
+    )
+    assert given_back > 10 * 2048 > 100 * kept

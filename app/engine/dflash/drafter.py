@@ -47,14 +47,18 @@ class DFlashDrafter:
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
     ) -> Tensor:
+        hidden = self.masked(anchors, positions, slots, meta)
+        return self._sampler.choose(hidden, self._model.lm_head).view(-1, self._model.config.block_size - 1)
+
+    def masked(self, anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta) -> Tensor:
+        """Hidden states [D * (b - 1), H] of the blocks' rows behind their anchors [D]; arguments as of `propose`."""
         config = self._model.config
         blocks = anchors.new_full((anchors.shape[0], config.block_size), config.mask_token_id)
         blocks[:, 0] = anchors
         cos, sin = self._rotary.at(positions)
         embedded = F.embedding(blocks.flatten(), self._model.embedding)
         hidden = self._model.forward(embedded, StepRows(cos, sin, slots, [meta]), self._pool)
-        masked = hidden.view(*blocks.shape, -1)[:, 1:].flatten(0, 1)
-        return self._sampler.choose(masked, self._model.lm_head).view(-1, config.block_size - 1)
+        return hidden.view(*blocks.shape, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         self._context.write(features, positions, slots)
