@@ -1,11 +1,9 @@
 """The torch backend against the formulas, and the sampler's noise against the reference, bit for bit."""
 
 import math
-import platform
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -403,26 +401,17 @@ def test_no_rows_yield_no_choices(backend):
 # Memory
 
 
-FAULTS = """
-import resource, sys, torch
-from app.engine.torch_backend import TorchBackend
-
-backend = TorchBackend(torch.device("cpu"))
-if sys.argv[1] == "kept":
-    backend.keep_step_memory()
-for step in range(20):
-    if step == 10:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    sum(torch.ones(1 << 21) for _ in range(4))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives a step's memory back at every step")
-def test_memory_that_a_step_gives_back_is_kept_for_the_next_one():
-    """In processes of their own, for the setting holds for a whole process. 8 MiB are 2,048 pages."""
-    given_back, kept = (
-        int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True).stdout)
-        for how in ("given back", "kept")
-    )
-    assert given_back > 10 * 2048 > 100 * kept
+@pytest.mark.parametrize(
+    ("accepted", "asked"),
+    [
+        ((-3, -1), [(-3, 1 << 30), (-1, 2**31 - 1)]),
+        ((), [(-3, 1 << 30), (-3, 32 << 20)]),
+    ],
+)
+def test_glibc_is_asked_to_keep_what_a_step_gives_back(monkeypatch, accepted, asked):
+    """First large blocks are to come from the heap; only where that is granted is the heap not to be trimmed."""
+    calls = []
+    glibc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)) or int(name in accepted))
+    monkeypatch.setattr("app.engine.torch_backend.ctypes.CDLL", lambda _: glibc)
+    make_backend("cpu").keep_step_memory()
+    assert calls == asked
