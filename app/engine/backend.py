@@ -102,6 +102,43 @@ class Backend(ABC):
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x)); `gate_up` is [2I, H], gate first."""
 
+    def qkv_into_kv(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        kv: LayerKv,
+        slots: Tensor,
+    ) -> Tensor:
+        """`qkv` [T, heads + 2 * kv_heads, D]: RMSNorm and RoPE on each head of q and k, then `write_kv`. Returns q."""
+        kv_heads = kv.k.shape[2]
+        q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        q = self.rope(self.rms_norm(q, q_norm, eps), cos, sin)
+        k = self.rope(self.rms_norm(k, k_norm, eps), cos, sin)
+        self.write_kv(k, v, kv, slots)
+        return q
+
+    def context_into_kv(
+        self,
+        kv_tl2hd: Tensor,
+        k_norm: Tensor,
+        ones: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        kv: LayerKv,
+        slots: Tensor,
+    ) -> None:
+        """`kv_tl2hd` [T, layers, 2, kv_heads, D], K before V, of all layers at once: RMSNorm with the weights `k_norm`
+        [layers, D] and RoPE on each head of K, then `write_kv` at `slots` [T * layers]. `ones` are D of them."""
+        k, v = kv_tl2hd.unbind(2)
+        k = self.rms_norm(k, ones, eps) * k_norm[:, None]
+        k = self.rope(k.flatten(1, 2), cos, sin).view(-1, *k.shape[2:])
+        self.write_kv(k, v.flatten(0, 1), kv, slots)
+
     def high_half(self, x: Tensor) -> Tensor:
         """The upper 16 bits of int32, as numbers 0 to 65535."""
         return (x >> 16) & 0xFFFF

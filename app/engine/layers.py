@@ -56,7 +56,7 @@ class Attention:
         self.o = weights.get(f"{prefix}.o_proj.weight", hidden, q_size)
         self.q_norm = weights.get(f"{prefix}.q_norm.weight", dim)
         self.k_norm = weights.get(f"{prefix}.k_norm.weight", dim)
-        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._q_size = q_size
         self._head_dim = dim
         self._eps = config.rms_norm_eps
         self._backend = backend
@@ -64,14 +64,12 @@ class Attention:
     @property
     def kv_weight(self) -> Tensor:
         """The K and V rows of the fused projection, [2 * kv_heads * D, H]."""
-        return self.qkv[self._heads[0] * self._head_dim :]
+        return self.qkv[self._q_size :]
 
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         backend = self._backend
-        q, k, v = backend.linear(x, self.qkv).view(x.shape[0], -1, self._head_dim).split_with_sizes(self._heads, dim=1)
-        q = backend.rope(backend.rms_norm(q, self.q_norm, self._eps), rows.cos, rows.sin)
-        k = backend.rope(backend.rms_norm(k, self.k_norm, self._eps), rows.cos, rows.sin)
-        backend.write_kv(k, v, kv, rows.slots)
+        qkv = backend.linear(x, self.qkv).view(x.shape[0], -1, self._head_dim)
+        q = backend.qkv_into_kv(qkv, self.q_norm, self.k_norm, self._eps, rows.cos, rows.sin, kv, rows.slots)
         parts = q.split_with_sizes([sum(meta.q_lens) for meta in rows.groups])
         o = [backend.attention(part, kv, meta) for part, meta in zip(parts, rows.groups, strict=True)]
         return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), self.o)

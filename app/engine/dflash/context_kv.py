@@ -21,8 +21,8 @@ class ContextKv:
         self._hidden_norm = model.hidden_norm
         self._eps = decoder.rms_norm_eps
         self._kv = torch.cat([layer.attention.kv_weight for layer in model.layers])
-        self._k_norm = torch.stack([layer.attention.k_norm for layer in model.layers])[:, None]
-        self._ones = torch.ones_like(self._k_norm[0, 0])
+        self._k_norm = torch.stack([layer.attention.k_norm for layer in model.layers])
+        self._ones = torch.ones_like(self._k_norm[0])
         self._shape = (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
         self._pool = pool
         self._rotary = rotary
@@ -32,7 +32,8 @@ class ContextKv:
         """Features [T, taps * H] of the rows at `positions` [T], into the same slots [T] as the target's KV."""
         backend = self._backend
         context = backend.rms_norm(backend.linear(features, self._fc), self._hidden_norm, self._eps)
-        k_tlhd, v_tlhd = backend.linear(context, self._kv).view(-1, *self._shape).unbind(2)
-        k_tlhd = backend.rms_norm(k_tlhd, self._ones, self._eps) * self._k_norm
-        k = backend.rope(k_tlhd.flatten(1, 2), *self._rotary.at(positions)).view(-1, *self._shape[2:])
-        backend.write_kv(k, v_tlhd.flatten(0, 1), self._pool.all_layers, self._pool.slots_in_all_layers(slots))
+        kv_tl2hd = backend.linear(context, self._kv).view(-1, *self._shape)
+        slots = self._pool.slots_in_all_layers(slots)
+        backend.context_into_kv(
+            kv_tl2hd, self._k_norm, self._ones, self._eps, *self._rotary.at(positions), self._pool.all_layers, slots
+        )
