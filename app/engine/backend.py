@@ -42,6 +42,10 @@ class AttnMeta:
     plan: Any = None
 
 
+Rotation = tuple[Tensor, ...]
+"""RoPE at T positions: cos and sin, each [T, 1, D] with both halves alike, or what a backend's own tables hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """Sizes a device works well with when the user gives none."""
@@ -55,6 +59,8 @@ class Backend(ABC):
     """The operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D]."""
 
     defaults: Defaults
+    pairs_adjacent = False
+    """Whether RoPE turns dims (2i, 2i + 1) of a head together: q and k weights are put in that order when loaded."""
     captures = False
     """Whether graphs are the faster way here; `capture` works everywhere."""
 
@@ -64,6 +70,15 @@ class Backend(ABC):
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Raises UnsupportedError, naming the setting, for what this device's operators are known not to do."""
         return
+
+    def rotary_tables(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
+        """The tables on the device that a `Rotation` is taken from row by row, for `angles` [positions, D / 2] fp32."""
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(self.device, dtype), angles.sin().to(self.device, dtype)
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        """A weight that `linear` reads, with the same shape and values, laid out in memory as it reads it fastest."""
+        return weight
 
     def plan_attention(self, meta: AttnMeta, group: int) -> Any:
         """What `attention` needs of `meta` beyond itself, with `group` query heads to a KV head.
@@ -95,8 +110,8 @@ class Backend(ABC):
         """(rms_norm(x + residual), x + residual)."""
 
     @abstractmethod
-    def rope(self, x_thd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Half-rotation RoPE; `cos` and `sin` are [T, 1, D] with both halves alike."""
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        """RoPE of each head: dims (i, D/2 + i) turn together, or (2i, 2i + 1) where `pairs_adjacent`."""
 
     @abstractmethod
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -108,16 +123,15 @@ class Backend(ABC):
         q_norm: Tensor,
         k_norm: Tensor,
         eps: float,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
         kv: LayerKv,
         slots: Tensor,
     ) -> Tensor:
         """`qkv` [T, heads + 2 * kv_heads, D]: RMSNorm and RoPE on each head of q and k, then `write_kv`. Returns q."""
         kv_heads = kv.k.shape[2]
         q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        q = self.rope(self.rms_norm(q, q_norm, eps), cos, sin)
-        k = self.rope(self.rms_norm(k, k_norm, eps), cos, sin)
+        q = self.rope(self.rms_norm(q, q_norm, eps), rotation)
+        k = self.rope(self.rms_norm(k, k_norm, eps), rotation)
         self.write_kv(k, v, kv, slots)
         return q
 
@@ -127,8 +141,7 @@ class Backend(ABC):
         k_norm: Tensor,
         ones: Tensor,
         eps: float,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
         kv: LayerKv,
         slots: Tensor,
     ) -> None:
@@ -136,7 +149,7 @@ class Backend(ABC):
         [layers, D] and RoPE on each head of K, then `write_kv` at `slots` [T * layers]. `ones` are D of them."""
         k, v = kv_tl2hd.unbind(2)
         k = self.rms_norm(k, ones, eps) * k_norm[:, None]
-        k = self.rope(k.flatten(1, 2), cos, sin).view(-1, *k.shape[2:])
+        k = self.rope(k.flatten(1, 2), rotation).view(-1, *k.shape[2:])
         self.write_kv(k, v.flatten(0, 1), kv, slots)
 
     def high_half(self, x: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def build_engine(
 
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
-        rotaries = [RotaryTable(d.head_dim, d.rope_theta, length, dtype, backend.device) for d in decoders]
+        rotaries = [RotaryTable(d.head_dim, d.rope_theta, length, dtype, backend) for d in decoders]
         pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
         drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
         stages = Stages(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)

@@ -9,24 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, LayerKv
+from app.engine.backend import AttnMeta, Backend, LayerKv, Rotation
 from app.engine.decoder_config import DecoderConfig
 from app.engine.loader import Weights
 
 
 class RotaryTable:
-    """cos and sin of RoPE for positions [0, length), both halves alike: [length, D] each."""
+    """RoPE for positions [0, length)."""
 
-    def __init__(self, head_dim: int, theta: float, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, head_dim: int, theta: float, length: int, dtype: torch.dtype, backend: Backend) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         angles = torch.outer(torch.arange(length).float(), 1.0 / theta**exponents)
-        angles = torch.cat((angles, angles), dim=-1)
-        self._cos = angles.cos().to(device, dtype)
-        self._sin = angles.sin().to(device, dtype)
+        self._tables = backend.rotary_tables(angles, dtype)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [T, 1, D], for positions [T]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+    def at(self, positions: Tensor) -> Rotation:
+        """For positions [T]."""
+        return tuple(table[positions].unsqueeze(1) for table in self._tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,7 @@ class StepRows:
     Each of `groups` is attention over the next rows in order, one call each.
     """
 
-    cos: Tensor
-    sin: Tensor
+    rotation: Rotation
     slots: Tensor
     groups: list[AttnMeta]
 
@@ -69,7 +66,7 @@ class Attention:
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         backend = self._backend
         qkv = backend.linear(x, self.qkv).view(x.shape[0], -1, self._head_dim)
-        q = backend.qkv_into_kv(qkv, self.q_norm, self.k_norm, self._eps, rows.cos, rows.sin, kv, rows.slots)
+        q = backend.qkv_into_kv(qkv, self.q_norm, self.k_norm, self._eps, rows.rotation, kv, rows.slots)
         parts = q.split_with_sizes([sum(meta.q_lens) for meta in rows.groups])
         o = [backend.attention(part, kv, meta) for part, meta in zip(parts, rows.groups, strict=True)]
         return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), self.o)

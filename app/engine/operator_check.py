@@ -62,7 +62,7 @@ def _add_rms_norm(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
 def _rope(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     angles = torch.arange(_ROWS * _HEAD_DIM // 2).view(_ROWS, 1, -1) / _HEAD_DIM
     cos, sin = (inputs.put(torch.cat((half, half), dim=-1)) for half in (angles.cos(), angles.sin()))
-    return (backend.rope(inputs.normal(_ROWS, _HEADS, _HEAD_DIM), cos, sin),)
+    return (backend.rope(inputs.normal(_ROWS, _HEADS, _HEAD_DIM), (cos, sin)),)
 
 
 def _gated_mlp(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:

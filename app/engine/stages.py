@@ -119,7 +119,7 @@ class Stages:
             token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.sources]
         places = [self._places(rows) for rows in inputs.groups]
         positions, slots = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
-        rows = StepRows(*self._rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
+        rows = StepRows(self._rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
         hidden, features = self.target.forward(token_ids, rows, self._pool)
         if self.drafter is not None and features is not None:
             self._waiting.append((features, positions, slots))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, download_behind, peak_memory
+from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, Rotation, download_behind, peak_memory
 
 MAX_SCORES = 1 << 24
 """Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
@@ -92,7 +92,8 @@ class TorchBackend(Backend):
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
-    def rope(self, x_thd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        cos, sin = rotation
         first, second = x_thd.chunk(2, dim=-1)
         return x_thd * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -267,7 +267,7 @@ def test_rope_turns_pair_i_by_position_times_theta_to_the_minus_2i_over_d(backen
     dim, theta = 16, 5000.0
     positions = torch.tensor([0, 1, 2, 77, 511])
     x = normal(5, 3, dim)
-    found = backend.rope(x, *RotaryTable(dim, theta, 512, torch.float32, CPU).at(positions))
+    found = backend.rope(x, RotaryTable(dim, theta, 512, torch.float32, backend).at(positions))
     angles = positions.double()[:, None] * theta ** (-2 * torch.arange(dim // 2).double() / dim)
     turned = torch.complex(x[..., : dim // 2].double(), x[..., dim // 2 :].double())
     turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -276,11 +276,11 @@ def test_rope_turns_pair_i_by_position_times_theta_to_the_minus_2i_over_d(backen
 
 
 def test_rope_makes_scores_depend_on_the_distance_alone(backend):
-    table = RotaryTable(16, 10000.0, 200, torch.float32, CPU)
+    table = RotaryTable(16, 10000.0, 200, torch.float32, backend)
     q, k = normal(1, 1, 16), normal(1, 1, 16, seed=1)
 
     def score(at: int, to: int) -> float:
-        turned = [backend.rope(x, *table.at(torch.tensor([position]))) for x, position in ((q, at), (k, to))]
+        turned = [backend.rope(x, table.at(torch.tensor([position]))) for x, position in ((q, at), (k, to))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(10, 3) == pytest.approx(score(150, 143), abs=1e-4)

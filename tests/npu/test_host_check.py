@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from app.engine import device_check, operator_check
-from app.engine.backend import AttnMeta, LayerKv
+from app.engine.backend import AttnMeta, LayerKv, Rotation
 from app.engine.npu import host_check
 from app.engine.npu.backend import NpuBackend
 from app.engine.probes import Finding, Probe, ok
@@ -185,8 +185,9 @@ class Wrong(NpuBackend):
         normed, _ = super().add_rms_norm(x, residual, weight, eps)
         return normed, x
 
-    def rope(self, x_thd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return super().rope(x_thd, cos, -sin)
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        cos, sin = rotation
+        return super().rope(x_thd, (cos, -sin))
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return super().gated_mlp(x, gate_up, down) * float("nan")

@@ -35,5 +35,5 @@ class ContextKv:
         kv_tl2hd = backend.linear(context, self._kv).view(-1, *self._shape)
         slots = self._pool.slots_in_all_layers(slots)
         backend.context_into_kv(
-            kv_tl2hd, self._k_norm, self._ones, self._eps, *self._rotary.at(positions), self._pool.all_layers, slots
+            kv_tl2hd, self._k_norm, self._ones, self._eps, self._rotary.at(positions), self._pool.all_layers, slots
         )

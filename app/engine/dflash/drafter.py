@@ -55,9 +55,8 @@ class DFlashDrafter:
         config = self._model.config
         blocks = anchors.new_full((anchors.shape[0], config.block_size), config.mask_token_id)
         blocks[:, 0] = anchors
-        cos, sin = self._rotary.at(positions)
         embedded = F.embedding(blocks.flatten(), self._model.embedding)
-        hidden = self._model.forward(embedded, StepRows(cos, sin, slots, [meta]), self._pool)
+        hidden = self._model.forward(embedded, StepRows(self._rotary.at(positions), slots, [meta]), self._pool)
         return hidden.view(*blocks.shape, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:

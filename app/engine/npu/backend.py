@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, download_behind, peak_memory
+from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, Rotation, download_behind, peak_memory
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE, Checked
 from app.engine.npu.graph import AttentionPlan, NpuGraph
@@ -111,7 +111,8 @@ class NpuBackend(Backend):
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
 
-    def rope(self, x_thd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        cos, sin = rotation
         return torch_npu.npu_rotary_mul(x_thd.contiguous(), cos, sin)
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

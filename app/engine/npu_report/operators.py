@@ -184,7 +184,7 @@ def _add_rms_norm(rows: int, hidden: int, backend: Backend, inputs: Inputs) -> t
 def _rope(rows: int, heads: int, dim: int, backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     angles = torch.arange(rows * dim // 2).view(rows, 1, -1) / dim
     cos, sin = (inputs.put(torch.cat((half, half), dim=-1)) for half in (angles.cos(), angles.sin()))
-    return (backend.rope(inputs.normal(rows, heads, dim), cos, sin),)
+    return (backend.rope(inputs.normal(rows, heads, dim), (cos, sin)),)
 
 
 def _gated_mlp(rows: int, extent: Extent, backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
