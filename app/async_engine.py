@@ -126,6 +126,8 @@ class AsyncEngine:
         self._engine_has_work = asyncio.Event()
         self._num_step_outputs = 0
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
+        self._worked_since: float | None = None
+        self._deaths_at_work = 0
         self._failed_starts = 0
         self._ever_ready = False
         self._supervisor: asyncio.Task[None] | None = None
@@ -191,6 +193,8 @@ class AsyncEngine:
         )
         generation = Generation(request_id, self._leave, self._metrics, arrived or time.monotonic())
         self._running[request_id] = generation
+        if self._worked_since is None:
+            self._worked_since = time.monotonic()
         self._idle.clear()
         self._engine_has_work.set()
         self._metrics.request_accepted(len(token_ids))
@@ -362,7 +366,14 @@ class AsyncEngine:
             self._set_state(EngineState("ready", info=reply.info))
 
     def _beyond_hope(self, fatal: Fatal) -> bool:
-        """A user error, three starts in a row that never became ready, or three deaths within a minute."""
-        self._deaths.append(time.monotonic())
-        quick = len(self._deaths) == _MOST_DEATHS and self._deaths[-1] - self._deaths[0] < _DEATHS_WINDOW_SECONDS
-        return fatal.user_error or quick or self._failed_starts >= _MOST_DEATHS
+        """A user error, three starts in a row that never became ready, three deaths within a minute, or three in a row
+        that came, or began as a hang, within a minute of an engine's first work."""
+        now = time.monotonic()
+        self._deaths.append(now)
+        quick = len(self._deaths) == _MOST_DEATHS and now - self._deaths[0] < _DEATHS_WINDOW_SECONDS
+        worked_since, self._worked_since = self._worked_since, None
+        if worked_since is not None:
+            soon = now - worked_since < _DEATHS_WINDOW_SECONDS + self._step_timeout
+            self._deaths_at_work = self._deaths_at_work + 1 if soon else 0
+        often = quick or self._deaths_at_work >= _MOST_DEATHS
+        return fatal.user_error or often or self._failed_starts >= _MOST_DEATHS

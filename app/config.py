@@ -22,6 +22,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from app.config_error import ConfigError
+
 ENV_PREFIX = "DFLASH_"
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 PARSERS = dict.fromkeys(
@@ -29,14 +31,6 @@ PARSERS = dict.fromkeys(
 )
 BINARY_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 DECIMAL_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be. The message is one line saying what was given; `hint` says what to do."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
 
 
 class Config(BaseSettings):

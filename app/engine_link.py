@@ -6,18 +6,18 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from app.child_process import engine_environment
 from app.types import Command, Reply
 
 _LAST_WORDS_SECONDS = 0.2
 _TERMINATE_SECONDS = 2.0
+_MOST_IN_A_TURN = 32
 _LONGEST_IPC_FOLDER = 80
 
 
@@ -31,8 +31,8 @@ class EngineLink:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self._folder = _private_folder()
-        self._context = zmq.asyncio.Context()
-        self._commands = zmq.Socket(zmq.Context(self._context), zmq.PUSH)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._commands = self._context.socket(zmq.PUSH)
         self._replies = self._context.socket(zmq.PULL)
         for socket in (self._commands, self._replies):
             socket.set_hwm(0)  # The bound on work is at admission; a socket that drops messages would lose requests.
@@ -77,23 +77,36 @@ class EngineLink:
     async def replies(self) -> AsyncGenerator[Reply, None]:
         """Every reply in order, to the end of the process, including what it sent just before dying.
 
-        Raises msgspec.DecodeError for a reply that is none of `Reply`.
+        What waits already comes within one turn of the loop, up to a bound, so that requests whose readers are behind
+        get it as one delta. Raises msgspec.DecodeError for a reply that is none of `Reply`.
         """
         assert self._process is not None
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        # The descriptor is readable until a receive has found nothing, and again from the next message on.
+        descriptor = self._replies.fileno()
+        loop.add_reader(descriptor, news.set)
         exited = asyncio.ensure_future(self._process.wait())
+        exited.add_done_callback(lambda _: news.set())
         try:
             while True:
-                message = asyncio.ensure_future(self._replies.recv())
+                for count, reply in enumerate(self._waiting(), 1):
+                    yield reply
+                    if count % _MOST_IN_A_TURN == 0:
+                        await asyncio.sleep(0)
+                news.clear()
                 if not exited.done():
-                    await asyncio.wait({message, exited}, return_when=asyncio.FIRST_COMPLETED)
-                if not message.done():
-                    await asyncio.wait({message}, timeout=_LAST_WORDS_SECONDS)
-                if not message.done():
-                    message.cancel()
+                    await news.wait()
+                elif not await _happens(news, _LAST_WORDS_SECONDS):
                     return
-                yield self._decoder.decode(message.result())
         finally:
+            loop.remove_reader(descriptor)
             exited.cancel()
+
+    def _waiting(self) -> Iterator[Reply]:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield self._decoder.decode(self._replies.recv(zmq.NOBLOCK))
 
     def exit_reason(self) -> str:
         """How the process ended, in words."""
@@ -127,6 +140,14 @@ class EngineLink:
         self._replies.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _happens(event: asyncio.Event, seconds: float) -> bool:
+    """Whether it happens within this time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    return False
 
 
 def _private_folder() -> Path:

@@ -5,17 +5,18 @@ import time
 from collections.abc import Callable
 
 from app.metrics import Metrics
-from app.types import FinishReason, SpecStep, TokenDelta
+from app.types import FinishReason, TokenDelta
 
 Leave = Callable[["Generation"], None]
 """Tells the engine that a Generation's reader has gone."""
 
 
 class Generation:
-    """An asynchronous iterator over the `TokenDelta`s of one request; the last one has a `finish_reason`.
+    """The `TokenDelta`s of one request; the last one has a `finish_reason`. Whoever has a Generation must `close` it.
 
     Deltas that arrive while the reader is busy wait as one: tokens concatenated, `steps` keeping the step bounds. So a
-    slow reader costs its tokens and never a queue of messages. Whoever has a Generation must `close` it.
+    slow reader costs its tokens and never a queue of messages. It is an asynchronous iterator; who reads several at
+    once has all of them ring one bell, and takes what has come.
     """
 
     def __init__(self, request_id: str, leave: "Leave", metrics: Metrics, arrived: float) -> None:
@@ -25,17 +26,10 @@ class Generation:
         self._arrived = arrived
         self._latest = arrived
         self._any_token = False
-        self._clear()
-        self._filled = asyncio.Event()
+        self._waiting: TokenDelta | None = None
+        self._bell = asyncio.Event()
         self._ended: FinishReason | None = None
         self._closed = False
-
-    def _clear(self) -> None:
-        self._token_ids: list[int] = []
-        self._steps: list[SpecStep] = []
-        self._cached_tokens = 0
-        self._finish_reason: FinishReason | None = None
-        self._error: str | None = None
 
     def put(self, delta: TokenDelta) -> None:
         """Called by the engine's reader task only; never waits."""
@@ -47,38 +41,39 @@ class Generation:
                 self._metrics.first_token(now - self._arrived)
             self._any_token = True
         self._latest = now
-        self._token_ids.extend(delta.token_ids)
-        self._steps.extend(delta.steps)
-        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
-        self._finish_reason = delta.finish_reason
-        self._error = delta.error
-        self._filled.set()
+        self._waiting = delta if self._waiting is None else _joined(self._waiting, delta)
+        self._bell.set()
+
+    def ring(self, bell: asyncio.Event) -> None:
+        """From now on set `bell` whenever something has come; at once if something has."""
+        self._bell = bell
+        if self._waiting is not None:
+            bell.set()
+
+    def take(self) -> TokenDelta | None:
+        """Everything that has come since the last call; None if that is nothing, or if all is read or closed."""
+        if self._ended is not None or self._closed:
+            return None
+        delta, self._waiting = self._waiting, None
+        if delta is not None:
+            self._ended = delta.finish_reason
+        return delta
 
     def __aiter__(self) -> "Generation":
         return self
 
     async def __anext__(self) -> TokenDelta:
-        """Everything that has come since the last call; waits if that is nothing. A cancelled wait sends Abort."""
-        if self._ended is not None or self._closed:
-            raise StopAsyncIteration
-        try:
-            await self._filled.wait()
-        except BaseException:
-            self.close()
-            raise
-        self._filled.clear()
-        delta = TokenDelta(
-            request_id=self.request_id,
-            token_ids=self._token_ids,
-            steps=self._steps,
-            cached_tokens=self._cached_tokens,
-            finish_reason=self._finish_reason,
-            error=self._error,
-        )
-        self._clear()
-        if delta.finish_reason is not None:
-            self._ended = delta.finish_reason
-        return delta
+        """What `take` gives; waits if that is nothing. A cancelled wait sends Abort."""
+        while self._ended is None and not self._closed:
+            if (delta := self.take()) is not None:
+                return delta
+            self._bell.clear()
+            try:
+                await self._bell.wait()
+            except BaseException:
+                self.close()
+                raise
+        raise StopAsyncIteration
 
     def close(self, reason: FinishReason | None = None) -> None:
         """End the request; the engine is told to abort what still runs. Idempotent.
@@ -94,3 +89,17 @@ class Generation:
     async def aclose(self) -> None:
         """`close`, for contextlib.aclosing."""
         self.close()
+
+
+def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:
+    """Both as one, in lists that belong to `before`."""
+    before.token_ids.extend(delta.token_ids)
+    before.steps.extend(delta.steps)
+    return TokenDelta(
+        before.request_id,
+        before.token_ids,
+        before.steps,
+        max(before.cached_tokens, delta.cached_tokens),
+        delta.finish_reason,
+        delta.error,
+    )

@@ -6,9 +6,16 @@ Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serve
 
 import logging
 import time
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from app.types import SpecStep, StepOutput, StepStats
 
@@ -47,6 +54,8 @@ TABLE = (
     Metric("spec_decode_num_verified_tokens_per_pos", "counter", "Verified draft tokens by position", "position"),
     Metric("preemptions", "counter", "Requests preempted for want of KV pages"),
     Metric("engine_restarts", "counter", "Engine processes started because the one before had ended or hung"),
+    Metric("requests_not_finite", "counter", "Requests ended because the target's logits were NaN or infinite"),
+    Metric("requests_dropped", "counter", "Requests ended because a step failed on them alone"),
     Metric("request_refused", "counter", "Requests refused because of a field, by field", "param"),
     Metric("step_seconds", "histogram", "Engine steps by kind", "kind"),
 )
@@ -66,6 +75,9 @@ class Metrics:
                 self._counters[name] = Counter(prefix + name, text, labels, registry=self._registry)
             elif kind == "gauge":
                 self._gauges[name] = Gauge(prefix + name, text, labels, registry=self._registry)
+            elif name == "inter_token_latency_seconds":
+                self._token_latencies = _TokenLatencies(prefix + name, text)
+                self._registry.register(self._token_latencies)
             else:
                 self._histograms[name] = Histogram(
                     prefix + name, text, labels, registry=self._registry, buckets=_LATENCY
@@ -92,8 +104,7 @@ class Metrics:
 
     def later_tokens(self, seconds: float, count: int) -> None:
         """`count` tokens came together, `seconds` after the one before them: each took its share."""
-        for _ in range(count):
-            self._histograms["inter_token_latency_seconds"].observe(seconds / count)
+        self._token_latencies.observe(seconds / count, count)
 
     def engine_ended(self) -> None:
         """Nothing runs any more, and the next engine process counts from 0 again."""
@@ -115,6 +126,8 @@ class Metrics:
         queries = self._count_on("prefix_cache_queries", stats.prefix_cache_queries)
         hits = self._count_on("prefix_cache_hits", stats.prefix_cache_hits)
         self._count_on("preemptions", stats.num_preemptions)
+        self._count_on("requests_not_finite", stats.num_not_finite)
+        self._count_on("requests_dropped", stats.num_faults)
         tokens = sum(len(delta.token_ids) for delta in output.deltas)
         self._counters["generation_tokens"].inc(tokens)
         self._decoding(stats, output)
@@ -140,17 +153,43 @@ class Metrics:
         self._counters["spec_decode_num_drafts"].inc(len(steps))
         self._counters["spec_decode_num_draft_tokens"].inc(sum(step.n_verified for step in steps))
         self._counters["spec_decode_num_accepted_tokens"].inc(sum(step.n_accepted for step in steps))
-        for position in range(max(step.n_verified for step in steps)):
-            verified = sum(step.n_verified > position for step in steps)
-            accepted = sum(step.n_accepted > position for step in steps)
-            self._counters["spec_decode_num_verified_tokens_per_pos"].labels(str(position)).inc(verified)
-            self._counters["spec_decode_num_accepted_tokens_per_pos"].labels(str(position)).inc(accepted)
+        most = max(step.n_verified for step in steps)
+        verified = _reaching([step.n_verified for step in steps], most)
+        accepted = _reaching([step.n_accepted for step in steps], most)
+        for position in range(most):
+            self._counters["spec_decode_num_verified_tokens_per_pos"].labels(str(position)).inc(verified[position])
+            self._counters["spec_decode_num_accepted_tokens_per_pos"].labels(str(position)).inc(accepted[position])
 
     def log_line(self) -> None:
         """Log what happened since the last call, if anything did."""
         line = self._window.read()
         if line:
             logger.info(line)
+
+
+def _reaching(lengths: Sequence[int], most: int) -> list[int]:
+    """How many of the lengths, none above `most`, go beyond each position from 0 on."""
+    counts = Counts(lengths)
+    return list(accumulate(counts[length] for length in range(most, 0, -1)))[::-1]
+
+
+class _TokenLatencies(Collector):
+    """A histogram that books the tokens of a step at once: Prometheus' own takes one value at a time."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self._counts = [0] * (len(_LATENCY) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int) -> None:
+        self._counts[bisect_left(_LATENCY, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        limits = [*map(floatToGoString, _LATENCY), "+Inf"]
+        buckets = list(zip(limits, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 class _Window:

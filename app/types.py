@@ -136,7 +136,8 @@ class StepStats(msgspec.Struct, frozen=True):
     """The engine after a step: `kind` is "prefill", "decode" or "mixed", or "idle" where there was no step; preemptions
     count since the start, and pages leave out the scratch pages. In this step so many sequences decoded, and so many of
     these verified drafts. Prefix cache queries and hits are in tokens, since the
-    start: prompt tokens of requests that were let in, and how many of them were found."""
+    start: prompt tokens of requests that were let in, and how many of them were found. `num_not_finite` and
+    `num_faults` are requests since the start that ended for logits that were not finite, and for exceptions."""
 
     kind: str
     seconds: float
@@ -149,6 +150,8 @@ class StepStats(msgspec.Struct, frozen=True):
     prefix_cache_hits: int = 0
     num_decoding: int = 0
     num_drafting: int = 0
+    num_not_finite: int = 0
+    num_faults: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

@@ -2,9 +2,11 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from app.api.protocol import StreamOptions
 from app.text.output_parser import ToolCall
@@ -24,8 +26,7 @@ class Step(NamedTuple):
         return {"verified": self.verified, "accepted": self.accepted, "tokens": self.tokens}
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What is new of answer `index`, or all of it; the last piece of an answer has a `finish_reason`.
 
     `first_call` is the number of tool calls before. `steps` is empty unless the client wants to see speculation.
@@ -64,8 +65,12 @@ class Usage:
         return body
 
 
+UsageSoFar = Callable[[], Usage]
+
+
 class _Answers:
-    """One request's answers: `whole` at once, or as chunks, of which `opening` is an answer's first."""
+    """One request's answers: `whole` at once, or as chunks, of which `opening` is an answer's first. The usage so far
+    is asked for only where a chunk tells it."""
 
     def __init__(self, kind: str, chunk_kind: str, prefix: str, model: str, options: StreamOptions | None) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
@@ -74,16 +79,16 @@ class _Answers:
         self._head = head | {"object": kind}
         self._chunk_head = head | {"object": chunk_kind}
 
-    def last(self, usage: Usage) -> dict[str, Any] | None:
+    def last(self, usage: UsageSoFar) -> dict[str, Any] | None:
         """The chunk after all answers, if the client wants it."""
         if not self._options.include_usage:
             return None
-        return self._chunk_head | {"choices": [], "usage": usage.body(bool(self._options.include_speculation))}
+        return self._chunk_head | {"choices": [], "usage": usage().body(bool(self._options.include_speculation))}
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": usage.body()}
 
-    def chunks(self, piece: Piece, usage: Usage) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: Piece, usage: UsageSoFar) -> Iterator[dict[str, Any]]:
         """The chunks that tell `piece`. The steps are told with the first of them."""
         steps = {"speculation": {"steps": [step.body() for step in piece.steps]}} if piece.steps else {}
         for choice in self._choices(piece, bool(steps)):
@@ -96,10 +101,10 @@ class _Answers:
     def _choices(self, piece: Piece, at_least_one: bool) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
 
-    def _chunk(self, choice: dict[str, Any], usage: Usage) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any], usage: UsageSoFar) -> dict[str, Any]:
         chunk = self._chunk_head | {"choices": [choice]}
         if self._options.continuous_usage_stats:
-            chunk["usage"] = usage.body()
+            chunk["usage"] = usage().body()
         elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
@@ -109,7 +114,7 @@ class ChatAnswers(_Answers):
     def __init__(self, model: str, options: StreamOptions | None = None) -> None:
         super().__init__("chat.completion", "chat.completion.chunk", "chatcmpl", model, options)
 
-    def opening(self, index: int, usage: Usage) -> dict[str, Any] | None:
+    def opening(self, index: int, usage: UsageSoFar) -> dict[str, Any] | None:
         return self._chunk(_delta(index, {"role": "assistant", "content": ""}), usage)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
@@ -145,7 +150,7 @@ class CompletionAnswers(_Answers):
         super().__init__("text_completion", "text_completion", "cmpl", model, options)
         self._echoed = echoed
 
-    def opening(self, index: int, usage: Usage) -> dict[str, Any] | None:
+    def opening(self, index: int, usage: UsageSoFar) -> dict[str, Any] | None:
         return self._chunk(_text(index, self._echoed[index]), usage) if self._echoed else None
 
     def _choice(self, piece: Piece) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +24,8 @@ from app.text.output_parser import OutputParser
 from app.types import TokenDelta
 
 KEEP_ALIVE_SECONDS = 15.0
+_LOOKS = 5
+"""How often in this time it is looked whether a comment is due."""
 
 T = TypeVar("T")
 
@@ -58,9 +62,16 @@ class TextStream:
     def n_tokens(self) -> int:
         return self._detokenizer.n_tokens
 
-    async def next(self) -> Piece:
-        """The next piece, maybe with no text. Raises ApiError if the engine failed on this request."""
-        delta = await anext(self._generation)
+    def ring(self, bell: asyncio.Event) -> None:
+        """From now on set `bell` whenever there is something to take."""
+        self._generation.ring(bell)
+
+    def take(self) -> Piece | None:
+        """What has come since the last call, maybe with no text; None if nothing has. Raises ApiError if the engine
+        failed on this request."""
+        delta = self._generation.take()
+        if delta is None:
+            return None
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if delta.finish_reason in ("error", "abort"):
             reason = delta.error or "the request was aborted"
@@ -129,9 +140,10 @@ def usage_of(prompt_tokens: int, streams: Sequence[TextStream], choices: int) ->
 async def collect(streams: Sequence[TextStream]) -> list[Piece]:
     """Every answer whole. All are read as they come, so that each ends at its stop string, and all at an error."""
     pieces: dict[int, list[Piece]] = {stream.index: [] for stream in streams}
-    async with aclosing(interleave(streams)) as coming:
-        async for piece in coming:
-            pieces[piece.index].append(piece)
+    async with aclosing(interleave(streams, asyncio.Event())) as coming:
+        async for some in coming:
+            for piece in some:
+                pieces[piece.index].append(piece)
     return [_whole(parts) for parts in pieces.values()]
 
 
@@ -145,24 +157,22 @@ def _whole(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-async def interleave(streams: Sequence[TextStream]) -> AsyncGenerator[Piece, None]:
-    """Pieces of all answers as they come, each answer's in order. Closing this closes the streams."""
-    waiting = {asyncio.ensure_future(stream.next()): stream for stream in streams}
+async def interleave(streams: Sequence[TextStream], bell: asyncio.Event) -> AsyncGenerator[list[Piece], None]:
+    """What has come of all answers, again and again until all have ended; nothing, if somebody else rang the bell.
+    Closing this closes the streams."""
+    for stream in streams:
+        stream.ring(bell)
+    left = len(streams)
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                piece = task.result()
-                stream = waiting.pop(task)
-                if piece.finish_reason is None:
-                    waiting[asyncio.ensure_future(stream.next())] = stream
-                yield piece
+        while left:
+            await bell.wait()
+            bell.clear()
+            pieces = [piece for stream in streams if (piece := stream.take()) is not None]
+            left -= sum(piece.finish_reason is not None for piece in pieces)
+            yield pieces
     finally:
-        for task in waiting:
-            task.cancel()
         for stream in streams:
             stream.close()
-        await asyncio.gather(*waiting, return_exceptions=True)  # One answer's error is told; the others' are not lost.
 
 
 async def events(
@@ -171,31 +181,45 @@ async def events(
     """The Server-Sent Events of a streamed answer with `choices` for every prompt.
 
     An error before the first event is raised, so it can keep its status. A later one is sent as an error event, and
-    then neither a finish_reason nor [DONE] follows: a broken answer never looks like a finished one.
+    then neither a finish_reason nor [DONE] follows: a broken answer never looks like a finished one. Where nothing is
+    sent for KEEP_ALIVE_SECONDS a comment is, so that no proxy takes the connection for dead.
     """
     opened: set[int] = set()
-    sent = False
-    pieces = interleave(streams)
+    sent_at: float | None = None
+    usage = partial(usage_of, prompt_tokens, streams, choices)
+    bell = asyncio.Event()
+    looking = asyncio.create_task(_ring_now_and_then(bell))
+    coming = interleave(streams, bell)
     try:
-        async for piece in pieces:
-            usage = usage_of(prompt_tokens, streams, choices)
+        async for pieces in coming:
             chunks: list[dict[str, Any]] = []
-            if piece.index not in opened and (opening := answers.opening(piece.index, usage)) is not None:
-                chunks.append(opening)
-            chunks += answers.chunks(piece, usage)
-            opened.add(piece.index)
-            if data := b"".join(_event(chunk) for chunk in chunks):
-                sent = True
-                yield data
-        if (last := answers.last(usage_of(prompt_tokens, streams, choices))) is not None:
-            yield _event(last)
+            for piece in pieces:
+                if piece.index not in opened and (opening := answers.opening(piece.index, usage)) is not None:
+                    chunks.append(opening)
+                chunks += answers.chunks(piece, usage)
+                opened.add(piece.index)
+            if chunks:
+                sent_at = time.monotonic()
+                yield b"".join([event(chunk) for chunk in chunks])
+            elif sent_at is not None and time.monotonic() - sent_at > (1 - 1 / _LOOKS) * KEEP_ALIVE_SECONDS:
+                sent_at = time.monotonic()
+                yield b": keep-alive\n\n"
+        if (last := answers.last(usage)) is not None:
+            yield event(last)
         yield b"data: [DONE]\n\n"
     except ApiError as error:
-        if not sent:
+        if sent_at is None:
             raise
-        yield _event(error.body)
+        yield event(error.body)
     finally:
-        await pieces.aclose()
+        looking.cancel()
+        await coming.aclose()
+
+
+async def _ring_now_and_then(bell: asyncio.Event) -> None:
+    while True:
+        await asyncio.sleep(KEEP_ALIVE_SECONDS / _LOOKS)
+        bell.set()
 
 
 class EventStream(StreamingResponse):
@@ -237,27 +261,10 @@ async def _disconnect(request: Request) -> None:
 
 
 async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    """The events, with a comment where none comes for a while, so that no proxy takes the connection for dead."""
     yield first
-    coming = asyncio.ensure_future(_next(rest))
-    try:
-        while True:
-            done, _ = await asyncio.wait({coming}, timeout=KEEP_ALIVE_SECONDS)
-            if not done:
-                yield b": keep-alive\n\n"
-                continue
-            if (data := coming.result()) is None:
-                return
-            yield data
-            coming = asyncio.ensure_future(_next(rest))
-    finally:
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
+    async for data in rest:
+        yield data
 
 
-async def _next(rest: AsyncGenerator[bytes, None]) -> bytes | None:
-    return await anext(rest, None)
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
+def event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -8,7 +8,10 @@ PARTS = {
     "http": "servers against one another over HTTP, by turns: the part that is meant where none is named",
     "eval": "accuracy and acceptance length with and without drafts, on GSM8K or the demo's own problems",
     "step": "what a decode step costs and where the time goes, against sequences and against context",
+    "api": "what the way through HTTP costs a token, start-up, and the share of a run's CPU time",
+    "cpu": "what the engine makes of a CPU, against Transformers' `generate` and against matrix products alone",
     "widths": "what `--verify auto` is worth against plain decoding and whole blocks",
+    "gpu-report": "everything that only a GPU can tell about the CUDA backend: kernels, graphs, speed beside its floor",
 }
 
 USAGE = (

@@ -28,7 +28,11 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--timeout", type=amount, default=600.0, metavar="S", help="seconds of silence that are a failure"
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write results.json and a PNG of each table there")
+    add_out_flag(parser, "results.json and a PNG of each table")
+
+
+def add_out_flag(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"write {what} there")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:

@@ -62,6 +62,8 @@ def run(core: EngineCore, requests: Sequence[Request], concurrency: int) -> Outc
         step = core.step()
         outcome.decoding += step.num_decoding
         for delta in step.deltas:
+            if delta.error:
+                raise RuntimeError(delta.error)
             outcome.tokens += len(delta.token_ids)
             outcome.drafting += delta.num_verified > 0
             outcome.verified += delta.num_verified

@@ -39,21 +39,25 @@ def flags_of(variant: str) -> tuple[str, ...]:
 
 
 class OwnServer:
-    """A context in which the server lives. In a session of its own, so that Ctrl-C reaches us alone, who end it."""
+    """A context in which the server lives. In a session of its own, so that Ctrl-C reaches us alone, who end it.
 
-    def __init__(self, variant: str, serve_args: Sequence[str]) -> None:
+    `program` is the module that takes the command line, with what it wants in front of it.
+    """
+
+    def __init__(self, variant: str, serve_args: Sequence[str], program: Sequence[str] = ("app",)) -> None:
         for argument in serve_args:
             if argument.partition("=")[0] in OURS:
                 raise ConfigError(f"--serve-args {argument}: each server gets an address of its own", "leave it out")
         self.variant = variant
-        port = _free_port()
+        self.program = program
+        self.port = port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.arguments = ["serve", *serve_args, *flags_of(variant), "--no-prefix-caching", "--port", str(port)]
 
     def __enter__(self) -> "OwnServer":
         self._log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "app", *self.arguments, "--host", "127.0.0.1"],
+            [sys.executable, "-P", "-m", *self.program, *self.arguments, "--host", "127.0.0.1"],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.config import ConfigError
+from app.config_error import ConfigError
 from app.engine.loader import Progress
 
 BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
 
-from app.config import ConfigError
+from app.config_error import ConfigError
 from app.engine.batch import Batch, StepResult
 from app.engine.core import EngineCore
 from app.engine.model_runner import ModelRunner, PendingStep

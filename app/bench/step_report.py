@@ -9,6 +9,7 @@ from typing import Any, Literal
 from app.bench.paired import Ratio, ratio
 from app.bench.report import Table
 from app.bench.step_timing import Measured, Shape, Split
+from app.bench.verdict import Verdict
 
 LINEAR_ALLOWANCE = 0.2
 """How much more than in proportion a cost may be: noise, and sizes that suit a device less than others."""
@@ -48,18 +49,6 @@ class Series:
 
     def __str__(self) -> str:
         return f"{self.kind} step against {self.axis} at {self.held}"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What should be so, whether it is, and what was found."""
-
-    claim: str
-    holds: bool
-    found: str
-
-    def __str__(self) -> str:
-        return f"{'met' if self.holds else 'MISSED'}: {self.claim} ({self.found})"
 
 
 def series(

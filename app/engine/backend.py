@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.errors import UnsupportedError
 from app.engine.graph import Graph, RerunGraph
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,11 @@ class Backend(ABC):
     """Whether RoPE turns dims (2i, 2i + 1) of a head together: q and k weights are put in that order when loaded."""
     captures = False
     """Whether graphs are the faster way here; `capture` works everywhere."""
+
+    fused_places: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None
+    """`stages.places` in one launch, given owners, offsets, numbers, page table and page size; None composes it."""
+    fused_verify: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor] | None = None
+    """`dflash.verify` in one launch; None composes it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -152,6 +161,12 @@ class Backend(ABC):
         k = self.rope(k.flatten(1, 2), rotation).view(-1, *k.shape[2:])
         self.write_kv(k, v.flatten(0, 1), kv, slots)
 
+    def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
+        """Rows [D * b, H] of the embedding: of each anchor [D], and of b - 1 masks behind it."""
+        blocks = anchors.new_full((anchors.shape[0], block_size), mask_token_id)
+        blocks[:, 0] = anchors
+        return F.embedding(blocks.flatten(), embedding)
+
     def high_half(self, x: Tensor) -> Tensor:
         """The upper 16 bits of int32, as numbers 0 to 65535."""
         return (x >> 16) & 0xFFFF
@@ -224,8 +239,19 @@ def make_backend(device: str, *, npu_check: bool = False) -> Backend:
         raise UnsupportedError(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
-    backend: Backend = importlib.import_module("app.engine.torch_backend").TorchBackend(torch.device(device))
+    name = "cpu_backend.CpuBackend" if kind == "cpu" else _on_cuda()
+    module, _, backend_class = name.rpartition(".")
+    backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), backend_class)(torch.device(device))
     return backend
+
+
+def _on_cuda() -> str:
+    """Torch for CUDA brings Triton on Linux; elsewhere it may be missing."""
+    if importlib.util.find_spec("triton"):
+        _LOG.info("attention and the operators between matrix products: kernels in Triton")
+        return "cuda.backend.CudaBackend"
+    _LOG.warning("Triton is not installed: operators are PyTorch's, and there are no graphs; pip install triton")
+    return "torch_backend.TorchBackend"
 
 
 def _has_npu() -> bool:

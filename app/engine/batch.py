@@ -5,7 +5,7 @@ from typing import Literal
 
 from app.engine.sequence import Sequence
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(slots=True)
@@ -30,10 +30,16 @@ class Rows:
 
 @dataclass(slots=True)
 class Batch:
-    """One step. Rows of decoding sequences come first, then prefill chunks, each in order of arrival."""
+    """One step. Rows of decoding sequences come first, then prefill chunks, each in order of arrival.
+
+    Slots `scrub` are zeroed before it: they may hold KV that is not finite. `dropped` are the last deltas of sequences
+    that nothing could be scheduled for.
+    """
 
     decodes: list[Rows] = field(default_factory=list)
     prefills: list[Rows] = field(default_factory=list)
+    scrub: list[int] = field(default_factory=list)
+    dropped: list["Delta"] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Rows]:
@@ -59,6 +65,14 @@ class Batch:
     def num_verify_rows(self) -> int:
         return sum(rows.count for rows in self.decodes)
 
+    @property
+    def halves(self) -> tuple["Batch", "Batch"]:
+        """The rows in two parts, neither of them empty if there are two sequences."""
+        middle = (len(self.decodes) + len(self.prefills) + 1) // 2
+        chunks = max(0, middle - len(self.decodes))
+        first = Batch(self.decodes[:middle], self.prefills[:chunks])
+        return first, Batch(self.decodes[middle:], self.prefills[chunks:])
+
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
 
@@ -68,7 +82,7 @@ class StepResult:
     """What a step's one device-to-host copy says, per sequence of `Batch.sampling`.
 
     `tokens[i]` is the target's own choice after each row; the first `num_accepted[i]` equal the drafts and one more
-    is the bonus. Entries past that are meaningless.
+    is the bonus. Entries past that are meaningless, but that NOT_FINITE anywhere tells of logits that are not.
     """
 
     tokens: list[list[int]]
@@ -77,9 +91,10 @@ class StepResult:
 
 @dataclass(slots=True)
 class Delta:
-    """New tokens of one request. The last delta has a `finish_reason`: "stop" (the last token is a stop token) or
-    "length". `num_verified` and `num_accepted` count drafts; `num_accepted` is without the bonus. Every delta of a
-    request has the same `cached_tokens`: how many tokens of its prompt were found in the prefix cache."""
+    """New tokens of one request. The last delta has a `finish_reason`: "stop" (the last token is a stop token),
+    "length", or "error", and then `error` says what happened. `num_verified` and `num_accepted` count drafts;
+    `num_accepted` is without the bonus. Every delta of a request has the same `cached_tokens`: how many tokens of its
+    prompt were found in the prefix cache."""
 
     request_id: str
     token_ids: list[int]
@@ -87,3 +102,4 @@ class Delta:
     num_accepted: int
     finish_reason: FinishReason | None
     cached_tokens: int = 0
+    error: str | None = None

@@ -91,7 +91,7 @@ def build_engine(
         pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
         drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
         stages = Stages(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
-        return ModelRunner(stages, backend, counts, page_size=sizes.page_size, block_size=block_size)
+        return ModelRunner(stages, backend, counts, page_size=sizes.page_size, block_size=block_size, pools=pools)
 
     kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
@@ -216,4 +216,6 @@ def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:
     for done in range(num_steps):
         if core.has_work:
             core.step()
+            if core.scheduler.fault:
+                raise core.scheduler.fault
         on_progress("warm-up", done + 1, num_steps)

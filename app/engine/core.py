@@ -4,8 +4,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.engine.batch import Delta
+import torch
+
+from app.engine.batch import Batch, Delta
 from app.engine.model_runner import ModelRunner
+from app.engine.npu.check import ContractError
+from app.engine.npu.error_codes import explain
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Request
 
@@ -32,6 +36,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._num_faults = 0
 
     @property
     def has_work(self) -> bool:
@@ -40,8 +45,12 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Raises ValueError, naming what is wrong, for a request that could never run."""
         vocab_size = self.runner.stages.target.config.vocab_size
-        if not all(0 <= token < vocab_size for token in request.token_ids):
-            raise ValueError(f"request {request.request_id}: token ids must lie in 0..{vocab_size - 1}")
+        added = [token for token, _ in request.logit_bias] + list(request.stop_token_ids if request.min_tokens else ())
+        if not all(0 <= token < vocab_size for token in (*request.token_ids, *added)):
+            raise ValueError(
+                f"request {request.request_id}: token ids, of logit_bias and stop_token_ids too, must lie in "
+                f"0..{vocab_size - 1}"
+            )
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -52,27 +61,61 @@ class EngineCore:
         self.scheduler.flush_cache()
 
     def step(self) -> Step:
-        """One step for everything that has work; call only while `has_work`."""
+        """One step for everything that has work; call only while `has_work`.
+
+        A sequence that alone makes it fail is dropped, and the others go on. Raises what no sequence is to blame for.
+        """
         started = time.perf_counter()
         batch = self.scheduler.schedule()
-        pending = self.runner.launch(batch)
-        deltas = self.scheduler.commit(batch, pending.read())
+        if batch.scrub:
+            self.runner.scrub(batch.scrub)
+        num_faults = self._num_faults
+        deltas = self._run(batch) if batch else []
+        self.scheduler.end_step()
         seconds = time.perf_counter() - started
-        if batch.decodes:
+        if batch.decodes and num_faults == self._num_faults:
             num_seqs, prefilled = len(batch.decodes), bool(batch.prefills)
             drafts = batch.num_verify_rows - num_seqs
             self.scheduler.policy.took(num_seqs, batch.num_drafting, drafts, 1000 * seconds, prefilled=prefilled)
-        return Step(deltas, batch.kind, seconds, len(batch.decodes), batch.num_drafting)
+        kind = batch.kind if batch else IDLE.kind
+        return Step(batch.dropped + deltas, kind, seconds, len(batch.decodes), batch.num_drafting)
+
+    def _run(self, batch: Batch) -> list[Delta]:
+        """Launch, read and commit. Where that fails it is done again in halves: until it is committed nothing of a step
+        counts, for the next one writes the same slots."""
+        try:
+            pending = self.runner.launch(batch)
+            result = pending.read()
+        except Exception as error:
+            if _is_of_device(error):
+                raise
+            self._num_faults += 1
+            self.runner.take_back()
+            if len(batch.rows) > 1:
+                return [delta for half in batch.halves for delta in self._run(half)]
+            (rows,) = batch.rows
+            return [self.scheduler.drop(rows.seq, error)]
+        return self.scheduler.commit(batch, result)
 
     def run(self, requests: list[Request], on_step: Callable[[Step], None] | None = None) -> dict[str, list[int]]:
-        """Run requests to their end, without a server: request id -> the tokens it emitted."""
+        """Run requests to their end, without a server: request id -> the tokens it emitted. Raises RuntimeError if one
+        of them ends with an error."""
         emitted: dict[str, list[int]] = {request.request_id: [] for request in requests}
         for request in requests:
             self.add(request)
         while self.has_work:
             step = self.step()
             for delta in step.deltas:
+                if delta.error:
+                    raise RuntimeError(delta.error)
                 emitted[delta.request_id] += delta.token_ids
             if on_step:
                 on_step(step)
         return emitted
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the device's memory is full, or the device is at fault, or a call to it, and nobody knows what it holds
+    now."""
+    of_device = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError, ContractError)
+    return isinstance(error, of_device) or explain(str(error)) is not None

@@ -19,6 +19,9 @@ class PagePool:
     Every page outside the scratch pages is either free or owned. A cached page, found by its digest, may be owned by
     several sequences, and stays cached when the last of them gives it back. Free pages that are not cached are reused
     first, then cached ones, least-recently-used first; a page that is reused is cached no more.
+
+    A page that was given back by a sequence that is not sound may hold KV that is not finite, until a sound one gives
+    it back: when it is reused before that, it has to be scrubbed.
     """
 
     def __init__(self, num_pages: int, page_size: int, scratch_pages: int = SCRATCH_PAGES) -> None:
@@ -30,6 +33,8 @@ class PagePool:
         self._num_owners = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._suspects: set[int] = set()
+        self._to_scrub: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -76,8 +81,24 @@ class PagePool:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
-    def release(self, pages: "array[int]") -> None:
-        """Take pages back, the tail first: a sequence's first pages are the likeliest to be wanted again."""
+    def forget(self, pages: "array[int]") -> None:
+        """Let owned pages be found no more."""
+        for page in pages:
+            if digest := self._digest_of.pop(page, None):
+                del self._page_of[digest]
+
+    def pages_to_scrub(self) -> list[int]:
+        """The pages that were reused since this was last asked, and may hold KV that is not finite."""
+        pages, self._to_scrub = self._to_scrub, []
+        return pages
+
+    def release(self, pages: "array[int]", *, sound: bool = True) -> None:
+        """Take pages back, the tail first: a sequence's first pages are the likeliest to be wanted again. `sound`: all
+        KV on them is known to be finite."""
+        if not sound:
+            self._suspects.update(pages)
+        elif self._suspects:
+            self._suspects.difference_update(pages)
         for page in reversed(pages):
             self._num_owners[page] -= 1
             if self._num_owners[page]:
@@ -100,5 +121,8 @@ class PagePool:
         else:
             page, _ = self._free_cached.popitem(last=False)
             del self._page_of[self._digest_of.pop(page)]
+        if page in self._suspects:
+            self._suspects.discard(page)
+            self._to_scrub.append(page)
         self._num_owners[page] = 1
         return page

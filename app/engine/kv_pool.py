@@ -28,6 +28,12 @@ class KvPool:
         """Slots [T] of one layer as slots [T * layers] of `all_layers`, those of a row in all layers together."""
         return (slots[:, None] + self._first_slots).flatten()
 
+    def clear(self, slots: Tensor) -> None:
+        """Zero the slots [T] int32 of every layer."""
+        places = self.slots_in_all_layers(slots).long()
+        for kv in (self.all_layers.k, self.all_layers.v):
+            kv.flatten(0, 1).index_fill_(0, places, 0)
+
 
 def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

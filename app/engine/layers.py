@@ -49,10 +49,12 @@ class Attention:
             weights.get(f"{prefix}.{name}_proj.weight", size, hidden)
             for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))
         )
-        self.qkv = torch.cat((q, k, v))
-        self.o = weights.get(f"{prefix}.o_proj.weight", hidden, q_size)
-        self.q_norm = weights.get(f"{prefix}.q_norm.weight", dim)
-        self.k_norm = weights.get(f"{prefix}.k_norm.weight", dim)
+        q_norm, k_norm = (weights.get(f"{prefix}.{name}_norm.weight", dim) for name in ("q", "k"))
+        if backend.pairs_adjacent:
+            q, k, q_norm, k_norm = (with_pairs_adjacent(x, dim) for x in (q, k, q_norm, k_norm))
+        self.qkv = backend.lay_out(torch.cat((q, k, v)))
+        self.o = backend.lay_out(weights.get(f"{prefix}.o_proj.weight", hidden, q_size))
+        self.q_norm, self.k_norm = q_norm, k_norm
         self._q_size = q_size
         self._head_dim = dim
         self._eps = config.rms_norm_eps
@@ -79,8 +81,8 @@ class DecoderLayer:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.attention = Attention(config, weights, f"{prefix}.self_attn", backend)
         gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
-        self.gate_up = torch.cat((gate, up))
-        self.down = weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner)
+        self.gate_up = backend.lay_out(torch.cat((gate, up)))
+        self.down = backend.lay_out(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner))
         self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
         self.post_attention_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
         self._eps = config.rms_norm_eps
@@ -98,6 +100,12 @@ class DecoderLayer:
         hidden = self.attention.forward(normed, rows, kv)
         normed, residual = self._backend.add_rms_norm(hidden, residual, self.post_attention_norm, self._eps)
         return self._backend.gated_mlp(normed, self.gate_up, self.down), residual
+
+
+def with_pairs_adjacent(weight: Tensor, dim: int) -> Tensor:
+    """Rows of a projection to heads of `dim` dims, or of their norm: 0, D/2, 1, D/2 + 1, ... of each head. Scores stay
+    what they are when q and k are both in this order."""
+    return weight.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def add_norm(

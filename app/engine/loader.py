@@ -1,6 +1,5 @@
 """Weights from safetensors files, by name and expected shape."""
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from app.checkpoint import CheckpointError, tensor_files
 from app.engine.errors import UnsupportedError
 
 Progress = Callable[[int, int], None]
@@ -36,12 +36,15 @@ class Weights(Protocol):
         ...
 
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
 OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress], Weights]
 """The weights of a checkpoint's folder, on a device and in a dtype."""
 
 
 class SafetensorsWeights:
-    """The safetensors of one folder, single or sharded, read straight to the device when asked for."""
+    """The safetensors of one folder, single or sharded, read straight to the device when asked for. Raises
+    UnsupportedError if they are not whole."""
 
     def __init__(
         self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress | None = None
@@ -69,6 +72,9 @@ class SafetensorsWeights:
             raise UnsupportedError(
                 f"{self._folder}: tensor {name} has shape {list(tensor.shape)}, the config wants {list(shape)}"
             )
+        if tensor.dtype not in _DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
         self._used.add(name)
         self._read += tensor.nbytes
         if self._on_progress:
@@ -95,14 +101,10 @@ class SafetensorsWeights:
 
 
 def _index(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file. A single file goes before an index, as in Transformers."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return dict.fromkeys(_open(single, torch.device("cpu")).keys(), single)
-    if not index.exists():
-        raise UnsupportedError(f"{folder}: neither {single.name} nor {index.name} is there")
-    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return {name: folder / file for name, file in weight_map.items()}
+    try:
+        return tensor_files(folder)
+    except CheckpointError as error:
+        raise UnsupportedError(str(error)) from None
 
 
 def _open(path: Path, device: torch.device) -> Any:

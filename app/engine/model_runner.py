@@ -1,7 +1,9 @@
 """The device side of a step: draft, target, context KV, verify. A few copies in, one copy out."""
 
+from collections.abc import Sequence as Many
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from app.engine import step_inputs
 from app.engine.backend import Backend
 from app.engine.batch import Batch, StepResult
 from app.engine.filters import SHORTLIST, Filters
+from app.engine.kv_pool import KvPool
 from app.engine.packed import Packed
 from app.engine.penalties import Penalties, TokenCounts
 from app.engine.sampler import Additions, Draws
@@ -33,7 +36,8 @@ class PendingStep:
 class ModelRunner:
     """Runs batches over the target and, when there is one, the drafter.
 
-    Once `graphs` are set every draft comes from a graph, and so does the target of a step in which nobody prefills.
+    `pools` hold the KV of both. Once `graphs` are set every draft comes from a graph, and so does the target of a step
+    in which nobody prefills.
     """
 
     def __init__(
@@ -44,20 +48,25 @@ class ModelRunner:
         *,
         page_size: int,
         block_size: int,
+        pools: Many[KvPool] = (),
     ) -> None:
         self.stages = stages
+        self._pools = pools
         self._counts = counts
         self.graphs: StepGraphs | None = None
         self._backend = backend
         self._page_size = page_size
         self._block_size = block_size
         self._stretch: list[Sequence] = []
+        self._num_owed = 0
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
+        self._num_owed = self.stages.num_waiting
         inputs = step_inputs.build(batch, self._page_size, self._block_size)
         goes_on = self._goes_on(batch)
+        self._num_owed = self.stages.num_waiting
         drafts = self._draft(inputs.draft) if inputs.draft else None
         draws = self._draws(inputs.draws, drafts)
         if self.graphs and not batch.prefills:
@@ -65,6 +74,20 @@ class ModelRunner:
         else:
             verified = self._run(inputs.target, drafts, draws, context_may_wait=goes_on)
         return PendingStep(verified[: len(inputs.target.first_logit)], self._backend)
+
+    def take_back(self) -> None:
+        """After a step that failed, wherever that was: it may be launched again, whole or in parts."""
+        self.stages.keep_waiting(self._num_owed)
+        self._stretch = []
+        self._counts.forget()
+
+    @torch.inference_mode()
+    def scrub(self, slots: list[int]) -> None:
+        """Zero slots of all models' KV, behind what still waits to be written."""
+        self.stages.write_context()
+        (places,) = Packed([np.array(slots, dtype=np.int32)], self._backend).tensors
+        for pool in self._pools:
+            pool.clear(places)
 
     def _draft(self, inputs: DraftInputs) -> Tensor:
         """Drafts [D, b - 1]."""

@@ -60,9 +60,12 @@ def _add_rms_norm(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _rope(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
-    angles = torch.arange(_ROWS * _HEAD_DIM // 2).view(_ROWS, 1, -1) / _HEAD_DIM
-    cos, sin = (inputs.put(torch.cat((half, half), dim=-1)) for half in (angles.cos(), angles.sin()))
-    return (backend.rope(inputs.normal(_ROWS, _HEADS, _HEAD_DIM), (cos, sin)),)
+    angles = torch.arange(_ROWS * _HEAD_DIM // 2).view(_ROWS, -1) / _HEAD_DIM
+    rotation = tuple(table.unsqueeze(1) for table in backend.rotary_tables(angles, inputs.dtype))
+    halves = inputs.normal(_ROWS, _HEADS, 2, _HEAD_DIM // 2)
+    x = halves.transpose(2, 3) if backend.pairs_adjacent else halves
+    turned = backend.rope(x.flatten(2), rotation).view(x.shape)
+    return (turned.transpose(2, 3) if backend.pairs_adjacent else turned,)
 
 
 def _gated_mlp(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:

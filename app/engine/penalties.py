@@ -86,6 +86,10 @@ class TokenCounts:
             self._counted[seq.seat] = (seq, len(seq.token_ids))
         return self._add([np.array(cleared, dtype=np.int32), np.concatenate(prompted), np.concatenate(emitted)])
 
+    def forget(self) -> None:
+        """Count everything anew, as after a step that failed on its way."""
+        self._counted.clear()
+
     def _add(self, arrays: list[Ints]) -> tuple[Tensor, Tensor]:
         if self._counts is None:
             device = self._backend.device

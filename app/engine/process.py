@@ -5,10 +5,12 @@ The two addresses are ZeroMQ sockets that the parent has bound. The first line o
 This is the only module of the engine that knows messages and settings: below it there are plain dataclasses.
 """
 
+import logging
 import os
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,17 @@ from app.types import (
     TokenDelta,
 )
 
+logger = logging.getLogger(__name__)
+
 _PROGRESS_INTERVAL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A command about one request that is no message of this border, and why."""
+
+    request_id: str
+    reason: str
 
 
 class Link:
@@ -60,11 +72,17 @@ class Link:
     def send(self, reply: Reply) -> None:
         self._replies.send(self._encoder.encode(reply))
 
-    def receive(self, *, wait: bool) -> list[Command]:
-        """All commands that have come; with `wait`, at least one."""
-        commands: list[Command] = []
+    def receive(self, *, wait: bool) -> list[Command | Unreadable]:
+        """All commands that have come; with `wait`, at least one. Raises msgspec.DecodeError for one that cannot be
+        read and names no request."""
+        commands: list[Command | Unreadable] = []
         while self._commands.poll(None if wait and not commands else 0):
-            command = self._decoder.decode(self._commands.recv())
+            message = self._commands.recv()
+            try:
+                command = self._decoder.decode(message)
+            except msgspec.DecodeError as error:
+                commands.append(_unreadable(message, error))
+                continue
             if isinstance(command, Shutdown) or command.epoch == self.epoch:
                 commands.append(command)
         return commands
@@ -103,6 +121,10 @@ def serve(link: Link, engine: Engine) -> None:
                 case Submit():
                     if refusal := _add(engine, command):
                         link.send(StepOutput(link.epoch, [refusal], _stats(engine)))
+                case Unreadable():
+                    core.abort(command.request_id)
+                    refusal = _refusal(command.request_id, command.reason)
+                    link.send(StepOutput(link.epoch, [refusal], _stats(engine)))
                 case Abort():
                     core.abort(command.request_id)
                     if not core.has_work:  # no step will tell that the pages are free
@@ -134,8 +156,26 @@ def _add(engine: Engine, submit: Submit) -> TokenDelta | None:
     try:
         engine.core.add(_request(submit))
     except ValueError as error:
-        return TokenDelta(submit.request_id, [], [], finish_reason="error", error=str(error))
+        return _refusal(submit.request_id, str(error))
+    except Exception as error:
+        logger.error("request %s cannot be taken", submit.request_id, exc_info=error)
+        return _refusal(submit.request_id, f"the request cannot be taken: {type(error).__name__}: {error}")
     return None
+
+
+def _refusal(request_id: str, reason: str) -> TokenDelta:
+    return TokenDelta(request_id, [], [], finish_reason="error", error=reason)
+
+
+def _unreadable(message: bytes, error: msgspec.DecodeError) -> Unreadable:
+    """Raises `error` where not even the request can be told: someone would wait for its answer for ever."""
+    try:
+        request_id = msgspec.msgpack.decode(message)["request_id"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        request_id = None
+    if not isinstance(request_id, str):
+        raise error
+    return Unreadable(request_id, f"the engine cannot read the request: {error}")
 
 
 def _engine_config(settings: dict[str, Any]) -> EngineConfig:
@@ -206,12 +246,14 @@ def _stats(engine: Engine, step: Step = IDLE) -> StepStats:
         num_preemptions=scheduler.num_preemptions,
         prefix_cache_queries=scheduler.prefix_cache_queries,
         prefix_cache_hits=scheduler.prefix_cache_hits,
+        num_not_finite=scheduler.num_not_finite,
+        num_faults=scheduler.num_faults,
     )
 
 
 def _token_delta(delta: Delta) -> TokenDelta:
     steps = [SpecStep(len(delta.token_ids), delta.num_verified, delta.num_accepted)]
-    return TokenDelta(delta.request_id, delta.token_ids, steps, delta.cached_tokens, delta.finish_reason)
+    return TokenDelta(delta.request_id, delta.token_ids, steps, delta.cached_tokens, delta.finish_reason, delta.error)
 
 
 def _progress(link: Link) -> Progress:

@@ -20,6 +20,7 @@ from app.engine.backend import Backend
 from app.engine.filters import Filters
 from app.engine.noise import FACTORS, NOISE_BITS, signed
 from app.engine.penalties import Penalties, penalise
+from app.engine.sequence import NOT_FINITE
 
 LOGITS_CHUNK_BYTES = 256 << 20
 """Logits are made in row chunks of at most this many fp32 bytes: 4096 rows x 152k tokens would be 2.5 GB."""
@@ -89,15 +90,21 @@ class Sampler:
         self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
     def choose(self, hidden: Tensor, lm_head: Tensor, draws: Sequence[Draws] = ()) -> Tensor:
-        """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id."""
+        """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id. NOT_FINITE where the best logit is NaN
+        or infinite."""
         chunks = []
         for i, part in enumerate(torch.split(hidden, self._chunk)):
             logits = self._backend.linear(part, lm_head)
-            choice = logits.argmax(dim=-1)
+            best, choice = logits.max(dim=-1)  # NaN is more than anything
             for some in draws:
                 if own := some.within(i * self._chunk, i * self._chunk + len(part)):
                     choice[own.rows] = self._draw(logits[own.rows].float(), own)
-            chunks.append(choice)
+            chunks.append(choice.masked_fill_((best - best).ne(0), NOT_FINITE))
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        """The argmax [R] int64 for hidden states [R, H]: some token of the vocabulary also where nothing is finite."""
+        chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in torch.split(hidden, self._chunk)]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -1,12 +1,20 @@
 """Who runs in the next step, with how many rows, and what became of the last one."""
 
+import logging
 from array import array
 from collections import deque
+from collections.abc import Iterator
 
 from app.engine.batch import Batch, Delta, FinishReason, Rows, StepResult
 from app.engine.dflash.policy import Policy
 from app.engine.kv_cache import OutOfPages, PagePool
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import NOT_FINITE, Request, Sequence
+
+logger = logging.getLogger(__name__)
+
+_MOST_FAULTS_IN_ROW = 3
+"""So many sequences may be dropped one after another while nobody gets on; then none of them is to blame."""
+_NOT_FINITE = "the model's logits are not finite (NaN or infinity) {} tokens into the answer, so there is no next token"
 
 
 class Scheduler:
@@ -23,6 +31,8 @@ class Scheduler:
 
     `running` is in order of arrival, and everything in it is older than everything in `waiting`. A step is committed
     before the next one is scheduled, and nothing is aborted in between.
+
+    A sequence whose logits are not finite ends with an error, and so does one that raises an exception, see `drop`.
     """
 
     def __init__(
@@ -48,6 +58,14 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self.num_not_finite = 0
+        self.num_faults = 0
+        self._at: Sequence | None = None
+        self.fault: Exception | None = None
+        """What was raised last, by a sequence that was dropped, and nobody has got on since."""
+        self._faults_in_row = 0
+        self._got_on = False
+        self._slots_to_scrub: list[int] = []
         self._free_seats = list(reversed(range(max_num_seqs)))
         self._arrivals = 0
 
@@ -68,14 +86,9 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """Forget the request and free its pages; an unknown id is one that has just finished."""
-        for seq in self.running:
+        for seq in (*self.running, *self.waiting):
             if seq.request.request_id == request_id:
                 self._end(seq)
-                return
-        for seq in self.waiting:
-            if seq.request.request_id == request_id:
-                self.waiting.remove(seq)
-                self.policy.forget(seq)
                 return
 
     def flush_cache(self) -> None:
@@ -84,21 +97,59 @@ class Scheduler:
         for seq in self.running:
             seq.cacheable = False
 
+    def drop(self, seq: Sequence, error: Exception) -> Delta:
+        """End a sequence that alone raises `error`; its last delta."""
+        self.fault = error
+        self._faults_in_row += 1
+        self.num_faults += 1
+        seq.is_sound = False
+        self._end(seq)
+        logger.error("request %s is dropped", seq.request.request_id, exc_info=error)
+        reason = f"the request was dropped because its step failed: {type(error).__name__}: {error}"
+        return Delta(seq.request.request_id, [], 0, 0, "error", seq.num_cached or 0, reason)
+
+    def end_step(self) -> None:
+        """Raises the last sequence's error where one after another was dropped and nobody has got on since."""
+        if self._got_on:
+            self._got_on, self.fault, self._faults_in_row = False, None, 0
+        elif self.fault and self._faults_in_row >= _MOST_FAULTS_IN_ROW:
+            raise self.fault
+
     def schedule(self) -> Batch:
         """The rows of the next step; empty when there is nothing to do."""
+        dropped: list[Delta] = []
+        while True:
+            try:
+                batch = self._schedule()
+                break
+            except Exception as error:
+                if self._at is None:
+                    raise
+                dropped.append(self.drop(self._at, error))
+        batch.dropped = dropped
+        batch.scrub, self._slots_to_scrub = self._slots_to_scrub, []
+        page_size = self.pool.page_size
+        for page in self.pool.pages_to_scrub():
+            batch.scrub += range(page * page_size, (page + 1) * page_size)
+        return batch
+
+    def _schedule(self) -> Batch:
+        self._at = None
         batch = Batch()
         budget = self.max_num_batched_tokens
         decoding = self._decoding_with_pages()
+        self._at = None
         num_drafts = self.policy.drafts([(seq, self._most_drafts(seq)) for seq in decoding])
         for seq, drafts in zip(decoding, num_drafts, strict=True):
             batch.decodes.append(Rows(seq, seq.num_computed, drafts + 1, samples=True, num_drafts=drafts))
             budget -= drafts + 1
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
+                self._at = seq
                 batch.prefills.append(self._chunk(seq, budget))
                 budget -= batch.prefills[-1].count
         while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+            self._at = seq = self.waiting[0]
             if not self._may_admit(seq):
                 break
             self.running.append(self.waiting.popleft())
@@ -110,16 +161,58 @@ class Scheduler:
     def commit(self, batch: Batch, result: StepResult) -> list[Delta]:
         """Take the step's tokens into the sequences, and the pages it has filled into the cache. Whoever stops leaves
         at once and frees its pages."""
-        for rows in batch.prefills:
-            rows.seq.num_computed = rows.end
-        results = zip(batch.sampling, result.tokens, result.num_accepted, strict=True)
-        deltas = [self._accept(rows, tokens, num_accepted) for rows, tokens, num_accepted in results]
+        results = zip(result.tokens, result.num_accepted, strict=True)
+        deltas: list[Delta] = []
+        unclear: list[Sequence] = []
         for rows in batch.rows:
-            self._publish(rows)
-        for rows, delta in zip(batch.sampling, deltas, strict=True):
-            if delta.finish_reason:
-                self._end(rows.seq)
+            seq = rows.seq
+            try:
+                if not rows.samples:
+                    self._take_chunk(rows)
+                elif (delta := self._take_tokens(rows, *next(results))) is None:
+                    unclear.append(seq)
+                else:
+                    deltas.append(delta)
+                    if delta.finish_reason:
+                        self._end(seq)
+                self._got_on = True
+            except Exception as error:
+                deltas.append(self.drop(seq, error))
+        for seq in unclear:
+            self._start_over(seq)
         return deltas
+
+    def _take_chunk(self, rows: Rows) -> None:
+        """No token comes of it yet, and so nothing says whether its KV is finite."""
+        rows.seq.num_computed = rows.end
+        rows.seq.is_sound = False
+        self._publish(rows)
+
+    def _take_tokens(self, rows: Rows, tokens: list[int], num_accepted: int) -> Delta | None:
+        """None where nothing is to be said of a sequence before it was computed anew."""
+        seq = rows.seq
+        seq.is_sound = NOT_FINITE not in tokens
+        if not seq.is_sound and NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
+            return self._accept_not_finite(rows, tokens[: tokens.index(NOT_FINITE)])
+        delta = self._accept(rows, tokens, num_accepted)
+        self._publish(rows)
+        if not seq.is_sound:  # drafts that were refused have left KV behind the last token
+            self._slots_to_scrub += self._slots_from(seq, seq.num_computed)
+        return delta
+
+    def _accept_not_finite(self, rows: Rows, tokens: list[int]) -> Delta | None:
+        """`tokens` are those before the one that cannot be chosen. Nobody may find the sequence's pages any more; if it
+        has found some of them itself, then these may be at fault."""
+        seq = rows.seq
+        self.pool.forget(seq.pages)
+        if seq.num_found:
+            return None
+        delta = self._accept(rows, tokens, len(tokens))
+        if not delta.finish_reason:
+            self.num_not_finite += 1
+            delta.finish_reason = "error"
+            delta.error = _NOT_FINITE.format(seq.num_tokens - len(seq.request.token_ids))
+        return delta
 
     def _accept(self, rows: Rows, tokens: list[int], num_accepted: int) -> Delta:
         """Stop conditions hold in token order: nothing behind the first is emitted or counted."""
@@ -147,6 +240,12 @@ class Scheduler:
             for page in range(rows.start // page_size, seq.num_computed // page_size):
                 self.pool.publish(seq.pages[page], seq.digest(page, page_size))
 
+    def _slots_from(self, seq: Sequence, position: int) -> Iterator[int]:
+        """The slots of its pages from `position` on."""
+        page_size = self.pool.page_size
+        for place in range(position, len(seq.pages) * page_size):
+            yield seq.pages[place // page_size] * page_size + place % page_size
+
     def _most_drafts(self, seq: Sequence) -> int:
         """How many drafts the target may verify: never more rows than the request may still emit."""
         return min(self.block_size, seq.num_remaining) - 1 if seq.request.speculate else 0
@@ -161,6 +260,7 @@ class Scheduler:
         for seq in [seq for seq in self.running if seq.is_decoding]:
             if seq.arrival > self.running[-1].arrival:
                 break  # preempted for an older one, as is everything behind it
+            self._at = seq
             while not self._grow(seq):
                 newest = self.running[-1]
                 self._preempt(newest)
@@ -179,8 +279,8 @@ class Scheduler:
         if self.pool.cost(found, self._reach(seq)) + len(self.running) > self.pool.num_free:
             return False
         self.pool.share(found)
-        seq.num_computed = len(found) * self.pool.page_size
         seq.pages = found
+        seq.num_computed = seq.num_found = len(found) * self.pool.page_size
         self.pool.grow(seq.pages, self._reach(seq))
         if seq.cacheable and seq.num_cached is None:
             seq.num_cached = seq.num_computed
@@ -225,13 +325,32 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
+    def _start_over(self, seq: Sequence) -> None:
+        """Compute all of a running sequence anew, on pages that nobody else has filled."""
+        self._give_back(seq)
+        seq.num_computed = 0
+        seq.cacheable = False
+        while not self._grow(seq):
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is seq:
+                return
+
     def _end(self, seq: Sequence) -> None:
         self._leave(seq)
         self.policy.forget(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._free_seats.append(seq.seat)
-        seq.seat = -1
-        self.pool.release(seq.pages)
+        if seq.seat < 0:
+            self.waiting.remove(seq)
+        else:
+            self.running.remove(seq)
+            self._free_seats.append(seq.seat)
+            seq.seat = -1
+        self._give_back(seq)
+
+    def _give_back(self, seq: Sequence) -> None:
+        self.pool.release(seq.pages, sound=seq.is_sound)
         seq.pages = array("i")
+        seq.num_found = 0
+        seq.is_sound = False

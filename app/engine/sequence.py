@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 MIN_TEMPERATURE = 1e-5
 """Below this the noise is lost in the rounding of logits / T, so the request is greedy."""
 
+NOT_FINITE = -1
+"""In the place of a token: the logits that it would be chosen by are not finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -59,8 +62,10 @@ class Sequence:
     With n tokens, `num_computed == n - 1` means decoding: only the last token, the anchor, has no KV yet. Less
     means prefilling (or recomputing after a preemption); there is no other phase. `pages` are int32, in the order of
     the tokens they hold. While it runs, `seat` is its place in arrays of max_num_seqs; -1 while it waits.
-    `num_cached` says how many tokens of the prompt were in the cache when it was first admitted, None before that. Its
-    pages may be found in the cache, and enter it, while it is `cacheable`.
+    `num_cached` says how many tokens of the prompt were in the cache when it was first admitted, None before that, and
+    `num_found` how many tokens stand on pages that were found there this time. Its pages may be found in the cache, and
+    enter it, while it is `cacheable`. `is_sound` while the logits of its last rows are known to be finite: then so is
+    all KV on its pages.
     """
 
     request: Request
@@ -70,7 +75,9 @@ class Sequence:
     seat: int = -1
     pages: "array[int]" = field(default_factory=lambda: array("i"))
     num_cached: int | None = None
+    num_found: int = 0
     cacheable: bool = True
+    is_sound: bool = False
     _digests: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -137,6 +137,15 @@ class Stages:
             self._drafter.write_context(*rows)
             self._waiting.clear()
 
+    @property
+    def num_waiting(self) -> int:
+        """Steps whose context KV waits."""
+        return len(self._waiting)
+
+    def keep_waiting(self, count: int) -> None:
+        """Forget all steps that wait but the first `count`."""
+        del self._waiting[count:]
+
     def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[Draws]) -> None:
         """Overwrite in `choices` [R], which were made greedily, the rows of `draws`."""
         for some in draws:
@@ -146,7 +155,8 @@ class Stages:
 
     def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
         """See `dflash.verify`."""
-        return verify(choices, drafts, inputs.first_logit, inputs.num_drafts, inputs.draft_of)
+        fused = self.backend.fused_verify or verify
+        return fused(choices, drafts, inputs.first_logit, inputs.num_drafts, inputs.draft_of)
 
     @property
     def _drafter(self) -> Drafter:
@@ -161,7 +171,10 @@ class Stages:
         return Rows(owners, offsets, meta)
 
     def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        return places(rows, self._row_numbers[: len(rows.owners)])
+        numbers, meta = self._row_numbers[: len(rows.owners)], rows.meta
+        if fused := self.backend.fused_places:
+            return fused(rows.owners, rows.offsets, numbers, meta.page_table, meta.page_size)
+        return places(rows, numbers)
 
 
 def places(rows: Rows, numbers: Tensor) -> tuple[Tensor, Tensor]:

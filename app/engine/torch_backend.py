@@ -1,6 +1,5 @@
-"""The backend in plain PyTorch: what the CPU runs, and the reference on CUDA."""
+"""The backend in plain PyTorch: the reference on every device, and what runs on CUDA where Triton is not."""
 
-import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +18,9 @@ MAX_GATHERED_TOKENS = 1 << 18
 SMALL_CALL = 1 << 18
 """Padding up to this many scores costs less than a call more."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's mallopt."""
-_MOST_KEPT = (1 << 30, 32 << 20)
-"""Blocks up to this many bytes are kept; some versions of glibc refuse more than 32 MiB."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Rows [first, first + q_len) of a batch's rows, of sequence `seq`, seeing the first `kv_len` tokens at most."""
 
     seq: int
@@ -36,18 +30,19 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head.
 
-    `pages` is [S * P]. `rows` [n] are the rows of the batch and `places` [n] where they stand among the S * Q padded
-    ones; both are None when the call is the whole batch with nothing padded. `mask` [S, 1, G * Q, L] is true where a
-    row may look, None when every row may look everywhere.
+    `pages` is [S * P], or a slice where they lie in a row. `rows` [n] are the rows of the batch and `places` [n] where
+    they stand among the S * Q padded ones; both are None when the call is the whole batch with nothing padded. `mask`
+    [S, 1, G * Q, L] is true where a row may look, or 0 there and -inf elsewhere; None when every row may look
+    everywhere.
     """
 
     num_pieces: int
     max_q: int
     max_kv: int
-    pages: Tensor
+    pages: Tensor | slice
     rows: Tensor | None
     places: Tensor | None
     mask: Tensor | None
@@ -63,7 +58,7 @@ class TorchBackend(Backend):
             dtype=torch.float32 if on_cpu else torch.bfloat16, page_size=16, max_num_seqs=32 if on_cpu else 256
         )
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> list[_Call]:
+    def plan_attention(self, meta: AttnMeta, group: int) -> list[Call]:
         """Few padded calls, none of them mostly padding and none over the memory bounds above."""
         pieces = _pieces(meta, MAX_SCORES // group)
         bins = _bins(pieces, group)
@@ -71,7 +66,7 @@ class TorchBackend(Backend):
         return [self._call(meta, some, group, whole=whole) for some in bins]
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
-        calls: list[_Call] = meta.plan
+        calls: list[Call] = meta.plan
         if len(calls) == 1 and calls[0].rows is None:
             return self._attend(q_thd, kv, calls[0])
         o = torch.empty_like(q_thd)
@@ -119,18 +114,11 @@ class TorchBackend(Backend):
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
-    def keep_step_memory(self) -> None:
-        """glibc gives large blocks back to the system at once, and each step would fault all its pages in anew: half of
-        a wide step's time. With other allocators nothing is changed."""
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if self.device.type == "cpu" and mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
-            mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-
     def peak_memory(self, run: Callable[[], object]) -> int:
         """Of a GPU; nothing counts a CPU's."""
         return peak_memory(torch.cuda, run) if self.device.type == "cuda" else 0
 
-    def _attend(self, q_thd: Tensor, kv: LayerKv, call: _Call) -> Tensor:
+    def _attend(self, q_thd: Tensor, kv: LayerKv, call: Call) -> Tensor:
         """Padded q [S * Q, heads, D] -> o of the same shape."""
         heads, dim, kv_heads = q_thd.shape[1], q_thd.shape[2], kv.k.shape[2]
         group = heads // kv_heads
@@ -142,7 +130,7 @@ class TorchBackend(Backend):
         o = o.view(call.num_pieces, kv_heads, group, call.max_q, dim)
         return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
-    def _call(self, meta: AttnMeta, pieces: list[_Piece], group: int, *, whole: bool) -> _Call:
+    def _call(self, meta: AttnMeta, pieces: list[Piece], group: int, *, whole: bool) -> Call:
         max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
         min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
         pages = meta.page_table[:, : -(-max_kv // meta.page_size)]
@@ -155,9 +143,9 @@ class TorchBackend(Backend):
             places = torch.tensor([place + j for _, place, n in ranges for j in range(n)], device=self.device)
         if min_q != max_q or min_kv != max_kv or (meta.causal and max_q > 1):
             mask = self._mask(pieces, max_q, max_kv, causal=meta.causal).repeat(1, group, 1).unsqueeze(1)
-        return _Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, mask)
+        return Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, mask)
 
-    def _mask(self, pieces: list[_Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
+    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
         """[S, Q, L]; a padding row looks where the last row looks, so that no softmax is over nothing."""
         lengths = torch.tensor([(piece.q_len, piece.kv_len) for piece in pieces], device=self.device)
         q_len, kv_len = lengths[:, 0, None, None], lengths[:, 1, None, None]
@@ -168,13 +156,13 @@ class TorchBackend(Backend):
         return token <= torch.minimum(kv_len - q_len + row, kv_len - 1)
 
 
-def _gather(pool: Tensor, call: _Call) -> Tensor:
+def _gather(pool: Tensor, call: Call) -> Tensor:
     """[S, kv_heads, L, D] out of [pages, page_size, kv_heads, D]."""
-    pages = pool.index_select(0, call.pages)
+    pages = pool[call.pages] if isinstance(call.pages, slice) else pool.index_select(0, call.pages)
     return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
 
 
-def _pieces(meta: AttnMeta, max_scores: int) -> list[_Piece]:
+def _pieces(meta: AttnMeta, max_scores: int) -> list[Piece]:
     """One piece a sequence, or several where its rows by its tokens pass `max_scores`."""
     pieces = []
     firsts = accumulate(meta.q_lens, initial=0)
@@ -183,18 +171,18 @@ def _pieces(meta: AttnMeta, max_scores: int) -> list[_Piece]:
         for offset in range(0, q_len, step):
             rows = min(step, q_len - offset)
             unseen = q_len - offset - rows if meta.causal else 0
-            pieces.append(_Piece(seq, first + offset, rows, kv_len - unseen))
+            pieces.append(Piece(seq, first + offset, rows, kv_len - unseen))
     return pieces
 
 
-def _bins(pieces: list[_Piece], group: int) -> list[list[_Piece]]:
+def _bins(pieces: list[Piece], group: int) -> list[list[Piece]]:
     """Pieces that share a call: all of them in order if that pads little, else those of similar size."""
     whole = _Size()
     for piece in pieces:
         whole = whole.with_one(piece)
     if whole.fits(group):
         return [pieces]
-    bins: list[list[_Piece]] = []
+    bins: list[list[Piece]] = []
     size = _Size()
     for piece in sorted(pieces, key=lambda piece: (piece.q_len, piece.kv_len)):
         size = size.with_one(piece)
@@ -214,7 +202,7 @@ class _Size:
     max_kv: int = 0
     useful: int = 0
 
-    def with_one(self, piece: _Piece) -> "_Size":
+    def with_one(self, piece: Piece) -> "_Size":
         return _Size(
             self.num_pieces + 1,
             max(self.max_q, piece.q_len),

@@ -33,6 +33,8 @@ class Detokenizer:
     ) -> None:
         self._text = _IncrementalText(backend, skip_special_tokens)
         self._stop = tuple(stop)
+        self._first_letters = {text[0] for text in self._stop}
+        self._most_held = max(map(len, self._stop), default=1) - 1
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
@@ -79,6 +81,8 @@ class Detokenizer:
     def _longest_beginning(self) -> int:
         """How many characters at the end of the held text could still become a stop string."""
         longest = 0
+        if self._first_letters.isdisjoint(self._held[-self._most_held :]):
+            return 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
                 if self._held.endswith(stop[:length]):

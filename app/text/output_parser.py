@@ -4,12 +4,13 @@ import json
 import re
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
 _SPACE = " \t\r\n"  # JSON's own. An ideographic space is an indent, so it is text.
-_LEXEME = re.compile(r"</?(?:think|tool_call)>|[ \t\r\n]+|[^< \t\r\n]+|<")
+_LEXEME = re.compile(r"</?(?:think|tool_call)>|[ \t\r\n]+|[^< \t\r\n](?:[^<]*[^< \t\r\n])?|<")  # words with their gaps
 _MAX_CLOSING_TAGS = 64  # in the strings of one call: each costs a parse of the whole block
 
 
@@ -21,8 +22,7 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(NamedTuple):
     """What one piece of output made certain; in what order content and calls came within the piece is not told."""
 
     content: str = ""
@@ -63,6 +63,10 @@ class OutputParser:
         """What has become certain by this piece, often nothing."""
         assert not self._finished, "pushed to output that has finished"
         text = self._tail + text
+        if self._stage is _Stage.CONTENT and not self._tools and not self._drop_space:
+            # Nothing is looked for any more.
+            self._tail = ""
+            return Parsed(text)
         cut = self._end_of_certain(text)
         self._tail = text[cut:]
         self._read(text[:cut])

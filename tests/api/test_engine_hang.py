@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from app import async_engine
 from tests.api.conftest import PATIENCE, serving
 from tests.api.test_engine_death import ASK, started
 
@@ -140,6 +141,36 @@ def test_three_hangs_within_a_minute_are_enough(hangable, background):
             hangable.pid = hangable.next_engine()
     hangable.server.reach("dead")
     assert WHY in hangable.server.http.get("/ready").json()["reason"]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_hanging_again_and_again_is_given_up_however_long_a_hang_takes(hangable, background, monkeypatch, answers):
+    """Also where every engine answers a request before; and a hang that takes more than the window of deaths."""
+    server = hangable.server
+    monkeypatch.setattr(async_engine, "_DEATHS_WINDOW_SECONDS", 1.8 * TIMEOUT)
+    for last in (False, False, True):
+        if answers:
+            running, request_id = started(server, background)
+            server.script.emit(request_id, [2])
+            assert running.result().status_code == 200
+        running, _ = started(server, background)
+        hangable.hang()
+        assert running.result().status_code == 503
+        if not last:
+            hangable.pid = hangable.next_engine()
+    server.reach("dead")
+
+
+def test_hangs_far_between_are_not_given_up(hangable, background, monkeypatch):
+    server = hangable.server
+    monkeypatch.setattr(async_engine, "_DEATHS_WINDOW_SECONDS", -TIMEOUT)
+    for _ in range(4):
+        running, _ = started(server, background)
+        hangable.hang()
+        assert running.result().status_code == 503
+        hangable.pid = hangable.next_engine()
+    server.script.plan([*server.ids("here"), 2])
+    assert server.openai.completions.create(**ASK).choices[0].text == "here"
 
 
 def test_an_engine_that_never_answers_a_flush_counts_as_hanging(hangable):

@@ -339,7 +339,7 @@ def test_a_shard_that_the_index_names_and_nobody_has_is_named(tmp_path, where):
     pair = make_pair(tmp_path, seed=5, shards=3)
     shard = getattr(pair, where) / "model-00002-of-00003.safetensors"
     shard.unlink()
-    with pytest.raises(UnsupportedError, match=str(shard)):
+    with pytest.raises(UnsupportedError, match=f"{shard.parent}: .*{shard.name}"):
         build(pair)
 
 

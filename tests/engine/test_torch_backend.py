@@ -1,4 +1,4 @@
-"""The torch backend against the formulas, and the sampler's noise against the reference, bit for bit."""
+"""The torch backend, and the CPU's on top of it, against the formulas; the sampler's noise against the reference."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, LayerKv, make_backend
+from app.engine.backend import AttnMeta, Backend, LayerKv, make_backend
+from app.engine.cpu_backend import CpuBackend
 from app.engine.decoder_config import DecoderConfig
 from app.engine.errors import UnsupportedError
 from app.engine.kv_pool import KvPool
-from app.engine.layers import RotaryTable
+from app.engine.layers import RotaryTable, with_pairs_adjacent
 from app.engine.noise import noise_states
 from app.engine.sampler import Draws, Sampler
 from app.engine.self_test import check_attention
+from app.engine.stages import Rows, places
 from app.engine.torch_backend import TorchBackend
 from tests.engine.reference import choose, gumbel
 
@@ -27,9 +29,9 @@ CPU = torch.device("cpu")
 GARBAGE = 1e4
 
 
-@pytest.fixture(scope="module")
-def backend() -> TorchBackend:
-    return TorchBackend(CPU)
+@pytest.fixture(scope="module", params=[TorchBackend, CpuBackend])
+def backend(request) -> TorchBackend:
+    return request.param(CPU)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -269,9 +271,11 @@ def test_rope_turns_pair_i_by_position_times_theta_to_the_minus_2i_over_d(backen
     x = normal(5, 3, dim)
     found = backend.rope(x, RotaryTable(dim, theta, 512, torch.float32, backend).at(positions))
     angles = positions.double()[:, None] * theta ** (-2 * torch.arange(dim // 2).double() / dim)
-    turned = torch.complex(x[..., : dim // 2].double(), x[..., dim // 2 :].double())
+    pair_axis = -1 if backend.pairs_adjacent else -2
+    turned = torch.complex(*x.double().unflatten(-1, (-1, 2) if pair_axis == -1 else (2, -1)).unbind(pair_axis))
     turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
-    torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), dim=-1).float(), atol=2e-4, rtol=1e-4)
+    expected = torch.stack((turned.real, turned.imag), dim=pair_axis).flatten(-2).float()
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
     assert torch.equal(found[0], x[0])
 
 
@@ -285,6 +289,83 @@ def test_rope_makes_scores_depend_on_the_distance_alone(backend):
 
     assert score(10, 3) == pytest.approx(score(150, 143), abs=1e-4)
     assert score(10, 3) != pytest.approx(score(10, 4), abs=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_q_k_and_v_are_what_their_operators_give_one_by_one(backend, dtype):
+    qkv, slots = normal(5, 4 + 2 * 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0], dtype=torch.int32)
+    norms = [1 + normal(8, seed=seed).to(dtype) for seed in (1, 2)]
+    rotation = RotaryTable(8, 1e4, 50, dtype, backend).at(torch.tensor([0, 7, 3, 49, 20]))
+    results = []
+    for way in (backend.qkv_into_kv, Backend.qkv_into_kv.__get__(backend)):
+        kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)))
+        results.append((way(qkv.clone(), *norms, 1e-6, rotation, kv, slots), kv.k, kv.v))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_context_of_all_layers_is_what_its_operators_give_one_by_one(backend, dtype):
+    rows, slots = normal(2, 3, 2, 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0, 19], dtype=torch.int32)
+    norms, ones = 1 + normal(3, 8, seed=1).to(dtype), torch.ones(8, dtype=dtype)
+    rotation = RotaryTable(8, 1e4, 50, dtype, backend).at(torch.tensor([49, 3]))
+    results = []
+    for way in (backend.context_into_kv, Backend.context_into_kv.__get__(backend)):
+        kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)))
+        way(rows.clone(), norms, ones, 1e-6, rotation, kv, slots)
+        results.append((kv.k, kv.v))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_with_its_pairs_side_by_side_gives_the_same_scores():
+    """As the layers load them: rows of q and k, and of their norms, in the order that the backend turns them in."""
+    q, k, norm = normal(3 * 8, 6), normal(3 * 8, 6, seed=1), 1 + normal(8, seed=2)
+    x, positions = normal(4, 6, seed=3), torch.tensor([5, 0, 9, 2])
+    scores = []
+    for backend in (TorchBackend(CPU), CpuBackend(CPU)):
+        rotation = RotaryTable(8, 100.0, 10, torch.float32, backend).at(positions)
+        if backend.pairs_adjacent:
+            q, k, norm = (with_pairs_adjacent(part, 8) for part in (q, k, norm))
+        heads = (backend.rms_norm((x @ part.T).view(4, 3, 8), norm, 1e-6) for part in (q, k))
+        turned_q, turned_k = (backend.rope(part, rotation) for part in heads)
+        scores.append(torch.einsum("thd,shd->hts", turned_q, turned_k))
+    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_weight_that_was_laid_out_gives_the_same(backend, rows):
+    x, weight = normal(rows, 6), normal(10, 6, seed=1)
+    laid = backend.lay_out(weight)
+    assert torch.equal(laid, weight)
+    torch.testing.assert_close(backend.linear(x, laid), x @ weight.T)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_the_cpus_places_are_the_stages_own(page_size):
+    owners = torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32)
+    offsets = torch.tensor([9, 12, 40], dtype=torch.int32)
+    table = torch.randperm(36, generator=seeded()).to(torch.int32).view(3, 12)
+    meta = AttnMeta(offsets, offsets, table, [3, 1, 2], [12, 16, 46], page_size, causal=True)
+    numbers = torch.arange(6, dtype=torch.int32)
+    found = CpuBackend(CPU).fused_places(owners, offsets, numbers, table, page_size)
+    for got, expected in zip(found, places(Rows(owners, offsets, meta), numbers), strict=True):
+        assert got.dtype == torch.int32 and torch.equal(got, expected)
+
+
+def test_pages_that_lie_in_a_row_are_read_where_they_are():
+    """And scattered ones of a single sequence, or several sequences', are gathered."""
+    backend = CpuBackend(CPU)
+    for pages, in_a_row in (([3, 4, 5], True), ([3, 5, 4], False), ([5, 4, 3], False)):
+        table = torch.tensor([pages], dtype=torch.int32)
+        meta = AttnMeta(table, table, table, [1], [10], 4, causal=True)
+        (call,) = backend.plan_attention(meta, group=2)
+        assert isinstance(call.pages, slice) == in_a_row
+        kv = LayerKv(normal(8, 4, 2, 8), normal(8, 4, 2, 8, seed=1))
+        meta.plan = [call]
+        found = backend.attention(normal(1, 4, 8, seed=2), kv, meta)
+        meta.plan = TorchBackend(CPU).plan_attention(meta, group=2)
+        torch.testing.assert_close(found, TorchBackend(CPU).attention(normal(1, 4, 8, seed=2), kv, meta))
 
 
 def test_gated_mlp_takes_the_gate_first(backend):
@@ -412,6 +493,6 @@ def test_glibc_is_asked_to_keep_what_a_step_gives_back(monkeypatch, accepted, as
     """First large blocks are to come from the heap; only where that is granted is the heap not to be trimmed."""
     calls = []
     glibc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)) or int(name in accepted))
-    monkeypatch.setattr("app.engine.torch_backend.ctypes.CDLL", lambda _: glibc)
+    monkeypatch.setattr("app.engine.cpu_backend.ctypes.CDLL", lambda _: glibc)
     make_backend("cpu").keep_step_memory()
     assert calls == asked

@@ -2,13 +2,19 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
 
-from app.checkpoint import DEMO, CheckpointError, check_files, resolve
+from app.checkpoint import DEMO, CheckpointError, check_files, resolve, tensor_files
 
 
 def safetensors(file: Path, names: list[str], size: int = 16) -> None:
@@ -171,3 +177,144 @@ def test_an_endpoint_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     environment.pop("HF_HUB_OFFLINE", None)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert "http://hub.invalid" in done.stdout
+
+
+# Broken in any way
+
+
+def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def put(file: Path, header: object, data: bytes, length: int | None = None) -> None:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes((len(encoded) if length is None else length).to_bytes(8, "little") + encoded + data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("dtype", "F33", "'b' has dtype 'F33'"),
+        ("dtype", None, "'b' has dtype None"),
+        ("dtype", ["F32"], "'b' has dtype ['F32']"),
+        ("dtype", "F16", "'b' of F16 [16] lies on 16 bytes"),
+        ("shape", [15], "lies on 16 bytes"),
+        ("shape", [-4, -4], "shape [-4, -4]"),
+        ("shape", [True] * 3, "shape [True"),
+        ("shape", 16, "shape 16"),
+        ("data_offsets", [-16, 0], "data_offsets [-16, 0]"),
+        ("data_offsets", [32, 16], "data_offsets [32, 16]"),
+        ("data_offsets", [8, 24], "'b' begins at byte 8 of the data, not at 16"),
+        ("data_offsets", [0, 16], "begins at byte 0 of the data, not at 16"),
+        ("data_offsets", [20, 36], "begins at byte 20"),
+        ("data_offsets", [16], "data_offsets [16]"),
+        ("data_offsets", [16.0, 32.0], "data_offsets [16.0"),
+        ("data_offsets", [10**30, 10**30 + 16], "begins at byte 1000"),
+    ],
+)
+def test_a_tensor_in_the_wrong_place_is_named(folder: Path, field: str, value: object, why: str) -> None:
+    header, data = header_of(folder / "model.safetensors")
+    header["b"][field] = value
+    put(folder / "model.safetensors", header, data)
+    assert why in refusal(folder) and "model.safetensors" in refusal(folder)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 10**6])
+def test_a_header_that_claims_to_be_huge_is_not_read(folder: Path, length: int) -> None:
+    put(folder / "model.safetensors", {}, b"", length)
+    assert "header is cut off" in refusal(folder)
+
+
+@pytest.mark.parametrize("header", [b"[" * 100_000, b"null", b"[1]", b'{"a": 3}', b"\xff\xfe", b'{"a": {}}', b""])
+def test_a_header_that_is_something_else_is_named(folder: Path, header: bytes) -> None:
+    put(folder / "model.safetensors", header, b"")
+    assert "model.safetensors: " in refusal(folder)
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ""])
+def test_an_index_that_leads_out_of_its_folder_is_refused(sharded: Path, shard: str) -> None:
+    elsewhere = sharded.parent / "secret.safetensors"
+    safetensors(elsewhere, ["b"])
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": shard}}))
+    assert "is not the name of a file beside it" in refusal(sharded)
+    elsewhere.unlink()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "", '{"weight_map"'])
+def test_an_index_that_is_none_is_named(sharded: Path, content: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json" in refusal(sharded)
+
+
+def test_links_are_followed_as_in_the_hubs_cache_and_named_where_they_lead_nowhere(folder: Path) -> None:
+    file, blob = folder / "model.safetensors", folder.parent / f"{folder.name} blob"
+    file.rename(blob)
+    file.symlink_to(blob)
+    check_files(folder, need_tokenizer=True)
+    blob.unlink()
+    assert "model.safetensors is a link to a file that is not there" in refusal(folder)
+    file.unlink()
+    file.symlink_to(file)
+    assert "model.safetensors" in refusal(folder)
+
+
+def test_a_file_that_may_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Permission denied"):
+        tensor_files(folder)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_whatever_is_broken_in_a_file_is_refused_by_its_name_or_loads(data: st.DataObject) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        file = folder / "model.safetensors"
+        safetensors(file, ["a", "b", "c"], size=8)
+        content = bytearray(file.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            match data.draw(st.sampled_from(("cut", "flip", "grow", "digit", "length"))):
+                case "cut":
+                    del content[data.draw(st.integers(0, len(content))) :]
+                case "flip" if content:
+                    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+                case "grow":
+                    content += data.draw(st.binary(max_size=20))
+                case "digit":
+                    digits = [place for place, byte in enumerate(content) if chr(byte).isdigit()]
+                    if digits:
+                        content[data.draw(st.sampled_from(digits))] = ord(data.draw(st.sampled_from("0123456789-.e")))
+                case "length":
+                    content[:8] = data.draw(st.integers(0, 2**64 - 1)).to_bytes(8, "little")
+        file.write_bytes(content)
+        try:
+            names = tensor_files(folder)
+        except CheckpointError as error:
+            assert str(file) in str(error)
+        else:
+            with safe_open(file, "numpy") as opened:
+                assert set(opened.keys()) == set(names)
+                for tensor in names:
+                    opened.get_tensor(tensor)
+
+
+def test_a_broken_checkpoint_ends_the_server_before_it_binds_and_without_a_traceback(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+    with socket.socket() as taken:  # binding would fail by name
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [sys.executable, "-m", "app", "serve", str(folder), "--device", "cpu", "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode not in (0, None)
+    assert str(folder / "model.safetensors") in ended.stderr and "Traceback" not in ended.stderr
+    assert port not in ended.stderr

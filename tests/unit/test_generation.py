@@ -54,3 +54,21 @@ def test_a_closed_generation_has_no_more_deltas(generation):
         return [delta async for delta in generation]
 
     assert asyncio.run(read()) == []
+
+
+def test_several_generations_ring_one_bell_and_what_came_before_is_not_lost(generation):
+    async def read():
+        other = Generation("s", lambda _: None, Metrics(), arrived=0.0)
+        bell = asyncio.Event()
+        generation.put(TokenDelta("r", [1], []))
+        generation.ring(bell)
+        other.ring(bell)
+        assert bell.is_set()
+        first = generation.take(), other.take()
+        bell.clear()
+        other.put(TokenDelta("s", [2], [], finish_reason="stop"))
+        assert bell.is_set()
+        return [*first, generation.take(), other.take(), other.take()]
+
+    ended = TokenDelta("s", [2], [], finish_reason="stop")
+    assert asyncio.run(read()) == [TokenDelta("r", [1], []), None, None, ended, None]

@@ -31,6 +31,17 @@ def test_two_servers_in_one_process_share_no_metric():
     assert samples(second)["dflash:generation_tokens_total"] == 0
 
 
+def test_requests_that_went_wrong_are_counted_across_restarts():
+    metrics = Metrics()
+    for not_finite, dropped in ((1, 0), (2, 3)):
+        step = output([])
+        metrics.step(replace(step, stats=replace(step.stats, num_not_finite=not_finite, num_faults=dropped)))
+    metrics.engine_ended()
+    metrics.step(replace(step, stats=replace(step.stats, num_not_finite=1)))
+    found = samples(metrics)
+    assert (found["dflash:requests_not_finite_total"], found["dflash:requests_dropped_total"]) == (3, 3)
+
+
 def test_acceptance_per_position_is_accepted_over_verified_at_that_position():
     metrics = Metrics()
     metrics.step(output([SpecStep(3, 4, 2), SpecStep(1, 2, 0), SpecStep(1, 0, 0)]))
@@ -77,6 +88,8 @@ def test_tokens_of_one_step_share_its_time():
     found = samples(metrics)
     assert found["dflash:inter_token_latency_seconds_count"] == 16
     assert round(found["dflash:inter_token_latency_seconds_sum"], 9) == 0.8
+    buckets = [found[f'dflash:inter_token_latency_seconds_bucket{{le="{le}"}}'] for le in ("0.025", "0.05", "+Inf")]
+    assert buckets == [0, 16, 16]
 
 
 def test_the_log_line_speaks_of_the_time_since_the_last_one_and_is_silent_without_work(caplog):

@@ -16,7 +16,7 @@ from app.engine.batch import Delta, StepResult
 from app.engine.dflash.policy import Policy
 from app.engine.kv_cache import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.scheduler import Scheduler
-from app.engine.sequence import Request
+from app.engine.sequence import NOT_FINITE, Request
 from tests.unit.scheduler_harness import VOCAB, Harness
 
 # Who runs
@@ -275,6 +275,130 @@ def test_abort_of_an_unknown_or_finished_request_does_nothing():
     harness.abort("never seen")
     harness.drain()
     assert set(harness.done) == {"r0", other}
+
+
+# Who goes wrong
+
+BAD = NOT_FINITE
+
+
+@pytest.mark.parametrize(
+    ("says", "accepted", "expected"),
+    [
+        ([BAD, 11, 12, 13], 0, Delta("r", [], 3, 0, "error")),
+        ([10, 11, BAD, 13], 2, Delta("r", [10, 11], 3, 2, "error")),
+        ([10, 11, 12, BAD], 3, Delta("r", [10, 11, 12], 3, 3, "error")),
+        ([BAD, BAD, BAD, BAD], 0, Delta("r", [], 3, 0, "error")),
+        ([10, 9, BAD, 13], 2, Delta("r", [10, 9], 2, 2, "stop")),  # it had stopped before
+        ([10, 11, BAD, BAD], 1, Delta("r", [10, 11], 3, 1, None)),  # behind drafts that were refused
+    ],
+)
+def test_a_sequence_ends_in_front_of_the_first_token_that_cannot_be_chosen(says, accepted, expected):
+    decode = OneDecodeStep(stop={9})
+    found = decode.says(says, accepted)
+    assert (found.error is not None) == (expected.finish_reason == "error")
+    found.error = None
+    assert found == expected
+    assert decode.scheduler.num_not_finite == (expected.finish_reason == "error")
+    assert decode.scheduler.has_work == (expected.finish_reason is None)
+
+
+def test_what_refused_drafts_have_left_that_is_not_finite_is_scrubbed_before_the_next_step():
+    decode = OneDecodeStep()
+    decode.says([10, 11, BAD, BAD], 1)
+    (seq,) = decode.scheduler.running
+    assert seq.num_computed == 4
+    batch = decode.scheduler.schedule()
+    assert batch.scrub == list(seq.pages[4:6]), "slots behind its KV that it had in that step; a page has one"
+    assert not decode.scheduler.schedule().scrub
+
+
+def test_pages_of_who_is_not_sound_are_scrubbed_when_they_are_reused_and_not_before():
+    pool = PagePool(SCRATCH_PAGES + 4, page_size=2)
+    bad, good, again = array("i"), array("i"), array("i")
+    pool.grow(bad, 4)
+    pool.release(bad, sound=False)
+    assert not pool.pages_to_scrub()
+    pool.grow(good, 6)
+    assert sorted(pool.pages_to_scrub()) == sorted(set(bad) & set(good)) and not pool.pages_to_scrub()
+    pool.release(good)
+    pool.grow(again, 8)
+    assert pool.pages_to_scrub() == [page for page in again if page in bad and page not in good]
+
+
+def test_a_cached_page_is_trusted_again_once_a_sound_sequence_has_used_it():
+    pool = PagePool(SCRATCH_PAGES + 1, page_size=2)
+    page = array("i")
+    pool.grow(page, 2)
+    pool.publish(page[0], b"digest")
+    pool.release(page, sound=False)
+    found = pool.find([b"digest"])
+    pool.share(found)
+    pool.release(found)
+    again = array("i")
+    pool.grow(again, 2)
+    assert not pool.pages_to_scrub()
+
+
+def test_who_starts_over_preempts_the_newest_if_it_needs_their_pages():
+    harness = Harness(page_size=1, block_size=4, max_model_len=16, max_num_seqs=3, spare_rows=30, prefix_caching=True)
+    first = harness.add(8, 8, begins=range(8))
+    harness.step(lambda rows: 0)
+    second, third = harness.add(8, 8, begins=range(8)), harness.add(1, 6)
+    harness.step(lambda rows: 0)
+    seq = harness.sequence(second)
+    assert seq.num_found == 7 and len(seq.pages) + harness.pool.num_free - 7 < 12
+    harness.pool.forget(seq.pages)
+    harness.cached = {place: page for place, page in harness.cached.items() if page not in seq.pages}
+    harness.scheduler._start_over(seq)
+    harness._flushed_under = {second}
+    assert [seq.request.request_id for seq in harness.scheduler.running] == [first, second]
+    assert list(harness.scheduler.waiting) == [harness.sequence(third)]
+    assert not set(seq.pages) & set(harness.sequence(first).pages)
+    harness.drain(lambda rows: 0)
+    assert harness.done[second].emitted == harness.done[second].expected[0]
+
+
+# Who waits for whom
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_very_long_prompt_costs_others_no_step(prefix_caching):
+    """Whoever decodes says something in every step, also while a prompt of many steps is run; and no step has more rows
+    than the budget."""
+    harness = Harness(
+        max_num_seqs=4, block_size=4, max_model_len=400, spare_pages=60, spare_rows=4, prefix_caching=prefix_caching
+    )
+    decoding = [harness.add(3, 100, speculate=i > 0) for i in range(3)]
+    harness.step()
+    long = harness.add(350, 4)
+    steps = 0
+    while harness.sequence(long).num_tokens == 350:
+        batch, deltas = harness.step(lambda rows: 0)
+        steps += 1
+        assert set(decoding) <= set(deltas)
+        assert sum(rows.count for rows in batch.rows) <= harness.budget
+    rows_left = harness.budget - (1 + 4 + 4)
+    assert steps == -(-350 // rows_left), "and it gets all the rows that are left"
+    harness.drain()
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("siblings", [1, 4])
+def test_more_work_than_pages_is_all_done(prefix_caching, siblings):
+    """In the smallest pool there may be, on whose pages one sequence fits: in time, and nobody loses a token."""
+    harness = Harness(max_num_seqs=4, block_size=4, max_model_len=64, spare_rows=40, prefix_caching=prefix_caching)
+    for i in range(12):
+        for _ in range(siblings):
+            harness.add(4 + i * 3, 20, begins=range(i * 3))
+    tokens = sum(request.request.max_tokens for request in harness.live.values())
+    steps = 0
+    while harness.scheduler.has_work:
+        harness.step(lambda rows: 0)
+        steps += 1
+        assert steps <= 2 * tokens, "no progress"
+    assert len(harness.done) == 12 * siblings and harness.scheduler.num_preemptions
+    assert all(request.emitted == request.expected[0] for request in harness.done.values())
 
 
 # At the door

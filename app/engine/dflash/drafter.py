@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend import AttnMeta, Backend
@@ -41,6 +40,7 @@ class DFlashDrafter:
         self._pool = pool
         self._rotary = rotary
         self._sampler = sampler
+        self._backend = backend
         self._context = ContextKv(model, pool, rotary, backend)
         self.decoder = model.config.decoder
 
@@ -48,16 +48,14 @@ class DFlashDrafter:
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
     ) -> Tensor:
         hidden = self.masked(anchors, positions, slots, meta)
-        return self._sampler.choose(hidden, self._model.lm_head).view(-1, self._model.config.block_size - 1)
+        return self._sampler.propose(hidden, self._model.lm_head).view(-1, self._model.config.block_size - 1)
 
     def masked(self, anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta) -> Tensor:
         """Hidden states [D * (b - 1), H] of the blocks' rows behind their anchors [D]; arguments as of `propose`."""
-        config = self._model.config
-        blocks = anchors.new_full((anchors.shape[0], config.block_size), config.mask_token_id)
-        blocks[:, 0] = anchors
-        embedded = F.embedding(blocks.flatten(), self._model.embedding)
+        config, embedding = self._model.config, self._model.embedding
+        embedded = self._backend.embed_blocks(anchors, config.mask_token_id, config.block_size, embedding)
         hidden = self._model.forward(embedded, StepRows(self._rotary.at(positions), slots, [meta]), self._pool)
-        return hidden.view(*blocks.shape, -1)[:, 1:].flatten(0, 1)
+        return hidden.view(anchors.shape[0], config.block_size, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         self._context.write(features, positions, slots)

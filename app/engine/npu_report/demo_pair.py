@@ -98,7 +98,7 @@ def logits_after(core: EngineCore, token_ids: tuple[int, ...]) -> torch.Tensor:
     stages.plan(tensors.groups[0], inputs.groups[0])
     hidden, _ = stages.choose(tensors, None, [])
     core.abort("logits")
-    return stages.backend.linear(hidden[-1], stages.target.lm_head).float()
+    return stages.backend.linear(hidden[-1:], stages.target.lm_head)[0].float()
 
 
 def gap(core: EngineCore, prompt: tuple[int, ...], text: list[int], at: int, other: int) -> float:

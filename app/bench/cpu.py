@@ -1,0 +1,160 @@
+"""What the engine makes of a CPU: the demo pair's math against Transformers' `generate` and against itself, whole
+requests in this process, by turns: `dflash-server bench cpu`.
+
+Beside each figure stands its floor: the matrix products alone that one of its runs was made of, run again one after the
+other on the same weights.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.bench import in_process, loads
+from app.bench.command import progress
+from app.bench.machine import describe
+from app.bench.paired import Claim, Comparison, rounds
+from app.bench.tables import markdown
+from app.checkpoint import DEMO
+from app.engine.sequence import Request
+
+LOAD = "math"
+TRANSFORMERS = "transformers"
+ROUNDS = 6
+CLAIMS = {
+    1: [Claim("plain", TRANSFORMERS, 2.5), Claim("full", TRANSFORMERS, 7.0), Claim("full", "plain", 3.5)],
+    4: [Claim("full", "plain", 3.0)],
+    16: [Claim("full", "plain", 1.8), Claim("auto", "plain", 1.8)],
+}
+"""What is aimed at, by concurrency."""
+
+
+class Transformers:
+    """One request after the other through `generate`, greedily, as its documentation shows it."""
+
+    def __init__(self, target: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def run(self, requests: Iterable[Request]) -> float:
+        """Tokens a second."""
+        tokens, started = 0, time.perf_counter()
+        for request in requests:
+            prompt = torch.tensor([request.token_ids])
+            answer = self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=request.max_tokens,
+                do_sample=False,
+                eos_token_id=list(request.stop_token_ids),
+                pad_token_id=0,
+            )
+            tokens += answer.shape[1] - prompt.shape[1]
+        return tokens / (time.perf_counter() - started)
+
+
+class Products(TorchDispatchMode):
+    """The matrix products of what is run meanwhile: (rows, weight) of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen.append((args[0].shape[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+    @torch.inference_mode()
+    def seconds(self) -> float:
+        """What they take by themselves."""
+        inputs = [torch.randn(rows, weight.shape[0]) for rows, weight in self.seen]
+        started = time.perf_counter()
+        for x, (_, weight) in zip(inputs, self.seen, strict=True):
+            torch.mm(x, weight)
+        return time.perf_counter() - started
+
+
+def floor(run: Callable[[], in_process.Outcome]) -> float:
+    """Tokens a second if matrix products were all there is; the best of three."""
+    with Products() as products:
+        tokens = run().tokens
+    return tokens / min(products.seconds() for _ in range(3))
+
+
+def table(concurrency: int, comparison: Comparison, floors: dict[str, float]) -> list[dict[str, Any]]:
+    """A row for each way, with the ratios that are claimed of it."""
+    rows = []
+    for name, speeds in comparison.speeds.items():
+        claimed = [claim for claim in comparison.claims if claim.variant == name]
+        ratios = [f"{comparison.ratio(claim)} of {claim.against}, aim {claim.bound:g}" for claim in claimed]
+        rows.append(
+            {
+                "concurrency": concurrency,
+                "way": name,
+                "tok/s": f"{median(speeds):.0f}",
+                "floor tok/s": f"{floors[name]:.0f}" if name in floors else "-",
+                "as fast as": "; ".join(ratios) or "-",
+                "verdict": "; ".join(reached(comparison, claim) for claim in claimed) or "-",
+            }
+        )
+    return rows
+
+
+def reached(comparison: Comparison, claim: Claim) -> str:
+    """By the estimate itself: so many rounds are not enough for a narrow interval."""
+    assert claim.bound is not None
+    return "met" if comparison.ratio(claim).middle >= claim.bound else "missed"
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    most = max(CLAIMS)
+    engines = {
+        name: in_process.engine(name, DEMO / "target", DEMO / "draft", max_num_seqs=most)
+        for name in ("plain", "full", "auto")
+    }
+    theirs = Transformers(DEMO / "target")
+    rows = []
+    with progress(Console(stderr=True)) as bar:
+        task = bar.add_task("cpu", total=len(CLAIMS) * options.rounds)
+        for concurrency, claims in CLAIMS.items():
+            requests = loads.requests(LOAD, max(16, 4 * concurrency))
+            ours = {name: partial(in_process.run, core, requests, concurrency) for name, core in engines.items()}
+            ways: dict[str, Callable[[], float]] = {name: partial(_speed, run) for name, run in ours.items()}
+            if concurrency == 1:
+                ways[TRANSFORMERS] = partial(theirs.run, requests)
+            for way in ways.values():
+                way()
+            *_, found = bar.track(rounds(ways, claims, max_rounds=options.rounds), task_id=task)
+            rows += table(concurrency, found, {name: floor(run) for name, run in ours.items()})
+    return rows
+
+
+def _speed(run: Callable[[], in_process.Outcome]) -> float:
+    return run().speed
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="dflash-server bench cpu", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"[default: {ROUNDS}]")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON there as well")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    rows = compare(options)
+    print(f"\n{describe()}\n")
+    print(markdown(rows))
+    if options.out:
+        options.out.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1))
+    return 0

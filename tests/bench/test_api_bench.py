@@ -1,0 +1,141 @@
+"""`dflash-server bench api`: its scripted server says what it should, step by step, and the figures are put together
+right. What they are is no matter of tests."""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+
+from app.bench import api, api_cpu, api_share, api_streaming
+from app.bench.__main__ import main
+from app.bench.api_client import STOP, Clients
+from app.bench.api_engine import num_steps, steps_of
+from app.bench.api_split import split
+from app.bench.client import Answer, ServerError
+from app.bench.traffic import Round
+from app.bench.verdict import Verdict
+from app.checkpoint import DEMO
+from app.text.detokenizer import Detokenizer
+from app.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux tells the CPU time of others")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO / "target")
+
+
+@pytest.mark.parametrize(("tokens", "a_step", "sizes"), [(5, 1, [1] * 5), (9, 4, [1, 4, 4]), (8, 4, [1, 4, 3])])
+def test_a_scripted_answer_has_its_tokens_in_steps_of_which_the_first_is_the_prefills(tokens, a_step, sizes):
+    outputs = steps_of(["a", "b"], 7, [10, 11, 12], tokens, a_step)
+    assert len(outputs) == num_steps(tokens, a_step)
+    for name in ("a", "b"):
+        deltas = [delta for output in outputs for delta in output.deltas if delta.request_id == name]
+        assert [len(delta.token_ids) for delta in deltas] == [delta.steps[0].n_tokens for delta in deltas] == sizes
+        assert [token for delta in deltas for token in delta.token_ids] == [10 + i % 3 for i in range(tokens)]
+        assert [delta.finish_reason for delta in deltas] == [None] * (len(sizes) - 1) + ["length"]
+
+
+def test_every_token_that_is_said_shows_at_once_whatever_clients_stop_at(tokenizer):
+    detokenizer = Detokenizer(tokenizer.backend, STOP)
+    assert all(detokenizer.push([token_id]) for token_id in api_streaming.says(tokenizer))
+
+
+@pytest.mark.parametrize("tokens_a_step", [1, 4])
+def test_clients_get_every_token_step_by_step_from_the_real_server(tokenizer, tokens_a_step):
+    """That each answer has its tokens, and each step its events, is what the clients see to."""
+    rounds = api_streaming.stream(api_streaming.says(tokenizer), 3, 1 + 5 * tokens_a_step, tokens_a_step, rounds=2)
+    assert len(rounds) == 2
+    for found in rounds:
+        assert found.start.clock < found.first.clock < found.last.clock <= found.end.clock
+        assert found.start.cpu <= found.first.cpu <= found.last.cpu <= found.end.cpu
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        (b'HTTP/1.1 503 No\r\n\r\n{"error": "still loading"}', "still loading"),
+        (b'data: {"usage":{"completion_tokens":4}}\n\ndata: [DONE]\n\n', "an answer of 5 tokens ended with"),
+    ],
+)
+def test_an_answer_that_is_not_what_the_engine_said_ends_the_bench(said, complaint):
+    async def run() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(said)
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with zmq.Context() as context, context.socket(zmq.PUSH) as turn:
+                await Clients(port, turn, lambda: 0.0, 1, 5, 5).run()
+
+    with pytest.raises(ServerError, match=complaint):
+        asyncio.run(run())
+
+
+def test_every_part_of_a_tokens_way_is_timed(tokenizer):
+    parts = split(tokenizer, api_streaming.says(tokenizer), batch=4, tokens=33, tokens_a_step=4)
+    assert all(seconds >= 0 for seconds in parts) and parts.whole == sum(parts)
+
+
+def test_cpu_time_is_told_of_any_process_and_its_child_is_found():
+    assert api_cpu.cpu_seconds(os.getpid()) > 0
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", f"print(flush=True); {parent}"], stdin=-1, stdout=-1) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        while True:
+            try:
+                child = api_cpu.only_child(process.pid)
+                break
+            except ValueError:  # not started yet
+                continue
+        assert child not in (process.pid, os.getpid())
+        process.communicate(b"\n")
+
+
+def test_shares_are_of_the_engines_time_and_a_failed_request_is_no_figure():
+    answers = [Answer(0.0, chunks=[1.0, 2.0], tokens=10), Answer(0.0, chunks=[1.0, 2.0, 3.0], tokens=20)]
+    row = api_share.row("math", [Round(answers, None)] * 2, api=0.006, engine=0.12)
+    assert (row["added"], row["API µs a token"], row["engine µs a token"]) == ("5.0%", "100", "2000")
+    assert (row["tokens a request"], row["tokens an event"], row["API µs a request"]) == ("15", "6.0", "1500")
+    with pytest.raises(ServerError, match="math: it broke"):
+        api_share.row("math", [Round([Answer(0.0, error="it broke")], None)], 1.0, 1.0)
+
+
+def test_tables_verdicts_and_json_are_written(tmp_path, capsys):
+    small = ["--connections", "2", "--steps", "4", "--tokens-a-step", "1,3", "--rounds", "1"]
+    assert main(["api", "--parts", "streaming", *small, "--out", str(tmp_path)]) in (0, 1)
+    printed = capsys.readouterr().out
+    assert "| tokens a step | tokens per CPU second |" in printed and "over 2 connections, 3 a step" in printed
+    told = json.loads((tmp_path / "api.json").read_text())
+    assert [row["tokens a step"] for row in told["streaming"]] == [1, 3] and len(told["verdicts"]) == 2
+
+
+def test_the_share_of_a_run_of_the_demo_pair_has_a_row_for_each_text_and_one_for_all(capsys):
+    small = ["--dataset", "demo:math", "--num-prompts", "2", "--concurrency", "2", "--rounds", "1"]
+    assert main(["api", "--parts", "share", *small, "--max-tokens", "16"]) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")][2:] == ["| math", "| all"]
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_bound_that_was_missed_is_the_exit_code(monkeypatch, capsys, holds):
+    def measured(options: argparse.Namespace, tell: object) -> tuple[list[dict[str, str]], list[Verdict]]:
+        return [{"a": "b"}], [Verdict("fast", holds, "so so")]
+
+    monkeypatch.setitem(api.PARTS, "start", measured)
+    assert main(["api", "--parts", "start"]) == (0 if holds else 1)
+    assert f"- {'met' if holds else 'MISSED'}: fast (so so)" in capsys.readouterr().out
+
+
+def test_a_part_that_does_not_exist_is_told_in_a_line(capsys):
+    assert main(["api", "--parts", "streaming,stop"]) == 2
+    assert "there is no part 'stop'" in capsys.readouterr().err
