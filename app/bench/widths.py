@@ -21,7 +21,9 @@ from app.checkpoint import DEMO
 from app.engine.core import EngineCore
 from app.engine.sequence import Request
 
-VARIANTS = ("plain", "full", "auto")
+KEEPS_CONTEXT = "k=1"
+"""Never drafts, and keeps the draft's context all the same: what is lost against "plain" before any decision is made."""
+VARIANTS = ("plain", KEEPS_CONTEXT, "full", "auto")
 LEAST = {"plain": 0.95, "full": 0.97}
 """How many times as fast as these `auto` is on any text."""
 MIXED_LEAST = {"plain": 1.05, "full": 1.05}
@@ -70,6 +72,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 def row(load: str, concurrency: int, comparison: Comparison, auto: in_process.Outcome) -> dict[str, Any]:
     cells: dict[str, Any] = {"text": load, "concurrency": concurrency}
     cells |= {f"{name} tok/s": f"{median(speeds):.0f}" for name, speeds in comparison.speeds.items()}
+    cells[f"{KEEPS_CONTEXT} / plain"] = str(comparison.ratio(Claim(KEEPS_CONTEXT, "plain")))
     for claim in comparison.claims:
         verdict = comparison.verdict(claim)
         said = verdict if verdict == "inconclusive" else ""

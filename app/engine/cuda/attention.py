@@ -1,0 +1,223 @@
+"""Paged attention in Triton, for a few query rows a sequence: causal for verification, both ways for a draft's block.
+
+The query heads of a KV head are packed into the rows of one tile, so that K and V are read once for all of them. All
+lengths are read on the device: what depends on the host is the shape of the launch, which follows from shapes alone.
+
+Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
+"""
+
+from dataclasses import dataclass
+from math import log2
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from app.engine.backend import AttnMeta, LayerKv
+from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+
+TILE_ROWS = 16
+"""Query rows that share a tile, and so one pass over K and V; every one of them brings `group` rows to the tile."""
+MIN_DOT = 16
+"""Rows that a matrix product has at least."""
+MIN_SEQS = 32
+"""That are searched at a time, so that fewer kernels are compiled."""
+MAX_SPLITS = 16
+WAVES = 2
+"""Tiles for each multiprocessor that splitting K and V aims at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a call is launched: query rows of a tile, tiles over all sequences (one that is nobody's ends at once), the
+    parts that K and V are split into for each, tokens that are read at a time, and Triton's warps and stages."""
+
+    rows: int
+    tiles: int
+    splits: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+def geometry(
+    num_seqs: int, num_rows: int, group: int, kv_heads: int, dtype: torch.dtype, multiprocessors: int
+) -> Geometry:
+    """For rows of `num_seqs` sequences with at least one each, and `group` query heads to a KV head. It follows from
+    the shape of the rows alone, so that a graph may hold it, and that eager steps find kernels that graphs compiled."""
+    narrow = dtype.itemsize <= 2
+    rows = 1 if num_rows == num_seqs else TILE_ROWS if narrow else TILE_ROWS // 2
+    tokens = 64 if narrow else 32
+    most = min(MAX_SPLITS, -(-WAVES * multiprocessors // (num_seqs * kv_heads)))
+    return Geometry(
+        rows,
+        tiles=num_seqs if rows == 1 else num_seqs + num_rows // rows,
+        splits=1 << (most.bit_length() - 1),
+        tokens=tokens,
+        warps=4 if rows == 1 or (narrow and rows * group <= 64) else 8,
+        # Each two stages more keep another read of K and V in flight; two programs still fit beside one another.
+        stages=5 if rows == 1 else 3,
+    )
+
+
+def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttnMeta, at: Geometry) -> Tensor:
+    """`Backend.attention`; lengths are those that `meta` has on the device when this runs there."""
+    num_rows, heads, dim = q_thd.shape
+    page_size, kv_heads = kv.k.shape[1:3]
+    num_seqs, table_width = meta.page_table.shape
+    group = heads // kv_heads
+    q, o = q_thd.contiguous(), torch.empty(num_rows, heads, dim, dtype=q_thd.dtype, device=q_thd.device)
+    parts, lse = o, o
+    if at.splits > 1:
+        parts = torch.empty(num_rows, heads, at.splits, dim, dtype=torch.float32, device=o.device)
+        lse = torch.empty(num_rows, heads, at.splits, dtype=torch.float32, device=o.device)
+    attend[at.tiles, kv_heads, at.splits](
+        q,
+        kv.k,
+        kv.v,
+        parts,
+        lse,
+        meta.cu_q,
+        meta.kv_len,
+        meta.page_table,
+        num_seqs,
+        table_width,
+        dim**-0.5 * log2(torch.e),
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE=page_size,
+        ROWS=at.rows,
+        SPLITS=at.splits,
+        CAUSAL=meta.causal,
+        UPCAST=INTERPRETED,
+        BLOCK_M=max(MIN_DOT, triton.next_power_of_2(at.rows * group)),
+        BLOCK_N=at.tokens,
+        BLOCK_S=max(MIN_SEQS, triton.next_power_of_2(num_seqs)),
+        num_warps=at.warps,
+        num_stages=at.stages,
+    )
+    if at.splits > 1:
+        lines = lines_of_a_program(num_rows * heads, on_gpu=1)
+        grid = (triton.cdiv(num_rows * heads, lines),)
+        combine[grid](parts, lse, o, num_rows * heads, DIM=dim, SPLITS=at.splits, LINES=lines, num_warps=2)
+    return o
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_width"])
+def attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    cu_q_ptr,
+    kv_len_ptr,
+    table_ptr,
+    num_seqs,
+    table_width,
+    scale,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """A tile of ROWS query rows of one sequence by the GROUP query heads of a KV head, over one of SPLITS parts of its
+    tokens. Line m of the tile is query row m // GROUP, head m % GROUP.
+
+    With one part o is written; with more, o of each part in fp32 and the logarithm (base 2, as `scale` is made for) of
+    its weights' sum, which is -inf where a row sees nothing of the part.
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if ROWS == 1:
+        seq = tile
+        first = 0
+    else:
+        # Sequence i has the tiles from cu_q[i] // ROWS + i on: as many as it needs at most, so some are nobody's.
+        seqs = tl.arange(0, BLOCK_S)
+        first_tiles = tl.load(cu_q_ptr + seqs, mask=seqs < num_seqs, other=0) // ROWS + seqs
+        seq = tl.sum(((first_tiles <= tile) & (seqs < num_seqs)).to(tl.int32)) - 1
+        first = (tile - seq - tl.load(cu_q_ptr + seq) // ROWS) * ROWS
+    first_q = tl.load(cu_q_ptr + seq)
+    q_len = tl.load(cu_q_ptr + seq + 1) - first_q
+    if first >= q_len:
+        return
+    kv_len = tl.load(kv_len_ptr + seq)
+
+    lines = tl.arange(0, BLOCK_M)
+    row = first + lines // GROUP
+    is_row = (lines < ROWS * GROUP) & (row < q_len)
+    heads = (first_q + row).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + lines % GROUP
+    dims = tl.arange(0, DIM)
+    q = tl.load(q_ptr + heads[:, None] * DIM + dims[None, :], mask=is_row[:, None], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    if CAUSAL:
+        sees = kv_len - q_len + row + 1
+        end = kv_len - q_len + tl.minimum(first + ROWS, q_len)
+    else:
+        sees = kv_len + 0 * row
+        end = kv_len
+    part = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N
+    start = split * part
+    stop = tl.minimum(start + part, end)
+
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    table = table_ptr + seq.to(tl.int64) * table_width
+    columns = tl.arange(0, BLOCK_N)
+    for begin in range(start, stop, BLOCK_N):
+        token = begin + columns
+        inside = token < stop
+        page = tl.load(table + token // PAGE, mask=inside, other=0)
+        at = ((page.to(tl.int64) * PAGE + token % PAGE) * KV_HEADS + kv_head) * DIM
+        k = tl.load(k_ptr + at[None, :] + dims[:, None], mask=inside[None, :], other=0.0)
+        v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, k, input_precision="tf32x3") * scale
+        scores = tl.where(inside[None, :] & (token[None, :] < sees[:, None]), scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing of this part
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+        highest = higher
+
+    some = tl.where(total > 0.0, total, 1.0)
+    o = acc / some[:, None]
+    if SPLITS == 1:
+        tl.store(o_ptr + heads[:, None] * DIM + dims[None, :], o.to(o_ptr.dtype.element_ty), mask=is_row[:, None])
+    else:
+        place = heads * SPLITS + split
+        lse = tl.where(total > 0.0, highest + tl.log2(some), float("-inf"))
+        tl.store(lse_ptr + place, lse, mask=is_row)
+        tl.store(o_ptr + place[:, None] * DIM + dims[None, :], o, mask=is_row[:, None] & (start < stop))
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def combine(part_ptr, lse_ptr, o_ptr, num_lines, DIM: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr):
+    """LINES heads of all rows: the parts of `attend`, each by its share of the weights."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    inside = line < num_lines
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    at = line.to(tl.int64)[:, None] * SPLITS + splits[None, :]
+    lse = tl.load(lse_ptr + at, mask=inside[:, None], other=0.0)
+    weights = tl.exp2(lse - tl.max(lse, 1)[:, None])
+    seen = inside[:, None] & (lse > float("-inf"))
+    places = at[:, :, None] * DIM + dims[None, None, :]
+    parts = tl.load(part_ptr + places, mask=seen[:, :, None], other=0.0)
+    o = tl.sum(parts * weights[:, :, None], 1) / tl.sum(weights, 1)[:, None]
+    to = o_ptr + line.to(tl.int64)[:, None] * DIM + dims[None, :]
+    tl.store(to, o.to(o_ptr.dtype.element_ty), mask=inside[:, None])

@@ -1,0 +1,112 @@
+"""The backend on CUDA GPUs: kernels in Triton and cuBLAS, and graphs. docs/cuda.md says what each kernel does.
+
+Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.backend import AttnMeta, LayerKv, Rotation
+from app.engine.cuda import inputs, rows
+from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
+from app.engine.cuda.graph import CudaGraph
+from app.engine.errors import UnsupportedError
+from app.engine.graph import Graph
+from app.engine.torch_backend import TorchBackend
+
+HEAD_DIMS = (16, 32, 64, 128)
+
+
+class CudaBackend(TorchBackend):
+    """Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which takes all lengths from
+    the device; prompts through PyTorch's.
+
+    On the CPU it is for tests, in Triton's interpreter.
+    """
+
+    captures = True
+    fused_places = staticmethod(inputs.places)
+    fused_verify = staticmethod(inputs.verify)
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        on_gpu = device.type == "cuda"
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
+        self._graph_pool: Any = None
+
+    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+        if head_dim not in HEAD_DIMS:
+            raise UnsupportedError(f"head_dim {head_dim}: attention on a GPU takes {', '.join(map(str, HEAD_DIMS))}")
+        if block_size > TILE_ROWS:
+            raise UnsupportedError(
+                f"a block of {block_size} rows: a GPU verifies {TILE_ROWS} at most; "
+                f"give --num-speculative-tokens {TILE_ROWS - 1}"
+            )
+
+    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+        """None for our attention, else what PyTorch's needs."""
+        num_seqs, num_rows = len(meta.q_lens), sum(meta.q_lens)
+        if num_rows > TILE_ROWS * num_seqs:
+            return super().plan_attention(meta, group)
+        return None
+
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+        if meta.plan is not None:
+            return super().attention(q_thd, kv, meta)
+        return paged_attention(q_thd, kv, meta, self.geometry(q_thd, kv, meta))
+
+    def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Geometry:
+        """By shapes alone, so that a graph may hold it."""
+        num_seqs, kv_heads = len(meta.page_table), kv.k.shape[2]
+        num_rows, heads = q_thd.shape[:2]
+        return geometry(num_seqs, num_rows, heads // kv_heads, kv_heads, kv.k.dtype, self._multiprocessors)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rows.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return rows.add_rms_norm(x, residual, weight, eps)
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(rows.silu_mul(F.linear(x, gate_up)), down)
+
+    def qkv_into_kv(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        rotation: Rotation,
+        kv: LayerKv,
+        slots: Tensor,
+    ) -> Tensor:
+        return rows.qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slots)
+
+    def context_into_kv(
+        self,
+        kv_tl2hd: Tensor,
+        k_norm: Tensor,
+        ones: Tensor,
+        eps: float,
+        rotation: Rotation,
+        kv: LayerKv,
+        slots: Tensor,
+    ) -> None:
+        rows.context_into_kv(kv_tl2hd, k_norm, eps, rotation, kv, slots)
+
+    def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
+        return inputs.embed_blocks(anchors, mask_token_id, block_size, embedding)
+
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> Graph:
+        if self.device.type == "cpu":
+            return super().capture(run, metas)
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        run()
+        graph = CudaGraph(run, self._graph_pool)
+        graph.replay()
+        return graph

@@ -1,0 +1,30 @@
+"""A stretch of work on a GPU, recorded once as a CUDA graph.
+
+Not run on a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.engine.graph import Graph
+
+
+class CudaGraph(Graph):
+    """`run` captured, to work in the memory of `pool`. It must have been run before, for nothing lazy can be captured:
+    a kernel that is compiled, or a library's workspace.
+
+    Graphs that share a pool overwrite one another's memory, `outputs` included: those are read before another replay.
+    """
+
+    def __init__(self, run: Callable[[], tuple[Tensor, ...]], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may use the device meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.outputs = run()
+
+    def replay(self) -> None:
+        """Lengths and tables are read by the kernels themselves, so there is nothing to give anew."""
+        self._graph.replay()

@@ -1,0 +1,153 @@
+"""The small integer work around the forwards of a step, each in one launch of Triton.
+
+Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from app.engine.cuda.launch import lines_of_a_program
+
+PLACES_BLOCK = 128
+EMBED_BLOCK = 1024
+
+
+def places(
+    owners: Tensor, offsets: Tensor, numbers: Tensor, page_table: Tensor, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """`stages.places`: (positions, slots) [R] int32 of rows 0 .. R - 1 of sequences `owners` [R]."""
+    num_rows = len(numbers)
+    positions, slots = (torch.empty(num_rows, dtype=torch.int32, device=owners.device) for _ in range(2))
+    place[triton.cdiv(num_rows, PLACES_BLOCK),](
+        owners,
+        offsets,
+        page_table,
+        positions,
+        slots,
+        num_rows,
+        page_table.shape[1],
+        PAGE=page_size,
+        BLOCK=PLACES_BLOCK,
+        num_warps=4,
+    )
+    return positions, slots
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_width"])
+def place(
+    owner_ptr,
+    offset_ptr,
+    table_ptr,
+    position_ptr,
+    slot_ptr,
+    num_rows,
+    table_width,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK rows."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    owner = tl.load(owner_ptr + rows, mask=inside, other=0)
+    position = tl.load(offset_ptr + owner, mask=inside, other=0) + rows
+    page = tl.load(table_ptr + owner.to(tl.int64) * table_width + position // PAGE, mask=inside, other=0)
+    tl.store(position_ptr + rows, position, mask=inside)
+    tl.store(slot_ptr + rows, page * PAGE + position % PAGE, mask=inside)
+
+
+def embed_blocks(anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
+    """`Backend.embed_blocks`: rows [D * b, H] of the embedding, of each anchor [D] and b - 1 masks behind it."""
+    num_rows, size = len(anchors) * block_size, embedding.shape[1]
+    out = torch.empty(num_rows, size, dtype=embedding.dtype, device=embedding.device)
+    lines = lines_of_a_program(num_rows, on_gpu=1)
+    embed[triton.cdiv(num_rows, lines), triton.cdiv(size, EMBED_BLOCK)](
+        anchors,
+        embedding,
+        out,
+        num_rows,
+        mask_token_id,
+        ROWS=block_size,
+        SIZE=size,
+        LINES=lines,
+        BLOCK=EMBED_BLOCK,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "mask_token"])
+def embed(
+    anchor_ptr,
+    embedding_ptr,
+    out_ptr,
+    num_rows,
+    mask_token,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK columns of LINES rows."""
+    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows)[:, None] & (columns < SIZE)
+    anchor = tl.load(anchor_ptr + row // ROWS, mask=row < num_rows, other=0)
+    token = tl.where(row % ROWS == 0, anchor, mask_token).to(tl.int64)
+    x = tl.load(embedding_ptr + token[:, None] * SIZE + columns, mask=inside, other=0.0)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + columns, x, mask=inside)
+
+
+def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_of: Tensor) -> Tensor:
+    """`dflash.verify`."""
+    num_seqs, width = len(first), 1 if drafts is None else drafts.shape[1] + 1
+    out = torch.empty(num_seqs, width + 1, dtype=choices.dtype, device=choices.device)
+    if num_seqs == 0:  # all rows are a prompt's, and it goes on
+        return out
+    lines = lines_of_a_program(num_seqs, on_gpu=1)
+    accept[triton.cdiv(num_seqs, lines),](
+        choices,
+        choices if drafts is None else drafts,
+        first,
+        num_drafts,
+        draft_of,
+        out,
+        num_seqs,
+        WIDTH=width,
+        LINES=lines,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def accept(
+    choice_ptr,
+    draft_ptr,
+    first_ptr,
+    num_ptr,
+    draft_of_ptr,
+    out_ptr,
+    num_seqs,
+    WIDTH: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """LINES sequences."""
+    seq = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    inside = seq < num_seqs
+    columns = tl.arange(0, BLOCK)[None, :]
+    first = tl.load(first_ptr + seq, mask=inside, other=0)[:, None]
+    num_drafts = tl.load(num_ptr + seq, mask=inside, other=0)[:, None]
+    draft_row = tl.load(draft_of_ptr + seq, mask=inside, other=0).to(tl.int64)[:, None]
+    is_token = inside[:, None] & (columns < WIDTH)
+    tokens = tl.load(choice_ptr + first + tl.minimum(columns, num_drafts), mask=is_token, other=0)
+    drafted = inside[:, None] & (columns < num_drafts) & (columns < WIDTH - 1)
+    drafts = tl.load(draft_ptr + draft_row * (WIDTH - 1) + columns, mask=drafted, other=0)
+    kept = (tokens == drafts) & drafted
+    accepted = tl.min(tl.where(kept, WIDTH - 1, tl.minimum(columns, WIDTH - 1)), 1)
+    to = out_ptr + seq.to(tl.int64) * (WIDTH + 1)
+    tl.store(to[:, None] + columns, tokens, mask=is_token)
+    tl.store(to + WIDTH, accepted.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,162 @@
+"""Every kernel against the operators that it stands for: the backend's own compositions, in fp32 and to rounding."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.engine.backend import AttnMeta, Backend, LayerKv, Rotation
+from app.engine.cuda.backend import CudaBackend
+from app.engine.dflash.verify import verify
+from app.engine.layers import RotaryTable
+from app.engine.stages import Rows, places
+from app.engine.torch_backend import TorchBackend
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+REFERENCE = TorchBackend(CPU)
+EPS = 1e-5
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SHAPES = {"GQA 2:1": (4, 2, 16), "GQA 4:1, wide heads": (8, 2, 128), "one KV head": (3, 1, 32), "MHA": (4, 4, 64)}
+
+pytestmark = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def backend() -> CudaBackend:
+    return CudaBackend(CPU)
+
+
+class Values:
+    """Seeded values, rounded to `dtype`; `wide` is the same in fp32 for the reference."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.noise = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.noise).to(self.dtype)
+
+    def slots(self, count: int, below: int) -> Tensor:
+        return torch.randperm(below, generator=self.noise)[:count].to(torch.int32)
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype and found.shape == expected.shape
+    torch.testing.assert_close(found.float(), expected.float(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (2, 3, 8), (2, 2560)], ids=str)
+def test_rms_norm(backend, dtype, shape):
+    values = Values(dtype)
+    x, weight = values.normal(*shape), values.normal(shape[-1])
+    assert_close(backend.rms_norm(x, weight, EPS), REFERENCE.rms_norm(x.float(), weight.float(), EPS), dtype)
+    apart = values.normal(shape[0], 2 * shape[-1])[:, : shape[-1]]
+    assert_close(backend.rms_norm(apart, weight, EPS), REFERENCE.rms_norm(apart.float(), weight.float(), EPS), dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (2, 2560)], ids=str)
+def test_add_rms_norm_returns_the_sum_and_its_norm(backend, dtype, shape):
+    values = Values(dtype)
+    x, residual, weight = values.normal(*shape), values.normal(*shape), values.normal(shape[-1])
+    before = x.clone(), residual.clone()
+    normed, total = backend.add_rms_norm(x, residual, weight, EPS)
+    if dtype == torch.bfloat16:  # which the interpreter cuts where others round
+        assert_close(total, x + residual, dtype)
+    else:
+        assert torch.equal(total, x + residual)
+    assert_close(normed, REFERENCE.rms_norm((x + residual).float(), weight.float(), EPS), dtype)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("inner", [24, 1100])
+def test_gated_mlp(backend, dtype, inner):
+    values = Values(dtype)
+    x, gate_up, down = values.normal(3, 8), values.normal(2 * inner, 8), values.normal(8, inner) * inner**-0.5
+    expected = REFERENCE.gated_mlp(x.float(), gate_up.float(), down.float())
+    found = backend.gated_mlp(x, gate_up, down)
+    torch.testing.assert_close(found.float(), expected, atol=8 * TOLERANCES[dtype], rtol=8 * TOLERANCES[dtype])
+
+
+def rotation(dim: int, rows: int, dtype: torch.dtype, backend: Backend) -> Rotation:
+    return RotaryTable(dim, 1e4, 100, dtype, backend).at(torch.arange(rows) * 7)
+
+
+def wide(rotation: Rotation) -> Rotation:
+    return tuple(x.float() for x in rotation)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_qkv_into_kv_norms_turns_and_writes_and_touches_no_other_slot(backend, dtype, shape):
+    heads, kv_heads, dim = shape
+    values, rows = Values(dtype), 5
+    qkv = values.normal(rows, heads + 2 * kv_heads, dim)
+    norms, turns = (values.normal(dim), values.normal(dim)), rotation(dim, rows, dtype, backend)
+    kv = LayerKv(*(values.normal(3, 4, kv_heads, dim) for _ in range(2)))
+    expected = LayerKv(kv.k.float(), kv.v.float())
+    slots = values.slots(rows, 12)
+    wanted = Backend.qkv_into_kv(REFERENCE, qkv.float(), *(x.float() for x in norms), EPS, wide(turns), expected, slots)
+    assert_close(backend.qkv_into_kv(qkv, *norms, EPS, turns, kv, slots), wanted, dtype)
+    assert_close(kv.k, expected.k, dtype)
+    assert torch.equal(kv.v.float(), expected.v)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_context_of_all_layers_goes_to_the_slots_of_each_in_one_launch(backend, dtype, kv_heads):
+    values, rows, layers, dim = Values(dtype), 3, 2, 32
+    kv_tl2hd, k_norm = values.normal(rows, layers, 2, kv_heads, dim), values.normal(layers, dim)
+    turns = rotation(dim, rows, dtype, backend)
+    kv = LayerKv(*(values.normal(6, 4, kv_heads, dim) for _ in range(2)))
+    expected = LayerKv(kv.k.float(), kv.v.float())
+    slots = values.slots(rows * layers, 24)
+    Backend.context_into_kv(
+        REFERENCE, kv_tl2hd.float(), k_norm.float(), torch.ones(dim), EPS, wide(turns), expected, slots
+    )
+    backend.context_into_kv(kv_tl2hd, k_norm, torch.ones(dim, dtype=dtype), EPS, turns, kv, slots)
+    assert_close(kv.k, expected.k, dtype)
+    assert torch.equal(kv.v.float(), expected.v)
+
+
+@pytest.mark.parametrize("hidden", [8, 1100])
+def test_blocks_are_an_anchor_and_masks(backend, dtype, hidden):
+    values = Values(dtype)
+    embedding, anchors = values.normal(20, hidden), torch.tensor([3, 19, 0], dtype=torch.int32)
+    found = backend.embed_blocks(anchors, 7, 4, embedding)
+    assert found.dtype == dtype and torch.equal(found, REFERENCE.embed_blocks(anchors, 7, 4, embedding))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_positions_and_slots_of_ragged_rows(backend, dtype, page_size):
+    noise = torch.Generator().manual_seed(page_size)
+    counts, starts = [1, 16, 3, 130], [0, 15, 40, 7]
+    cu_q = torch.tensor([0, *counts]).cumsum(0)
+    owners = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).to(torch.int32)
+    offsets = (torch.tensor(starts) - cu_q[:-1]).to(torch.int32)
+    table = torch.randint(1 << 20, (4, 140), generator=noise).to(torch.int32)
+    numbers = torch.arange(sum(counts), dtype=torch.int32)
+    expected = places(Rows(owners, offsets, AttnMeta(cu_q, cu_q, table, counts, counts, page_size, True)), numbers)
+    found = backend.fused_places(owners, offsets, numbers, table, page_size)
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == torch.int32 and torch.equal(got, want)
+
+
+def test_verify_is_the_reference_whatever_is_accepted(backend, dtype):
+    """-1 is a choice that was not to be had; it equals no draft."""
+    noise = torch.Generator().manual_seed(1)
+    for width in (2, 5, 16):
+        num_drafts = torch.randint(width, (7,), generator=noise)
+        first = (num_drafts + 1).cumsum(0) - num_drafts - 1
+        choices = torch.randint(-1, 2, (int((num_drafts + 1).sum()),), generator=noise)
+        drafts = torch.randint(2, (4, width - 1), generator=noise).to(torch.int32)
+        draft_of = torch.where(num_drafts > 0, torch.randint(4, (7,), generator=noise), 0)
+        lengths = [x.to(torch.int32) for x in (first, num_drafts, draft_of)]
+        for some in (drafts, None):
+            found, expected = backend.fused_verify(choices, some, *lengths), verify(choices, some, *lengths)
+            assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_a_step_that_samples_nobody_verifies_nothing(backend, dtype):
+    none = torch.zeros(0, dtype=torch.int32)
+    for drafts in (None, torch.zeros(1, 3, dtype=torch.int32)):
+        lengths = (none.long(), drafts, none, none, none)
+        assert backend.fused_verify(*lengths).shape == verify(*lengths).shape
