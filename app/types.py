@@ -65,7 +65,7 @@ Command = Submit | Abort | FlushCache | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
-    """How far the start is: `stage` is "target", "draft" (in bytes), "graphs" or "warm-up" (in steps)."""
+    """How far the start is: `stage` is "target", "draft" (in bytes), "graphs", "compile" or "warm-up" (in steps)."""
 
     epoch: int
     stage: str

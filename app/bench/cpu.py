@@ -8,7 +8,7 @@ other on the same weights.
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,9 +25,11 @@ from app.bench.machine import describe
 from app.bench.paired import Claim, Comparison, rounds
 from app.bench.tables import markdown
 from app.checkpoint import DEMO
+from app.engine.core import EngineCore
 from app.engine.sequence import Request
 
 LOAD = "math"
+WAYS = ("plain", "full", "auto")
 TRANSFORMERS = "transformers"
 ROUNDS = 6
 CLAIMS = {
@@ -119,11 +121,9 @@ def reached(comparison: Comparison, claim: Claim) -> str:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    most = max(CLAIMS)
-    engines = {
-        name: in_process.engine(name, DEMO / "target", DEMO / "draft", max_num_seqs=most)
-        for name in ("plain", "full", "auto")
-    }
+    make = partial(_engine, max_num_seqs=max(CLAIMS))
+    engines = {name: make(name, compile=options.compile) for name in WAYS}
+    by_operators = {name: make(name) for name in WAYS} if options.compile else engines  # whose products can be seen
     theirs = Transformers(DEMO / "target")
     rows = []
     with progress(Console(stderr=True)) as bar:
@@ -136,9 +136,22 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                 ways[TRANSFORMERS] = partial(theirs.run, requests)
             for way in ways.values():
                 way()
-            *_, found = bar.track(rounds(ways, claims, max_rounds=options.rounds), task_id=task)
-            rows += table(concurrency, found, {name: floor(run) for name, run in ours.items()})
+            *_, found = _counted(rounds(ways, claims, max_rounds=options.rounds), partial(bar.advance, task))
+            floors = {
+                name: floor(partial(in_process.run, core, requests, concurrency)) for name, core in by_operators.items()
+            }
+            rows += table(concurrency, found, floors)
     return rows
+
+
+def _counted(comparisons: Iterable[Comparison], count: Callable[[], None]) -> Iterator[Comparison]:
+    for comparison in comparisons:
+        count()
+        yield comparison
+
+
+def _engine(name: str, **settings: Any) -> EngineCore:
+    return in_process.engine(name, DEMO / "target", DEMO / "draft", **settings)
 
 
 def _speed(run: Callable[[], in_process.Outcome]) -> float:
@@ -148,6 +161,7 @@ def _speed(run: Callable[[], in_process.Outcome]) -> float:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="dflash-server bench cpu", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"[default: {ROUNDS}]")
+    parser.add_argument("--compile", action="store_true", help="what `serve --compile` runs")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON there as well")
     options = parser.parse_args(arguments)

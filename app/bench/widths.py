@@ -22,7 +22,7 @@ from app.engine.core import EngineCore
 from app.engine.sequence import Request
 
 KEEPS_CONTEXT = "k=1"
-"""Never drafts, and keeps the draft's context all the same: what is lost against "plain" before any decision is made."""
+"""Never drafts, and keeps the draft's context all the same: what is lost against "plain" before anything is decided."""
 VARIANTS = ("plain", KEEPS_CONTEXT, "full", "auto")
 LEAST = {"plain": 0.95, "full": 0.97}
 """How many times as fast as these `auto` is on any text."""

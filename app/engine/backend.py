@@ -137,7 +137,7 @@ class Backend(ABC):
         slots: Tensor,
     ) -> Tensor:
         """`qkv` [T, heads + 2 * kv_heads, D]: RMSNorm and RoPE on each head of q and k, then `write_kv`. Returns q."""
-        kv_heads = kv.k.shape[2]
+        kv_heads = kv.k.shape[-2]
         q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         q = self.rope(self.rms_norm(q, q_norm, eps), rotation)
         k = self.rope(self.rms_norm(k, k_norm, eps), rotation)
@@ -224,22 +224,26 @@ def peak_memory(memory: Any, run: Callable[[], object]) -> int:
     return int(peak)
 
 
-def make_backend(device: str, *, npu_check: bool = False) -> Backend:
+def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False) -> Backend:
     """The backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
 
     Raises UnsupportedError when there is no such device here. "auto" is CUDA where torch sees a GPU, else an NPU
-    where there is one and torch_npu is installed, else the CPU. `npu_check` has an NPU's operator calls checked.
+    where there is one and torch_npu is installed, else the CPU. `npu_check` has an NPU's operator calls
+    checked; `compiled` is for what `engine/compiled.py` compiles on a CPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
     kind, _, number = device.partition(":")
+    if compiled and kind != "cpu":
+        raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
     if kind == "npu":
         return _npu_backend(device, npu_check)
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise UnsupportedError(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
-    name = "cpu_backend.CpuBackend" if kind == "cpu" else _on_cuda()
+    on_cpu = "compiled.CompiledBackend" if compiled else "cpu_backend.CpuBackend"
+    name = on_cpu if kind == "cpu" else _on_cuda()
     module, _, backend_class = name.rpartition(".")
     backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), backend_class)(torch.device(device))
     return backend

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from app.engine.backend import Backend, make_backend
+from app.engine.compiled import compile_stages
 from app.engine.config import EngineConfig, Sizes, settle_pages, settle_sizes
 from app.engine.core import EngineCore
 from app.engine.costs import measure_costs
@@ -33,7 +34,8 @@ from app.engine.stages import Stages
 from app.engine.step_graphs import StepGraphs
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "warm-up" in steps."""
+"""Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in
+functions, "warm-up" in steps."""
 
 CPU_KV_BYTES = 4 << 30
 """KV memory on a CPU when nothing is asked for, or half of what is free: the rest is for steps, and for others."""
@@ -62,7 +64,7 @@ def build_engine(
 
     `open_weights` may get weights from elsewhere than the folders' files; their config.json is read in any case.
     """
-    backend = make_backend(config.device, npu_check=config.npu_check)
+    backend = make_backend(config.device, npu_check=config.npu_check, compiled=config.compile)
     target_config = qwen3_config(read_config(config.target))
     draft_config = None
     if config.draft is not None:
@@ -97,6 +99,8 @@ def build_engine(
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     runner = runner_over(num_pages)
+    if config.compile:
+        compile_stages(runner.stages, runner.pools, dtype, lambda done, total: on_progress("compile", done, total))
     if graph_sizes:
         try:
             runner.graphs = StepGraphs(

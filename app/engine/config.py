@@ -21,8 +21,8 @@ class EngineConfig:
     `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or "bfloat16".
     `enforce_eager` False captures graphs even where the device does not (they are then run again and again);
     `prefix_caching` shares KV pages of equal prefixes; `npu_check` holds every operator call on an NPU to
-    docs/npu-contract.md. `verify` is how many rows of a block the target verifies, the anchor included: "full" is all,
-    "auto" what pays, 1 none but the anchor.
+    docs/npu-contract.md; `compile` has a CPU's forwards made C++ before the first step. `verify` is how many rows of a
+    block the target verifies, the anchor included: "full" is all, "auto" what pays, 1 none but the anchor.
     """
 
     target: Path
@@ -41,6 +41,7 @@ class EngineConfig:
     max_graphs: int = 48
     prefix_caching: bool = True
     npu_check: bool = False
+    compile: bool = False
     verify: str | int = "full"
 
 

@@ -51,7 +51,7 @@ class ModelRunner:
         pools: Many[KvPool] = (),
     ) -> None:
         self.stages = stages
-        self._pools = pools
+        self.pools = pools
         self._counts = counts
         self.graphs: StepGraphs | None = None
         self._backend = backend
@@ -86,7 +86,7 @@ class ModelRunner:
         """Zero slots of all models' KV, behind what still waits to be written."""
         self.stages.write_context()
         (places,) = Packed([np.array(slots, dtype=np.int32)], self._backend).tensors
-        for pool in self._pools:
+        for pool in self.pools:
             pool.clear(places)
 
     def _draft(self, inputs: DraftInputs) -> Tensor:

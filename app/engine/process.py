@@ -198,6 +198,7 @@ def _engine_config(settings: dict[str, Any]) -> EngineConfig:
         max_graphs=config.max_graphs,
         prefix_caching=config.prefix_caching,
         npu_check=config.npu_check,
+        compile=config.compile,
         verify=int(config.verify) if config.verify.isdecimal() else config.verify,
     )
 

@@ -1,8 +1,8 @@
 """The two forwards of a step, on tensors of one packed copy. The same code runs eagerly and is captured in graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class Stages:
         drafter: Drafter | None,
     ) -> None:
         self.target = target
+        self.forward: Callable[..., Any] = target.forward
         self.drafter = drafter
         self._pool = pool
         self._rotary = rotary
@@ -120,7 +121,7 @@ class Stages:
         places = [self._places(rows) for rows in inputs.groups]
         positions, slots = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
         rows = StepRows(self._rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
-        hidden, features = self.target.forward(token_ids, rows, self._pool)
+        hidden, features = self.forward(token_ids, rows, self._pool)
         if self.drafter is not None and features is not None:
             self._waiting.append((features, positions, slots))
             most = min(MOST_WAITING, len(self._row_numbers) // len(slots))  # no more rows than the widest step has

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +59,7 @@ class TorchBackend(Backend):
             dtype=torch.float32 if on_cpu else torch.bfloat16, page_size=16, max_num_seqs=32 if on_cpu else 256
         )
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> list[Call]:
+    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
         """Few padded calls, none of them mostly padding and none over the memory bounds above."""
         pieces = _pieces(meta, MAX_SCORES // group)
         bins = _bins(pieces, group)
@@ -66,7 +67,10 @@ class TorchBackend(Backend):
         return [self._call(meta, some, group, whole=whole) for some in bins]
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
-        calls: list[Call] = meta.plan
+        return self.attend(q_thd, kv, meta.plan)
+
+    def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call]) -> Tensor:
+        """What `calls` give together."""
         if len(calls) == 1 and calls[0].rows is None:
             return self._attend(q_thd, kv, calls[0])
         o = torch.empty_like(q_thd)

@@ -45,7 +45,7 @@ class Coupled:
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
     ) -> Tensor:
-        model, block = self._real._model, self._real._model.config.block_size
+        model, block = self._real.model, self._real.model.config.block_size
         hidden = self._real.masked(anchors, positions, slots, meta)
         logits = F.linear(hidden, model.lm_head).view(len(anchors), block - 1, -1)
         requests = [self._requests[request_id] for request_id in request_ids]

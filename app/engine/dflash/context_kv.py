@@ -1,5 +1,7 @@
 """Context KV: what the draft attends to, computed once per target row from the target's features."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ class ContextKv:
         self._k_norm = torch.stack([layer.attention.k_norm for layer in model.layers])
         self._ones = torch.ones_like(self._k_norm[0])
         self._shape = (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
-        self._pool = pool
+        self.pool: Any = pool
         self._rotary = rotary
         self._backend = backend
 
@@ -37,7 +39,7 @@ class ContextKv:
         context = backend.rms_norm(backend.linear(features, self._fc), self._hidden_norm, self._eps)
         context = context.nan_to_num(0.0, 0.0, 0.0)
         kv_tl2hd = backend.linear(context, self._kv).view(-1, *self._shape)
-        slots = self._pool.slots_in_all_layers(slots)
+        slots = self.pool.slots_in_all_layers(slots)
         backend.context_into_kv(
-            kv_tl2hd, self._k_norm, self._ones, self._eps, self._rotary.at(positions), self._pool.all_layers, slots
+            kv_tl2hd, self._k_norm, self._ones, self._eps, self._rotary.at(positions), self.pool.all_layers, slots
         )

@@ -1,6 +1,7 @@
 """One forward of the draft model proposes a whole block per sequence."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,26 +37,28 @@ class DFlashDrafter:
     def __init__(
         self, model: DFlashModel, pool: KvPool, rotary: RotaryTable, sampler: Sampler, backend: Backend
     ) -> None:
-        self._model = model
+        self.model = model
         self._pool = pool
         self._rotary = rotary
         self._sampler = sampler
         self._backend = backend
-        self._context = ContextKv(model, pool, rotary, backend)
+        self.context = ContextKv(model, pool, rotary, backend)
+        self.forward: Callable[..., Any] = model.forward
+        self.write: Callable[..., Any] = self.context.write
         self.decoder = model.config.decoder
 
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
     ) -> Tensor:
         hidden = self.masked(anchors, positions, slots, meta)
-        return self._sampler.propose(hidden, self._model.lm_head).view(-1, self._model.config.block_size - 1)
+        return self._sampler.propose(hidden, self.model.lm_head).view(-1, self.model.config.block_size - 1)
 
     def masked(self, anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta) -> Tensor:
         """Hidden states [D * (b - 1), H] of the blocks' rows behind their anchors [D]; arguments as of `propose`."""
-        config, embedding = self._model.config, self._model.embedding
+        config, embedding = self.model.config, self.model.embedding
         embedded = self._backend.embed_blocks(anchors, config.mask_token_id, config.block_size, embedding)
-        hidden = self._model.forward(embedded, StepRows(self._rotary.at(positions), slots, [meta]), self._pool)
+        hidden = self.forward(embedded, StepRows(self._rotary.at(positions), slots, [meta]), self._pool)
         return hidden.view(anchors.shape[0], config.block_size, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        self._context.write(features, positions, slots)
+        self.write(features, positions, slots)
