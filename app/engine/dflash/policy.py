@@ -8,6 +8,7 @@ ones; so nothing is read from the device before the target runs. No torch, no cl
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from math import exp, log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,24 +20,26 @@ Floats = NDArray[np.float64]
 
 _MEMORY = 0.9
 """What a step's outcome still weighs after the next one of its sequence."""
-_LONG_MEMORY = 0.995
+_LONG_MEMORY = 0.99
 """The same for what sequences do on average, after the next outcome of any of them."""
-_WEIGHTS = np.array([3.0, 10.0, 30.0, 100.0])
+_WEIGHTS = np.array([1.0, 3.0, 10.0, 30.0, 100.0])
 """How many drafts of its own weigh as much as what other sequences' drafts say of a sequence: few where texts differ,
-many where they are alike. Whichever has foretold the last outcomes best is believed."""
-_PRIOR_WEIGHT = 5.0
-"""How many outcomes of all sequences weigh as much as what is expected without any."""
+many where they are alike. Whichever has foretold the last outcomes best is believed; until then the first."""
+_PRIOR_WEIGHT = 10.0
+"""How many drafts of all sequences weigh as much as what is expected without any."""
 _OPTIMISM = 0.9
 """The chance of a draft after an accepted one, before anything is known."""
 _RAREST = 1e-3
 """No chance is taken to be nearer to 0 or 1."""
 _MOST_WEIGHT = 1e100
 """Outcomes are divided by their weight when it has grown beyond this."""
+_NOTHING = (0.0, 0.0, 0.0)
+"""Of a sequence: tried, kept, and expected to be kept."""
 _SURPRISING = 0.1
 """A probe that is accepted whole says that the text has changed if that was less likely than this."""
 _LEFT_BEHIND = 0.3
 """What is known of all sequences still weighs so much once one has been found to have become easy."""
-_PROBE_SHARE = 0.01
+_PROBE_SHARE = 0.012
 """Of the time, spent on finding out whether text that was hopeless has become easy."""
 _PROBE_DRAFTS = 5
 """Verified of a plain sequence when it is probed."""
@@ -44,14 +47,44 @@ _WORTH_DRAFTING = 1.03
 """What is expected of drafting must be so much more than plain decoding, which is known."""
 _FOR_WHOLE_BLOCKS = 1.02
 """Rows of one width a sequence are quicker than as many of several, so whole blocks count for so much more."""
-_REFINEMENT = 0.08
-"""How far one step moves the costs towards what it took."""
-_REFINED_EVERY = 17
-"""Steps from one that does so to the next; no multiple of the steps that context KV waits for."""
+_STEP_NOISE = 0.03
+"""Variance of the logarithm of what like steps take, as are the following."""
+_SPEED, _SPEED_DRIFT = 0.04, 4e-4
+"""Of how much faster or slower than in warm-up steps of a size are, and what a step adds to it."""
+_DEARNESS, _DEARNESS_DRIFT = 0.02, 1e-6
+"""Of how much dearer drafting is against plain decoding than warm-up had it."""
+_HELD_UP = 0.7
+"""By more than a factor of e to this a step says nothing more: something else held it up."""
 _HOLDS_FOR = 16
 """Steps that a decision holds for, if nothing speaks against it."""
 _DISAPPOINTING = 4
 """A step that accepts less than one in so many of its drafts speaks against it."""
+
+
+class Scale:
+    """How much of what was timed before the first request steps of a size take now, in logarithms: `speed` of all, and
+    `dearness` on top of it of what drafting adds. Both drift, the machine's speed most, and only their sum shows in a
+    step that drafts: so a Kalman filter tells them apart, and what is not run keeps up with what is.
+    """
+
+    __slots__ = ("_both", "_dearness", "_speed", "dearness", "speed")
+
+    def __init__(self) -> None:
+        self.speed = self.dearness = 0.0
+        self._speed, self._both, self._dearness = _SPEED, 0.0, _DEARNESS  # covariance
+
+    def learn(self, share: float, error: float) -> None:
+        """From a step of whose time drafting was such a share, and which took so much longer than was expected."""
+        error = min(max(error, -_HELD_UP), _HELD_UP)
+        self._speed += _SPEED_DRIFT
+        self._dearness += _DEARNESS_DRIFT
+        of_speed, of_dearness = self._speed + share * self._both, self._both + share * self._dearness
+        variance = of_speed + share * of_dearness + _STEP_NOISE
+        self.speed += of_speed / variance * error
+        self.dearness += of_dearness / variance * error
+        self._speed -= of_speed * of_speed / variance
+        self._both -= of_speed * of_dearness / variance
+        self._dearness -= of_dearness * of_dearness / variance
 
 
 class CostTable:
@@ -72,37 +105,39 @@ class CostTable:
         self._verify = [np.array(table, dtype=np.float64) for table in verify]
         self._draft_ms = np.zeros(0)
         self._target_ms: dict[int, Floats] = {}
-
-    def draft_ms(self, blocks: Any) -> Floats:
-        """Of no blocks, nothing. `blocks` is a number or an array of them."""
-        if np.max(blocks) >= len(self._draft_ms):
-            self._draft_ms = _between(self._draft, np.arange(2 * int(np.max(blocks)) + 2))
-            self._draft_ms[0] = 0.0
-        return np.asarray(self._draft_ms[blocks])
-
-    def target_ms(self, seqs: int, drafts: Any) -> Floats:
-        """Of a target pass over so many sequences, with so many drafts of them all: a number or an array."""
-        known = self._target_ms.get(seqs)
-        if known is None or np.max(drafts) >= len(known):
-            known = self._target_ms[seqs] = self._target_of(seqs, np.arange(2 * int(np.max(drafts)) + 2))
-        return np.asarray(known[drafts])
+        self._scales = [Scale() for _ in self._plain]
 
     def step_ms(self, seqs: int, blocks: Any, drafts: Any) -> Floats:
-        return self.draft_ms(blocks) + self.target_ms(seqs, drafts)
+        """Of so many decoding sequences, draft blocks and verified drafts: the last two are numbers or arrays."""
+        plain, drafting = self._parts(seqs, blocks, drafts)
+        return plain + drafting
 
     def refine(self, seqs: int, blocks: int, drafts: int, ms: float) -> None:
         """Move the costs near this size towards what a step has taken."""
-        # A step that something else held up says little.
-        ratio = min(max(ms / float(self.step_ms(seqs, blocks, drafts)), 0.5), 2.0)
-        scale = 1 + _REFINEMENT * (ratio - 1)
-        # How a size's time is shared out stays as it was timed: else what is not run would keep the cost of a day when
-        # the machine was slower, and stay unlikely.
-        nearest = _nearest(self._plain, seqs)
-        self._plain[nearest, 1] *= scale
-        self._verify[nearest][:, 1] *= scale
-        self._draft[nearest, 1] *= scale
-        self._draft_ms = np.zeros(0)
-        self._target_ms.clear()
+        plain, drafting = self._parts(seqs, blocks, drafts)
+        expected = plain + float(drafting)
+        self._scales[_nearest(self._plain, seqs)].learn(float(drafting) / expected, log(ms / expected))
+
+    def _parts(self, seqs: int, blocks: Any, drafts: Any) -> tuple[float, Floats]:
+        """What a plain step of these sequences takes, and what drafting adds to it."""
+        scale = self._scales[_nearest(self._plain, seqs)]
+        target_ms = self._target_timed(seqs, int(np.max(drafts)))
+        drafting = self._draft_timed(int(np.max(blocks)))[blocks] + target_ms[drafts] - target_ms[0]
+        return exp(scale.speed) * float(target_ms[0]), exp(scale.speed + scale.dearness) * np.asarray(drafting)
+
+    def _draft_timed(self, most: int) -> Floats:
+        """Of 0, 1, ... blocks, at least as many as asked for."""
+        if most >= len(self._draft_ms):
+            self._draft_ms = _between(self._draft, np.arange(2 * most + 2))
+            self._draft_ms[0] = 0.0
+        return self._draft_ms
+
+    def _target_timed(self, seqs: int, most: int) -> Floats:
+        """Of a target pass over so many sequences with 0, 1, ... drafts of them all, at least as many as asked for."""
+        known = self._target_ms.get(seqs)
+        if known is None or most >= len(known):
+            known = self._target_ms[seqs] = self._target_of(seqs, np.arange(2 * most + 2))
+        return known
 
     def _target_of(self, seqs: int, drafts: Any) -> Floats:
         """Between the next smaller and the next larger number of sequences that were measured."""
@@ -138,9 +173,8 @@ class Outcomes:
         self.passed = [0.0] * block_size
         self._weight = 1.0
 
-    def add(self, verified: int, accepted: int, memory: float) -> None:
+    def add(self, verified: int, accepted: int) -> None:
         """A step that verified so many drafts, of which so many were accepted."""
-        self.fade(memory)
         if accepted < verified:
             self.refused[accepted] += self._weight
         else:
@@ -169,23 +203,49 @@ def counts(outcomes: Sequence[Outcomes]) -> tuple[Floats, Floats]:
     return tried, tried - refused
 
 
-def chances(average: Outcomes, outcomes: Sequence[Outcomes], weights: Floats) -> Floats:
-    """The chance [W, S, b - 1] that the draft at each position is accepted once all before it are, in S sequences with
-    these outcomes, under each of W weights. `average` is of all sequences together.
+class Usual(NamedTuple):
+    """What is known of all sequences together: the chance that a draft is accepted after an accepted one, and the same
+    at each position [2, b - 1] of a sequence's first block, and of a later one."""
 
-    Later positions are mostly harder, and how much so is much the same everywhere. So a sequence is taken to be as
-    much better or worse than all together, in odds, at every position as it is on the whole; and a weight says how many
-    drafts of its own it takes to believe that it differs.
+    chance: float
+    at: Floats
+
+
+def usual(outcomes: Sequence[Outcomes]) -> Usual:
+    """From the outcomes of first blocks, and of later ones.
+
+    Later positions are mostly harder, and how much so is much the same everywhere; so first blocks are taken to be as
+    much better or worse than later ones, in odds, at every position as they are on the whole. They differ because a
+    later block mostly begins where the one before was refused.
     """
-    tried, kept = counts([average, *outcomes])
-    usual = (kept[0].sum() + _PRIOR_WEIGHT * _OPTIMISM) / (tried[0].sum() + _PRIOR_WEIGHT)
-    by_position = (kept[0] + _PRIOR_WEIGHT * usual) / (tried[0] + _PRIOR_WEIGHT)
-    tried, kept, weights = tried[1:], kept[1:], weights[:, None]
-    own = (kept.sum(axis=1) + weights * usual) / (tried.sum(axis=1) + weights)
-    odds = _odds(by_position) * (_odds(own) / _odds(usual))[..., None]
-    weights = weights[..., None]
-    found: Floats = np.clip((kept + weights * odds / (1 + odds)) / (tried + weights), _RAREST, 1 - _RAREST)
-    return found
+    tried, kept = counts(outcomes)
+    all_tried, all_kept = tried.sum(axis=0), kept.sum(axis=0)
+    chance = float((all_kept.sum() + _PRIOR_WEIGHT * _OPTIMISM) / (all_tried.sum() + _PRIOR_WEIGHT))
+    by_position = (all_kept + _PRIOR_WEIGHT * chance) / (all_tried + _PRIOR_WEIGHT)
+    expected = (tried * by_position).sum(axis=1)
+    better = _times_better(tried.sum(axis=1), kept.sum(axis=1), expected, chance, _PRIOR_WEIGHT)
+    return Usual(chance, _shifted(by_position, better[:, None]))
+
+
+def chances(at: Floats, own: Floats, chance: float, weights: Floats) -> Floats:
+    """The chance [W, S, b - 1] that the draft at each position is accepted once all before it are, under each of W
+    weights: `at` [S, b - 1] is what is usual, and a sequence is as much better or worse at every position as it is on
+    the whole. `own` [S, 3] are its drafts that were tried, that were kept, and that were expected to be.
+    """
+    tried, kept, expected = own.T
+    return _shifted(at, _times_better(tried, kept, expected, chance, weights[:, None])[..., None])
+
+
+def _times_better(tried: Floats, kept: Floats, expected: Floats, chance: float, weight: Any) -> Any:
+    """The odds of what was kept over those of what was expected to be, once so many drafts as usual are added."""
+    more = weight * chance
+    return _odds((kept + more) / (tried + weight)) / _odds((expected + more) / (tried + weight))
+
+
+def _shifted(chance: Floats, times: Any) -> Floats:
+    odds = _odds(chance) * times
+    shifted: Floats = np.clip(odds / (1 + odds), _RAREST, 1 - _RAREST)
+    return shifted
 
 
 def _odds(chance: Any) -> Any:
@@ -218,7 +278,9 @@ def allot(chances: Floats, costs: CostTable) -> Allotment:
     none; of those that draft, the likeliest drafts of all are verified first.
     """
     num_seqs, num_drafts = chances.shape
-    best = Allotment([0] * num_seqs, num_seqs / float(costs.target_ms(num_seqs, 0))) if num_seqs else Allotment([], 0.0)
+    best = (
+        Allotment([0] * num_seqs, num_seqs / float(costs.step_ms(num_seqs, 0, 0))) if num_seqs else Allotment([], 0.0)
+    )
     may = int((chances[:, 0] > 0).sum())
     if not may:
         return best
@@ -228,8 +290,7 @@ def allot(chances: Floats, costs: CostTable) -> Allotment:
     # [numbers of drafting sequences, drafts]: the drafts of so many sequences, likeliest first
     likeliest = -np.sort(-(ranked * (np.arange(num_seqs) < drafting[:, None])[..., None]).reshape(len(drafting), -1))
     tokens = num_seqs + np.cumsum(likeliest, axis=1)
-    target_ms = costs.target_ms(num_seqs, np.arange(1, num_seqs * num_drafts + 1))
-    rates = tokens / (costs.draft_ms(drafting)[:, None] + target_ms)
+    rates = tokens / costs.step_ms(num_seqs, drafting[:, None], np.arange(1, num_seqs * num_drafts + 1))
     preferred = rates.copy()
     preferred[np.arange(len(drafting)), drafting * num_drafts - 1] *= _FOR_WHOLE_BLOCKS
     size, last = np.unravel_index(preferred.argmax(), rates.shape)
@@ -250,14 +311,16 @@ def _sizes(most: int) -> list[int]:
 class Policy:
     """Decides step by step. `width` None is automatic; else every sequence verifies so many rows, its anchor included.
 
-    Without `costs` a whole block. A decision holds for some steps, while no other sequence comes and none disappoints.
+    Without `costs` a whole block. A decision holds for some steps, while nobody comes, ends or disappoints.
     """
 
     block_size: int
     costs: CostTable | None = None
     width: int | None = None
-    _average: Outcomes = field(init=False)
-    _of: dict[Hashable, Outcomes] = field(default_factory=dict)
+    _blocks: tuple[Outcomes, Outcomes] = field(init=False)
+    _usual: Usual = field(init=False)
+    _of: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
+    _came: dict[Hashable, int] = field(default_factory=dict)
     _decided: dict[Hashable, int] = field(default_factory=dict)
     _place: dict[Hashable, int] = field(default_factory=dict)
     _foretold: Floats = field(init=False)
@@ -275,7 +338,8 @@ class Policy:
             self.costs = None
         if self.costs is not None:
             self._credit = self._most_credit(self.costs)
-        self._average = Outcomes(self.block_size)
+        self._blocks = Outcomes(self.block_size), Outcomes(self.block_size)  # first ones, later ones
+        self._usual = usual(self._blocks)
 
     def drafts(self, wanted: Sequence[tuple[Hashable, int]]) -> list[int]:
         """How many drafts are verified of each (sequence, most drafts that it may verify)."""
@@ -283,7 +347,8 @@ class Policy:
             return [min(most, (self.width or self.block_size) - 1) for _, most in wanted]
         self._steps += 1
         self._holds_for -= 1
-        if self._holds_for < 0 or any(sequence not in self._decided for sequence, _ in wanted):
+        same = len(wanted) == len(self._place) and all(sequence in self._place for sequence, _ in wanted)
+        if self._holds_for < 0 or not same:
             self._decide(wanted, self.costs)
         chosen = [min(self._decided[sequence], most) for sequence, most in wanted]
         self._probe(wanted, chosen, self.costs)
@@ -303,18 +368,24 @@ class Policy:
                 self._risen.add(sequence)
         elif _DISAPPOINTING * accepted < verified:
             self._holds_for = 0
-        self._average.add(verified, accepted, _LONG_MEMORY)
-        self._of.setdefault(sequence, Outcomes(self.block_size)).add(verified, accepted, _MEMORY)
+        later = int(self._is_later(sequence))
+        for blocks in self._blocks:
+            blocks.fade(_LONG_MEMORY)
+        self._blocks[later].add(verified, accepted)
+        tried = min(accepted + 1, verified)
+        happened = (tried, accepted, float(self._usual.at[later, :tried].sum()))
+        before = self._of.get(sequence, _NOTHING)
+        self._of[sequence] = tuple(_MEMORY * was + now for was, now in zip(before, happened, strict=True))
 
     def took(self, seqs: int, blocks: int, drafts: int, ms: float, *, prefilled: bool = False) -> None:
         """A step of so many decoding sequences and blocks, which verified so many drafts, is over."""
         if self.costs is not None:
-            if self._steps % _REFINED_EVERY == 0 and not prefilled:
+            if not prefilled:
                 self.costs.refine(seqs, blocks, drafts, ms)
             self._credit = min(self._credit + _PROBE_SHARE * ms, self._most_credit(self.costs))
 
     def forget(self, sequence: Hashable) -> None:
-        for known in (self._of, self._decided, self._last_probe):
+        for known in (self._of, self._came, self._decided, self._last_probe):
             known.pop(sequence, None)
         self._probed.discard(sequence)
         self._risen.discard(sequence)
@@ -327,13 +398,20 @@ class Policy:
         self._judge()
         names, most = zip(*wanted, strict=True) if wanted else ((), ())
         self._place = {name: place for place, name in enumerate(names)}
-        unknown = Outcomes(self.block_size)
-        self._foretold = chances(self._average, [self._of.get(name, unknown) for name in names], _WEIGHTS)
+        self._usual = usual(self._blocks)
+        own = np.array([self._of.get(name, _NOTHING) for name in names]).reshape(-1, len(_NOTHING))
+        self._came |= {name: self._steps for name in names if name not in self._came}
+        later = np.array([self._is_later(name) for name in names], dtype=np.int64)
+        self._foretold = chances(self._usual.at[later], own, self._usual.chance, _WEIGHTS)
         survival = self._foretold[self._surprise.argmin()].cumprod(axis=1)
         # Who is near its end and can gain little would be left to crawl there, in the place of who waits.
         may_draft = np.array(most)[:, None] > 0
         self._decided = dict(zip(names, allot(survival * may_draft, costs).drafts, strict=True))
         self._holds_for = _HOLDS_FOR
+
+    def _is_later(self, sequence: Hashable) -> bool:
+        """Whether its next block is a later one: behind one that was drafted, or a block's length into the answer."""
+        return sequence in self._of or self._steps - self._came[sequence] >= self.block_size
 
     def _judge(self) -> None:
         """Which weight has foretold best what has happened since the last decision."""
@@ -344,7 +422,8 @@ class Policy:
             self._happened.clear()
         if self._risen:
             self._surprise[:] = 0.0
-            self._average.fade(_LEFT_BEHIND)
+            for blocks in self._blocks:
+                blocks.fade(_LEFT_BEHIND)
 
     def _probe(self, wanted: Sequence[tuple[Hashable, int]], chosen: list[int], costs: CostTable) -> None:
         """Let plain sequences draft once, those first that have waited longest: until the time saved up is used up, and
