@@ -3,6 +3,8 @@
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
 #   make test | make check | make proof                   tests; lint, types and import rules; all of it, to docs/proof.md
+#   make audit                                            known holes in what is installed, by PyPI's advisories
+#   make soak                                             load and faults for 20 minutes, to docs/reliability.md
 #   make bench ARGS="--concurrency 1,4"                   plain decoding against DFlash over HTTP, by turns
 #   make test-npu | make npu-launches                     the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
 #                                                         (part of `make test`); what a decode step launches there
@@ -26,7 +28,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Only from make's command line: conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench test test-npu-if-possible test-npu npu-launches check proof
+.PHONY: serve bench test test-npu-if-possible test-npu npu-launches check proof soak audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -68,11 +70,23 @@ proof: $(STAMP)
 	$(BIN)/python -m pytest tests
 	$(BIN)/python -m tests.proof $(ARGS)
 
+# With --minutes N --fuzz-minutes N --seed N for another length; the page is docs/reliability.md.
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --report docs/reliability.md $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --recursive app --configfile pyproject.toml --severity-level medium
+
+# Are there known holes in what is installed? No part of `check`: it asks PyPI's advisories, which need a network, and fails
+# where they cannot be had.
+audit: $(STAMP)
+	@mkdir -p build
+	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > build/installed.txt
+	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement build/installed.txt $(ARGS)
 
 $(STAMP): pyproject.toml
 	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo \

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from app.admission import Door, Places
 from app.engine_link import EngineLink
 from app.generation import Generation
 from app.metrics import Metrics
@@ -59,15 +60,6 @@ class EngineUnavailable(Exception):
     """The engine takes no requests: it is loading, draining or dead. The argument is a sentence for the client."""
 
 
-class EngineBusy(Exception):
-    """As many requests are in flight as may be; the argument is a sentence for the client."""
-
-
-def requests_allowed(info: EngineInfo) -> int:
-    """How many requests may be in flight: those that run together, and four times as many waiting."""
-    return info.max_num_seqs * (1 + _WAITING_PER_SEAT)
-
-
 class Engine(Protocol):
     """What the HTTP side needs of an engine; AsyncEngine is one, and tests may bring their own."""
 
@@ -79,6 +71,12 @@ class Engine(Protocol):
 
     def ready_info(self) -> EngineInfo: ...
 
+    def most_at_once(self, info: EngineInfo) -> int: ...
+
+    def check_room(self, owner: str) -> None: ...
+
+    def admit(self, owner: str, count: int = 1) -> Places: ...
+
     def generate(
         self,
         request_id: str,
@@ -89,6 +87,8 @@ class Engine(Protocol):
         speculate: bool = True,
         cache_salt: str = "",
         arrived: float | None = None,
+        deadline: float | None = None,
+        places: Places | None = None,
     ) -> Generation: ...
 
     def flush_cache(self) -> None: ...
@@ -97,8 +97,10 @@ class Engine(Protocol):
 class AsyncEngine:
     """`command` is the engine's argv without the addresses; `settings` is the JSON line for its stdin.
 
-    `step_timeout` is how many seconds an engine that has work may be silent before it counts as hanging; `backoff` is
-    the pause in seconds before the first restart, which doubles with every start that failed.
+    At most `max_queue` requests wait beside those that run together (None: four for each of these), and at most
+    `max_of_one` of one owner are in flight (None: no bound). `step_timeout` is how many seconds an engine that has work
+    may be silent before it counts as hanging; `backoff` is the pause in seconds before the first restart, which doubles
+    with every start that failed.
     """
 
     def __init__(
@@ -108,12 +110,17 @@ class AsyncEngine:
         metrics: Metrics,
         *,
         step_timeout: float,
+        max_queue: int | None = None,
+        max_of_one: int | None = None,
         backoff: float = 1.0,
     ) -> None:
         self._command = command
         self._settings = settings
         self._metrics = metrics
         self._step_timeout = step_timeout
+        self._max_queue = max_queue
+        self._max_of_one = max_of_one
+        self._door = Door(max_of_one)
         self._backoff = backoff
         self._state = EngineState("loading")
         self._state_changed = asyncio.Event()
@@ -121,6 +128,8 @@ class AsyncEngine:
         self._link: EngineLink | None = None
         self._epoch = 0
         self._running: dict[str, Generation] = {}
+        self._places: dict[str, Places] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._engine_has_work = asyncio.Event()
@@ -167,6 +176,25 @@ class AsyncEngine:
             raise EngineUnavailable("The server is shutting down and takes no new requests.")
         raise EngineUnavailable(f"The engine is dead{because}.")
 
+    def most_at_once(self, info: EngineInfo) -> int:
+        """How many places a client could ever be given at once."""
+        most = self._most(info)
+        return most if self._max_of_one is None else min(most, self._max_of_one)
+
+    def _most(self, info: EngineInfo) -> int:
+        """How many requests may be in flight: those that run together, and those that wait."""
+        queue = _WAITING_PER_SEAT * info.max_num_seqs if self._max_queue is None else self._max_queue
+        return info.max_num_seqs + queue
+
+    def check_room(self, owner: str) -> None:
+        """Raises EngineUnavailable or Busy if no request of this owner would be admitted now."""
+        self._door.check(owner, 1, self._most(self.ready_info()))
+
+    def admit(self, owner: str, count: int = 1) -> Places:
+        """Places for requests whose prompts are still to be made, all or none. Raises EngineUnavailable or Busy. The
+        caller closes them."""
+        return self._door.enter(owner, count, self._most(self.ready_info()))
+
     def generate(
         self,
         request_id: str,
@@ -177,22 +205,32 @@ class AsyncEngine:
         speculate: bool = True,
         cache_salt: str = "",
         arrived: float | None = None,
+        deadline: float | None = None,
+        places: Places | None = None,
     ) -> Generation:
-        """Submit one request. `request_id` must be new; `arrived` is `time.monotonic()` when its client asked.
+        """Submit one request, which uses one of `places`. `request_id` must be new; `arrived` is `time.monotonic()`
+        when its client asked, and `deadline` when it is aborted if it still runs.
 
-        Raises EngineUnavailable or EngineBusy. Whatever is raised, nothing was sent and no place is taken. The caller
-        closes the Generation.
+        Raises EngineUnavailable, or Busy if no `places` were given. Whatever is raised, nothing was sent and no place
+        is used. The caller closes the Generation.
         """
-        info = self.ready_info()
-        most = requests_allowed(info)
-        if len(self._running) >= most:
-            raise EngineBusy(f"{most} requests are in flight, as many as this server takes. Try again shortly.")
+        self.ready_info()
+        places = places or self.admit(owner="")
         assert self._link is not None and request_id not in self._running
-        self._link.send(
-            Submit(request_id, self._epoch, token_ids, sampling, stop_token_ids, max_tokens, speculate, cache_salt)
-        )
+        try:
+            self._link.send(
+                Submit(request_id, self._epoch, token_ids, sampling, stop_token_ids, max_tokens, speculate, cache_salt)
+            )
+        except BaseException:
+            places.close()
+            raise
+        places.use()
         generation = Generation(request_id, self._leave, self._metrics, arrived or time.monotonic())
         self._running[request_id] = generation
+        self._places[request_id] = places
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._timers[request_id] = loop.call_later(deadline - time.monotonic(), self._expire, generation)
         if self._worked_since is None:
             self._worked_since = time.monotonic()
         self._idle.clear()
@@ -213,6 +251,11 @@ class AsyncEngine:
             generation.put(TokenDelta(request_id, [], [], finish_reason="abort"))
             self._leave(generation)
 
+    def _expire(self, generation: Generation) -> None:
+        """Its deadline has come."""
+        generation.expired = True
+        self.abort(generation.request_id)
+
     def _leave(self, generation: Generation) -> None:
         """The reader has gone: free what the engine still holds of it."""
         if self._running.get(generation.request_id) is generation:
@@ -221,7 +264,11 @@ class AsyncEngine:
                 self._link.send(Abort(generation.request_id, self._epoch))
 
     def _forget(self, request_id: str) -> None:
+        """The engine is done with it: its place is free, though it may not be read to its end yet."""
         del self._running[request_id]
+        self._places.pop(request_id).leave()
+        if timer := self._timers.pop(request_id, None):
+            timer.cancel()
         if not self._running:
             self._idle.set()
 

@@ -88,6 +88,9 @@ class Config(BaseSettings):
     )
     prefix_caching: bool = Field(True, description="reuse the KV pages of prompts that begin alike")
     enforce_eager: bool = Field(False, description="run without graphs")
+    compile: bool = Field(
+        False, description="on a CPU: have g++ compile the forwards, a minute at the first start, kept for the next"
+    )
     max_graphs: int = Field(
         48, gt=0, description="most graphs to capture; a step that fits none exactly is padded to the next larger"
     )
@@ -117,6 +120,23 @@ class Config(BaseSettings):
         gt=0,
         allow_inf_nan=False,
         description="seconds without a step result after which an engine with work is killed and started again",
+    )
+
+    max_queue: int | None = Field(
+        None,
+        ge=0,
+        description="most requests that wait beside the running ones; more get 429 (default: 4 x max_num_seqs)",
+    )
+    max_concurrency_per_key: int | None = Field(
+        None,
+        gt=0,
+        description="most requests in flight of one API key, or of one client address without keys; more get 429",
+    )
+    request_timeout: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds after which a request ends with 504; 0 is never; X-Request-Timeout may shorten it",
     )
 
     root_path: str = Field(
@@ -333,6 +353,7 @@ PEER_FLAGS = (
     PeerFlag("--block-size", "page_size", "vLLM", "tokens of a KV page, not the DFlash block"),
     PeerFlag("--context-length", "max_model_len", "SGLang"),
     PeerFlag("--max-running-requests", "max_num_seqs", "SGLang"),
+    PeerFlag("--max-queued-requests", "max_queue", "SGLang"),
     PeerFlag("--disable-cuda-graph", "enforce_eager", "SGLang", value="none"),
     PeerFlag("--watchdog-timeout", "step_timeout", "SGLang", "there the server ends; here its engine is started again"),
     PeerFlag("--tp", "tensor_parallel_size", "SGLang"),
@@ -366,6 +387,7 @@ GROUPS = {
         "memory_utilization",
         "prefix_caching",
         "enforce_eager",
+        "compile",
         "max_graphs",
         "npu_check",
         "tensor_parallel_size",
@@ -379,6 +401,9 @@ GROUPS = {
         "api_key_file",
         "admin_key",
         "allowed_origins",
+        "max_queue",
+        "max_concurrency_per_key",
+        "request_timeout",
         "shutdown_timeout",
         "step_timeout",
     ),

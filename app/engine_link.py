@@ -151,6 +151,18 @@ async def _happens(event: asyncio.Event, seconds: float) -> bool:
 
 
 def _private_folder() -> Path:
-    """A fresh folder that only this user may enter, with a path short enough for a Unix socket (107 bytes)."""
-    short = len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_IPC_FOLDER
-    return Path(tempfile.mkdtemp(prefix="dflash-", dir=None if short else "/tmp"))
+    """A fresh folder that only this user may enter (0700), with a path short enough for a Unix socket (107 bytes).
+
+    Where nothing of the usual is writable, in the memory that Linux shares. Never an abstract socket: those have no
+    permissions. Raises OSError, which says what to do, if there is no place at all.
+    """
+    for place in _places():
+        with contextlib.suppress(OSError):
+            return Path(tempfile.mkdtemp(prefix="dflash-", dir=place))
+    raise OSError(f"no folder for its sockets: {', '.join(_places())} cannot be written to. Set TMPDIR to one that can")
+
+
+def _places() -> list[str]:
+    """Where the sockets may lie, the first choice first."""
+    places = [os.environ.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm"]
+    return [place for place in places if place and len(os.fsencode(place)) <= _LONGEST_IPC_FOLDER]

@@ -16,11 +16,12 @@ class Generation:
 
     Deltas that arrive while the reader is busy wait as one: tokens concatenated, `steps` keeping the step bounds. So a
     slow reader costs its tokens and never a queue of messages. It is an asynchronous iterator; who reads several at
-    once has all of them ring one bell, and takes what has come.
+    once has all of them ring one bell, and takes what has come. `expired`: its deadline has aborted it.
     """
 
     def __init__(self, request_id: str, leave: "Leave", metrics: Metrics, arrived: float) -> None:
         self.request_id = request_id
+        self.expired = False
         self._leave = leave
         self._metrics = metrics
         self._arrived = arrived
@@ -78,13 +79,15 @@ class Generation:
     def close(self, reason: FinishReason | None = None) -> None:
         """End the request; the engine is told to abort what still runs. Idempotent.
 
-        It is booked under `reason`, else under the engine's own finish_reason, else as "abort".
+        It is booked under `reason`, else as "deadline" if that has come, else under the engine's own finish_reason,
+        else as "abort".
         """
         if self._closed:
             return
         self._closed = True
         self._leave(self)
-        self._metrics.request_ended(reason or self._ended or "abort", self._latest - self._arrived)
+        ended = "deadline" if self.expired else self._ended
+        self._metrics.request_ended(reason or ended or "abort", self._latest - self._arrived)
 
     async def aclose(self) -> None:
         """`close`, for contextlib.aclosing."""

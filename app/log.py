@@ -1,14 +1,17 @@
 """Log lines of the API process, as text for people or JSON for machines.
 
-A line written while a request is served carries that request's id. Prompts and completions are never logged.
+A line written while a request is served carries that request's id. Prompts and completions are never logged, and
+what looks like a key, or is one, is made unreadable in whatever is.
 """
 
 import json
 import logging
+import re
 import sys
 import time
+from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Literal
+from typing import Literal, TextIO
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The X-Request-Id of the request that the current task serves."""
@@ -52,9 +55,22 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def set_up(level: str, style: LogFormat) -> None:
-    """Send every logger's lines of `level` ("info", "WARNING", ...) and above to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+class _Handler(logging.StreamHandler[TextIO]):
+    """To stderr, without `secrets` and without what stands behind "Bearer"."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        super().__init__(sys.stderr)
+        spelt = {form for secret in secrets for form in (secret, json.dumps(secret, ensure_ascii=False)[1:-1])}
+        longest_first = sorted(map(re.escape, spelt), key=len, reverse=True)
+        self._secret = re.compile("|".join([*longest_first, r"(?i:(?<=bearer )[^\s\"']+)"]))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._secret.sub("[redacted]", super().format(record))
+
+
+def set_up(level: str, style: LogFormat, secrets: Iterable[str] = ()) -> None:
+    """Send every logger's lines of `level` ("info", "WARNING", ...) and above to stderr, without `secrets`."""
+    handler = _Handler(secrets)
     handler.addFilter(_WithRequestId())
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

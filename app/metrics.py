@@ -56,6 +56,7 @@ TABLE = (
     Metric("engine_restarts", "counter", "Engine processes started because the one before had ended or hung"),
     Metric("requests_not_finite", "counter", "Requests ended because the target's logits were NaN or infinite"),
     Metric("requests_dropped", "counter", "Requests ended because a step failed on them alone"),
+    Metric("requests_turned_away", "counter", "Requests answered 429 or 503 before any work was done, by code", "code"),
     Metric("request_refused", "counter", "Requests refused because of a field, by field", "param"),
     Metric("step_seconds", "histogram", "Engine steps by kind", "kind"),
 )
@@ -94,6 +95,9 @@ class Metrics:
 
     def request_refused(self, param: str) -> None:
         self._counters["request_refused"].labels(param).inc()
+
+    def turned_away(self, code: str) -> None:
+        self._counters["requests_turned_away"].labels(code).inc()
 
     def request_ended(self, reason: str, seconds: float) -> None:
         self._counters["request_success"].labels(reason).inc()

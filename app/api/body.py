@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import json
 import re
+from collections import Counter
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,22 +12,25 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from app.api.errors import ApiError, bad_request, body_too_large, clip
+from app.api.errors import ApiError, bad_request, body_too_large, busy, clip
 from app.api.protocol import Body
 from app.api.refusals import find_refusal, refusals_of
+from app.api.services import services_of
 from app.api.validation import check_together
 from app.metrics import Metrics
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_SECONDS = 20.0
+SLOWEST_BYTES_A_SECOND = 2**14
+MOST_BYTES_BEING_READ = 2**28
 _MOST_ERRORS = 16
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The body. Raises ApiError: 413 above MAX_BODY_BYTES, 415 if it is packed, 408 if it does not come, 400 if it is
-    not a JSON object."""
+    """The body. Raises ApiError: 413 above MAX_BODY_BYTES, 415 if it is packed, 408 if it does not come, or slower than
+    SLOWEST_BYTES_A_SECOND after BODY_SECONDS, 429 if too many others come now, 400 if it is not a JSON object."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         message = f"`Content-Encoding: {clip(encoding)}` is not read here. Send the body as it is."
@@ -33,12 +38,13 @@ async def read_json(request: Request) -> dict[str, Any]:
     try:
         body = await _read_body(request)
     except TimeoutError:
-        message = f"Nothing of the body came for {BODY_SECONDS:g} s."
+        message = f"The body took more than {BODY_SECONDS:g} s and came too slowly."
         raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
     if not body:
         raise bad_request("The body is empty. Send a JSON object.", code="invalid_json")
     try:
         raw = _decode(body)
+        _refuse_repeated_keys(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
@@ -68,15 +74,22 @@ async def _read_body(request: Request) -> bytes:
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise body_too_large(MAX_BODY_BYTES)
     body = bytearray()
-    chunks = aiter(request.stream())
-    while True:
-        async with asyncio.timeout(BODY_SECONDS):
-            chunk = await anext(chunks, None)
-        if chunk is None:
+    reading = services_of(request).bodies
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    try:
+        async with asyncio.timeout(BODY_SECONDS) as patience:
+            async for chunk in request.stream():
+                body += chunk
+                reading.size += len(chunk)
+                patience.reschedule(started + BODY_SECONDS + len(body) / SLOWEST_BYTES_A_SECOND)
+                if len(body) > MAX_BODY_BYTES:
+                    raise body_too_large(MAX_BODY_BYTES)
+                if reading.size > MOST_BYTES_BEING_READ:
+                    raise busy("Too many bodies are being sent at once. Try again shortly.")
             return bytes(body)
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise body_too_large(MAX_BODY_BYTES)
+    finally:
+        reading.size -= len(body)
 
 
 def _decode(body: bytes) -> Any:
@@ -84,6 +97,21 @@ def _decode(body: bytes) -> Any:
     gc.disable()
     try:
         return msgspec.json.decode(body)
+    finally:
+        gc.enable()
+
+
+def _refuse_repeated_keys(body: bytes) -> None:
+    """Raises ApiError 400 where a key stands twice in one object: which of the two counts, parsers disagree."""
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        if len({key for key, _ in pairs}) < len(pairs):
+            key = clip(Counter(key for key, _ in pairs).most_common(1)[0][0])
+            raise bad_request(f"`{key}` stands twice in one object of the body. Send it once.", key)
+
+    gc.disable()
+    try:
+        json.loads(body, object_pairs_hook=look, parse_int=str, parse_float=str)
     finally:
         gc.enable()
 

@@ -87,8 +87,17 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
-def busy(message: str) -> ApiError:
-    return ApiError(429, message, code="server_busy", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+def busy(message: str, code: str = "server_busy") -> ApiError:
+    return ApiError(429, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+def deadline_exceeded() -> ApiError:
+    return ApiError(
+        504,
+        "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended. What came of "
+        "the answer, if anything, is not all of it.",
+        code="deadline_exceeded",
+    )
 
 
 def install(app: FastAPI) -> None:

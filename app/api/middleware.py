@@ -11,16 +11,20 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import RedirectResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, unavailable
+from app.async_engine import Engine
 from app.log import request_id
 
 logger = logging.getLogger("app.access")
 
 _PROBES = {"/live", "/ready", "/health", "/metrics"}
 OPEN_PATHS = {"/", "/docs", "/openapi.json", "/live", "/ready", "/health"}
+MOST_HEADERS = 100
+MOST_HEAD_BYTES = 2**15
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -89,8 +93,8 @@ class Keys:
 
     def check(self, headers: Headers, what: str) -> None:
         """Raises ApiError 401, which says that `what` is needed, unless the headers bear one of the keys."""
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip(" ").encode("latin-1"))
+        kind = headers.get("authorization", "").partition(" ")[0]
+        given = shown_key(headers)
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(
@@ -99,6 +103,11 @@ class Keys:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+def shown_key(headers: Headers) -> bytes:
+    """The digest of the key that a request shows, whatever case and spaces are around it."""
+    return _digest(headers.get("authorization", "").partition(" ")[2].strip(" ").encode("latin-1"))
 
 
 class ApiKeys:
@@ -120,6 +129,63 @@ class ApiKeys:
             await refusal.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+class HeadLimits:
+    """Answers 431 to a head that no client of ours has reason to send."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = scope["headers"]
+            size = sum(len(name) + len(value) for name, value in headers)
+            size += len(scope["raw_path"]) + len(scope["query_string"])
+            if len(headers) > MOST_HEADERS or size > MOST_HEAD_BYTES:
+                await head_too_large().response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def head_too_large() -> ApiError:
+    return ApiError(
+        431,
+        f"A request may have {MOST_HEADERS} headers, and {MOST_HEAD_BYTES:,} bytes of them with its path. Send less.",
+        code="headers_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+class LastAnswers:
+    """While the server drains, every answer ends its connection: the client's next request goes to another replica, and
+    none is on its way when the connection closes."""
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self._app = app
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._engine.state.phase == "draining":
+                MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive, send_last)
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with refusals in OpenAI's shape."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        refusal = ApiError(400, f"{bytes(response.body).decode()}.", code="cors_refused").response()
+        for name, value in response.headers.items():
+            if name not in ("content-length", "content-type"):
+                refusal.headers[name] = value
+        return refusal
 
 
 class RootPath:

@@ -30,12 +30,14 @@ _STATUSES = {
     400: "Something in the request is wrong or cannot be had here; `param` names it",
     401: "An API key is needed",
     404: "No such model",
-    408: "The body did not come",
+    408: "The body did not come, or too slowly",
     413: "The body is too large",
     415: "The body is packed",
     429: "As many requests are in flight as may be; see Retry-After",
+    431: "The head is too large",
     500: "The engine failed on this request",
     503: "The model is loading, or the server is going down; see Retry-After",
+    504: "The request was not done in the time that the server, or the header X-Request-Timeout in seconds, gives it",
 }
 
 
@@ -175,8 +177,8 @@ def _route(
     return route
 
 
-_ALL = (400, 401, 404, 408, 413, 415, 429, 500, 503)
-_NO_ENGINE = (400, 401, 404, 408, 413, 415, 503)
+_ALL = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503, 504)
+_NO_ENGINE = (400, 401, 404, 408, 413, 415, 429, 431, 503)
 CHAT = _route("Answer a conversation", ChatCompletion, *_ALL, bodies=(ChatCompletionRequest,), streams=True)
 COMPLETIONS = _route("Go on with a text", Completion, *_ALL, bodies=(CompletionRequest,), streams=True)
 MODELS = _route("The names of the model", ModelList, 401)

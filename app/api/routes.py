@@ -4,16 +4,18 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import closing
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from app.admission import Places
 from app.api import openapi, prompts
 from app.api.answers import Answers, ChatAnswers, CompletionAnswers
 from app.api.body import parse, read_json
-from app.api.errors import bad_request, busy
+from app.api.errors import bad_request
 from app.api.prompts import Prompt
 from app.api.protocol import (
     ChatCompletionRequest,
@@ -27,7 +29,7 @@ from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.services import Services, services_of
 from app.api.stream import EventStream, TextStream, collect, events, unless_gone, usage_of
 from app.api.validation import token_budget
-from app.async_engine import EngineBusy, EngineUnavailable, requests_allowed
+from app.async_engine import EngineUnavailable
 from app.text.detokenizer import Detokenizer
 from app.text.output_parser import OutputParser
 from app.types import EngineInfo
@@ -43,16 +45,19 @@ DEFAULT_COMPLETION_TOKENS = 16
 async def chat_completions(request: Request) -> Response:
     arrived = time.monotonic()
     services = services_of(request)
+    services.check_door(request)
+    deadline = services.deadline(request, arrived)
     asked = parse(await read_json(request), ChatCompletionRequest, services.metrics)
     name = services.served_name(asked.model)
     info = services.ready_engine()
     prompts.check_ids("stop_token_ids", asked.stop_token_ids, info)
-    _check_count(asked, 1, info)
-    prompt = await prompts.of_conversation(services, asked, info)
-    limit = asked.max_completion_tokens or asked.max_tokens
-    limit_param = "max_completion_tokens" if asked.max_completion_tokens else "max_tokens"
-    budget = token_budget("messages", len(prompt.token_ids), limit, None, info.max_model_len, limit_param)
-    streams = _submit(services, asked, [prompt], [budget], info, arrived)
+    _check_count(services, asked, 1, info)
+    with closing(services.admit(request, asked.choices)) as places:
+        prompt = await prompts.of_conversation(services, asked, info)
+        limit = asked.max_completion_tokens or asked.max_tokens
+        limit_param = "max_completion_tokens" if asked.max_completion_tokens else "max_tokens"
+        budget = token_budget("messages", len(prompt.token_ids), limit, None, info.max_model_len, limit_param)
+        streams = _submit(services, asked, [prompt], [budget], info, arrived, deadline, places)
     return await _answer(request, asked, streams, ChatAnswers(name, asked.stream_options), [prompt])
 
 
@@ -60,22 +65,25 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     arrived = time.monotonic()
     services = services_of(request)
+    services.check_door(request)
+    deadline = services.deadline(request, arrived)
     asked = parse(await read_json(request), CompletionRequest, services.metrics)
     name = services.served_name(asked.model)
     info = services.ready_engine()
     prompts.check_ids("stop_token_ids", asked.stop_token_ids, info)
-    _check_count(asked, len(asked.prompts), info)
+    _check_count(services, asked, len(asked.prompts), info)
     special = asked.add_special_tokens is not False
     names = ["prompt"] if asked.prompt_is_one else [f"prompt.{i}" for i in range(len(asked.prompts))]
-    given = [
-        await prompts.of_prompt(services, prompt, name, info, add_special_tokens=special)
-        for prompt, name in zip(asked.prompts, names, strict=True)
-    ]
-    budgets = [
-        token_budget(name, len(p.token_ids), asked.max_tokens, DEFAULT_COMPLETION_TOKENS, info.max_model_len)
-        for p, name in zip(given, names, strict=True)
-    ]
-    streams = _submit(services, asked, given, budgets, info, arrived)
+    with closing(services.admit(request, len(asked.prompts) * asked.choices)) as places:
+        given = [
+            await prompts.of_prompt(services, prompt, name, info, add_special_tokens=special)
+            for prompt, name in zip(asked.prompts, names, strict=True)
+        ]
+        budgets = [
+            token_budget(name, len(p.token_ids), asked.max_tokens, DEFAULT_COMPLETION_TOKENS, info.max_model_len)
+            for p, name in zip(given, names, strict=True)
+        ]
+        streams = _submit(services, asked, given, budgets, info, arrived, deadline, places)
     answers = CompletionAnswers(name, asked.stream_options, _echoed(services, asked) if asked.echo else ())
     return await _answer(request, asked, streams, answers, given)
 
@@ -159,9 +167,9 @@ def _echoed(services: Services, asked: CompletionRequest) -> list[str]:
     return [text for text in texts for _ in range(asked.choices)]
 
 
-def _check_count(asked: GenerationRequest, prompts: int, info: EngineInfo) -> None:
+def _check_count(services: Services, asked: GenerationRequest, prompts: int, info: EngineInfo) -> None:
     """Raises ApiError if the request has more choices than the server ever takes at once."""
-    most = requests_allowed(info)
+    most = services.engine.most_at_once(info)
     if prompts > most:
         raise bad_request(f"`prompt` has {prompts} prompts; at most {most} may come in one request.", "prompt")
     if prompts * asked.choices > most:
@@ -179,9 +187,11 @@ def _submit(
     budgets: Sequence[int],
     info: EngineInfo,
     arrived: float,
+    deadline: float | None,
+    places: Places,
 ) -> list[TextStream]:
     """Hand every choice of every prompt to the engine, or none. The choices of a prompt come one behind another, in
-    the streams and in their `index`. Raises ApiError 400, 429 or 503."""
+    the streams and in their `index`. Raises ApiError 400 or 503."""
     tokenizer = services.tokenizer
     for max_tokens in budgets:
         check_min_tokens(asked, max_tokens)
@@ -213,6 +223,8 @@ def _submit(
                     speculate=asked.speculate is not False,
                     cache_salt=asked.cache_salt or "",
                     arrived=arrived,
+                    deadline=deadline,
+                    places=places,
                 )
                 parser, most_calls = _parser(services, asked, prompt)
                 by_step = bool(asked.streaming.include_speculation)
@@ -221,8 +233,6 @@ def _submit(
     except Exception as error:
         for stream in streams:
             stream.close()
-        if isinstance(error, EngineBusy):
-            raise busy(str(error)) from None
         if isinstance(error, EngineUnavailable):
             raise services.unavailable(str(error)) from None
         raise

@@ -12,18 +12,17 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from app import log
-from app.api import errors, openapi, ops, page, routes
+from app.api import connection, errors, openapi, ops, page, routes
 from app.api.display import complain, show_start
-from app.api.middleware import ApiKeys, Keys, RequestIds, RootPath
+from app.api.middleware import ApiKeys, Cors, HeadLimits, Keys, LastAnswers, RequestIds, RootPath
 from app.api.services import Services
 from app.async_engine import AsyncEngine
 from app.config import Config
@@ -35,8 +34,6 @@ from app.text.tokenizer import Tokenizer, TokenizerError
 logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "app.engine.process")
-HTTP: Literal["h11"] = "h11"
-"""httptools is faster, and loses the bodies of clients that offer h2c (Java's own) and chunks answers to HTTP/1.0."""
 _REPORT_SECONDS = 10.0
 _LAST_BYTES_SECONDS = 5
 
@@ -73,14 +70,14 @@ def create_app(
     if root_path:
         guarded = RootPath(guarded, root_path)
     if allowed_origins:
-        guarded = CORSMiddleware(
+        guarded = Cors(
             guarded,
             allow_origins=allowed_origins,
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    return RequestIds(guarded)
+    return RequestIds(LastAnswers(HeadLimits(guarded), services.engine))
 
 
 def services_for(config: Config, engine: AsyncEngine, tokenizer: Tokenizer, metrics: Metrics) -> Services:
@@ -96,6 +93,8 @@ def services_for(config: Config, engine: AsyncEngine, tokenizer: Tokenizer, metr
         tool_calls=parses.get(config.tool_call_parser, CALL in source),
         template_kwargs=config.default_chat_template_kwargs,
         log_prompts=config.log_prompts,
+        request_timeout=config.request_timeout,
+        has_keys=bool(config.api_keys()),
     )
 
 
@@ -105,7 +104,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     0 after a drain; 2 if the tokenizer's files cannot be used; 1 if the port is taken, the engine cannot be used, or a
     second signal forced it.
     """
-    log.set_up(config.log_level, config.log_format)
+    log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
     try:
         tokenizer = Tokenizer(target)
     except (TokenizerError, ChatTemplateError) as error:
@@ -156,7 +155,14 @@ class _Life:
         self._config = config
         self._listener = listener
         self._metrics = Metrics(config.metrics_prefix)
-        self._engine = AsyncEngine(engine_command, settings, self._metrics, step_timeout=config.step_timeout)
+        self._engine = AsyncEngine(
+            engine_command,
+            settings,
+            self._metrics,
+            step_timeout=config.step_timeout,
+            max_queue=config.max_queue,
+            max_of_one=config.max_concurrency_per_key,
+        )
         services = services_for(config, self._engine, tokenizer, self._metrics)
         self._model_name = services.model_names[0]
         app = create_app(
@@ -169,8 +175,7 @@ class _Life:
         self._http = _Http(
             uvicorn.Config(
                 app,
-                http=HTTP,
-                lifespan="off",
+                **connection.SETTINGS,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -245,6 +250,7 @@ def _bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        connection.end_stalled_ones(listener)
         listener.bind((host, port))
         listener.listen(2048)
         listener.setblocking(False)

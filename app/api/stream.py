@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.api.answers import Answers, Piece, Reason, Step, Usage
-from app.api.errors import ApiError
+from app.api.errors import ApiError, deadline_exceeded
 from app.api.services import Services
 from app.generation import Generation
 from app.text.detokenizer import Detokenizer
@@ -73,6 +73,8 @@ class TextStream:
         if delta is None:
             return None
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if self._generation.expired:
+            raise deadline_exceeded()
         if delta.finish_reason in ("error", "abort"):
             reason = delta.error or "the request was aborted"
             if self._services.engine.state.phase != "ready":

@@ -1,7 +1,13 @@
-"""Chat templates: Jinja in the sandbox, with the same globals and filters as Transformers gives them."""
+"""Chat templates: Jinja in the sandbox, with the same globals and filters as Transformers gives them.
+
+A template comes with a checkpoint, and what it loops over with a request. So every turn of a loop and every call of a
+macro looks at the clock, and the text has a greatest length: no template and no messages keep a thread for ever.
+"""
 
 import json
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +24,8 @@ class ChatTemplateError(ValueError):
     """The template cannot be used, or it cannot render these messages; then the message is for the client."""
 
 
+LONGEST_SECONDS = 5.0
+MOST_CHARACTERS = 2**25
 _OURS = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 )
@@ -35,10 +43,15 @@ class ChatTemplate:
         self.source = source
         self._special = special
         environment = _environment()
-        self._template = environment.from_string(source) if source is not None else None
-        self.knows: frozenset[str] = (
-            frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) if source else frozenset()
-        )
+        tree = environment.parse(source or "")
+        self.knows = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        clock = environment.extensions[_Clock.identifier]
+        assert isinstance(clock, _Clock)
+        self._clock = clock
+        self._template: jinja2.Template | None = None
+        if source is not None:
+            code = environment.compile(clock.watching(tree))
+            self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
 
     @property
     def switches(self) -> list[str]:
@@ -91,13 +104,16 @@ class ChatTemplate:
         if continue_final_message:
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _CUT}]
         variables = dict(switches or {}) | self._special
+        self._clock.start()
         try:
-            text = self._template.render(
-                variables,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
+            text = _joined(
+                self._template.generate(
+                    variables,
+                    messages=messages,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                )
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The model's chat template refuses these messages: {error}") from None
@@ -123,9 +139,43 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Clock(jinja2.ext.Extension):
+    """Ends a rendering that takes too long, each thread's own."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self._thread = threading.local()
+
+    def start(self) -> None:
+        self._thread.end = time.monotonic() + LONGEST_SECONDS
+
+    def look(self) -> None:
+        if time.monotonic() > self._thread.end:
+            raise jinja2.TemplateError(f"it takes longer than {LONGEST_SECONDS:g} s")
+
+    def watching(self, tree: jinja2.nodes.Template) -> jinja2.nodes.Template:
+        """`tree` with a look at the clock wherever it can come by again and again."""
+        for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
+            assert isinstance(node, jinja2.nodes.For | jinja2.nodes.Macro | jinja2.nodes.CallBlock)
+            node.body.insert(0, jinja2.nodes.ExprStmt(self.call_method("look"), lineno=node.lineno))
+        return tree
+
+
+def _joined(parts: Iterator[str]) -> str:
+    """Raises jinja2.TemplateError above MOST_CHARACTERS."""
+    text: list[str] = []
+    length = 0
+    for part in parts:
+        length += len(part)
+        if length > MOST_CHARACTERS:
+            raise jinja2.TemplateError(f"it makes more than {MOST_CHARACTERS:,} characters of them")
+        text.append(part)
+    return "".join(text)
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, _Clock, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(_GLOBALS)

@@ -23,7 +23,8 @@ import zmq
 from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from app.api.server import HTTP, create_app
+from app.api import connection
+from app.api.server import create_app
 from app.api.services import Services
 from app.async_engine import AsyncEngine, EngineState
 from app.metrics import Metrics
@@ -122,17 +123,18 @@ class Server:
         model_folder: Path,
         names: list[str],
         app: dict[str, Any],
-        step_timeout: float,
+        engine: dict[str, Any],
         **services: Any,
     ) -> None:
         self.script = script
-        self._step_timeout = step_timeout
+        self._engine_options = engine
         self._app_options = app
         self._services_options = services
         self.tokenizer = Tokenizer(model_folder)
         self.metrics = Metrics()
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # Slow readers are felt soon.
+        connection.end_stalled_ones(listener)
         listener.setblocking(False)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._listener = listener
@@ -148,13 +150,13 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         settings = json.dumps({"config": {}, "target": "tiny", "draft": None})
-        self.engine = AsyncEngine(
-            self.script.command, settings, self.metrics, step_timeout=self._step_timeout, backoff=0.01
+        self.engine = AsyncEngine(self.script.command, settings, self.metrics, **self._engine_options)
+        services = self.services = Services(
+            self.engine, self.tokenizer, self._names, self.metrics, **self._services_options
         )
-        services = Services(self.engine, self.tokenizer, self._names, self.metrics, **self._services_options)
         app = create_app(services, **self._app_options)
-        http = uvicorn.Server(
-            uvicorn.Config(app, http=HTTP, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        http = self.uvicorn = uvicorn.Server(
+            uvicorn.Config(app, **connection.SETTINGS, log_config=None, timeout_graceful_shutdown=1)
         )
         self.engine.start()
         serving = asyncio.create_task(http.serve([self._listener]))
@@ -255,12 +257,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving(
-    model_folder: Path, app: dict[str, Any] | None = None, step_timeout: float = 120.0, **services: Any
+    model_folder: Path,
+    app: dict[str, Any] | None = None,
+    step_timeout: float = 120.0,
+    engine: dict[str, Any] | None = None,
+    **services: Any,
 ) -> Iterator[Server]:
-    """A server whose engine has not said that it is ready. `app` are create_app's options, `services` Services' own."""
+    """A server whose engine has not said that it is ready. `app` are create_app's options, `engine` AsyncEngine's,
+    `services` Services' own."""
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:  # Short enough for sockets.
         script = Script(Path(folder))
-        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, step_timeout, **services)
+        options = {"step_timeout": step_timeout, "backoff": 0.01} | (engine or {})
+        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, options, **services)
         try:
             yield server
         finally:

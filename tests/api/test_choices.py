@@ -193,8 +193,6 @@ def test_every_choice_takes_a_place_and_what_does_not_fit_leaves_nothing_behind(
     ids = [submit["request_id"] for submit in submits(server, 16)]
     refused = server.http.post(TEXT[0], json=TEXT[1] | {"n": 5})
     assert refused.status_code == 429 and refused.headers["retry-after"]
-    tried = {submit["request_id"] for submit in submits(server, 4)}
-    assert {server.script.see("Abort")["request_id"] for _ in range(4)} == tried
     server.script.plan([2])
     assert server.http.post(TEXT[0], json=TEXT[1] | {"n": 4}).status_code == 200
     for request_id in ids:

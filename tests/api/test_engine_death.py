@@ -2,8 +2,11 @@
 
 import gc
 import json
+import re
 
 import pytest
+
+from tests.api.conftest import serving
 
 ASK = {"model": "tiny", "prompt": "hi"}
 
@@ -120,6 +123,15 @@ def test_three_deaths_without_ready_are_enough(own_server):
         assert own_server.script.see("started")["epoch"] == epoch
         own_server.script.order("die", code=1)
     own_server.reach("dead")
+
+
+def test_the_pause_before_a_start_doubles_while_starts_fail(model_folder, caplog):
+    with serving(model_folder, engine={"backoff": 0.1}) as server:
+        for _ in range(3):
+            server.script.see("started")
+            server.script.order("die", code=1)
+        server.reach("dead")
+    assert re.findall(r"starting it again in (\S+) s", caplog.text) == ["0.2", "0.4"]
 
 
 def test_three_deaths_within_a_minute_are_enough_even_if_ready_between(own_server):

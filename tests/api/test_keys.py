@@ -215,6 +215,16 @@ def test_a_browser_may_ask_from_an_allowed_origin(server, path):
     assert response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"Origin": "https://evil.example"}, {"Access-Control-Request-Method": "DELETE"}], ids=["origin", "method"]
+)
+def test_a_refused_preflight_is_told_in_openais_shape(server, wrong):
+    response = server.http.options("/v1/models", headers=ORIGIN | {"Access-Control-Request-Method": "POST"} | wrong)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "cors_refused") and "Disallowed CORS" in error["message"]
+    assert "Origin" in response.headers["vary"] and response.headers["x-request-id"]
+
+
 def test_an_allowed_origin_may_read_answers_refusals_and_their_ids(server):
     for headers in (BEARER, {}):
         for path in ("/v1/models", "/nothing/here"):

@@ -1,6 +1,7 @@
 """The whole server as its own process: signals, exit codes, ports."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -41,13 +42,17 @@ class Process:
         port: int = 0,
         shutdown_timeout: float = 10,
         step_timeout: float = 120,
+        main: str = MAIN,
+        cwd: Path = ROOT,
+        **environment: str,
     ) -> None:
         self.script = script
         settings = (str(port), str(shutdown_timeout), str(step_timeout))
+        temporary = {"TMPDIR": str(script.folder)}  # A killed server leaves its sockets behind.
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", MAIN, *settings, str(model_folder), *script.command],
-            cwd=ROOT,
-            env=os.environ | {"TMPDIR": str(script.folder)},  # A killed server leaves its sockets behind.
+            [sys.executable, "-c", main, *settings, str(model_folder), *script.command],
+            cwd=cwd,
+            env=os.environ | temporary | environment,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -217,3 +222,114 @@ def test_a_tokenizer_larger_than_the_model_is_warned_of_at_start(script, model_f
     line = process.read_until("config.json")
     process.close()
     assert "tokenizer.json" in line and "99" in line
+
+
+class Stream:
+    """A streamed request on a connection of its own, which may serve others before and after."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.connection = socket.create_connection((host, int(port)), timeout=20)
+
+    def ask(self, **fields: object) -> None:
+        body = json.dumps(ASK | fields).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.connection.sendall(head.encode() + body)
+
+    def read_to_end(self) -> str:
+        """Until the server closes the connection."""
+        with self.connection:
+            return b"".join(iter(lambda: self.connection.recv(65536), b"")).decode()
+
+
+def test_sigterm_finishes_64_streams_and_refuses_what_comes_then(process, script, model_folder):
+    url = process.read_url()
+    script.ready(max_num_seqs=64)
+    process.read_until("ready: ")
+    streams = [Stream(url) for _ in range(64)]
+    for stream in streams:
+        stream.ask(stream=True, max_tokens=100)
+    request_ids = [script.see("Submit")["request_id"] for _ in streams]
+    for request_id in request_ids[:32]:  # The other half has not begun.
+        script.emit(request_id, ids(model_folder, "hello "))
+    waiting = Stream(url)  # A connection that is open and idle, as proxies keep them.
+    process.popen.send_signal(signal.SIGTERM)
+    process.read_until("stopping")
+    waiting.ask()
+    refused = waiting.read_to_end()
+    assert refused.startswith("HTTP/1.1 503") and "engine_draining" in refused
+    assert "connection: close" in refused.lower() and "retry-after" in refused.lower()
+    for request_id in request_ids:
+        script.emit(request_id, [*ids(model_folder, "world"), 2])
+    answers = [stream.read_to_end() for stream in streams]
+    assert all('"finish_reason":"stop"' in answer and "data: [DONE]" in answer for answer in answers)
+    assert sum("hello" in answer for answer in answers) == 32 and all("world" in answer for answer in answers)
+    assert process.wait() == 0
+
+
+def test_what_is_not_done_in_time_ends_with_an_error_and_the_exit_code_is_0(script, model_folder):
+    process = Process(script, model_folder, shutdown_timeout=0.2)
+    try:
+        stream = Stream(process.read_url())
+        script.ready()
+        process.read_until("ready: ")
+        stream.ask(stream=True)
+        script.emit(script.see("Submit")["request_id"], ids(model_folder, "hello"))
+        process.popen.send_signal(signal.SIGTERM)
+        answer = stream.read_to_end()
+        assert "shut down before the request was done" in answer
+        assert "[DONE]" not in answer and '"finish_reason":"stop"' not in answer
+        assert process.wait() == 0
+    finally:
+        process.close()
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_server_with_its_reason(process, script):
+    process.read_url()
+    for _ in range(3):
+        script.ready()
+        script.order("die", code=7)
+    assert "exit code 7" in process.read_until("error: ")
+    assert process.wait() == 1
+
+
+READ_ONLY = "/proc"  # Where not even root may make a file.
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_on_a_read_only_file_system_it_serves_from_shared_memory_or_says_what_it_needs(
+    script, model_folder, shared_memory
+):
+    places = f"[{READ_ONLY!r}{', ' + repr(str(script.folder)) if shared_memory else ''}]"
+    main = f"from app import engine_link\nengine_link._places = lambda: {places}\n{MAIN}"
+    read_only = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), READ_ONLY)
+    process = Process(script, model_folder, main=main, cwd=Path(READ_ONLY), PYTHONPATH=str(ROOT), **read_only)
+    try:
+        url = process.read_url()
+        if shared_memory:
+            script.ready()
+            process.read_until("ready: ")
+            script.plan([*ids(model_folder, "fine"), 2])
+            assert httpx.post(f"{url}/v1/completions", json=ASK).json()["choices"][0]["text"] == "fine"
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+        else:
+            assert "Set TMPDIR" in process.read_until("error: ")
+            assert process.wait() == 1
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize(("of_one", "most"), [(9, 4), (3, 3)])
+def test_the_settings_of_the_door_reach_it(script, model_folder, of_one, most):
+    settings = f"max_queue=2, max_concurrency_per_key={of_one}, request_timeout=0.2"
+    process = Process(script, model_folder, main=MAIN.replace("Config(", f"Config({settings}, "))
+    try:
+        url = process.read_url()
+        script.ready(max_num_seqs=2)
+        process.read_until("ready: ")
+        refused = httpx.post(f"{url}/v1/completions", json=ASK | {"n": 5}).json()
+        assert f"at most {most} may come" in refused["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json=ASK | {"n": most}).status_code == 504
+    finally:
+        process.close()

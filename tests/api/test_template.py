@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.text import chat_template
 from tests.api.conftest import Server, serving
 
 QWEN = """\
@@ -236,3 +237,15 @@ def test_a_template_that_leaves_the_final_message_out_cannot_continue_it(start):
 @pytest.mark.parametrize("value", ["yes", 1])
 def test_switches_are_true_or_false(server, field, value):
     assert refusal(server, **{field: value})["param"] == field
+
+
+def test_a_template_that_never_ends_holds_nobody_up(start, background, monkeypatch):
+    monkeypatch.setattr(chat_template, "LONGEST_SECONDS", 1.0)
+    server = start("{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}")
+    asked = [background.submit(refusal, server) for _ in range(3)]
+    answers = 0
+    while not all(one.done() for one in asked):
+        assert server.http.get("/live").status_code == 200
+        answers += 1
+    assert answers >= 5
+    assert all("longer than 1 s" in one.result()["message"] for one in asked)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from app.text import chat_template
 from app.text.chat_template import ChatTemplate, ChatTemplateError
 from app.text.tokenizer import GenerationDefaults, Tokenizer, TokenizerError
 
@@ -172,3 +173,46 @@ def test_a_broken_json_file_is_named(folder, name):
     (folder / name).write_text("{")
     with pytest.raises(TokenizerError, match=name):
         Tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{{ j }}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f() %}{{ caller() }}{% endmacro %}{% for i in range(99999) %}{% for j in range(99999) %}"
+        "{% call f() %}{% endcall %}{% endfor %}{% endfor %}",
+        "{% for m in [[[]] * 30] recursive %}{{ loop([m] * 30) }}{% endfor %}",
+    ],
+    ids=["loops", "filters", "macros", "calls", "recursive"],
+)
+def test_a_template_that_never_ends_is_ended(monkeypatch, template):
+    monkeypatch.setattr(chat_template, "LONGEST_SECONDS", 0.2)
+    began = time.monotonic()
+    with pytest.raises(ChatTemplateError, match=r"longer than 0\.2 s|recursion"):
+        ChatTemplate(template, {}).render(MESSAGES)
+    assert time.monotonic() - began < 3
+
+
+def test_a_template_that_makes_too_much_text_is_ended(monkeypatch):
+    monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 1000)
+    with pytest.raises(ChatTemplateError, match="more than 1,000 characters"):
+        ChatTemplate("{% for i in range(99999) %}{{ i }}{% endfor %}", {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{% for m in messages %}{% set _ = messages.append(1) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_a_template_reaches_nothing_of_python(template):
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(template, {}).render(MESSAGES)

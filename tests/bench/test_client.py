@@ -1,9 +1,12 @@
 """One request's stream: events however they are cut, moments exactly, failures told; and a server's counters."""
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.bench.client import Answer, Drafting, Events, Server, ServerError, ask, first_model
 from app.bench.prompts import Prompt
@@ -151,6 +154,17 @@ def test_events_come_out_the_same_however_their_bytes_are_cut(end: str, step: in
     events = Events()
     found = [data for at in range(0, len(raw), step) for data in events.feed(raw[at : at + step])]
     assert found == ["één", "a\nb", "[DONE]"]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"))), st.data())
+def test_any_events_come_out_the_same_wherever_their_bytes_are_cut(sent: list[str], data: st.DataObject) -> None:
+    """Within a character, a line end, a field's name; with comments between them, as keep-alives are."""
+    end = data.draw(st.sampled_from(["\n", "\r\n"]))
+    raw = "".join(f": keep-alive{end}{end}data: {text}{end}{end}" for text in sent).encode()
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(raw)))))
+    events = Events()
+    found = [text for start, stop in pairwise([0, *cuts, len(raw)]) for text in events.feed(raw[start:stop])]
+    assert found == sent
 
 
 OURS = """\

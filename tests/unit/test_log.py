@@ -53,3 +53,21 @@ def test_lines_below_the_level_are_not_written(capsys):
     log.set_up("warning", "text")
     logging.getLogger("app.x").info("hello")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_no_key_is_written_wherever_it_stands(capsys, style):
+    log.set_up("info", style, ["s3cret-key", 'a"quoted\\key', "s3cret-key-and-more"])
+    logger = logging.getLogger("app.x")
+    logger.info("given s3cret-key-and-more and %s", 'a"quoted\\key')
+    logger.info("headers %s", {"Authorization": "Bearer nobody-knows-this-one"})
+    logger.info("authorization: bEaReR nor-this")
+    try:
+        raise ValueError("s3cret-key is wrong")
+    except ValueError:
+        logger.exception("refused")
+    written = capsys.readouterr().err
+    for secret in ("s3cret", "and-more", "quoted", "nobody", "nor-this"):
+        assert secret not in written
+    assert written.count("[redacted]") >= 5
+    assert style == "text" or [json.loads(line) for line in written.splitlines()]

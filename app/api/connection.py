@@ -1,0 +1,83 @@
+"""One client's connection: uvicorn's own, with an end to everything that a client could make it wait for."""
+
+import asyncio
+import socket
+import sys
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from app.api.errors import ApiError
+from app.api.middleware import MOST_HEAD_BYTES, head_too_large
+
+HEAD_SECONDS = 10.0
+STALLED_SECONDS = 120.0
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than proxies keep a connection (60 s mostly): who closes first may lose what the other sends just then."""
+
+
+class Connection(H11Protocol):
+    """A head must be whole HEAD_SECONDS after it, or the connection, began. For bodies see body.py, for clients that
+    do not read `end_stalled_ones`.
+
+    h11, because httptools loses the bodies of clients that offer h2c (Java's own) and chunks answers to HTTP/1.0.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._expect_head()
+        else:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _expect_head(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, in OpenAI's shape. uvicorn calls this while it handles h11's exception."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = sys.exc_info()[1]
+            too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
+            answer = head_too_large() if too_large else ApiError(400, msg, code="invalid_http")
+            response = answer.response()
+            response.headers["Connection"] = "close"
+            head = h11.Response(status_code=response.status_code, headers=response.raw_headers)
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer to upgrade is passed over, which HTTP allows."""
+
+
+SETTINGS: dict[str, Any] = {
+    "http": Connection,
+    "ws": "none",
+    "lifespan": "off",
+    "h11_max_incomplete_event_size": MOST_HEAD_BYTES,
+    "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
+}
+"""For uvicorn.Config."""
+
+
+def end_stalled_ones(listener: socket.socket) -> None:
+    """Let the kernel end connections whose client, though alive, has read nothing for STALLED_SECONDS. Linux only."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALLED_SECONDS))

@@ -1,0 +1,99 @@
+"""At its deadline a request ends in the engine and with its client, and never looks like a whole answer."""
+
+import json
+import time
+
+import pytest
+
+from tests.api.conftest import serving
+from tests.api.test_errors import CHAT, TEXT, error_of
+
+TIMEOUT = 0.3
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder):
+    with serving(model_folder, request_timeout=TIMEOUT) as server:
+        server.script.ready()
+        server.reach("ready")
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "asked"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)])
+def test_a_request_of_which_nothing_has_come_is_a_504_and_is_aborted(server, path, asked, stream):
+    began = time.monotonic()
+    error = error_of(server.http.post(path, json=asked | {"stream": stream}), 504)
+    assert (error["type"], error["code"]) == ("server_error", "deadline_exceeded")
+    assert TIMEOUT <= time.monotonic() - began < TIMEOUT + 2
+    assert server.script.see("Abort")["request_id"] == server.script.see("Submit")["request_id"]
+
+
+def test_a_stream_ends_with_an_error_event_and_is_not_finished(server, background):
+    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT | {"stream": True}))
+    request_id = server.script.see("Submit")["request_id"]
+    server.script.emit(request_id, server.ids("hello"))
+    text = asked.result().text
+    events = [json.loads(event[6:]) for event in text.strip().split("\n\n")]
+    assert events[0]["choices"][0]["text"] == "hello"
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+    assert "[DONE]" not in text and '"finish_reason":"' not in text
+    assert server.script.see("Abort")["request_id"] == request_id
+
+
+def test_a_plain_answer_is_not_cut_short_but_refused(server, background):
+    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT))
+    server.script.emit(server.script.see("Submit")["request_id"], server.ids("hello"))
+    assert "hello" not in str(error_of(asked.result(), 504))
+
+
+def test_all_choices_end_together(server):
+    error_of(server.http.post("/v1/completions", json=TEXT | {"n": 3, "prompt": ["a", "b"]}), 504)
+    assert len({server.script.see("Abort")["request_id"] for _ in range(6)}) == 6
+
+
+@pytest.mark.parametrize("said", ["0.1", "1e-3"])
+def test_the_header_shortens_it(server, said):
+    began = time.monotonic()
+    error_of(server.http.post("/v1/completions", json=TEXT, headers={"X-Request-Timeout": said}), 504)
+    assert time.monotonic() - began < TIMEOUT
+
+
+def test_the_header_cannot_prolong_it(server):
+    began = time.monotonic()
+    error_of(server.http.post("/v1/completions", json=TEXT, headers={"X-Request-Timeout": "60"}), 504)
+    assert time.monotonic() - began < TIMEOUT + 2
+
+
+@pytest.mark.parametrize("said", ["", "0", "-1", "nan", "inf", "1e400", "5s", "1,5"])
+def test_a_header_that_is_no_number_of_seconds_is_refused_by_name(server, said):
+    error = error_of(server.http.post("/v1/completions", json=TEXT, headers={"X-Request-Timeout": said}), 400)
+    assert error["param"] == "X-Request-Timeout" and "seconds" in error["message"]
+
+
+def test_the_header_works_where_the_server_has_no_deadline(own_server):
+    own_server.script.ready()
+    own_server.reach("ready")
+    error_of(own_server.http.post("/v1/completions", json=TEXT, headers={"X-Request-Timeout": "0.1"}), 504)
+    assert own_server.script.see("Abort")
+
+
+def test_an_answer_in_time_is_whole_and_nothing_is_left_to_end_it(server):
+    server.script.plan([*server.ids("fine"), 2])
+    answer = server.http.post("/v1/completions", json=TEXT).json()["choices"][0]
+    assert (answer["text"], answer["finish_reason"]) == ("fine", "stop")
+    assert server.engine._timers == {} and server.engine._places == {}
+
+
+def test_deadlines_are_counted(server):
+    before = server.metric("request_success_total", finished_reason="deadline")
+    error_of(server.http.post("/v1/completions", json=TEXT), 504)
+    assert server.metric("request_success_total", finished_reason="deadline") == before + 1
+
+
+def test_the_sdk_names_it(server):
+    import openai
+
+    with pytest.raises(openai.InternalServerError) as caught:
+        server.openai.completions.create(**TEXT)
+    assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")

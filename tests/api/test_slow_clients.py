@@ -1,0 +1,147 @@
+"""Clients that send byte by byte or never read are cut off, and meanwhile delay nobody."""
+
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+
+from app.api import body, connection
+from tests.api.conftest import PATIENCE, serving
+from tests.api.test_disconnect import connect, connection_address, request
+from tests.api.test_errors import TEXT
+
+CUT_OFF = 0.4
+
+
+def drip(server, begin: bytes, drop: bytes) -> tuple[bytes, float]:
+    """What a client gets that sends `begin` and then a drop now and then, and after how many seconds it is cut off."""
+    began = time.monotonic()
+    answer = b""
+    with socket.create_connection(connection_address(server)) as client, contextlib.suppress(ConnectionError):
+        client.sendall(begin)
+        client.settimeout(CUT_OFF / 8)
+        while time.monotonic() < began + PATIENCE:
+            with contextlib.suppress(TimeoutError):
+                if not (part := client.recv(65536)):
+                    break
+                answer += part
+            client.sendall(drop)
+    return answer, time.monotonic() - began
+
+
+@pytest.mark.parametrize(("begin", "drop"), [(b"", b""), (b"", b"G"), (b"GET /live HTTP/1.1\r\n", b"X: y\r\n")])
+def test_a_head_must_come_in_time(server, monkeypatch, begin, drop):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", CUT_OFF)
+    answer, seconds = drip(server, begin, drop)
+    assert CUT_OFF / 2 < seconds < CUT_OFF + 2
+    assert b"200" not in answer
+
+
+def test_the_second_head_of_a_connection_must_come_in_time_too(server, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", CUT_OFF)
+    answer, seconds = drip(server, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n", b"G")
+    assert answer.startswith(b"HTTP/1.1 200") and seconds < CUT_OFF + 2
+
+
+def test_a_body_must_come_in_time(server, monkeypatch):
+    monkeypatch.setattr(body, "BODY_SECONDS", CUT_OFF)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
+    answer, seconds = drip(server, head, b"{")
+    assert answer.startswith(b"HTTP/1.1 408") and b'"code":"request_timeout"' in answer
+    assert CUT_OFF / 2 < seconds < CUT_OFF + 2
+
+
+def test_a_large_body_over_a_slow_line_gets_more_time(server, monkeypatch):
+    monkeypatch.setattr(body, "BODY_SECONDS", CUT_OFF)
+    monkeypatch.setattr(body, "SLOWEST_BYTES_A_SECOND", 100)
+    server.script.plan([2])
+    asked = json.dumps(TEXT | {"user": "x" * 300}).encode()
+    with socket.create_connection(connection_address(server), timeout=PATIENCE) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(asked))
+        for begin in range(0, len(asked), 40):
+            client.sendall(asked[begin : begin + 40])
+            time.sleep(CUT_OFF / 4)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_the_rest_of_a_refused_body_must_come_in_time(server, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", CUT_OFF)
+    head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
+    answer, seconds = drip(server, head, b"{")
+    assert answer.startswith(b"HTTP/1.1 404") and seconds < CUT_OFF + 2
+
+
+def test_an_answer_may_take_longer_than_a_head(server, background, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", CUT_OFF)
+    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT))
+    request_id = server.script.see("Submit")["request_id"]
+    time.sleep(2 * CUT_OFF)
+    server.script.emit(request_id, [2])
+    assert asked.result().status_code == 200
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="no other system than Linux can")
+def test_a_client_that_never_reads_is_cut_off_and_meanwhile_costs_no_memory_and_nobodys_time(model_folder, monkeypatch):
+    monkeypatch.setattr(connection, "STALLED_SECONDS", 5.0)
+    with serving(model_folder) as server:
+        server.script.ready(max_model_len=32768)
+        server.reach("ready")
+        server.script.plan(*[server.bytes("x")] * 12_000)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(connection_address(server))
+            client.sendall(request(stream=True, max_tokens=30_000))
+            request_id = server.script.see("Submit")["request_id"]
+            server.script.plan([*server.ids("quick"), 2])
+            assert server.openai.completions.create(model="tiny", prompt="quick").choices[0].text == "quick"
+            (written,) = server.call(lambda: buffers(server))
+            assert written < 200_000, "of some 3 MB of events"
+            assert server.script.see("Abort")["request_id"] == request_id
+        assert server.call(lambda: buffers(server)) == []
+
+
+async def buffers(server):
+    """How much every connection that streams has still to send."""
+    every = server.uvicorn.server_state.connections
+    return [one.transport.get_write_buffer_size() for one in every if one.cycle and not one.cycle.response_complete]
+
+
+def test_who_closes_one_direction_counts_as_gone(server):
+    """A client that has gone for good looks the same."""
+    with connect(server, stream=True) as client:
+        request_id = server.script.see("Submit")["request_id"]
+        client.shutdown(socket.SHUT_WR)
+        assert server.script.see("Abort")["request_id"] == request_id
+
+
+@pytest.mark.parametrize("count", [100, 101])
+def test_a_head_has_a_greatest_number_of_headers(server, count):
+    headers = "".join(f"X-{i}: y\r\n" for i in range(count - 2))
+    answer = exchange(server, f"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n")
+    assert answer.startswith(b"HTTP/1.1 200" if count == 100 else b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("size", [2**15, 2**20])
+def test_a_head_has_a_greatest_size(server, size):
+    answer = exchange(server, f"GET /live HTTP/1.1\r\nHost: x\r\nX-A: {'y' * size}\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 431") and b'"code":"headers_too_large"' in answer
+
+
+def test_what_is_no_http_is_told_so_in_openais_shape(server):
+    head, _, content = exchange(server, "what is this\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head
+    assert json.loads(content)["error"]["code"] == "invalid_http"
+
+
+def exchange(server, sent: str) -> bytes:
+    """All that the server answers before it closes the connection."""
+    answer = b""
+    with socket.create_connection(connection_address(server), timeout=PATIENCE) as client:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(sent.encode())
+        with contextlib.suppress(ConnectionError):
+            while part := client.recv(65536):
+                answer += part
+    return answer

@@ -1,0 +1,138 @@
+"""What a soak has shown, as lines for a terminal and as a page."""
+
+import platform
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from app.bench.report import percentile
+from tests.soak.checks import API_GROWTH, ENGINE_GROWTH
+from tests.soak.load import BURST
+from tests.soak.rounds import CYCLE, Findings
+from tests.soak.schema import Fuzzed
+
+INTRODUCTION = f"""\
+The server runs the demo pair while it is asked, all at once, for streams, whole answers, long prompts and answers that
+are read slowly through a small buffer; while clients leave in the midst, give it too little time, send what must be
+refused, open sockets and say half a request, and come {BURST} at once; and while its engine is killed, stopped for a
+while, stopped for good, and stopped together with the API process. After each round everybody is done and both
+processes are looked at. Then:
+
+- every answer is, character for character, the one that the same question got alone, without drafts and before all
+  this, with the same finish_reason and number of tokens;
+- whoever got no answer got an error in OpenAI's shape, with a Retry-After for 429 and 503, or an error event and no
+  [DONE]; but only while an engine had died and the next was not ready, or, for 429, while {BURST} came at once, or
+  when the deadline had passed that it had asked for;
+- nobody was left without either, no request is running or waiting, and no KV page is in use;
+- from the warm-up to the end the API process has no descriptor more, and at most {API_GROWTH >> 20} MiB more of
+  resident memory; an engine, from its first round to its last, at most {ENGINE_GROWTH >> 20} MiB;
+- there is no zombie, no folder of a dead engine's sockets, and no traceback in the log; SIGTERM in the midst of answers
+  lets them be written to their end, and the exit code is 0."""
+
+
+def summary(findings: Findings, fuzzed: Fuzzed) -> Iterator[str]:
+    """For a terminal."""
+    yield from _latencies(findings)
+    total, right = findings.ends.total(), sum(count for (_, end), count in findings.ends.items() if end == "right")
+    yield f"{total:,} requests in {findings.seconds:.0f} s, {right:,} answered, {len(findings.faults)} faults"
+    for problem in (*fuzzed.problems, *findings.problems):
+        yield f"PROBLEM: {problem}"
+    yield "A PROMISE IS BROKEN" if findings.problems or fuzzed.problems else "all promises hold"
+
+
+def page(findings: Findings, fuzzed: Fuzzed, arguments: Sequence[str]) -> Iterator[str]:
+    """In Markdown."""
+    plan = findings.plan
+    yield "# Reliability"
+    yield ""
+    yield f"Written by `{shlex.join(['python', '-m', 'tests.soak', *arguments])}`; do not edit. `make soak` runs it in"
+    yield "full: 20 minutes of load and faults, after 10 of schemathesis. `make test` has about a minute of it."
+    command = shlex.join(["dflash-server", "serve", *plan.flags])
+    yield f"Python {platform.python_version()}, torch {torch.__version__}, `{command}`;"
+    yield "the server, its engine with one thread, and all clients on one CPU."
+    yield ""
+    yield INTRODUCTION
+    yield ""
+    yield f"## {'A PROMISE WAS BROKEN' if findings.problems or fuzzed.problems else 'All of it held'}"
+    yield ""
+    yield f"It took {findings.seconds / 60:.1f} minutes, with seed {plan.seed}."
+    for problem in (*fuzzed.problems, *findings.problems):
+        yield f"- {problem}"
+    yield ""
+    yield from _ends(findings)
+    yield ""
+    yield from _faults(findings)
+    yield ""
+    yield from _latencies(findings)
+    yield ""
+    yield from _footprints(findings)
+    yield ""
+    yield "## Schemathesis"
+    yield ""
+    yield from _fuzzed(fuzzed)
+
+
+def _ends(findings: Findings) -> Iterator[str]:
+    yield "| clients | right | clear error | left by themselves | wrong |"
+    yield "|---|---|---|---|---|"
+    for kind in sorted({kind for kind, _ in findings.ends}):
+        cells = " | ".join(f"{findings.ends[kind, end]:,}" for end in ("right", "error", "left", "wrong"))
+        yield f"| {kind} | {cells} |"
+    for kind, count in findings.held.items():
+        yield f"| {kind} | - | - | {count:,} | - |"
+    yield ""
+    yield "For bad input the 4xx that it must get is right. The errors of all others:"
+    yield ""
+    yield "| error | times |"
+    yield "|---|---|"
+    for message, count in findings.errors.most_common():
+        yield f"| {message} | {count:,} |"
+
+
+def _faults(findings: Findings) -> Iterator[str]:
+    yield "| fault | times | next engine ready after, s |"
+    yield "|---|---|---|"
+    for kind, times in Counter(fault.kind for fault in findings.faults).items():
+        seconds = [fault.seconds for fault in findings.faults if fault.kind == kind and fault.seconds is not None]
+        spread = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else "(survives)"
+        yield f"| {kind} | {times} | {spread} |"
+
+
+def _latencies(findings: Findings) -> Iterator[str]:
+    """Of streams with a right answer. What a paused engine or a burst costs is in the figures."""
+    yield "| streams with a right answer | TTFT p50, ms | p99, ms | between chunks p50, ms | p99, ms |"
+    yield "|---|---|---|---|---|"
+    for kind in ("all", *(f"round {name}" for name in reversed(CYCLE))):
+        values = (findings.first_tokens[kind], findings.gaps[kind])
+        cells = [_milliseconds(some, percent) for some in values for percent in (50, 99)]
+        yield f"| {kind}, {len(findings.first_tokens[kind]):,} | {' | '.join(cells)} |"
+
+
+def _milliseconds(seconds: Sequence[float], percent: int) -> str:
+    return f"{1000 * percentile(seconds, percent):.0f}" if seconds else "-"
+
+
+def _footprints(findings: Findings) -> Iterator[str]:
+    yield "| after round | API process, MiB | descriptors | engine | its memory, MiB | its descriptors |"
+    yield "|---|---|---|---|---|---|"
+    numbers: dict[int, int] = {}
+    for point in findings.points:
+        number = numbers.setdefault(point.engine_pid, len(numbers) + 1)
+        cells = [f"{point.api.memory / 2**20:.1f}", point.api.descriptors, number]
+        cells += [f"{point.engine.memory / 2**20:.1f}", point.engine.descriptors]
+        yield f"| {point.after} | {' | '.join(map(str, cells))} |"
+
+
+def _fuzzed(fuzzed: Fuzzed) -> Iterator[str]:
+    if not fuzzed.seconds:
+        yield "Left out (`--fuzz-minutes 0`)."
+        return
+    minutes = f"{fuzzed.seconds / 60:.1f} minutes"
+    yield f"{fuzzed.statuses.total():,} requests in {minutes}, made from /openapi.json and against it:"
+    yield ""
+    yield "| status | answers |"
+    yield "|---|---|"
+    for status, count in sorted(fuzzed.statuses.items()):
+        yield f"| {status} | {count:,} |"

@@ -1,0 +1,30 @@
+"""About a minute of `make soak`: every kind of load and every kind of fault at least once."""
+
+import sys
+
+import pytest
+
+from tests.soak.report import page, summary
+from tests.soak.rounds import Plan, soak
+from tests.soak.schema import Fuzzed
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
+
+
+def test_every_request_ends_rightly_and_nothing_is_left_behind() -> None:
+    """Nothing of it depends on how fast this machine is, if only a step takes less than the step timeout."""
+    plan = Plan(minutes=0.3, seed=1, step_timeout=3.0, pause=1.0, workers=6, slow_tokens=200)
+    findings = soak(plan, print)
+    print("\n".join(summary(findings, Fuzzed())))
+    assert findings.problems == []
+    assert {fault.kind for fault in findings.faults} == {
+        "SIGSTOP for 1 s",
+        "both processes stopped for 3.6 s",
+        "SIGKILL",
+        "SIGSTOP for good",
+    }
+    for kind in ("stream", "plain", "long prompt", "slow reader", "burst", "bad input", "look"):
+        assert findings.ends[kind, "right"] > 0, kind
+    assert findings.ends["abort", "left"] > 0
+    assert findings.held["half-open socket"] > 0
+    assert "All of it held" in "\n".join(page(findings, Fuzzed(), []))
