@@ -298,7 +298,7 @@ def _drafts_of_block(flag: str, block: str) -> int:
     """A block is the anchor and its drafts: 16 -> 15."""
     from app.config import ConfigError
 
-    if not block.isascii() or not block.isdigit() or int(block) < 2:
+    if not block.isascii() or not block.isdigit() or len(block) > 9 or int(block) < 2:
         raise ConfigError(f"{flag} {block}: a block is a whole number of rows, the anchor and at least one draft")
     return int(block) - 1
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -186,7 +187,9 @@ class Config(BaseSettings):
             layers = _Layers(**_values(given))
         except ValidationError as error:
             raise _explain(error, given) from None
-        return cls(**{name: getattr(layers, name) for name in cls.model_fields})
+        config = cls(**{name: getattr(layers, name) for name in cls.model_fields})
+        _check_sendable(config, given)
+        return config
 
     @field_validator("served_model_name", "api_key", "admin_key", "allowed_origins", mode="before")
     @classmethod
@@ -213,7 +216,7 @@ class Config(BaseSettings):
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError as error:
+            except _UNREADABLE as error:
                 raise ValueError(f"not JSON: {error}") from None
         return value
 
@@ -369,6 +372,9 @@ PEER_FLAGS = (
     PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),
 )
 
+_UNREADABLE = (ValueError, LookupError, AttributeError, RecursionError)
+"""What readers of JSON and YAML raise besides their own errors: at thousands of digits, endless brackets, odd tags."""
+
 GROUPS = {
     "model": ("model", "draft_model", "served_model_name", "dtype", "device", "config"),
     "speculative decoding": (
@@ -449,8 +455,18 @@ def _is_json_list(value: object) -> TypeGuard[str]:
 def _read_list(text: str) -> list[object]:
     try:
         return list(json.loads(text))
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise ValueError(f"not JSON: {error}") from None
+
+
+def _check_sendable(config: Config, given: dict[str, Said]) -> None:
+    """The engine gets its settings as JSON: raises ConfigError, naming it, for one that cannot be said so."""
+    for name in Config.model_fields:
+        try:
+            config.model_dump_json(include={name})
+        except (UnicodeError, ValueError) as error:
+            spelling = given[name].spelling if name in given else name
+            raise ConfigError(f"{spelling}: {' '.join(str(error).split())}") from None
 
 
 def parse_bytes(text: str) -> int:
@@ -460,7 +476,7 @@ def parse_bytes(text: str) -> int:
         raise ValueError("a size is a number of bytes, or a number with a unit: 512MiB, 4GiB, 2G, 2GB")
     number, unit, suffix = match.groups()
     units = DECIMAL_UNITS if unit and suffix == "B" else BINARY_UNITS
-    return int(float(number) * units[unit])
+    return int(Decimal(number) * units[unit])
 
 
 class _Layers(Config):
@@ -522,7 +538,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *_UNREADABLE) as error:  # its constructors raise what they like
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path}: a mapping of names to values is wanted, not a {type(content).__name__}")
@@ -564,7 +580,7 @@ def _speculative_config(said: Said) -> SpeculativeConfig:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"{said.spelling}: not JSON: {error}", example) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{said.spelling}: an object is wanted, not {value!r}", example)

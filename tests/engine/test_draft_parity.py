@@ -18,7 +18,6 @@ from app.engine.backend import make_backend
 from app.engine.batch import Batch, Rows
 from app.engine.build import Engine
 from app.engine.core import Step
-from app.engine.dflash.model import DFlashModel
 from app.engine.sequence import Request, Sequence
 from tests.engine.lossless import LUCKY, demo_folder, demo_prompts, make_engine
 from tests.engine.pairs import Pair, make_pair
@@ -42,13 +41,14 @@ class Block:
 class Blocks(list[Block]):
     """Every block that `engine` drafts from now on."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: Engine) -> None:
         runner = engine.core.runner
-        launch, propose, forward = runner.launch, runner.stages.drafter.propose, DFlashModel.forward
+        drafter = runner.stages.drafter
+        launch, propose, forward = runner.launch, drafter.propose, drafter.forward
 
-        def recorded_forward(model: DFlashModel, *args) -> Tensor:
-            hidden = forward(model, *args)
-            self._hidden, self._head = hidden, model.lm_head
+        def recorded_forward(*args) -> Tensor:
+            hidden = forward(*args)
+            self._hidden, self._head = hidden, drafter.model.lm_head
             return hidden
 
         def recorded_propose(*args) -> Tensor:
@@ -65,8 +65,7 @@ class Blocks(list[Block]):
                     self.append(Block(token_ids, hidden[i], logits, self._drafts[i].tolist(), len(anchored)))
             return pending
 
-        monkeypatch.setattr(DFlashModel, "forward", recorded_forward)
-        runner.stages.drafter.propose = recorded_propose
+        drafter.forward, drafter.propose = recorded_forward, recorded_propose
         runner.launch = recorded_launch
 
     def worst_error(self, draft: ReferenceDraft) -> float:
@@ -135,10 +134,10 @@ SETTINGS: dict[str, dict] = {
     ("shape", "settings"),
     [("gqa 4:2", settings) for settings in SETTINGS] + [(shape, "batched, chunked") for shape in PAIRS][1:],
 )
-def test_every_block_equals_the_reference(tmp_path, monkeypatch, shape: str, settings: str):
+def test_every_block_equals_the_reference(tmp_path, shape: str, settings: str):
     pair = make_pair(tmp_path, seed=4, **PAIRS[shape])
     engine = make_engine(pair.target, pair.draft, max_model_len=80, **SETTINGS[settings])
-    blocks = Blocks(engine, monkeypatch)
+    blocks = Blocks(engine)
     engine.core.run(random_requests(pair, LENGTHS, max_tokens=30 if settings == "preempted" else 8))
     error = blocks.worst_error(reference(pair, SETTINGS[settings].get("block_size")))
     print(f"{len(blocks)} blocks, worst error {error:.2g}")
@@ -150,10 +149,10 @@ def test_every_block_equals_the_reference(tmp_path, monkeypatch, shape: str, set
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 128])
-def test_a_block_over_no_context_at_all_equals_the_reference(tmp_path, monkeypatch, page_size: int):
+def test_a_block_over_no_context_at_all_equals_the_reference(tmp_path, page_size: int):
     pair = make_pair(tmp_path, seed=4)
     engine = make_engine(pair.target, pair.draft, page_size=page_size, max_model_len=80, max_num_seqs=2)
-    blocks = Blocks(engine, monkeypatch)
+    blocks = Blocks(engine)
     seq = Sequence(Request("n = 1", (7,), max_tokens=20), arrival=0)
     engine.core.scheduler.pool.grow(seq.pages, pair.block_size)
     engine.core.runner.launch(Batch([Rows(seq, 0, pair.block_size, samples=True, num_drafts=pair.block_size - 1)]))
@@ -161,11 +160,11 @@ def test_a_block_over_no_context_at_all_equals_the_reference(tmp_path, monkeypat
     assert blocks.worst_error(reference(pair)) <= TIGHT
 
 
-def test_rows_that_were_decoded_without_drafts_are_context_like_any_other(tmp_path, monkeypatch):
+def test_rows_that_were_decoded_without_drafts_are_context_like_any_other(tmp_path):
     """As after steps of width 1: each of these rows was alone, or beside another sequence's block."""
     pair = make_pair(tmp_path, seed=4)
     engine = make_engine(pair.target, pair.draft, page_size=4, max_model_len=80, max_num_seqs=2)
-    blocks = Blocks(engine, monkeypatch)
+    blocks = Blocks(engine)
     text, b = list(random_requests(pair, (19,))[0].token_ids), pair.block_size
     plain = Sequence(Request("plain", tuple(text), max_tokens=20), arrival=0)
     drafted = Sequence(Request("drafted", (7,), max_tokens=20), arrival=1)
@@ -271,11 +270,11 @@ IN_THE_WEIGHTS = [without_hidden_norm, without_k_norm, without_own_head, without
 
 
 @pytest.mark.parametrize("mistake", IN_THE_ENGINE + IN_THE_WEIGHTS)
-def test_a_draft_mistake_shows_far_above_the_tolerance(tmp_path, monkeypatch, mistake: Callable[..., None]):
+def test_a_draft_mistake_shows_far_above_the_tolerance(tmp_path, mistake: Callable[..., None]):
     pair = make_pair(tmp_path, seed=4, own_head=True, own_embedding=True)
     draft = rewritten(pair.draft, tmp_path / "mistaken", mistake) if mistake in IN_THE_WEIGHTS else pair.draft
     engine = make_engine(pair.target, draft, max_model_len=80, page_size=4)
-    blocks = Blocks(engine, monkeypatch)
+    blocks = Blocks(engine)
     if mistake in IN_THE_ENGINE:
         mistake(engine)
     engine.core.run(random_requests(pair, (20,)))

@@ -94,7 +94,7 @@ class Run:
 
     def poison(self, pages: list[int]) -> None:
         """NaN in the target's memory, as of a device that has erred."""
-        kv = self.core.runner._pools[0].layers[1]
+        kv = self.core.runner.pools[0].layers[1]
         with torch.inference_mode():
             kv.k[pages] = NAN
             kv.v[pages] = NAN
@@ -368,7 +368,7 @@ def test_context_kv_that_waits_survives_the_step_that_fails(lucky: Pair, monkeyp
     context is whole."""
     engine = engine_of(lucky)
     with torch.inference_mode():
-        engine.core.runner._pools[1].all_layers.k.zero_()  # what the warm-up has left
+        engine.core.runner.pools[1].all_layers.k.zero_()  # what the warm-up has left
     asked = [Request(name, (1, 2, 3), 20, speculate=False) for name in ("r0", "bad")]
     run = Run(engine, asked).until(6, "r0")
     stages = engine.core.runner.stages
@@ -379,7 +379,7 @@ def test_context_kv_that_waits_survives_the_step_that_fails(lucky: Pair, monkeyp
     stages.write_context()
     seq = run.sequence("r0")
     slots = torch.tensor([seq.pages[p // PAGE] * PAGE + p % PAGE for p in range(seq.num_computed)])
-    k = engine.core.runner._pools[1].layers[0].k.flatten(0, 1)
+    k = engine.core.runner.pools[1].layers[0].k.flatten(0, 1)
     assert k[slots].flatten(1).any(dim=1).all()
     run.to_the_end()
 

@@ -34,7 +34,7 @@ def test_a_sequence_whose_logits_are_nan_ends_alone(
             core.add(request)
         core.step()
         (seq,) = (seq for seq in core.scheduler.running if seq.request is bad)
-        core.runner._pools[0].layers[0].k[seq.pages.tolist()] = float("nan")
+        core.runner.pools[0].layers[0].k[seq.pages.tolist()] = float("nan")
         core.add(late)
         tokens: dict[str, list[int]] = {"good": said[:1], "late": [], "bad": []}
         while core.has_work:

@@ -119,10 +119,6 @@ def test_a_config_that_is_a_folder_is_told(tmp_path: Path) -> None:
     check(["--config", str(tmp_path)])
 
 
-KNOWN = "found by fuzzing: ends in a traceback today"
-
-
-@pytest.mark.xfail(strict=True, reason=KNOWN)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -143,7 +139,6 @@ def test_a_value_that_breaks_what_reads_it_is_told(arguments: tuple[str, str]) -
     check(list(arguments))
 
 
-@pytest.mark.xfail(strict=True, reason=KNOWN)
 @pytest.mark.parametrize(
     "content",
     [
