@@ -73,6 +73,11 @@ class Batch:
         first = Batch(self.decodes[:middle], self.prefills[:chunks])
         return first, Batch(self.decodes[middle:], self.prefills[chunks:])
 
+    @property
+    def still_running(self) -> "Batch":
+        """The rows of sequences that have a seat."""
+        return Batch(*([rows for rows in some if rows.seq.seat >= 0] for some in (self.decodes, self.prefills)))
+
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
 

@@ -9,7 +9,9 @@ import contextlib
 import hashlib
 import importlib
 import os
+import platform
 import shutil
+import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, LayerKv
+from app.engine.backend import AttnMeta, LayerKv, Rotation
 from app.engine.cpu_backend import CpuBackend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.errors import UnsupportedError
@@ -28,6 +30,8 @@ from app.engine.kv_pool import KvPool
 from app.engine.layers import StepRows
 from app.engine.stages import Stages
 from app.engine.torch_backend import Call, TorchBackend
+
+_SOURCES = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,8 @@ class Compiled:
                         owner._backend = backend
 
         package = folder / f"{name}-{_digest(settings, [*examples, *weights, *(pool[:1] for pool in pools)])}.pt2"
-        if not package.exists():
+
+        def compile_it() -> None:
             sizes = [dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in open_sizes]
             pool_sizes = [{0: torch.export.Dim.DYNAMIC}] * len(pools)
             with torch.no_grad(), warnings.catch_warnings():
@@ -148,10 +153,21 @@ class Compiled:
                     dynamic_shapes=(sizes, [None] * len(weights), pool_sizes),
                     strict=False,
                 )
+                if exported.constants:  # they would be what they are now for whoever finds the package
+                    raise RuntimeError(f"{name}: {', '.join(exported.constants)} would be compiled in")
                 unfinished = package.with_suffix(f".{os.getpid()}.pt2")
                 inductor.aoti_compile_and_package(exported, package_path=str(unfinished))
             unfinished.replace(package)
-        self._run = inductor.aoti_load_package(str(package)).loader.boxed_run
+
+        if not package.exists():
+            compile_it()
+        try:
+            loaded = inductor.aoti_load_package(str(package))
+        except RuntimeError:  # of another system's libraries, or broken
+            package.unlink(missing_ok=True)
+            compile_it()
+            loaded = inductor.aoti_load_package(str(package))
+        self._run = loaded.loader.boxed_run
         self._kept = [*weights, *pools]
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
@@ -168,7 +184,7 @@ def compile_stages(
     """
     if dtype != torch.float32:
         raise UnsupportedError(f"--compile: --dtype {str(dtype).removeprefix('torch.')} is not supported yet")
-    if not shutil.which(os.environ.get("CXX", "g++")):
+    if not shutil.which(_compiler()):
         raise UnsupportedError(
             "--compile: there is no g++ here: install it, name another compiler in CXX, or leave it out"
         )
@@ -242,29 +258,34 @@ class _Forward:
         return results[0], results[1] if len(results) > 1 else None  # features
 
 
-def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Tensor, Tensor, Tensor], None]:
+def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Tensor, Rotation, Tensor], None]:
     context, decoder = drafter.context, drafter.decoder
     own_pool, layers = context.pool, [part.view(-1, *part.shape[2:]) for part in (pool.all_layers.k, pool.all_layers.v)]
 
-    def write(flat: list[Tensor], features: Tensor, positions: Tensor, slots: Tensor, first_slots: Tensor) -> Tensor:
+    def write(
+        flat: list[Tensor], features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, first_slots: Tensor
+    ) -> Tensor:
         context.pool = _AllLayers(LayerKv(*flat), first_slots)
         try:
-            context.write(features, positions, slots)
+            context.write(features, (cos, sin), slots)
         finally:
             context.pool = own_pool
-        return positions
+        return slots
 
     width = drafter.model.fc.shape[1]
     rows = 6
     first_slots = pool.slots_in_all_layers(torch.zeros(1, dtype=torch.int32))
-    examples = [torch.zeros(rows, width, dtype=layers[0].dtype), *torch.arange(2 * rows, dtype=torch.int32).view(2, -1)]
-    compiled = Compiled(
-        "context", drafter.model.config, write, [context], layers, [*examples, first_slots], [[0], [0], [0], []], folder
-    )
-    assert len(first_slots) == decoder.num_layers
+    examples = [
+        torch.zeros(rows, width, dtype=layers[0].dtype),
+        *torch.zeros(2, rows, 1, decoder.head_dim, dtype=layers[0].dtype).unbind(),
+        torch.arange(rows, dtype=torch.int32),
+        first_slots,
+    ]
+    open_sizes = [[0], [0], [0], [0], []]
+    compiled = Compiled("context", drafter.model.config, write, [context], layers, examples, open_sizes, folder)
 
-    def run(features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        compiled(features, positions, slots, first_slots)
+    def run(features: Tensor, rotation: Rotation, slots: Tensor) -> None:
+        compiled(features, *rotation, slots, first_slots)
 
     return run
 
@@ -326,11 +347,25 @@ def _is_part(value: object) -> bool:
 
 
 def _digest(settings: object, tensors: Sequence[Tensor]) -> str:
-    """Of all that decides what is compiled: settings and shapes, the engine's own code, PyTorch, and the processor."""
-    what = hashlib.sha256(
-        f"{settings!r} {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {os.cpu_count()}".encode()
-    )
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    """Of all that decides what is compiled: settings and shapes, the engine's own code, PyTorch and the compiler, the
+    processor, and the threads that loops are cut for."""
+    compiler = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
+    what = hashlib.sha256(f"{settings!r} {torch.__version__} {torch.get_num_threads()} {os.cpu_count()}".encode())
+    what.update(compiler + _processor())
+    for source in sorted(_SOURCES.rglob("*.py")):
         what.update(source.read_bytes())
     what.update(repr([(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors]).encode())
     return what.hexdigest()[:16]
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def _processor() -> bytes:
+    """What -march=native looks at."""
+    told = (b"model name", b"flags", b"Features", b"CPU part")
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        return b"\n".join(sorted({line for line in lines if line.startswith(told)}))
+    return platform.processor().encode()

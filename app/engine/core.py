@@ -92,7 +92,10 @@ class EngineCore:
             self._num_faults += 1
             self.runner.take_back()
             if len(batch.rows) > 1:
-                return [delta for half in batch.halves for delta in self._run(half)]
+                first, second = batch.halves
+                deltas = self._run(first)
+                second = second.still_running  # the first one's commit may have preempted some of it
+                return deltas + (self._run(second) if second else [])
             (rows,) = batch.rows
             return [self.scheduler.drop(rows.seq, error)]
         return self.scheduler.commit(batch, result)

@@ -179,7 +179,10 @@ class Scheduler:
             except Exception as error:
                 deltas.append(self.drop(seq, error))
         for seq in unclear:
-            self._start_over(seq)
+            if seq.seat < 0:  # another one's start has preempted it
+                seq.cacheable = False
+            else:
+                self._start_over(seq)
         return deltas
 
     def _take_chunk(self, rows: Rows) -> None:

@@ -1,10 +1,12 @@
 """`--compile`: what is compiled says what operators one by one say, is kept, and is refused where it cannot be."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
+from app.engine import compiled
 from app.engine.build import build_engine
 from app.engine.config import EngineConfig
 from app.engine.core import EngineCore
@@ -51,32 +53,54 @@ def requests(count: int = 6) -> list[Request]:
     ]
 
 
-def counting(core: EngineCore) -> dict[str, int]:
-    """How many forwards of the target come, and how many of them are left to operators one by one."""
-    counted = {"all": 0, "eager": 0}
-    forward, eager = core.runner.stages.forward, core.runner.stages.forward._eager
+def by_operators(core: EngineCore) -> EngineCore:
+    """The same engine with all that is compiled taken out; its heads are laid out alike, so that KV can be compared."""
+    stages = core.runner.stages
+    stages.forward, stages.drafter.forward = stages.forward._eager, stages.drafter.forward._eager
+    stages.drafter.write = stages.drafter.context.write
+    return core
 
-    def count(name, function):
-        def call(*arguments):
-            counted[name] += 1
-            return function(*arguments)
 
-        return call
+class Counted:
+    """How often `holder.name` is called from now on, and how often that is left to operators one by one."""
 
-    forward._eager = count("eager", eager)
-    core.runner.stages.forward = count("all", forward)
-    return counted
+    def __init__(self, holder) -> None:
+        self.all = self.eager = 0
+        forward, eager = holder.forward, holder.forward._eager
+
+        def counted(*arguments):
+            self.all += 1
+            return forward(*arguments)
+
+        def counted_eager(*arguments):
+            self.eager += 1
+            return eager(*arguments)
+
+        forward._eager, holder.forward = counted_eager, counted
+
+
+def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
+    """Of target and draft, wherever both have pages: no text would show a wrong context or block."""
+    for pool, expected in zip(core.runner.pools, other.runner.pools, strict=True):
+        for layer, wanted in zip(pool.layers, expected.layers, strict=True):
+            pages = min(len(layer.k), len(wanted.k))
+            assert float(wanted.k[:pages].abs().sum()) > 1
+            torch.testing.assert_close(layer.k[:pages], wanted.k[:pages], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(layer.v[:pages], wanted.v[:pages], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{}, {"verify": 3}, {"max_num_batched_tokens": 70}], ids=str)
-def test_texts_are_those_of_operators_one_by_one(pair, settings):
+def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings):
     """Alone and together, with prompts cut, at widths of a block and less; and what is compiled is what ran."""
-    core = engine(pair, compile=True, **settings)
-    counted = counting(core)
-    assert core.run(requests()) == engine(pair, **settings).run(requests())
+    core, other = engine(pair, compile=True, **settings), by_operators(engine(pair, compile=True, **settings))
+    target, draft = Counted(core.runner.stages), Counted(core.runner.stages.drafter)
+    assert core.run(requests()) == other.run(requests()) == engine(pair, **settings).run(requests())
     for request in requests(2):
-        assert core.run([request]) == engine(pair, **settings).run([request])
-    assert counted["all"] > 20 and counted["eager"] < counted["all"] / 2
+        assert core.run([request]) == other.run([request])
+    assert_same_kv(core, other)
+    assert target.all > 20 and target.eager < target.all / 2
+    assert draft.all > 20 and not draft.eager
+    assert core.runner.stages.drafter.write.__name__ == "run"
 
 
 def test_a_target_alone_is_compiled_by_itself(pair, kept):
@@ -89,20 +113,41 @@ def test_a_target_alone_is_compiled_by_itself(pair, kept):
     assert more.name.startswith("target-")
 
 
-def test_what_is_compiled_is_kept_whatever_the_memory(pair, kept, monkeypatch):
-    engine(pair, compile=True)
+def test_what_is_compiled_is_kept_whatever_the_lengths_and_the_memory(pair, kept, monkeypatch):
+    """Made for short texts and few pages, it says the same far beyond them."""
+    engine(pair, compile=True, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64, kv_cache_memory=1 << 20)
     before = sorted(kept.iterdir())
     monkeypatch.setattr("torch.export.export", None)
-    engine(pair, compile=True, kv_cache_memory=4 << 20, max_num_seqs=2)
+    core, other = engine(pair, compile=True), by_operators(engine(pair, compile=True))
+    long = [Request(f"{i}", tuple(range(5, 95)) * 3, max_tokens=60, seed=i, temperature=0.7 * i) for i in range(2)]
+    assert core.run(long) == other.run(long)
+    assert_same_kv(core, other)
     assert sorted(kept.iterdir()) == before and kept.stat().st_mode & 0o777 == 0o700
 
 
-def test_other_code_is_compiled_anew(pair, monkeypatch):
+@pytest.mark.parametrize("what", ["sources", "threads", "processor", "settings"])
+def test_whatever_decides_what_is_compiled_is_part_of_its_name(monkeypatch, tmp_path, what):
+    digest = partial(compiled._digest, ("settings",), [torch.zeros(2, 3)])
+    before = digest()
+    assert before == digest() != compiled._digest(("settings",), [torch.zeros(3, 2)])
+    if what == "sources":
+        (tmp_path / "any.py").write_text("pass")
+        monkeypatch.setattr(compiled, "_SOURCES", tmp_path)
+    elif what == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    elif what == "processor":
+        monkeypatch.setattr(compiled, "_processor", lambda: b"another")
+    else:
+        digest = partial(compiled._digest, ("others",), [torch.zeros(2, 3)])
+    assert digest() != before
+
+
+def test_a_broken_package_is_made_anew(pair, kept):
     engine(pair, compile=True)
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "another")
-    monkeypatch.setattr("torch.export.export", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine(pair, compile=True)
+    (context,) = kept.glob("context-*.pt2")
+    context.write_bytes(b"broken")
+    assert engine(pair, compile=True).run(requests(2)) == engine(pair).run(requests(2))
+    assert context.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -121,8 +166,6 @@ def test_without_a_compiler_it_is_refused(pair, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_made_is_no_reason_to_give_up(pair, monkeypatch, tmp_path):
-    from app.engine import compiled
-
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     folder = compiled._kept_in()

@@ -359,6 +359,21 @@ def test_who_starts_over_preempts_the_newest_if_it_needs_their_pages():
     assert harness.done[second].emitted == harness.done[second].expected[0]
 
 
+def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypatch):
+    """It would be given pages while it waits, and those would be nobody's for ever."""
+    harness = Harness(page_size=4, block_size=4, max_model_len=32, max_num_seqs=2, prefix_caching=True)
+    first, second = (harness.add(6, 8) for _ in range(2))
+    harness.step(lambda rows: 0)
+    scheduler, older, newer = harness.scheduler, harness.sequence(first), harness.sequence(second)
+    started = []
+    monkeypatch.setattr(scheduler, "_take_tokens", lambda *_: None)
+    monkeypatch.setattr(scheduler, "_start_over", lambda seq: started.append(seq) or scheduler._preempt(newer))
+    batch = scheduler.schedule()
+    scheduler.commit(batch, StepResult([[0, 0]] * 2, [0, 0]))
+    assert started == [older] and not newer.pages and not newer.cacheable
+    assert [rows.seq for rows in batch.still_running.rows] == [older]
+
+
 # Who waits for whom
 
 

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend import Backend
+from app.engine.backend import Backend, Rotation
 from app.engine.dflash.model import DFlashModel
 from app.engine.kv_pool import KvPool
-from app.engine.layers import RotaryTable
 
 
 class ContextKv:
@@ -17,7 +16,7 @@ class ContextKv:
     Context rows never pass through a draft layer, so their K/V depend on the feature and the position alone.
     """
 
-    def __init__(self, model: DFlashModel, pool: KvPool, rotary: RotaryTable, backend: Backend) -> None:
+    def __init__(self, model: DFlashModel, pool: KvPool, backend: Backend) -> None:
         decoder = model.config.decoder
         self._fc = model.fc
         self._hidden_norm = model.hidden_norm
@@ -27,11 +26,10 @@ class ContextKv:
         self._ones = torch.ones_like(self._k_norm[0])
         self._shape = (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
         self.pool: Any = pool
-        self._rotary = rotary
         self._backend = backend
 
-    def write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Features [T, taps * H] of the rows at `positions` [T], into the same slots [T] as the target's KV.
+    def write(self, features: Tensor, rotation: Rotation, slots: Tensor) -> None:
+        """Features [T, taps * H] of rows, with RoPE at their positions, into the same slots [T] as the target's KV.
 
         What is not finite in them becomes 0, and drafts that are no good; else it would stay on pages that others get.
         """
@@ -40,6 +38,4 @@ class ContextKv:
         context = context.nan_to_num(0.0, 0.0, 0.0)
         kv_tl2hd = backend.linear(context, self._kv).view(-1, *self._shape)
         slots = self.pool.slots_in_all_layers(slots)
-        backend.context_into_kv(
-            kv_tl2hd, self._k_norm, self._ones, self._eps, self._rotary.at(positions), self.pool.all_layers, slots
-        )
+        backend.context_into_kv(kv_tl2hd, self._k_norm, self._ones, self._eps, rotation, self.pool.all_layers, slots)

@@ -42,7 +42,7 @@ class DFlashDrafter:
         self._rotary = rotary
         self._sampler = sampler
         self._backend = backend
-        self.context = ContextKv(model, pool, rotary, backend)
+        self.context = ContextKv(model, pool, backend)
         self.forward: Callable[..., Any] = model.forward
         self.write: Callable[..., Any] = self.context.write
         self.decoder = model.config.decoder
@@ -61,4 +61,4 @@ class DFlashDrafter:
         return hidden.view(anchors.shape[0], config.block_size, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        self.write(features, positions, slots)
+        self.write(features, self._rotary.at(positions), slots)
