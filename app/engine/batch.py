@@ -76,7 +76,8 @@ class Batch:
     @property
     def still_running(self) -> "Batch":
         """The rows of sequences that have a seat."""
-        return Batch(*([rows for rows in some if rows.seq.seat >= 0] for some in (self.decodes, self.prefills)))
+        decodes, prefills = ([rows for rows in some if rows.seq.seat >= 0] for some in (self.decodes, self.prefills))
+        return Batch(decodes, prefills)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
