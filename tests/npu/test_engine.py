@@ -56,7 +56,7 @@ def test_tokens_on_the_null_device_are_the_cpu_engines(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, backend: type[Backend]
 ) -> None:
     wanted = engine(pair, device="cpu").run(requests())
-    monkeypatch.setattr(build, "make_backend", lambda name, npu_check: backend(torch.device(name)))
+    monkeypatch.setattr(build, "make_backend", lambda name, **_: backend(torch.device(name)))
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     with torch.inference_mode(), Numerics(lift=["N7"]):
         assert engine(pair, device="npu:0").run(requests()) == wanted

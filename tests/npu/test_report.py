@@ -229,7 +229,7 @@ def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(
     monkeypatch.setattr(
         demo_pair.build,
         "make_backend",
-        lambda name, npu_check: Causal(torch.device(name)) if name == "npu:0" else make(name),
+        lambda name, **_: Causal(torch.device(name)) if name == "npu:0" else make(name),
     )
     found = answer(Part("eager", partial(in_float32.against_cpu, "eager")))
     assert found["status"] == "failed" and found["result"]["identical"] == 4
