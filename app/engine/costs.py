@@ -10,7 +10,7 @@ from app.engine.dflash.policy import CostTable
 from app.engine.model_runner import ModelRunner
 from app.engine.profile_run import pages_of, verify_batch
 
-_SECONDS = 2.0
+_SECONDS = 1.0
 """Spent on the first round, which leaves sizes between the ends out then, and once more on all others."""
 _ROUNDS = 7
 _IN_A_ROW = 3
