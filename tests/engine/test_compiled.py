@@ -103,6 +103,7 @@ def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings):
     assert core.runner.stages.drafter.write.__name__ == "run"
 
 
+@pytest.mark.slow
 def test_a_target_alone_is_compiled_by_itself(pair, kept):
     """It hands out no features, and nothing else tells the two apart."""
     engine(pair, compile=True)
@@ -142,6 +143,7 @@ def test_whatever_decides_what_is_compiled_is_part_of_its_name(monkeypatch, tmp_
     assert digest() != before
 
 
+@pytest.mark.slow
 def test_a_broken_package_is_made_anew(pair, kept):
     engine(pair, compile=True)
     (context,) = kept.glob("context-*.pt2")
