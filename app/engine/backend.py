@@ -16,7 +16,7 @@ from torch import Tensor
 from app.engine.errors import UnsupportedError
 from app.engine.graph import Graph, RerunGraph
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +252,9 @@ def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False
 def _on_cuda() -> str:
     """Torch for CUDA brings Triton on Linux; elsewhere it may be missing."""
     if importlib.util.find_spec("triton"):
-        _LOG.info("attention and the operators between matrix products: kernels in Triton")
+        logger.info("attention and the operators between matrix products: kernels in Triton")
         return "cuda.backend.CudaBackend"
-    _LOG.warning("Triton is not installed: operators are PyTorch's, and there are no graphs; pip install triton")
+    logger.warning("Triton is not installed: operators are PyTorch's, and there are no graphs; pip install triton")
     return "torch_backend.TorchBackend"
 
 
