@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 def guarded(work: Callable[[], int]) -> int:
     """The exit code of `work`, whose troubles are told in a line. Ctrl-C and SIGTERM end our servers on the way out."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return work()
     except (ConfigError, ServerError) as error:
@@ -33,6 +33,11 @@ def guarded(work: Callable[[], int]) -> int:
         return INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> None:
+    """As Ctrl-C does, also where a shell has put the command in the background, deaf to SIGINT."""
+    raise KeyboardInterrupt
 
 
 def progress(console: Console) -> Progress:

@@ -191,8 +191,9 @@ def test_own_servers_end_with_whatever_ends_the_bench() -> None:
         httpx.get(f"{own.url}/live")
 
 
-def test_signals_and_troubles_become_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("of_sigint", [signal.default_int_handler, signal.SIG_IGN], ids=["front", "background"])
+def test_signals_and_troubles_become_exit_codes(capsys: pytest.CaptureFixture[str], of_sigint: Any) -> None:
+    before, before_int = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, of_sigint)
 
     def told_to_end() -> int:
         signal.raise_signal(signal.SIGTERM)
@@ -201,7 +202,10 @@ def test_signals_and_troubles_become_exit_codes(capsys: pytest.CaptureFixture[st
     def troubled() -> int:
         raise ServerError("it is gone", "look for it")
 
-    assert guarded(told_to_end) == 130 and guarded(troubled) == 1
+    try:
+        assert guarded(told_to_end) == 130 and guarded(troubled) == 1
+    finally:
+        signal.signal(signal.SIGINT, before_int)
     assert capsys.readouterr().err == "interrupted\nerror: it is gone\nhint: look for it\n"
     assert signal.getsignal(signal.SIGTERM) is before
 
