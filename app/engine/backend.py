@@ -65,6 +65,8 @@ class Backend(ABC):
     defaults: Defaults
     pairs_adjacent = False
     """Whether RoPE turns dims (2i, 2i + 1) of a head together: q and k weights are put in that order when loaded."""
+    prefills_apart = True
+    """Whether rows of prompts go through an attention call of their own in a step in which others decode."""
     captures = False
     """Whether graphs are the faster way here; `capture` works everywhere."""
 

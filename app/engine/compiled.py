@@ -22,84 +22,92 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, LayerKv, Rotation
+from app.engine.backend import AttnMeta, LayerKv
 from app.engine.cpu_backend import CpuBackend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.errors import UnsupportedError
 from app.engine.kv_pool import KvPool
-from app.engine.layers import StepRows
-from app.engine.stages import Stages
-from app.engine.torch_backend import Call, TorchBackend
+from app.engine.layers import StepRows, rotation_at
+from app.engine.sampler import greedy
+from app.engine.sequence import NOT_FINITE
+from app.engine.stages import DraftTensors, Forwarded, Rows, Stages, TargetTensors, places
+from app.engine.torch_backend import Call, TorchBackend, fits_one_call
 
 _SOURCES = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
 class OneCall:
-    """A step's whole attention as one padded call, in tensors alone.
+    """A step's whole attention as one padded call: no sequence has more rows, or tokens, than these."""
 
-    `pages` [S, P] int32 hold a sequence's tokens, `mask` [S, 1, G * Q, L] is 0 where a row may look and -inf elsewhere,
-    `places` [T] int64 are where the rows stand among the S * Q padded ones.
-    """
-
-    pages: Tensor
-    mask: Tensor
-    places: Tensor
+    max_q: int
+    max_kv: int
 
 
 class CompiledBackend(TorchBackend):
     """Plain operators, which inductor fuses by itself, over weights laid out as a CPU's."""
 
+    prefills_apart = False
     lay_out = CpuBackend.lay_out
     keep_step_memory = CpuBackend.keep_step_memory
     fused_places = CpuBackend.fused_places
+    fused_verify = staticmethod(CpuBackend.fused_verify)
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> "Plan":
-        """What operators one by one need, and OneCall where there is such a call."""
-        calls = super().plan_attention(meta, group)
-        whole = len(calls) == 1 and calls[0].num_pieces == len(meta.q_lens)
-        return Plan(calls, _one_call(meta, calls[0], group) if whole else None)
+    def plan_attention(self, meta: AttnMeta, group: int) -> OneCall | list[Call]:
+        """What operators one by one need where one call does not do."""
+        if fits_one_call(meta.q_lens, meta.kv_lens, group):
+            return OneCall(max(meta.q_lens), max(meta.kv_lens))
+        return super().plan_attention(meta, group)
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
-        return self.attend(q_thd, kv, meta.plan.calls)
+        calls = meta.plan
+        if isinstance(calls, OneCall):
+            calls = super().plan_attention(meta, q_thd.shape[1] // kv.k.shape[2])
+        return self.attend(q_thd, kv, calls)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    calls: list[Call]
-    one: OneCall | None
+class _Padded:
+    """One call in tensors alone.
 
+    `pages` [S, P] int32 hold a sequence's tokens, `mask` [S, 1, G * Q, L] is 0 where a row may look and -inf elsewhere,
+    and `places` [T] are where the rows stand among the S * Q padded ones; None where nothing is padded.
+    """
 
-def _one_call(meta: AttnMeta, call: Call, group: int) -> OneCall:
-    assert isinstance(call.pages, Tensor)
-    mask = torch.zeros(call.num_pieces, 1, group * call.max_q, call.max_kv)
-    if call.mask is not None:
-        mask.masked_fill_(~call.mask, -torch.inf)
-    places = torch.arange(call.num_pieces * call.max_q) if call.places is None else call.places
-    return OneCall(call.pages.view(call.num_pieces, -1), mask, places)
+    pages: Tensor
+    mask: Tensor
+    places: Tensor | None
 
 
 class _Exported(CompiledBackend):
-    """The same while torch.export watches: K and V of a layer are [slots, kv_heads, D], and a plan is OneCall."""
+    """The same while torch.export watches: K and V of a layer are [slots, kv_heads, D], and a plan is _Padded."""
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
         kv.k.index_put_((slots,), k_thd)
         kv.v.index_put_((slots,), v_thd)
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
-        one: OneCall = meta.plan
+        one: _Padded = meta.plan
         heads, dim = q_thd.shape[1:]
         kv_heads, num_seqs = kv.k.shape[-2], one.pages.shape[0]
         group = heads // kv_heads
         max_q = one.mask.shape[2] // group
-        q = q_thd.new_zeros(num_seqs * max_q, heads, dim).index_put((one.places,), q_thd)
+        q = q_thd
+        if one.places is not None:
+            q = q_thd.new_zeros(num_seqs * max_q, heads, dim).index_put((one.places,), q_thd)
         q = q.view(num_seqs, max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, -1, dim)
-        slots = one.pages.long().unsqueeze(2) * meta.page_size + torch.arange(meta.page_size)
+        slots = one.pages.unsqueeze(2) * meta.page_size + torch.arange(meta.page_size, dtype=torch.int32)
         slots = slots.flatten(1)[:, : one.mask.shape[3]]
         k, v = (pool[slots].transpose(1, 2) for pool in (kv.k, kv.v))
         o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=one.mask)
         o = o.view(num_seqs, kv_heads, group, max_q, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
-        return o[one.places]
+        return o if one.places is None else o[one.places]
+
+
+def _mask(seen: Tensor, tokens: Tensor, group: int) -> Tensor:
+    """[S, 1, G * Q, L] for rows [S, Q] that see the tokens up to number `seen`."""
+    mask = torch.where(tokens <= seen.unsqueeze(2), 0.0, -torch.inf)
+    return mask.repeat(1, group, 1).unsqueeze(1)
 
 
 class Compiled:
@@ -192,10 +200,10 @@ def compile_stages(
     drafter = stages.drafter if isinstance(stages.drafter, DFlashDrafter) else None
     total = 3 if drafter else 1
     on_compiled(0, total)
-    stages.forward = _Forward("target", stages.target, stages.forward, pools[0], folder, of_tokens=True)
+    stages.forward = _target(stages, pools[0], folder)
     on_compiled(1, total)
     if drafter:
-        drafter.forward = _Forward("draft", drafter.model, drafter.forward, pools[1], folder, of_tokens=False)
+        stages.propose = _draft(stages, drafter, pools[1], folder)
         on_compiled(2, total)
         drafter.write = _context(drafter, pools[1], folder)
         on_compiled(3, total)
@@ -212,82 +220,157 @@ def _kept_in() -> Path:
     return Path(tempfile.mkdtemp(prefix="dflash-compiled-"))
 
 
-class _Forward:
-    """A model's forward: compiled where attention is one call, else `eager`."""
+def _target(stages: Stages, pool: KvPool, folder: Path) -> Callable[[Tensor, TargetTensors], Forwarded]:
+    """`Stages.forward`, compiled where attention is one call; choices are made greedily."""
+    model, eager, most_rows = stages.target, stages.forward, stages.sampler.most_rows
+    config, page_size = model.config, pool.layers[0].k.shape[1]
+    group = config.num_heads // config.num_kv_heads
 
-    def __init__(
-        self, name: str, model: Any, eager: Callable[..., Any], pool: KvPool, folder: Path, *, of_tokens: bool
-    ) -> None:
-        self._eager = eager
-        self._of_tokens = of_tokens
-        decoder = getattr(model.config, "decoder", model.config)
-        dim, kv_heads = decoder.head_dim, decoder.num_kv_heads
-        group = decoder.num_heads // kv_heads
-        taps = model.taps if of_tokens else ()
-        page_size = pool.layers[0].k.shape[1]
-        layers = [part.view(-1, kv_heads, dim) for kv in pool.layers for part in (kv.k, kv.v)]
+    def forward(
+        flat: list[Tensor],
+        token_ids: Tensor,
+        logit_rows: Tensor,
+        owners: Tensor,
+        offsets: Tensor,
+        starts: Tensor,
+        ends: Tensor,
+        kv_len: Tensor,
+        pages: Tensor,
+        queries: Tensor,
+        tokens: Tensor,
+    ) -> tuple[Tensor, ...]:
+        *layers, cos, sin = flat
+        numbers = torch.arange(token_ids.shape[0], dtype=torch.int32)
+        seen = torch.minimum((kv_len - (ends - starts)).unsqueeze(1) + queries, kv_len.unsqueeze(1) - 1)
+        plan = _Padded(pages, _mask(seen, tokens, group), owners * queries.shape[0] + numbers - starts[owners])
+        meta = AttnMeta(ends, kv_len, pages, [token_ids.shape[0]], [], page_size, causal=True, plan=plan)
+        positions, slots = places(Rows(owners, offsets, meta), numbers)
+        rows = StepRows(rotation_at((cos, sin), positions), slots, [meta])
+        hidden, features = model.forward(token_ids, rows, _Layers.of(layers))
+        hidden = hidden[logit_rows]
+        choices, is_lost = greedy(torch.nn.functional.linear(hidden, model.lm_head))
+        found = (hidden, choices.masked_fill(is_lost, NOT_FINITE), positions, slots)
+        return found if features is None else (*found, features)
 
-        def forward(flat: list[Tensor], x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *one: Tensor) -> Any:
-            meta = AttnMeta(x, x, x, [x.shape[0]], [], page_size, causal=True, plan=OneCall(*one))
-            kv = [LayerKv(k, v) for k, v in zip(flat[::2], flat[1::2], strict=True)]
-            return model.forward(x, StepRows((cos, sin), slots, [meta]), _Layers(kv))
+    seqs, width, length = 2, 3, 5 * page_size - 1
+    rows = seqs * width
+    ints: Any = {"dtype": torch.int32}
+    examples = [
+        torch.zeros(rows, **ints),
+        torch.zeros(rows - 1, **ints),
+        torch.zeros(rows, **ints),
+        *torch.zeros(3, seqs, **ints),
+        torch.full((seqs,), length, **ints),
+        torch.zeros(seqs, -(-length // page_size), **ints),
+        torch.arange(width, **ints),
+        torch.arange(length, **ints),
+    ]
+    open_sizes = [[0], [0], [0], [0], [0], [0], [0], [0, 1], [0], [0]]
+    kept = [*_flat(pool), *stages.rotary.tables]
+    settings = (config, model.taps, page_size)
+    run = Compiled("target", settings, forward, [model], kept, examples, open_sizes, folder)
+    numbers = torch.arange(len(stages.rotary.tables[0]), **ints)
 
-        dtype = layers[0].dtype
-        num_seqs, width, length = 2, 3, 5 * page_size - 1
-        rows = num_seqs * width
-        examples = [
-            torch.zeros(rows, dtype=torch.int32) if of_tokens else torch.zeros(rows, decoder.hidden_size, dtype=dtype),
-            *torch.zeros(2, rows, 1, dim, dtype=dtype).unbind(),
-            torch.arange(rows, dtype=torch.int32),
-            torch.zeros(num_seqs, -(-length // page_size), dtype=torch.int32),
-            torch.zeros(num_seqs, 1, group * width, length),
-            torch.arange(rows),
-        ]
-        open_sizes = [[0], [0], [0], [0], [0, 1], [0, 2, 3], [0]]
-        self._compiled = Compiled(
-            name, (model.config, taps, page_size), forward, [model], layers, examples, open_sizes, folder
+    def replaced(token_ids: Tensor, inputs: TargetTensors) -> Forwarded:
+        (rows,) = inputs.groups
+        meta = rows.meta
+        logit_rows = numbers[: len(token_ids)] if inputs.logit_rows is None else inputs.logit_rows
+        if not isinstance(meta.plan, OneCall) or not 0 < len(logit_rows) <= most_rows:
+            return eager(token_ids, inputs)
+        hidden, choices, positions, slots, *features = run(
+            token_ids,
+            logit_rows,
+            rows.owners,
+            rows.offsets,
+            meta.cu_q[:-1],
+            meta.cu_q[1:],
+            meta.kv_len,
+            meta.page_table,
+            numbers[: meta.plan.max_q],
+            numbers[: meta.plan.max_kv],
         )
+        return Forwarded(hidden, choices, features[0] if features else None, positions, slots)
 
-    def __call__(self, x: Tensor, rows: StepRows, pool: KvPool) -> Any:
-        one = rows.groups[0].plan.one if len(rows.groups) == 1 else None
-        if one is None:
-            return self._eager(x, rows, pool)
-        results = self._compiled(x, *rows.rotation, rows.slots, one.pages, one.mask, one.places)
-        if not self._of_tokens:
-            return results[0]
-        return results[0], results[1] if len(results) > 1 else None  # features
+    return replaced
 
 
-def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Tensor, Rotation, Tensor], None]:
-    context, decoder = drafter.context, drafter.decoder
+def _draft(stages: Stages, drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[DraftTensors], Tensor]:
+    """`Stages.propose`, compiled where attention is one call."""
+    model, eager, most_rows = drafter.model, stages.propose, stages.sampler.most_rows
+    config, page_size, block = model.config, pool.layers[0].k.shape[1], model.config.block_size
+    group = config.decoder.num_heads // config.decoder.num_kv_heads
+
+    def propose(
+        flat: list[Tensor], anchors: Tensor, offsets: Tensor, kv_len: Tensor, pages: Tensor, tokens: Tensor
+    ) -> tuple[Tensor]:
+        *layers, cos, sin = flat
+        numbers = torch.arange(anchors.shape[0] * block, dtype=torch.int32)
+        plan = _Padded(pages, _mask((kv_len - 1).unsqueeze(1).expand(-1, block), tokens, group), None)
+        meta = AttnMeta(kv_len, kv_len, pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan)
+        positions, slots = places(Rows(numbers // block, offsets, meta), numbers)
+        rows = StepRows(rotation_at((cos, sin), positions), slots, [meta])
+        embedded = stages.backend.embed_blocks(anchors, config.mask_token_id, block, model.embedding)
+        hidden = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])[:, 1:]
+        return (torch.nn.functional.linear(hidden, model.lm_head).argmax(dim=-1).to(torch.int32),)
+
+    blocks, length = 2, 5 * page_size - 1
+    ints: Any = {"dtype": torch.int32}
+    examples = [
+        *torch.zeros(2, blocks, **ints),
+        torch.full((blocks,), length, **ints),
+        torch.zeros(blocks, -(-length // page_size), **ints),
+        torch.arange(length, **ints),
+    ]
+    kept = [*_flat(pool), *drafter.rotary.tables]
+    open_sizes = [[0], [0], [0], [0, 1], [0]]
+    run = Compiled("draft", (config, page_size), propose, [model], kept, examples, open_sizes, folder)
+    numbers = torch.arange(len(drafter.rotary.tables[0]), **ints)
+
+    def replaced(inputs: DraftTensors) -> Tensor:
+        rows, meta = inputs.rows, inputs.rows.meta
+        if not isinstance(meta.plan, OneCall) or len(inputs.anchors) * (block - 1) > most_rows:
+            return eager(inputs)
+        tokens = numbers[: meta.plan.max_kv]
+        (drafts,) = run(inputs.anchors, rows.offsets, meta.kv_len, meta.page_table, tokens)
+        return drafts
+
+    return replaced
+
+
+def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """`DFlashDrafter.write`, compiled."""
+    context = drafter.context
     own_pool, layers = context.pool, [part.view(-1, *part.shape[2:]) for part in (pool.all_layers.k, pool.all_layers.v)]
 
-    def write(
-        flat: list[Tensor], features: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, first_slots: Tensor
-    ) -> Tensor:
-        context.pool = _AllLayers(LayerKv(*flat), first_slots)
+    def write(flat: list[Tensor], features: Tensor, positions: Tensor, slots: Tensor, first_slots: Tensor) -> Tensor:
+        k, v, cos, sin = flat
+        context.pool = _AllLayers(LayerKv(k, v), first_slots)
         try:
-            context.write(features, (cos, sin), slots)
+            context.write(features, rotation_at((cos, sin), positions), slots)
         finally:
             context.pool = own_pool
         return slots
 
-    width = drafter.model.fc.shape[1]
     rows = 6
     first_slots = pool.slots_in_all_layers(torch.zeros(1, dtype=torch.int32))
     examples = [
-        torch.zeros(rows, width, dtype=layers[0].dtype),
-        *torch.zeros(2, rows, 1, decoder.head_dim, dtype=layers[0].dtype).unbind(),
-        torch.arange(rows, dtype=torch.int32),
+        torch.zeros(rows, drafter.model.fc.shape[1], dtype=layers[0].dtype),
+        *torch.zeros(2, rows, dtype=torch.int32),
         first_slots,
     ]
-    open_sizes = [[0], [0], [0], [0], []]
-    compiled = Compiled("context", drafter.model.config, write, [context], layers, examples, open_sizes, folder)
+    kept = [*layers, *drafter.rotary.tables]
+    open_sizes = [[0], [0], [0], []]
+    run = Compiled("context", drafter.model.config, write, [context], kept, examples, open_sizes, folder)
 
-    def run(features: Tensor, rotation: Rotation, slots: Tensor) -> None:
-        compiled(features, *rotation, slots, first_slots)
+    def replaced(features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        run(features, positions, slots, first_slots)
 
-    return run
+    return replaced
+
+
+def _flat(pool: KvPool) -> list[Tensor]:
+    """K and V of layer after layer, each [slots, kv_heads, D]."""
+    return [part.flatten(0, 1) for kv in pool.layers for part in (kv.k, kv.v)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +378,10 @@ class _Layers:
     """A KvPool as a model's forward sees it."""
 
     layers: list[LayerKv]
+
+    @staticmethod
+    def of(flat: Sequence[Tensor]) -> Any:
+        return _Layers([LayerKv(k, v) for k, v in zip(flat[::2], flat[1::2], strict=True)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -100,6 +101,25 @@ class CpuBackend(TorchBackend):
         places = torch.add(pages, owners, alpha=page_table.shape[1])
         slots = page_table.view(-1).index_select(0, places).sub_(pages).mul_(page_size).add_(positions)
         return positions, slots
+
+    @staticmethod
+    def fused_verify(
+        choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_of: Tensor
+    ) -> Tensor:
+        """In NumPy, whose calls cost a fraction of PyTorch's."""
+        own, rows = choices.numpy(), first.numpy()
+        if drafts is None:
+            out = np.zeros((len(rows), 2), dtype=own.dtype)
+            out[:, 0] = own[rows]
+            return torch.from_numpy(out)
+        limits, drafted = num_drafts.numpy()[:, None], drafts.numpy()[draft_of.numpy()]
+        column = np.arange(drafted.shape[1] + 1)
+        tokens = own[rows[:, None] + np.minimum(column, limits)]
+        kept = (tokens[:, :-1] == drafted) & (column[1:] <= limits)
+        out = np.empty((len(rows), len(column) + 1), dtype=own.dtype)
+        out[:, :-1] = tokens
+        out[:, -1] = np.where(kept.all(axis=1), len(column) - 1, kept.argmin(axis=1))
+        return torch.from_numpy(out)
 
     def _call(self, meta: AttnMeta, pieces: list[Piece], group: int, *, whole: bool) -> Call:
         """Pages of a single sequence that lie in a row are not gathered."""

@@ -20,11 +20,15 @@ class RotaryTable:
     def __init__(self, head_dim: int, theta: float, length: int, dtype: torch.dtype, backend: Backend) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         angles = torch.outer(torch.arange(length).float(), 1.0 / theta**exponents)
-        self._tables = backend.rotary_tables(angles, dtype)
+        self.tables = backend.rotary_tables(angles, dtype)
 
     def at(self, positions: Tensor) -> Rotation:
         """For positions [T]."""
-        return tuple(table[positions].unsqueeze(1) for table in self._tables)
+        return rotation_at(self.tables, positions)
+
+
+def rotation_at(tables: Rotation, positions: Tensor) -> Rotation:
+    return tuple(table[positions].unsqueeze(1) for table in tables)
 
 
 @dataclass(frozen=True, slots=True)

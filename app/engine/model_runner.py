@@ -64,7 +64,9 @@ class ModelRunner:
     def launch(self, batch: Batch) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
         self._num_owed = self.stages.num_waiting
-        inputs = step_inputs.build(batch, self._page_size, self._block_size)
+        inputs = step_inputs.build(
+            batch, self._page_size, self._block_size, prefills_apart=self._backend.prefills_apart
+        )
         goes_on = self._goes_on(batch)
         self._num_owed = self.stages.num_waiting
         drafts = self._draft(inputs.draft) if inputs.draft else None

@@ -1,6 +1,7 @@
 """Arrays to the device in one copy."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ class Packed:
     """Int32 arrays on the device that come in one copy. `tensors` keep their place from one `send` to the next."""
 
     def __init__(self, arrays: Sequence[Ints], backend: Backend) -> None:
-        ends = np.cumsum([-(-len(array) // _ALIGNMENT) * _ALIGNMENT for array in arrays])
-        self._starts = [0, *ends[:-1].tolist()]
-        self._memory = torch.empty(int(ends[-1]), dtype=torch.int32, device=backend.device)
+        lengths = [len(array) for array in arrays]
+        padding = [-length % _ALIGNMENT for length in lengths]
+        sizes = [size for pair in zip(lengths, padding, strict=True) for size in pair]
+        self._starts = list(accumulate(sizes, initial=0))[:-1:2]
+        self._memory = torch.empty(sum(sizes), dtype=torch.int32, device=backend.device)
         self._backend = backend
-        self.tensors = [self._memory[i : i + len(array)] for i, array in zip(self._starts, arrays, strict=True)]
+        self.tensors = list(self._memory.split(sizes)[::2])
         self.send(arrays)
 
     def send(self, arrays: Sequence[Ints]) -> None:

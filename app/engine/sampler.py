@@ -82,10 +82,17 @@ class Draws:
         )
 
 
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(argmax [R] int64 of logits [R, V], whether the best one is NaN or infinite [R] bool)."""
+    best, choice = logits.max(dim=-1)  # NaN is more than anything
+    return choice, (best - best).ne(0)
+
+
 class Sampler:
     def __init__(self, vocab_size: int, backend: Backend) -> None:
         self._backend = backend
-        self._chunk = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+        self.most_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+        """Whose logits are made at once."""
         tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
         self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
@@ -93,18 +100,18 @@ class Sampler:
         """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id. NOT_FINITE where the best logit is NaN
         or infinite."""
         chunks = []
-        for i, part in enumerate(torch.split(hidden, self._chunk)):
+        for i, part in enumerate(torch.split(hidden, self.most_rows)):
             logits = self._backend.linear(part, lm_head)
-            best, choice = logits.max(dim=-1)  # NaN is more than anything
+            choice, is_lost = greedy(logits)
             for some in draws:
-                if own := some.within(i * self._chunk, i * self._chunk + len(part)):
+                if own := some.within(i * self.most_rows, i * self.most_rows + len(part)):
                     choice[own.rows] = self._draw(logits[own.rows].float(), own)
-            chunks.append(choice.masked_fill_((best - best).ne(0), NOT_FINITE))
+            chunks.append(choice.masked_fill_(is_lost, NOT_FINITE))
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """The argmax [R] int64 for hidden states [R, H]: some token of the vocabulary also where nothing is finite."""
-        chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in torch.split(hidden, self._chunk)]
+        chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in torch.split(hidden, self.most_rows)]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,22 @@ class TargetTensors(NamedTuple):
     groups: list[Rows]
 
 
+class Forwarded(NamedTuple):
+    """The target's T rows behind its layers: hidden states [R, H] of those that decide, and the greedy choice [R] int64
+    after each, None where it was not made; features [T, taps * H], None without taps; positions and slots [T]."""
+
+    hidden: Tensor
+    choices: Tensor | None
+    features: Tensor | None
+    positions: Tensor
+    slots: Tensor
+
+
 class Stages:
-    """Draft, and target with context KV and verify. `max_rows` bounds the rows of a group of rows."""
+    """Draft, and target with context KV and verify. `max_rows` bounds the rows of a group of rows.
+
+    `forward` and `propose` may be replaced by something that says the same faster.
+    """
 
     def __init__(
         self,
@@ -66,11 +80,12 @@ class Stages:
         drafter: Drafter | None,
     ) -> None:
         self.target = target
-        self.forward: Callable[..., Any] = target.forward
+        self.forward: Callable[[Tensor, TargetTensors], Forwarded] = self._forward
+        self.propose: Callable[[DraftTensors], Tensor] = self._propose
         self.drafter = drafter
+        self.rotary = rotary
+        self.sampler = sampler
         self._pool = pool
-        self._rotary = rotary
-        self._sampler = sampler
         self.backend = backend
         self._page_size = page_size
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -101,9 +116,7 @@ class Stages:
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Drafts [D, b - 1] int32 of the tokens after each anchor."""
-        positions, slots = self._places(inputs.rows)
-        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slots, inputs.rows.meta)
-        return drafts.to(torch.int32)
+        return self.propose(inputs)
 
     def choose(
         self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[Draws], *, context_may_wait: bool = False
@@ -118,18 +131,17 @@ class Stages:
         token_ids = inputs.token_ids
         if drafts is not None:
             token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.sources]
-        places = [self._places(rows) for rows in inputs.groups]
-        positions, slots = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
-        rows = StepRows(self._rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
-        hidden, features = self.forward(token_ids, rows, self._pool)
+        hidden, choices, features, positions, slots = self.forward(token_ids, inputs)
         if self.drafter is not None and features is not None:
             self._waiting.append((features, positions, slots))
             most = min(MOST_WAITING, len(self._row_numbers) // len(slots))  # no more rows than the widest step has
             if not context_may_wait or len(self._waiting) >= most:
                 self.write_context()
-        if inputs.logit_rows is not None:
-            hidden = hidden[inputs.logit_rows]
-        return hidden, self._sampler.choose(hidden, self.target.lm_head, draws)
+        if choices is None:
+            choices = self.sampler.choose(hidden, self.target.lm_head, draws)
+        else:
+            self.redraw(hidden, choices, draws)
+        return hidden, choices
 
     def write_context(self) -> None:
         """Write the context KV that waits."""
@@ -152,7 +164,7 @@ class Stages:
         for some in draws:
             numbers = list(range(len(some.host_rows)))
             own = replace(some, host_rows=numbers, rows=self._row_numbers[: len(numbers)])
-            choices[some.rows] = self._sampler.choose(hidden[some.rows], self.target.lm_head, [own])
+            choices[some.rows] = self.sampler.choose(hidden[some.rows], self.target.lm_head, [own])
 
     def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
         """See `dflash.verify`."""
@@ -164,6 +176,20 @@ class Stages:
         if self.drafter is None:
             raise RuntimeError("a batch with drafts came to a runner without a drafter")
         return self.drafter
+
+    def _forward(self, token_ids: Tensor, inputs: TargetTensors) -> Forwarded:
+        places = [self._places(rows) for rows in inputs.groups]
+        positions, slots = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
+        rows = StepRows(self.rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
+        hidden, features = self.target.forward(token_ids, rows, self._pool)
+        if inputs.logit_rows is not None:
+            hidden = hidden[inputs.logit_rows]
+        return Forwarded(hidden, None, features, positions, slots)
+
+    def _propose(self, inputs: DraftTensors) -> Tensor:
+        positions, slots = self._places(inputs.rows)
+        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slots, inputs.rows.meta)
+        return drafts.to(torch.int32)
 
     def _rows(self, group: RowGroup, tensors: Sequence[Tensor], *, causal: bool) -> Rows:
         owners, offsets, cu_q, kv_len, page_table = tensors

@@ -7,10 +7,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from app.engine.arrays import Floats, Ints
 from app.engine.batch import Batch, Rows
@@ -123,33 +121,36 @@ class StepInputs:
     draws: list[DrawInputs]
 
 
-def build(batch: Batch, page_size: int, block_size: int) -> StepInputs:
-    """Arrays of a non-empty batch."""
-    counts = _counts(batch.rows)
-    ends = _int32(np.cumsum(counts))
-    sampling = batch.sampling
-    logit_counts = np.array([rows.num_drafts + 1 for rows in sampling], dtype=np.int32)
-    last_row = ends[np.array([rows.samples for rows in batch.rows], dtype=bool)]
-    drafting = np.array([rows.num_drafts > 0 for rows in sampling], dtype=bool)
-    draft_of = _int32(np.where(drafting, np.cumsum(drafting) - 1, 0))
-    first_logit = _int32(np.cumsum(logit_counts)) - logit_counts
-    sources = np.arange(counts.sum(), dtype=np.int32)
-    sources[_ranges(last_row - logit_counts + 1, logit_counts - 1)] = len(sources) + _ranges(
-        draft_of * (block_size - 1), logit_counts - 1
+def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool = True) -> StepInputs:
+    """Arrays of a non-empty batch; with `prefills_apart` its prefills are a group of their own."""
+    rows, sampling = batch.rows, batch.sampling
+    token_ids = _token_ids(rows)
+    num_drafts = [share.num_drafts for share in sampling]
+    first_logit = [0, *accumulate(count + 1 for count in num_drafts)]
+    draft_numbers = list(accumulate((count > 0 for count in num_drafts), initial=0))
+    draft_of = [number if count else 0 for number, count in zip(draft_numbers, num_drafts, strict=False)]
+    every_row = np.arange(len(token_ids), dtype=np.int32)
+    sources = logit_rows = every_row
+    if batch.prefills:
+        ends = accumulate(share.count for share in rows)
+        firsts = [end - share.num_drafts - 1 for share, end in zip(rows, ends, strict=True) if share.samples]
+        logit_rows = _ranges(firsts, [count + 1 for count in num_drafts])
+    if any(num_drafts):
+        drafts = _ranges([first + 1 for first in first_logit[:-1]], num_drafts)
+        sources = every_row.copy()
+        sources[logit_rows[drafts]] = len(every_row) + _ranges([n * (block_size - 1) for n in draft_of], num_drafts)
+    parts = (batch.decodes, batch.prefills) if prefills_apart else (rows,)
+    target = TargetInputs(
+        token_ids=token_ids,
+        sources=sources,
+        logit_rows=logit_rows,
+        first_logit=np.array(first_logit[:-1], dtype=np.int32),
+        num_drafts=np.array(num_drafts, dtype=np.int32),
+        draft_of=np.array(draft_of, dtype=np.int32),
+        groups=[_group(part, [share.count for share in part], page_size) for part in parts if part],
     )
-    return StepInputs(
-        target=TargetInputs(
-            token_ids=np.concatenate([_own_tokens(rows) for rows in batch.rows]),
-            sources=sources,
-            logit_rows=_ranges(last_row - logit_counts, logit_counts),
-            first_logit=first_logit,
-            num_drafts=logit_counts - 1,
-            draft_of=draft_of,
-            groups=[_group(part, _counts(part), page_size) for part in (batch.decodes, batch.prefills) if part],
-        ),
-        draft=_draft_inputs(batch, page_size, block_size) if drafting.any() else None,
-        draws=_draws(sampling, first_logit, draft_of),
-    )
+    draft = _draft_inputs(batch, page_size, block_size) if any(num_drafts) else None
+    return StepInputs(target, draft, _draws(sampling, first_logit, draft_of))
 
 
 def empty_target() -> TargetInputs:
@@ -214,14 +215,19 @@ def _no_rows() -> RowGroup:
     return RowGroup(np.zeros(0, dtype=np.int32), np.zeros((0, 0), dtype=np.int32), [], [])
 
 
-def _own_tokens(rows: Rows) -> Ints:
-    own = rows.seq.token_ids[rows.start : rows.end]
-    return np.array(own + [0] * (rows.count - len(own)), dtype=np.int32)
+def _token_ids(shares: list[Rows]) -> Ints:
+    """Of all rows, 0 where a draft belongs."""
+    token_ids: list[int] = []
+    for rows in shares:
+        own = rows.seq.token_ids[rows.start : rows.end]
+        token_ids += own
+        token_ids += [0] * (rows.count - len(own))
+    return np.array(token_ids, dtype=np.int32)
 
 
-def _draws(sampling: list[Rows], first_logit: Ints, draft_of: Ints) -> list[DrawInputs]:
+def _draws(sampling: list[Rows], first_logit: list[int], draft_of: list[int]) -> list[DrawInputs]:
     kinds: dict[tuple[bool, bool], list[tuple[Rows, int, int]]] = {}
-    for rows, first, draft in zip(sampling, first_logit.tolist(), draft_of.tolist(), strict=True):
+    for rows, first, draft in zip(sampling, first_logit, draft_of, strict=False):
         request = rows.seq.request
         if not request.is_argmax:
             kinds.setdefault((request.is_filtered, request.is_penalised), []).append((rows, first, draft))
@@ -245,7 +251,7 @@ def _draw_inputs(drawn: list[tuple[Rows, int, int]]) -> DrawInputs:
         for pair in _added(rows, int(start))
     ]
     return DrawInputs(
-        rows=_ranges(np.array([first for _, first, _ in drawn], dtype=np.int32), np.array(counts, dtype=np.int32)),
+        rows=_ranges([first for _, first, _ in drawn], counts),
         state=np.concatenate([_noise_states(rows) for rows, _, _ in drawn]),
         temperature=floats(1.0 if request.is_greedy else request.temperature for request in requests),
         drawn=ints(not request.is_greedy for request in requests),
@@ -282,37 +288,32 @@ def _noise_states(rows: Rows) -> Ints:
     return noise_states(rows.seq.request.seed, rows.end - rows.num_drafts, rows.num_drafts + 1)
 
 
-def _group(rows: list[Rows], counts: Ints, page_size: int) -> RowGroup:
-    """`counts[i]` rows from the start of `rows[i]` on."""
-    starts = np.array([r.start for r in rows], dtype=np.int32)
-    width = -(-int((starts + counts).max()) // page_size)
-    page_table: Ints = np.zeros((len(rows), width), dtype=np.int32)
-    for line, r in zip(page_table, rows, strict=True):
-        pages = np.frombuffer(r.seq.pages, dtype=np.int32)[:width]
+def _group(shares: list[Rows], counts: list[int], page_size: int) -> RowGroup:
+    """`counts[i]` rows from the start of `shares[i]` on."""
+    starts = [rows.start for rows in shares]
+    kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+    width = -(-max(kv_lens) // page_size)
+    page_table: Ints = np.zeros((len(shares), width), dtype=np.int32)
+    for line, rows in zip(page_table, shares, strict=True):
+        pages = np.frombuffer(rows.seq.pages, dtype=np.int32)[:width]
         line[: len(pages)] = pages
-    return RowGroup(starts, page_table, counts.tolist(), (starts + counts).tolist())
+    return RowGroup(np.array(starts, dtype=np.int32), page_table, counts, kv_lens)
 
 
 def _draft_inputs(batch: Batch, page_size: int, block_size: int) -> DraftInputs:
     """Whole blocks from each anchor on, whatever part of them is verified."""
     drafting = [rows for rows in batch.decodes if rows.num_drafts]
-    blocks: Ints = np.full(len(drafting), block_size, dtype=np.int32)
     return DraftInputs(
         request_ids=[rows.seq.request.request_id for rows in drafting],
         anchors=np.array([rows.seq.token_ids[-1] for rows in drafting], dtype=np.int32),
-        group=_group(drafting, blocks, page_size),
+        group=_group(drafting, [block_size] * len(drafting), page_size),
     )
 
 
-def _counts(rows: list[Rows]) -> Ints:
-    return np.array([r.count for r in rows], dtype=np.int32)
-
-
-def _ranges(starts: Ints, counts: Ints) -> Ints:
+def _ranges(starts: list[int], counts: list[int]) -> Ints:
     """The concatenation of arange(start, start + count)."""
-    firsts = np.cumsum(counts) - counts
-    return _int32(np.arange(counts.sum()) + np.repeat(starts - firsts, counts))
-
-
-def _int32(x: NDArray[np.integer[Any]]) -> Ints:
-    return x.astype(np.int32, copy=False)
+    lengths: Ints = np.array(counts, dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    shifts = np.array(starts, dtype=np.int32) - ends + lengths
+    ranges: Ints = np.arange(sum(counts), dtype=np.int32) + np.repeat(shifts, counts)
+    return ranges

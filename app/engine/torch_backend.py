@@ -1,9 +1,10 @@
 """The backend in plain PyTorch: the reference on every device, and what runs on CUDA where Triton is not."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -164,6 +165,12 @@ def _gather(pool: Tensor, call: Call) -> Tensor:
     """[S, kv_heads, L, D] out of [pages, page_size, kv_heads, D]."""
     pages = pool[call.pages] if isinstance(call.pages, slice) else pool.index_select(0, call.pages)
     return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
+
+
+def fits_one_call(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> bool:
+    """Whether all rows of all sequences go through attention in one padded call."""
+    scores = list(map(mul, q_lens, kv_lens))
+    return max(scores) <= MAX_SCORES // group and _Size(len(scores), max(q_lens), max(kv_lens), sum(scores)).fits(group)
 
 
 def _pieces(meta: AttnMeta, max_scores: int) -> list[Piece]:

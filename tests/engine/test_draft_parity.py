@@ -44,7 +44,7 @@ class Blocks(list[Block]):
     def __init__(self, engine: Engine) -> None:
         runner = engine.core.runner
         drafter = runner.stages.drafter
-        launch, propose, forward = runner.launch, drafter.propose, drafter.forward
+        launch, propose, forward = runner.launch, drafter.propose, drafter.model.forward
 
         def recorded_forward(*args) -> Tensor:
             hidden = forward(*args)
@@ -65,7 +65,7 @@ class Blocks(list[Block]):
                     self.append(Block(token_ids, hidden[i], logits, self._drafts[i].tolist(), len(anchored)))
             return pending
 
-        drafter.forward, drafter.propose = recorded_forward, recorded_propose
+        drafter.model.forward, drafter.propose = recorded_forward, recorded_propose
         runner.launch = recorded_launch
 
     def worst_error(self, draft: ReferenceDraft) -> float:

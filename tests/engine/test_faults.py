@@ -234,10 +234,10 @@ def names(rows: list[Any]) -> set[str]:
 def in_build(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     build = step_inputs.build
 
-    def spoilt(batch: Any, *args: Any) -> Any:
+    def spoilt(batch: Any, *args: Any, **settings: Any) -> Any:
         if "bad" in names(batch.rows):
             raise Planted("in build")
-        return build(batch, *args)
+        return build(batch, *args, **settings)
 
     patch.setattr(step_inputs, "build", spoilt)
 
@@ -390,10 +390,10 @@ def test_several_that_raise_at_once_are_all_dropped(pair: Pair, monkeypatch: pyt
     engine = engine_of(pair, **settings)
     build = step_inputs.build
 
-    def spoilt(batch: Any, *args: Any) -> Any:
+    def spoilt(batch: Any, *args: Any, **settings: Any) -> Any:
         if any(name.startswith("bad") for name in names(batch.rows)):
             raise Planted
-        return build(batch, *args)
+        return build(batch, *args, **settings)
 
     monkeypatch.setattr(step_inputs, "build", spoilt)
     bad = [Request(f"bad {i}", (1, 2), 4) for i in range(5)]
@@ -403,7 +403,7 @@ def test_several_that_raise_at_once_are_all_dropped(pair: Pair, monkeypatch: pyt
 
 
 def test_an_engine_whose_warm_up_fails_does_not_start(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_inputs, "build", lambda *_: 1 / 0)
+    monkeypatch.setattr(step_inputs, "build", lambda *_, **settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine_of(pair)
 

@@ -82,14 +82,14 @@ class Feeder:
         self.engine = engine
         self._outputs: dict[Sequence, list[tuple[Tensor, Tensor | None]]] = {}
         self._rng = random.Random(0)
-        stages = engine.core.runner.stages
-        forward = stages.forward
+        target = engine.core.runner.stages.target
+        forward = target.forward
 
         def recorded(*args):
             self._last = forward(*args)
             return self._last
 
-        stages.forward = recorded
+        target.forward = recorded
 
     def sequence(self, token_ids: Seq[int]) -> Sequence:
         """A sequence that owns its pages in an order that is not theirs in memory."""

@@ -1,4 +1,4 @@
-"""Verification equals the obvious loop, whatever is ragged."""
+"""Verification equals the obvious loop, whatever is ragged, and a CPU's own equals it."""
 
 from random import Random
 
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.engine.cpu_backend import CpuBackend
 from app.engine.dflash.verify import verify
 
 torch.set_num_threads(1)
@@ -38,7 +39,9 @@ class Case:
         lists = (self.first, self.num_drafts, self.draft_of)
         choices, *lengths = (torch.tensor(x, dtype=torch.int64) for x in (self.choices, *lists))
         packed = verify(choices, drafts, *lengths)
-        assert packed.dtype == torch.int64
+        on_cpu = CpuBackend.fused_verify(choices, drafts, *lengths)
+        assert packed.dtype == on_cpu.dtype == torch.int64
+        assert packed.tolist() == on_cpu.tolist()
         return packed.tolist()
 
     def check(self) -> list[int]:

@@ -1,7 +1,7 @@
 """One forward of the draft model proposes a whole block per sequence."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -32,19 +32,21 @@ class Drafter(Protocol):
 
 
 class DFlashDrafter:
-    """Blocks `[anchor, MASK x (b - 1)]`, bidirectional inside and over the context KV; row k predicts token k."""
+    """Blocks `[anchor, MASK x (b - 1)]`, bidirectional inside and over the context KV; row k predicts token k.
+
+    `write` may be replaced by something that does the same faster.
+    """
 
     def __init__(
         self, model: DFlashModel, pool: KvPool, rotary: RotaryTable, sampler: Sampler, backend: Backend
     ) -> None:
         self.model = model
         self._pool = pool
-        self._rotary = rotary
+        self.rotary = rotary
         self._sampler = sampler
         self._backend = backend
         self.context = ContextKv(model, pool, backend)
-        self.forward: Callable[..., Any] = model.forward
-        self.write: Callable[..., Any] = self.context.write
+        self.write: Callable[[Tensor, Tensor, Tensor], None] = self._write
         self.decoder = model.config.decoder
 
     def propose(
@@ -57,8 +59,11 @@ class DFlashDrafter:
         """Hidden states [D * (b - 1), H] of the blocks' rows behind their anchors [D]; arguments as of `propose`."""
         config, embedding = self.model.config, self.model.embedding
         embedded = self._backend.embed_blocks(anchors, config.mask_token_id, config.block_size, embedding)
-        hidden = self.forward(embedded, StepRows(self._rotary.at(positions), slots, [meta]), self._pool)
+        hidden = self.model.forward(embedded, StepRows(self.rotary.at(positions), slots, [meta]), self._pool)
         return hidden.view(anchors.shape[0], config.block_size, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        self.write(features, self._rotary.at(positions), slots)
+        self.write(features, positions, slots)
+
+    def _write(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        self.context.write(features, self.rotary.at(positions), slots)
