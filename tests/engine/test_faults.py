@@ -412,7 +412,7 @@ def test_an_engine_whose_warm_up_fails_does_not_start(pair: Pair, monkeypatch: p
 def test_an_exception_that_everyone_raises_ends_the_engine(pair: Pair, count: int, monkeypatch: pytest.MonkeyPatch):
     engine = engine_of(pair)
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **settings: Any) -> Any:
         raise Planted("all is lost")
 
     monkeypatch.setattr(step_inputs, "build", broken)
@@ -438,7 +438,7 @@ def test_an_error_of_the_device_ends_the_engine_at_once(pair: Pair, error: Excep
     engine = engine_of(pair)
     launches = []
 
-    def broken(batch: Any, *_: Any) -> Any:
+    def broken(batch: Any, *_: Any, **settings: Any) -> Any:
         launches.append(batch)
         raise error
 
