@@ -5,7 +5,8 @@
 #   make test | make check | make proof                   tests; lint, types and import rules; all of it, to docs/proof.md
 #   make audit                                            known holes in what is installed, by PyPI's advisories
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
-#   make bench ARGS="--concurrency 1,4"                   plain decoding against DFlash over HTTP, by turns
+#   make bench                                            plain decoding against DFlash over HTTP, by turns, to README.md
+#   make bench ARGS="--concurrency 1,4"                   anything else of `dflash-server bench`, and to no page
 #   make test-npu | make npu-launches                     the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
 #                                                         (part of `make test`); what a decode step launches there
 #
@@ -34,7 +35,9 @@ serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/dflash-server bench $(ARGS)
+	$(BIN)/dflash-server bench $(or $(ARGS),$(README_TABLE))
+
+README_TABLE = --compare plain,dflash,auto --dataset demo:math,demo:prose,demo:code --max-rounds 8 --into README.md
 
 # Two processes, each on one core: torch's threads wait for one another in busy loops, and on a core that does other work
 # as well that makes everything many times slower.

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from app.bench import report
+from app.bench import page, report
 from app.bench.client import ServerError
 from app.config import ConfigError
 
@@ -70,11 +70,13 @@ def draw(pictures: Callable[[], object]) -> None:
 @dataclass(slots=True)
 class Publication:
     """A context at whose end everything is printed as Markdown, and written to a folder, if there is one: whatever was
-    measured by then, if something ended it early. `limits` are goodput's, in seconds; `about` is a line a server."""
+    measured by then, if something ended it early. A page gets its table only of a whole bench. `limits` are goodput's,
+    in seconds; `about` is a line a server."""
 
     folder: Path | None
     limits: dict[str, float]
     command: str
+    page: Path | None = None
     about: list[str] = field(default_factory=list)
     cells: list[report.Cell] = field(default_factory=list)
 
@@ -85,12 +87,14 @@ class Publication:
     def __enter__(self) -> "Publication":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, ended_by: type[BaseException] | None, *_: object) -> None:
         if self.cells:
             tables = report.tables(self.cells, self.limits)
             self._tell(tables)
             if self.folder:
                 self._save(self.folder, tables)
+            if self.page and not ended_by:
+                page.write(self.page, self.cells, self.command)
 
     def _tell(self, tables: Sequence[report.Table]) -> None:
         print(f"{report.describe_host()}\n")

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
-from app.bench import prompts, report
+from app.bench import page, prompts, report
 from app.bench.client import Server, ServerError, ask, first_model
 from app.bench.command import Publication, guarded, out_folder, progress
 from app.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts, limit, listed, rates
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str]) -> int:
 def bench(options: argparse.Namespace, command: str) -> int:
     datasets = [] if options.synthetic else prompts.named(options.dataset or "demo:math", options.seed)
     variants = _variants(options)
-    publication = Publication(out_folder(options), dict(options.goodput), command)
+    if options.into:
+        page.check(options.into)
+    publication = Publication(out_folder(options), dict(options.goodput), command, options.into)
     console = Console(stderr=True)
     with publication, servers(options, variants, console) as (peers, publication.about), asyncio.Runner() as runner:
         for dataset in datasets or [_made_up(runner, peers[0], options)]:
@@ -209,5 +212,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--goodput", type=limit, nargs="+", default=[], metavar="KIND:MS", help="ttft:500 tpot:50 e2el:5000"
+    )
+    group.add_argument(
+        "--into", type=Path, metavar="PAGE", help="put the speeds into a Markdown file, between <!-- bench --> marks"
     )
     return parser

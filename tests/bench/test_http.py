@@ -44,6 +44,30 @@ def test_two_servers_are_compared_by_turns_and_everything_is_written(
     assert {path.stem for path in tmp_path.glob("*.png")} == set(results["tables"])
 
 
+def test_a_page_gets_its_table_and_keeps_the_rest(server: OwnServer, tmp_path: Path) -> None:
+    ways = ["--base-url", f"one={server.url}", "--base-url", f"two={server.url}"]
+    load = ["--concurrency", "1", "--num-prompts", "2", "--max-rounds", "1"]
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
+    for _ in range(2):
+        assert main([*ways, *load, "--into", str(page)]) == 0
+        head, rows, tail = page.read_text().partition("| math | 1 | ")
+        assert head.startswith("before\n<!-- bench -->\n\n`dflash-server bench") and "old" not in head
+        assert f"--into {page}`" in head and "| one tok/s | two tok/s | two / one |" in head
+        assert rows and tail.endswith("\n\n<!-- /bench -->\nafter\n") and "inconclusive" in tail
+
+
+def test_a_page_without_a_place_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    assert main(["--into", str(page)]) == 2
+    assert f"--into {page}: No such file" in capsys.readouterr().err
+    page.write_text("<!-- bench -->\n")
+    assert main(["--into", str(page)]) == 2
+    assert "no place for a table" in capsys.readouterr().err and page.read_text() == "<!-- bench -->\n"
+
+
 def test_made_up_texts_get_the_lengths_that_were_asked(
     server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

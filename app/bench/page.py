@@ -1,0 +1,39 @@
+"""A table of a bench in a Markdown page that people read: `dflash-server bench --into README.md`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from app.bench import report
+from app.bench.machine import describe_host
+from app.config import ConfigError
+
+BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
+
+
+def check(page: Path) -> None:
+    """Raises ConfigError, before anything is measured, if there is no place for a table in the page."""
+    _parts(page)
+
+
+def write(page: Path, cells: Sequence[report.Cell], command: str) -> None:
+    """The speeds of `cells` between the page's marks, with the command, the machine, and what a reader must know."""
+    before, after = _parts(page)
+    speed, *_ = report.tables(cells, {})
+    notes = "".join(f"- {note}\n" for note in report.notes(cells))
+    told = f"`{command}` ({describe_host()}):\n\n{report.markdown(speed.rows)}\n"
+    page.write_text(f"{before}{BEGIN}\n{told}{notes and chr(10)}{notes}\n{END}{after}", encoding="utf-8")
+
+
+def _parts(page: Path) -> tuple[str, str]:
+    """What stands before the marks, and behind them."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--into {page}: {error.strerror or error}", "give a Markdown file") from None
+    before, begun, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not begun or not ended:
+        raise ConfigError(
+            f"--into {page}: it has no place for a table", f"a line {BEGIN.strip()}, and one {END.strip()}"
+        )
+    return before, after
