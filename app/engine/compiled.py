@@ -1,4 +1,5 @@
-"""`--compile` on a CPU: each model's forward, and the context KV, as one function of C++ each.
+"""`--compile` on a CPU: the target from token ids to its greedy choice, the draft from anchors to drafts, and the context
+KV, as one function of C++ each.
 
 A small model's step is hundreds of operators of a few microseconds, most of which is calling them. torch.export writes
 down what the same Python code does to tensors, with the sizes left open, and torch's inductor makes C++ of it, for g++.
