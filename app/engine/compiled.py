@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -26,6 +25,7 @@ from app.engine.backend import AttnMeta, LayerKv, Rotation
 from app.engine.cpu_backend import CpuBackend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.errors import UnsupportedError
+from app.engine.kept_packages import kept_packages, load_package
 from app.engine.kv_pool import KvPool
 from app.engine.layers import StepRows
 from app.engine.stages import Stages
@@ -162,12 +162,11 @@ class Compiled:
         if not package.exists():
             compile_it()
         try:
-            loaded = inductor.aoti_load_package(str(package))
+            self._run = load_package(package)
         except RuntimeError:  # of another system's libraries, or broken
             package.unlink(missing_ok=True)
             compile_it()
-            loaded = inductor.aoti_load_package(str(package))
-        self._run = loaded.loader.boxed_run
+            self._run = load_package(package)
         self._kept = [*weights, *pools]
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
@@ -188,28 +187,17 @@ def compile_stages(
         raise UnsupportedError(
             "--compile: there is no g++ here: install it, name another compiler in CXX, or leave it out"
         )
-    folder = _kept_in()
     drafter = stages.drafter if isinstance(stages.drafter, DFlashDrafter) else None
     total = 3 if drafter else 1
     on_compiled(0, total)
-    stages.forward = _Forward("target", stages.target, stages.forward, pools[0], folder, of_tokens=True)
-    on_compiled(1, total)
-    if drafter:
-        drafter.forward = _Forward("draft", drafter.model, drafter.forward, pools[1], folder, of_tokens=False)
-        on_compiled(2, total)
-        drafter.write = _context(drafter, pools[1], folder)
-        on_compiled(3, total)
-
-
-def _kept_in() -> Path:
-    """A folder of this user's alone, for code is loaded from it; a new one where the usual one cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / "compiled"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
-            folder.chmod(0o700)
-            return folder
-    return Path(tempfile.mkdtemp(prefix="dflash-compiled-"))
+    with kept_packages() as folder:
+        stages.forward = _Forward("target", stages.target, stages.forward, pools[0], folder, of_tokens=True)
+        on_compiled(1, total)
+        if drafter:
+            drafter.forward = _Forward("draft", drafter.model, drafter.forward, pools[1], folder, of_tokens=False)
+            on_compiled(2, total)
+            drafter.write = _context(drafter, pools[1], folder)
+            on_compiled(3, total)
 
 
 class _Forward:
