@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 import os
 import re
 import shutil
@@ -123,8 +124,8 @@ def _remove_if_old(path: Path) -> None:
 
 
 def _modified(path: Path) -> float:
-    """When it was last written or used; now, if somebody has just removed it."""
+    """When it was last written or used; infinity if somebody has just removed it."""
     try:
         return path.lstat().st_mtime
     except OSError:
-        return time.time()
+        return math.inf
