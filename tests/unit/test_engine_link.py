@@ -3,8 +3,11 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from app.api.server import ENGINE_COMMAND
-from app.child_process import engine_environment
+from app.child_process import KEYS, engine_environment
+from app.config import env_name
 
 
 def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path: Path) -> None:
@@ -16,3 +19,14 @@ def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path
     )
     assert "hijacked" not in ended.stderr
     assert "not enough values to unpack" in ended.stderr  # our main(), which wants three arguments
+
+
+@pytest.mark.parametrize("name", ["DFLASH_API_KEY", "dflash_Admin_key"])
+def test_keys_that_the_environment_has_are_none_of_the_engines_business(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "a-key")
+    monkeypatch.setenv("DFLASH_LOG_LEVEL", "debug")
+    environment = engine_environment()
+    assert "a-key" not in environment.values() and environment["DFLASH_LOG_LEVEL"] == "debug"
+    assert {env_name("api_key"), env_name("admin_key")} == KEYS
