@@ -84,7 +84,11 @@ class ScriptedEngine:
             case "emit":
                 self.step(order["request_id"], order["token_ids"], order.get("finish"), order.get("error"))
             case "stale":
-                self.send(StepOutput(self.epoch - 1, [TokenDelta(order["request_id"], [1], [])], self.stats(0.0)))
+                self.send(
+                    StepOutput(
+                        self.epoch - 1, [TokenDelta(order["request_id"], order["token_ids"], [])], self.stats(0.0)
+                    )
+                )
             case "garbage":
                 self.replies.send(b"\xc1")
             case "sleep":

@@ -84,10 +84,10 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
     async def generate():
         with pytest.raises(OverflowError):
             server.engine.generate("unsendable", [1], Sampling(), [2**64], 5)
-        return dict(server.engine._running), server.engine._idle.is_set()
+        return dict(server.engine._running), server.engine._idle.is_set(), server.engine._door._inside
 
     before = server.metric("prompt_tokens_total")
-    assert server.call(generate) == ({}, True)
+    assert server.call(generate) == ({}, True, 0)
     assert server.metric("prompt_tokens_total") == before
 
 
@@ -115,6 +115,24 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
     assert delta.token_ids == ids
     assert delta.steps == [SpecStep(1, 15, 0)] * 200
     assert server.script.see("Abort")["request_id"] == "slow"
+
+
+def test_what_the_engine_is_done_with_has_no_place_any_more_though_nobody_has_read_it(server):
+    server.script.plan([5, 2])
+
+    async def generate():
+        return server.engine.generate("unread", [1], Sampling(), [2], 250)
+
+    generation = server.call(generate)
+    server.call(server.engine._idle.wait)
+    assert server.engine._door._inside == 0
+
+    async def read():
+        delta = await anext(generation)
+        generation.close()
+        return delta.token_ids, server.engine._running, server.engine._num_unheard
+
+    assert server.call(read) == ([5, 2], {}, 0), "and no Abort follows"
 
 
 def test_a_client_that_does_not_read_is_sent_fewer_and_larger_chunks(own_server):
@@ -178,7 +196,7 @@ def test_an_abort_by_id_ends_the_request_with_an_error(server, background):
 def test_messages_of_an_older_engine_are_dropped(server, background):
     running = background.submit(lambda: server.openai.completions.create(model="tiny", prompt="hi"))
     request_id = server.script.see("Submit")["request_id"]
-    server.script.order("stale", request_id=request_id)
+    server.script.order("stale", request_id=request_id, token_ids=server.ids("old"))
     server.script.emit(request_id, [*server.ids("new"), 2])
     assert running.result().choices[0].text == "new"
 

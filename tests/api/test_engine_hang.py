@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from app import async_engine
+from app.types import Sampling
 from tests.api.conftest import PATIENCE, serving
 from tests.api.test_admission import until
 from tests.api.test_disconnect import connect
@@ -216,6 +217,22 @@ def test_flushes_that_a_hanging_engine_never_takes_have_a_bound_too(hangable, mo
     assert statuses == [200] * 6 + [429] * 2
     hangable.next_engine()
     assert hangable.server.http.post("/reset_prefix_cache").status_code == 200, "the next engine owes nothing"
+
+
+def test_nothing_that_is_sent_to_an_engine_which_does_not_listen_is_lost(model_folder):
+    """More than the kernel's buffers hold: the socket keeps the rest."""
+    with serving(model_folder) as server:
+        hangable = Hangable(server)
+
+        async def send_all():
+            every = [server.engine.generate(f"{i}", [300] * 50_000, Sampling(), [2], 5) for i in range(20)]
+            for generation in every:
+                generation.close()
+
+        with hangable.stopped():
+            server.call(send_all)
+        for what in ("Submit", "Abort"):
+            assert [server.script.see(what)["request_id"] for _ in range(20)] == [f"{i}" for i in range(20)]
 
 
 def test_a_full_house_that_leaves_at_once_may_come_again_at_once(model_folder):
