@@ -179,6 +179,30 @@ def test_a_connection_that_closes_under_the_answer_is_no_error_of_ours(caplog):
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_has_no_answer_yet_when_the_server_goes_down_gets_one(begun):
+    """uvicorn cancels what still runs then; an answer that has begun must not look whole."""
+    sent = []
+
+    async def application(scope, receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise asyncio.CancelledError
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/live", "headers": []}
+    if begun:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(RequestIds(application)(scope, None, send))
+        assert [message["type"] for message in sent] == ["http.response.start"]
+    else:
+        asyncio.run(RequestIds(application)(scope, None, send))
+        assert sent[0]["status"] == 503 and b"retry-after" in dict(sent[0]["headers"])
+        assert b'"code":"engine_draining"' in sent[1]["body"]
+
+
 def test_an_abort_by_id_ends_the_request_with_an_error(server, background):
     running = background.submit(lambda: server.http.post("/v1/completions", json={"prompt": "hi"}))
     request_id = server.script.see("Submit")["request_id"]

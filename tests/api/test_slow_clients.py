@@ -142,6 +142,11 @@ def test_a_head_has_a_greatest_size(server, size):
     assert answer.startswith(b"HTTP/1.1 431") and b'"code":"headers_too_large"' in answer
 
 
+def test_a_head_that_is_too_large_is_refused_before_it_is_whole(server):
+    answer = exchange(server, f"GET /live HTTP/1.1\r\nHost: x\r\nX-A: {'y' * 200_000}")
+    assert answer.startswith(b"HTTP/1.1 431")
+
+
 def test_what_is_no_http_is_told_so_in_openais_shape(server):
     head, _, content = exchange(server, "what is this\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head
