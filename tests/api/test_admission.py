@@ -79,6 +79,7 @@ def test_choices_count_each_as_a_request_of_the_client(keyed, background):
     # What can never be had is no 429, which says to try again.
     assert error_of(keyed.http.post("/v1/completions", json=TEXT | {"n": 3}, headers=key), 400)["param"] == "n"
     running, request_id = send(keyed, background, "first-key")
+    assert error_of(keyed.http.post("/v1/chat/completions", json=CHAT | {"n": 3}, headers=key), 400)["param"] == "n"
     error = error_of(keyed.http.post("/v1/completions", json=TEXT | {"n": 2}, headers=key), 429)
     assert error["code"] == "client_busy"
     keyed.script.emit(request_id, [2])

@@ -1,14 +1,19 @@
 """A client that goes away frees its place in the engine, whatever it was waiting for."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 from queue import Queue
 
 import pytest
+from starlette.requests import ClientDisconnect
 
+from app.api import routes
 from app.api.middleware import RequestIds
+from app.api.stream import EventStream
+from app.async_engine import EngineUnavailable
 from app.log import request_id
 from app.types import Sampling, SpecStep, StepOutput, StepStats, TokenDelta
 
@@ -177,6 +182,60 @@ def test_a_connection_that_closes_under_the_answer_is_no_error_of_ours(caplog):
     scope = {"type": "http", "method": "GET", "path": "/live", "headers": []}
     asyncio.run(RequestIds(application)(scope, None, send))
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_left_before_anybody_looks_for_an_answer_is_aborted(server, monkeypatch, stream):
+    async def gone(request, work):
+        work.close()
+        raise ClientDisconnect
+
+    monkeypatch.setattr(routes, "unless_gone", gone)
+    server.http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": stream})
+    submitted = {server.script.see("Submit")["request_id"] for _ in range(2)}
+    assert {server.script.see("Abort")["request_id"] for _ in range(2)} == submitted
+
+
+def test_where_one_choice_cannot_be_sent_those_before_it_are_aborted(server, monkeypatch):
+    generate = server.engine.generate
+
+    def fail_on_the_second(**fields):
+        if fields["request_id"].endswith("-1"):
+            raise EngineUnavailable("It has just died.")
+        return generate(**fields)
+
+    monkeypatch.setattr(server.engine, "generate", fail_on_the_second)
+    refused = server.http.post("/v1/completions", json={"prompt": "hi", "n": 3})
+    assert refused.status_code == 503 and "just died" in refused.json()["error"]["message"]
+    assert server.script.see("Abort")["request_id"] == server.script.see("Submit")["request_id"]
+    assert (server.engine._running, server.engine._door._inside) == ({}, 0)
+
+
+def test_a_stream_that_cannot_be_sent_is_closed_at_once_and_not_by_the_collector():
+    closed = []
+
+    async def generator():
+        try:
+            yield b"first"
+            yield b"second"
+        finally:
+            closed.append(True)
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            raise OSError
+
+    async def respond():
+        rest = generator()
+        response = EventStream(await anext(rest), rest)
+        with contextlib.suppress(Exception):
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+        return list(closed), rest
+
+    assert asyncio.run(respond())[0] == [True]
 
 
 @pytest.mark.parametrize("begun", [False, True])
