@@ -44,6 +44,7 @@ class ScriptedEngine:
         self.commands.connect(commands)
         self.replies = context.socket(zmq.PUSH)
         self.replies.connect(replies)
+        self.seen.linger = self.replies.linger = 1000  # Whoever was to read the rest may be gone for good.
         self.running: dict[str, Submit] = {}
         self.emitted: dict[str, int] = {}
         self.plan: list[list[int]] | None = None
