@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from app.admission import Door, Places
+from app.admission import Busy, Door, Places
 from app.engine_link import EngineLink
 from app.generation import Generation
 from app.metrics import Metrics
@@ -40,6 +40,7 @@ from app.types import (
 logger = logging.getLogger(__name__)
 
 _WAITING_PER_SEAT = 4
+_LEAST_UNHEARD = 64
 _MOST_DEATHS = 3
 _DEATHS_WINDOW_SECONDS = 60.0
 _END_GRACE_SECONDS = 2.0
@@ -134,6 +135,7 @@ class AsyncEngine:
         self._idle.set()
         self._engine_has_work = asyncio.Event()
         self._num_step_outputs = 0
+        self._num_unheard = 0
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
         self._worked_since: float | None = None
         self._deaths_at_work = 0
@@ -186,14 +188,25 @@ class AsyncEngine:
         queue = _WAITING_PER_SEAT * info.max_num_seqs if self._max_queue is None else self._max_queue
         return info.max_num_seqs + queue
 
+    def _room(self) -> int:
+        """How many requests may be in flight now. Raises EngineUnavailable; Busy while an engine that says nothing has
+        more than that to hear of: who leaves gives a place back, but what was sent waits for the engine."""
+        most = self._most(self.ready_info())
+        if self._num_unheard > max(most, _LEAST_UNHEARD):
+            raise Busy(
+                f"The engine has said nothing since {self._num_unheard} requests were given up, and no more are sent "
+                "to it before it does. Try again shortly."
+            )
+        return most
+
     def check_room(self, owner: str) -> None:
         """Raises EngineUnavailable or Busy if no request of this owner would be admitted now."""
-        self._door.check(owner, 1, self._most(self.ready_info()))
+        self._door.check(owner, 1, self._room())
 
     def admit(self, owner: str, count: int = 1) -> Places:
         """Places for requests whose prompts are still to be made, all or none. Raises EngineUnavailable or Busy. The
         caller closes them."""
-        return self._door.enter(owner, count, self._most(self.ready_info()))
+        return self._door.enter(owner, count, self._room())
 
     def generate(
         self,
@@ -239,10 +252,12 @@ class AsyncEngine:
         return generation
 
     def flush_cache(self) -> None:
-        """Forget all cached prefixes: no request submitted from now on finds one. Raises EngineUnavailable."""
-        self.ready_info()
+        """Forget all cached prefixes: no request submitted from now on finds one. Raises EngineUnavailable or
+        Busy."""
+        self._room()
         assert self._link is not None
         self._link.send(FlushCache(self._epoch))
+        self._num_unheard += 1
         self._engine_has_work.set()
 
     def abort(self, request_id: str) -> None:
@@ -262,6 +277,7 @@ class AsyncEngine:
             self._forget(generation.request_id)
             if self._link is not None:
                 self._link.send(Abort(generation.request_id, self._epoch))
+                self._num_unheard += 1
 
     def _forget(self, request_id: str) -> None:
         """The engine is done with it: its place is free, though it may not be read to its end yet."""
@@ -328,6 +344,7 @@ class AsyncEngine:
         """
         self._failed_starts += 1
         self._engine_has_work.clear()
+        self._num_unheard = 0
         grace = 0.0
         try:
             fatal = await self._converse()
@@ -395,6 +412,7 @@ class AsyncEngine:
         if isinstance(reply, StepOutput):
             self._stats = reply.stats
             self._num_step_outputs += 1
+            self._num_unheard = 0
             self._metrics.step(reply)
             for delta in reply.deltas:
                 if generation := self._running.get(delta.request_id):

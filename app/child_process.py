@@ -8,16 +8,18 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
 
+KEYS = {"DFLASH_API_KEY", "DFLASH_ADMIN_KEY"}
 _LONGEST_LINE = 1 << 24
 _END_SECONDS = 2.0
 
 
 def engine_environment() -> dict[str, str]:
     """Ours, with this very package first on the path: the engine is started with -P, so that an `app` or a `json.py` in
-    the folder where somebody starts the server is never imported in our place."""
+    the folder where somebody starts the server is never imported in our place. Without the keys that clients show."""
     root = str(Path(__file__).parents[1])
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([root, *others])}
+    environment = {name: value for name, value in os.environ.items() if name.upper() not in KEYS}
+    return environment | {"PYTHONPATH": os.pathsep.join([root, *others])}
 
 
 class LineProcess:

@@ -35,7 +35,7 @@ class EngineLink:
         self._commands = self._context.socket(zmq.PUSH)
         self._replies = self._context.socket(zmq.PULL)
         for socket in (self._commands, self._replies):
-            socket.set_hwm(0)  # The bound on work is at admission; a socket that drops messages would lose requests.
+            socket.set_hwm(0)  # AsyncEngine bounds what is sent; a socket that drops messages would lose requests.
             socket.linger = 0
         self._addresses = [f"ipc://{self._folder / name}" for name in ("commands", "replies")]
         self._encoder = msgspec.msgpack.Encoder()

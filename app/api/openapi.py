@@ -186,7 +186,7 @@ MODEL = _route("One of them", ModelCard, 401, 404)
 TOKENIZE = _route("Text to tokens", Tokens, *_NO_ENGINE, bodies=(TokenizeRequest, TokenizeChatRequest))
 DETOKENIZE = _route("Tokens to text", Text, *_NO_ENGINE, bodies=(DetokenizeRequest,))
 VERSION = _route("This server's version", Version, 401)
-RESET_PREFIX_CACHE = _route("Forget all cached prefixes", Success, 401, 503)
+RESET_PREFIX_CACHE = _route("Forget all cached prefixes", Success, 401, 429, 503)
 READY: dict[str, Any] = {
     "summary": "Whether requests are taken",
     "responses": {200: {"model": State}, 503: {"model": State, "description": "Loading, draining or dead"}},

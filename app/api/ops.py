@@ -53,9 +53,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     admin_keys: Keys = request.app.state.admin_keys
     if admin_keys:
         admin_keys.check(request.headers, "An admin key")
-    services = services_of(request)
-    services.ready_engine()
-    services.engine.flush_cache()
+    services_of(request).flush_cache()
     return _json(200, {"success": True})
 
 

@@ -66,6 +66,11 @@ class Services:
         with self._turning_away():
             return self.engine.admit(self._owner(request), count)
 
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes. Raises ApiError 429 or 503."""
+        with self._turning_away():
+            self.engine.flush_cache()
+
     @contextmanager
     def _turning_away(self) -> Iterator[None]:
         try:

@@ -231,7 +231,7 @@ def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False
 
     Raises UnsupportedError when there is no such device here. "auto" is CUDA where torch sees a GPU, else an NPU
     where there is one and torch_npu is installed, else the CPU. `npu_check` has an NPU's operator calls
-    checked; `compiled` is for what `engine/compiled.py` compiles on a CPU.
+    checked; `compiled` is for what `engine/compiled_stages.py` compiles on a CPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
@@ -244,7 +244,7 @@ def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False
         raise UnsupportedError(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
-    on_cpu = "compiled.CompiledBackend" if compiled else "cpu_backend.CpuBackend"
+    on_cpu = "compiled_backend.CompiledBackend" if compiled else "cpu_backend.CpuBackend"
     name = on_cpu if kind == "cpu" else _on_cuda()
     module, _, backend_class = name.rpartition(".")
     backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), backend_class)(torch.device(device))

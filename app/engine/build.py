@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from app.engine.backend import Backend, make_backend
-from app.engine.compiled import compile_stages
+from app.engine.compiled_stages import compile_stages
 from app.engine.config import EngineConfig, Sizes, settle_pages, settle_sizes
 from app.engine.core import EngineCore
 from app.engine.costs import measure_costs

@@ -44,6 +44,7 @@ class ScriptedEngine:
         self.commands.connect(commands)
         self.replies = context.socket(zmq.PUSH)
         self.replies.connect(replies)
+        self.seen.linger = self.replies.linger = 1000  # Whoever was to read the rest may be gone for good.
         self.running: dict[str, Submit] = {}
         self.emitted: dict[str, int] = {}
         self.plan: list[list[int]] | None = None
@@ -84,7 +85,11 @@ class ScriptedEngine:
             case "emit":
                 self.step(order["request_id"], order["token_ids"], order.get("finish"), order.get("error"))
             case "stale":
-                self.send(StepOutput(self.epoch - 1, [TokenDelta(order["request_id"], [1], [])], self.stats(0.0)))
+                self.send(
+                    StepOutput(
+                        self.epoch - 1, [TokenDelta(order["request_id"], order["token_ids"], [])], self.stats(0.0)
+                    )
+                )
             case "garbage":
                 self.replies.send(b"\xc1")
             case "sleep":

@@ -64,11 +64,22 @@ def test_a_key_has_no_more_requests_in_flight_than_it_may_however_it_is_written(
     assert again.result().status_code == 200
 
 
+def test_what_a_client_sends_beyond_its_share_is_not_read(keyed, background):
+    running = [send(keyed, background, "first-key") for _ in range(2)]
+    headers = {"Authorization": "Bearer first-key"}
+    error = error_of(keyed.http.post("/v1/completions", content=b"no JSON at all", headers=headers), 429)
+    assert error["code"] == "client_busy"
+    for asked, request_id in running:
+        keyed.script.emit(request_id, [2])
+        assert asked.result().status_code == 200
+
+
 def test_choices_count_each_as_a_request_of_the_client(keyed, background):
     key = {"Authorization": "Bearer first-key"}
     # What can never be had is no 429, which says to try again.
     assert error_of(keyed.http.post("/v1/completions", json=TEXT | {"n": 3}, headers=key), 400)["param"] == "n"
     running, request_id = send(keyed, background, "first-key")
+    assert error_of(keyed.http.post("/v1/chat/completions", json=CHAT | {"n": 3}, headers=key), 400)["param"] == "n"
     error = error_of(keyed.http.post("/v1/completions", json=TEXT | {"n": 2}, headers=key), 429)
     assert error["code"] == "client_busy"
     keyed.script.emit(request_id, [2])

@@ -79,6 +79,19 @@ def test_stop_strings_are_cut_exactly_across_tokens_and_steps(server, stream, st
     assert reasons == ["stop"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_matched_stop_string_aborts_its_choice_at_once_while_others_go_on(server, background, stream):
+    before = server.metric("request_success_total", finished_reason="stop")
+    asked = {"prompt": ["p", "q"], "stop": "lo w", "stream": stream}
+    running = background.submit(lambda: server.http.post("/v1/completions", json=asked))
+    first, second = (server.script.see("Submit")["request_id"] for _ in range(2))
+    server.script.emit(first, server.bytes("hello world"))
+    assert server.script.see("Abort")["request_id"] == first
+    server.until_metric("request_success_total", before + 1, finished_reason="stop")
+    server.script.emit(second, [*server.bytes("fine"), 2])
+    assert "fine" in running.result().text
+
+
 def test_a_matched_stop_string_aborts_what_the_engine_still_does(server, background):
     running = background.submit(lambda: server.openai.completions.create(**ASK, prompt="p", stop="lo w"))
     request_id = server.script.see("Submit")["request_id"]

@@ -1,14 +1,19 @@
 """A client that goes away frees its place in the engine, whatever it was waiting for."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 from queue import Queue
 
 import pytest
+from starlette.requests import ClientDisconnect
 
+from app.api import routes
 from app.api.middleware import RequestIds
+from app.api.stream import EventStream
+from app.async_engine import EngineUnavailable
 from app.log import request_id
 from app.types import Sampling, SpecStep, StepOutput, StepStats, TokenDelta
 
@@ -84,10 +89,10 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
     async def generate():
         with pytest.raises(OverflowError):
             server.engine.generate("unsendable", [1], Sampling(), [2**64], 5)
-        return dict(server.engine._running), server.engine._idle.is_set()
+        return dict(server.engine._running), server.engine._idle.is_set(), server.engine._door._inside
 
     before = server.metric("prompt_tokens_total")
-    assert server.call(generate) == ({}, True)
+    assert server.call(generate) == ({}, True, 0)
     assert server.metric("prompt_tokens_total") == before
 
 
@@ -115,6 +120,24 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
     assert delta.token_ids == ids
     assert delta.steps == [SpecStep(1, 15, 0)] * 200
     assert server.script.see("Abort")["request_id"] == "slow"
+
+
+def test_what_the_engine_is_done_with_has_no_place_any_more_though_nobody_has_read_it(server):
+    server.script.plan([5, 2])
+
+    async def generate():
+        return server.engine.generate("unread", [1], Sampling(), [2], 250)
+
+    generation = server.call(generate)
+    server.call(server.engine._idle.wait)
+    assert server.engine._door._inside == 0
+
+    async def read():
+        delta = await anext(generation)
+        generation.close()
+        return delta.token_ids, server.engine._running, server.engine._num_unheard
+
+    assert server.call(read) == ([5, 2], {}, 0), "and no Abort follows"
 
 
 def test_a_client_that_does_not_read_is_sent_fewer_and_larger_chunks(own_server):
@@ -161,6 +184,84 @@ def test_a_connection_that_closes_under_the_answer_is_no_error_of_ours(caplog):
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_left_before_anybody_looks_for_an_answer_is_aborted(server, monkeypatch, stream):
+    async def gone(request, work):
+        work.close()
+        raise ClientDisconnect
+
+    monkeypatch.setattr(routes, "unless_gone", gone)
+    server.http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": stream})
+    submitted = {server.script.see("Submit")["request_id"] for _ in range(2)}
+    assert {server.script.see("Abort")["request_id"] for _ in range(2)} == submitted
+
+
+def test_where_one_choice_cannot_be_sent_those_before_it_are_aborted(server, monkeypatch):
+    generate = server.engine.generate
+
+    def fail_on_the_second(**fields):
+        if fields["request_id"].endswith("-1"):
+            raise EngineUnavailable("It has just died.")
+        return generate(**fields)
+
+    monkeypatch.setattr(server.engine, "generate", fail_on_the_second)
+    refused = server.http.post("/v1/completions", json={"prompt": "hi", "n": 3})
+    assert refused.status_code == 503 and "just died" in refused.json()["error"]["message"]
+    assert server.script.see("Abort")["request_id"] == server.script.see("Submit")["request_id"]
+    assert (server.engine._running, server.engine._door._inside) == ({}, 0)
+
+
+def test_a_stream_that_cannot_be_sent_is_closed_at_once_and_not_by_the_collector():
+    closed = []
+
+    async def generator():
+        try:
+            yield b"first"
+            yield b"second"
+        finally:
+            closed.append(True)
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            raise OSError
+
+    async def respond():
+        rest = generator()
+        response = EventStream(await anext(rest), rest)
+        with contextlib.suppress(Exception):
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+        return list(closed), rest
+
+    assert asyncio.run(respond())[0] == [True]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_has_no_answer_yet_when_the_server_goes_down_gets_one(begun):
+    """uvicorn cancels what still runs then; an answer that has begun must not look whole."""
+    sent = []
+
+    async def application(scope, receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise asyncio.CancelledError
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/live", "headers": []}
+    if begun:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(RequestIds(application)(scope, None, send))
+        assert [message["type"] for message in sent] == ["http.response.start"]
+    else:
+        asyncio.run(RequestIds(application)(scope, None, send))
+        assert sent[0]["status"] == 503 and b"retry-after" in dict(sent[0]["headers"])
+        assert b'"code":"engine_draining"' in sent[1]["body"]
+
+
 def test_an_abort_by_id_ends_the_request_with_an_error(server, background):
     running = background.submit(lambda: server.http.post("/v1/completions", json={"prompt": "hi"}))
     request_id = server.script.see("Submit")["request_id"]
@@ -178,7 +279,7 @@ def test_an_abort_by_id_ends_the_request_with_an_error(server, background):
 def test_messages_of_an_older_engine_are_dropped(server, background):
     running = background.submit(lambda: server.openai.completions.create(model="tiny", prompt="hi"))
     request_id = server.script.see("Submit")["request_id"]
-    server.script.order("stale", request_id=request_id)
+    server.script.order("stale", request_id=request_id, token_ids=server.ids("old"))
     server.script.emit(request_id, [*server.ids("new"), 2])
     assert running.result().choices[0].text == "new"
 

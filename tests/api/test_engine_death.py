@@ -2,10 +2,12 @@
 
 import gc
 import json
+import os
 import re
 
 import pytest
 
+from app.types import Sampling
 from tests.api.conftest import serving
 
 ASK = {"model": "tiny", "prompt": "hi"}
@@ -153,3 +155,28 @@ def kill(server):
         server.engine._link._process.kill()
 
     return killed
+
+
+def test_after_a_death_no_request_has_a_place_though_nobody_has_read_its_end(ready_server):
+    async def generate():
+        return ready_server.engine.generate("unread", [1], Sampling(), [2], 5)
+
+    generation = ready_server.call(generate)
+    ready_server.script.order("die", code=3)
+    assert ready_server.script.see("started")["epoch"] == 2
+    assert (ready_server.engine._running, ready_server.engine._door._inside) == ({}, 0)
+
+    async def read():
+        return (await anext(generation)).error
+
+    assert "exit code 3" in ready_server.call(read)
+
+
+def test_an_engine_is_a_session_of_its_own_and_takes_its_folder_with_it(own_server):
+    """Ctrl-C in a terminal reaches the server alone, which drains; and nothing is left in the temporary folder."""
+    pid = own_server.script.see("started")["pid"]
+    folder = own_server.engine._link._folder
+    assert os.getsid(pid) == pid and folder.is_dir()
+    own_server.script.order("die", code=1)
+    assert own_server.script.see("started")["epoch"] == 2
+    assert not folder.exists() and own_server.engine._link._folder.is_dir()

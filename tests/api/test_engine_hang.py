@@ -10,8 +10,12 @@ import httpx
 import pytest
 
 from app import async_engine
+from app.types import Sampling
 from tests.api.conftest import PATIENCE, serving
+from tests.api.test_admission import until
+from tests.api.test_disconnect import connect
 from tests.api.test_engine_death import ASK, started
+from tests.api.test_errors import error_of
 
 TIMEOUT = 1.0
 WHY = f"no step result within {TIMEOUT:g} s"
@@ -177,3 +181,68 @@ def test_an_engine_that_never_answers_a_flush_counts_as_hanging(hangable):
     hangable.hang()
     assert hangable.server.http.post("/reset_prefix_cache").status_code == 200
     assert hangable.server.script.see("started")["epoch"] == 2
+
+
+def test_who_comes_and_leaves_while_an_engine_hangs_leaves_no_more_than_a_bound(model_folder, monkeypatch):
+    """A place is given back at once, but what was sent waits in memory until the engine takes it."""
+    monkeypatch.setattr(async_engine, "_LEAST_UNHEARD", 5)
+    with serving(model_folder, engine={"max_queue": 1}) as server:
+        server.script.info = server.script.info | {"max_num_seqs": 1}
+        hangable = Hangable(server)
+        with hangable.stopped():
+            for _ in range(6):
+                with connect(server):
+                    until(lambda: server.engine._running)
+                until(lambda: not server.engine._running)
+            for path in ("/v1/completions", "/reset_prefix_cache"):
+                response = server.http.post(path, json=ASK)
+                error = error_of(response, 429)
+                assert error["code"] == "server_busy" and "said nothing since 6 requests" in error["message"]
+                assert int(response.headers["retry-after"]) > 0
+        for _ in range(6):
+            assert server.script.see("Abort")["request_id"] == server.script.see("Submit")["request_id"]
+        until(lambda: not server.engine._num_unheard)
+        server.script.plan([*server.ids("here"), 2])
+        assert server.openai.completions.create(**ASK).choices[0].text == "here"
+        server.script.forget()
+        server.http.post("/reset_prefix_cache")
+        assert server.script.see("FlushCache")
+
+
+def test_flushes_that_a_hanging_engine_never_takes_have_a_bound_too(hangable, monkeypatch):
+    monkeypatch.setattr(async_engine, "_WAITING_PER_SEAT", 0)
+    monkeypatch.setattr(async_engine, "_LEAST_UNHEARD", 5)
+    hangable.hang()
+    statuses = [hangable.server.http.post("/reset_prefix_cache").status_code for _ in range(8)]
+    assert statuses == [200] * 6 + [429] * 2
+    hangable.next_engine()
+    assert hangable.server.http.post("/reset_prefix_cache").status_code == 200, "the next engine owes nothing"
+
+
+def test_nothing_that_is_sent_to_an_engine_which_does_not_listen_is_lost(model_folder):
+    """More than the kernel's buffers hold: the socket keeps the rest."""
+    with serving(model_folder) as server:
+        hangable = Hangable(server)
+
+        async def send_all():
+            every = [server.engine.generate(f"{i}", [300] * 50_000, Sampling(), [2], 5) for i in range(20)]
+            for generation in every:
+                generation.close()
+
+        with hangable.stopped():
+            server.call(send_all)
+        for what in ("Submit", "Abort"):
+            assert [server.script.see(what)["request_id"] for _ in range(20)] == [f"{i}" for i in range(20)]
+
+
+def test_a_full_house_that_leaves_at_once_may_come_again_at_once(model_folder):
+    """Also while the engine is in the midst of a long step and hears nothing."""
+    with serving(model_folder, engine={"max_queue": 66}) as server:
+        server.script.info = server.script.info | {"max_num_seqs": 4}
+        hangable = Hangable(server)
+        with hangable.stopped():
+            with connect(server, prompt=["hi"] * 70):
+                until(lambda: len(server.engine._running) == 70)
+            until(lambda: not server.engine._running)
+            with connect(server, prompt=["hi"] * 70):
+                until(lambda: len(server.engine._running) == 70)

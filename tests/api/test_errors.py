@@ -1,11 +1,15 @@
 """Mistakes of every kind get OpenAI's error shape and name what is wrong."""
 
 import asyncio
+import gc
 import json
+import socket
 
 import pytest
 
 from app.api.body import MAX_BODY_BYTES
+from tests.api.conftest import PATIENCE
+from tests.api.test_disconnect import connection_address
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "tiny", "prompt": "hi"}
@@ -126,6 +130,19 @@ def test_a_body_above_the_limit_is_a_413_whether_its_length_is_told_or_not(serve
     error = error_of(server.http.post("/v1/completions", content=content), 413)
     assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
     assert f"{MAX_BODY_BYTES:,}" in error["message"]
+
+
+def test_a_body_that_is_announced_as_too_large_is_not_waited_for(server):
+    with socket.create_connection(connection_address(server), timeout=PATIENCE) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+        client.sendall(head.encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("content", [b"{}", b"{", b'{"a": 1, "a": 2}'])
+def test_reading_json_does_not_leave_the_collector_off(server, content):
+    server.http.post("/v1/completions", content=content)
+    assert gc.isenabled()
 
 
 def test_a_text_that_is_far_too_long_is_refused_without_tokenising_it(server, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 from app.api import body, connection
 from tests.api.conftest import PATIENCE, serving
+from tests.api.test_admission import until
 from tests.api.test_disconnect import connect, connection_address, request
 from tests.api.test_errors import TEXT
 
@@ -73,6 +74,18 @@ def test_the_rest_of_a_refused_body_must_come_in_time(server, monkeypatch):
     assert answer.startswith(b"HTTP/1.1 404") and seconds < CUT_OFF + 2
 
 
+def test_a_connection_that_has_closed_waits_for_nothing(server):
+    with socket.create_connection(connection_address(server)) as client:
+        client.sendall(b"GET /li")
+        until(lambda: waiting_for_heads(server))
+        (connection,) = waiting_for_heads(server)
+    until(lambda: connection._timer is None)
+
+
+def waiting_for_heads(server):
+    return [one for one in server.uvicorn.server_state.connections if one._timer is not None]
+
+
 def test_an_answer_may_take_longer_than_a_head(server, background, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_SECONDS", CUT_OFF)
     asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT))
@@ -129,10 +142,16 @@ def test_a_head_has_a_greatest_size(server, size):
     assert answer.startswith(b"HTTP/1.1 431") and b'"code":"headers_too_large"' in answer
 
 
+def test_a_head_that_is_too_large_is_refused_before_it_is_whole(server):
+    answer = exchange(server, f"GET /live HTTP/1.1\r\nHost: x\r\nX-A: {'y' * 200_000}")
+    assert answer.startswith(b"HTTP/1.1 431")
+
+
 def test_what_is_no_http_is_told_so_in_openais_shape(server):
     head, _, content = exchange(server, "what is this\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head
     assert json.loads(content)["error"]["code"] == "invalid_http"
+    assert b"\r\nconnection: close" in head.lower()
 
 
 def exchange(server, sent: str) -> bytes:

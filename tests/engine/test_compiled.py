@@ -1,7 +1,9 @@
 """`--compile`: what is compiled says what operators one by one say, is kept, and is refused where it cannot be."""
 
 import shutil
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from app.engine.build import build_engine
 from app.engine.config import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
+from app.engine.kept_packages import load_package
 from app.engine.sequence import Request
 from tests.engine.pairs import make_pair
 
@@ -148,6 +151,24 @@ def test_logits_that_are_not_finite_end_their_request_alone(pair):
     assert said == texts
 
 
+def test_what_is_loaded_needs_no_file_so_that_a_killed_engine_leaves_none(pair, kept, monkeypatch, tmp_path):
+    engine(pair, compile=True)
+    before = sorted(kept.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("torch.export.export", None)
+    core = engine(pair, compile=True)
+    left = {path.name.partition("_")[0] for path in tmp_path.rglob("*")}
+    assert (left, sorted(kept.iterdir())) == ({"torchinductor"}, before), "PyTorch's own folder, with nothing in it"
+    assert "aotinductor_" in Path("/proc/self/maps").read_text(), "it is loaded from where it is looked for here"
+    assert core.run(requests(2)) == engine(pair).run(requests(2))
+
+
+def test_a_package_that_somebody_has_just_removed_can_be_made_anew(tmp_path):
+    with pytest.raises(RuntimeError):
+        load_package(tmp_path / "gone.pt2")
+
+
 @pytest.mark.parametrize("what", ["sources", "threads", "processor", "settings"])
 def test_whatever_decides_what_is_compiled_is_part_of_its_name(monkeypatch, tmp_path, what):
     digest = partial(compiled._digest, ("settings",), [torch.zeros(2, 3)])
@@ -187,11 +208,3 @@ def test_without_a_compiler_it_is_refused(pair, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UnsupportedError, match="--compile: there is no g\\+\\+"):
         engine(pair, compile=True)
-
-
-def test_a_folder_that_cannot_be_made_is_no_reason_to_give_up(pair, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    folder = compiled._kept_in()
-    assert folder.is_dir() and folder.stat().st_mode & 0o777 == 0o700
-    folder.rmdir()

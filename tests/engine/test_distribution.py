@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine import stages
 from app.engine.backend import make_backend
 from app.engine.build import Engine
 from app.engine.core import Step
+from app.engine.cpu_backend import CpuBackend
 from app.engine.noise import noise_states
 from app.engine.sampler import Sampler
 from app.engine.sequence import Request
@@ -312,7 +312,7 @@ def make_a_token_frequent(asked: Asked, bias: float, monkeypatch: pytest.MonkeyP
 
 
 def accept_what_the_target_does_not_say(asked: Asked, bias: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = stages.verify
+    verify = CpuBackend.fused_verify
     generator = torch.Generator().manual_seed(0)
 
     def careless(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_of: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ def accept_what_the_target_does_not_say(asked: Asked, bias: float, monkeypatch: 
             choices[first[swayed]] = drafts[draft_of[swayed], 0].long()
         return verify(choices, drafts, first, num_drafts, draft_of)
 
-    monkeypatch.setattr(stages, "verify", careless)
+    monkeypatch.setattr(CpuBackend, "fused_verify", staticmethod(careless))
 
 
 @pytest.mark.timeout(900)

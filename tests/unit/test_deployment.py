@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import kubernetes_validate
 import promql_parser
@@ -29,6 +29,7 @@ from app.cli import _serve_parser, parse_flags
 from app.config import PEER_FLAGS, Config, ConfigError, env_name, setting_fields
 from app.engine.npu.error_codes import MEANINGS
 from app.metrics import TABLE
+from app.types import FinishReason
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -249,14 +250,33 @@ def test_rules_cover_what_an_operator_must_hear_of_and_name_labels_that_exist() 
         assert alert in alerts
 
 
-def test_the_dashboard_shows_all_that_matters() -> None:
-    shown = set(re.findall(r"dflash:(\w+)", " ".join(DASHBOARD_QUERIES)))
-    for name in (
-        "spec_decode_num_accepted_tokens_per_pos_total spec_decode_num_verified_tokens_per_pos_total preemptions_total "
-        "generation_tokens_total prompt_tokens_total time_to_first_token_seconds_bucket num_requests_running "
-        "inter_token_latency_seconds_bucket num_requests_waiting kv_cache_usage_perc spec_decode_num_drafts_total"
-    ).split():
-        assert name in shown, name
+def test_the_dashboard_shows_every_metric_but_one() -> None:
+    shown = set(re.findall(r"dflash:(\w+?)(?:_total|_bucket|_sum|_count)?\b", " ".join(DASHBOARD_QUERIES)))
+    missing = {metric.name for metric in TABLE} - shown
+    assert missing == {"spec_decode_num_draft_tokens"}, "which is the sum of the verified ones by position"
+
+
+def wrong_values(query: str) -> list[str]:
+    """Values of labels that no series of ours ever has."""
+    values = {
+        "code": set("server_busy client_busy engine_loading engine_restarting engine_draining engine_dead".split()),
+        "finished_reason": {*get_args(FinishReason), "deadline"},
+        "drafting": {"yes", "no"},
+        "position": set(map(str, range(64))),
+        "job": {job["job_name"] for job in yaml.safe_load(read("docker/prometheus.yml"))["scrape_configs"]},
+    }
+    matchers = re.findall(r'(\w+)="([^"]*)"', query)
+    return [f"{label}={value}" for label, value in matchers if value not in values[label]]
+
+
+@pytest.mark.parametrize("query", [rule.expr for rule in RULES] + DASHBOARD_QUERIES)
+def test_every_query_asks_for_values_that_labels_have(query: str) -> None:
+    assert wrong_values(query) == []
+
+
+def test_a_misspelt_value_of_a_label_is_seen() -> None:
+    query = 'dflash:requests_turned_away_total{code="server_bussy"} + up{job="dflash"} > 0'
+    assert wrong_values(query) == ["code=server_bussy"]
 
 
 def test_the_dashboard_hangs_together() -> None:

@@ -1,10 +1,21 @@
 """The engine process that is started is ours, wherever somebody starts the server."""
 
+import asyncio
 import subprocess
+import sys
+from contextlib import aclosing
 from pathlib import Path
 
+import msgspec
+import pytest
+import zmq
+
+from app import engine_link
 from app.api.server import ENGINE_COMMAND
-from app.child_process import engine_environment
+from app.child_process import KEYS, engine_environment
+from app.config import env_name
+from app.engine_link import EngineLink
+from app.types import Fatal, Reply
 
 
 def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path: Path) -> None:
@@ -16,3 +27,37 @@ def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path
     )
     assert "hijacked" not in ended.stderr
     assert "not enough values to unpack" in ended.stderr  # our main(), which wants three arguments
+
+
+@pytest.mark.parametrize("name", ["DFLASH_API_KEY", "dflash_Admin_key"])
+def test_keys_that_the_environment_has_are_none_of_the_engines_business(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "a-key")
+    monkeypatch.setenv("DFLASH_LOG_LEVEL", "debug")
+    environment = engine_environment()
+    assert "a-key" not in environment.values() and environment["DFLASH_LOG_LEVEL"] == "debug"
+    assert {env_name("api_key"), env_name("admin_key")} == KEYS
+
+
+def test_what_an_engine_said_just_before_its_end_is_heard_though_it_comes_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_link, "_LAST_WORDS_SECONDS", 10.0)
+
+    async def first_reply() -> Reply:
+        link = await EngineLink.open([sys.executable, "-c", ""], "{}", 1)
+        engine = link._context.socket(zmq.PUSH)
+        try:
+            assert link._process is not None
+            await link._process.wait()
+            engine.connect(link._addresses[1])
+            said = msgspec.msgpack.encode(Fatal(1, "out of memory"))
+            asyncio.get_running_loop().call_later(0.1, engine.send, said)
+            async with aclosing(link.replies()) as replies:
+                return await anext(replies)
+        finally:
+            engine.close()
+            await link.close()
+
+    assert asyncio.run(first_reply()) == Fatal(1, "out of memory")

@@ -53,3 +53,4 @@ def test_the_limits_that_are_told_are_the_codes_own() -> None:
         f"{chat_template.LONGEST_SECONDS:g} s and {chat_template.MOST_CHARACTERS // 2**20} Mi characters",
     ):
         assert told in SECURITY, told
+    assert f"Idle connections are kept for {connection.SETTINGS['timeout_keep_alive']} s" in PAGE
