@@ -240,7 +240,7 @@ def _value(value: object) -> str:
         return "mixed"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value) or "no"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from app.engine.dflash.verify import verify
 from app.engine.errors import UnsupportedError
 from app.engine.layers import RotaryTable
 from app.engine.self_test import TOLERANCE
-from app.engine.stages import Rows, places
+from app.engine.stages import Rows, follow, places
 from app.engine.torch_backend import TorchBackend
 
 CALLS = 20
@@ -184,6 +184,14 @@ class Cases:
         lengths = [self._ints([k * i for i in range(batch)]) for k in (sizes.block, 0, 1)]
         lengths[1] += sizes.block - 1
         blocks = said.view(batch, -1)
+        verified = torch.randint(sizes.block, (batch, sizes.block + 1), generator=self._noise, device=backend.device)
+        lines = self._ints(list(reversed(range(batch))))
+
+        def begun(follow: Any) -> tuple[Tensor, ...]:
+            token_ids, starts, kv_len = numbers.clone(), offsets.clone(), offsets.clone()
+            follow(verified, lines, token_ids, lengths[0], starts, kv_len)
+            return token_ids, starts, kv_len
+
         return [
             Case(
                 f"places, {rows} rows",
@@ -204,6 +212,13 @@ class Cases:
                 lambda: (backend.fused_verify(choices, blocks, *lengths),),
                 lambda: (verify(choices, blocks, *lengths),),
                 12 * rows,
+                exact=True,
+            ),
+            Case(
+                f"follow, {batch} sequences, and three copies",
+                lambda: begun(backend.fused_follow),
+                lambda: begun(follow),
+                8 * rows,
                 exact=True,
             ),
         ]

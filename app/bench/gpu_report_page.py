@@ -10,8 +10,9 @@ ABOUT = {
     "kernels": "Each kernel against PyTorch's operators in fp32: the largest difference as a share of the largest "
     "value (bf16 rounds at 0.4 %), microseconds of a call in a graph, and the bytes that it must move as a share of "
     "what the memory gives. Small inputs stay in the cache, so that shares may pass 1.",
-    "equality": "Greedy tokens before the first difference from the text that graphs give. The same steps run without "
-    "capture must be the same; the others round sums in another order, and random weights decide by little.",
+    "equality": "Greedy tokens before the first difference from the text of another way. The same steps run without "
+    "capture must be the same; eager code and no draft round sums in another order, and random weights decide by "
+    "little. In fp32 that is rare: one request of six may differ there between overlap and one step at a time.",
     "speeds": "Output tokens per second from the first request to the last one's end, prompts included. A floor is the "
     "time to read what must be read at 4.3 TB/s or to compute what must be computed at 790 TFLOP/s, as measured on an "
     "H200, stage after stage; no engine passes it. Published: SGLang on one H200 with Qwen3-8B, GSM8K text and up to "
@@ -23,7 +24,7 @@ ABOUT = {
 TITLES = {
     "device": "The device",
     "kernels": "Kernels",
-    "equality": "Graphs and eager code",
+    "equality": "Graphs, eager code and overlap",
     "speeds": "Tokens per second",
     "attention": "Launches of attention",
     "prefill": "Prompts",

@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
 
+import numpy as np
+import torch
+
 from app.config_error import ConfigError
 from app.engine.batch import Batch, StepResult
 from app.engine.core import EngineCore
 from app.engine.model_runner import ModelRunner, PendingStep
+from app.engine.packed import Packed
 
 BANNER = "SIMULATED ACCEPTANCE: how many drafts are accepted is drawn, not found out; the tokens are meaningless."
 FLAG = "--simulate-acceptance"
@@ -72,21 +76,33 @@ def even_chance(length: float, block_size: int) -> float:
 def simulate(core: EngineCore, rates: Sequence[float], seed: int = 0) -> None:
     """From now on the steps of `core` accept what is drawn, with likelihoods `rates` as `survival` has them."""
     # The loop asks no more of a runner than `launch` and `stages`.
-    core.runner = cast(ModelRunner, SimulatedRunner(core.runner, rates, seed))
+    core.runner = cast(ModelRunner, SimulatedRunner(core.runner, rates, seed, tell_device=core.overlap))
 
 
 class SimulatedRunner:
-    """A runner whose steps are another's, but for how many drafts they accept."""
+    """A runner whose steps are another's, but for how many drafts they accept. With `tell_device` the device goes by
+    that too, for the next step begins there before the host has read this one."""
 
-    def __init__(self, runner: ModelRunner, rates: Sequence[float], seed: int) -> None:
+    def __init__(self, runner: ModelRunner, rates: Sequence[float], seed: int, *, tell_device: bool = False) -> None:
         self.stages = runner.stages
         self._runner = runner
+        self._tell_device = tell_device
         self._falling = [-rate for rate in rates]
         self._random = random.Random(seed)
 
     def launch(self, batch: Batch) -> "SimulatedStep":
         accepted = [min(self._draw(), rows.num_drafts) for rows in batch.sampling]
-        return SimulatedStep(self._runner.launch(batch), accepted)
+        pending = self._runner.launch(batch)
+        if self._tell_device and not batch.prefills:
+            self._overwrite(accepted)
+        return SimulatedStep(pending, accepted)
+
+    @torch.inference_mode()
+    def _overwrite(self, accepted: list[int]) -> None:
+        """In what the step says on the device; the host's copy is on its way."""
+        assert self._runner.graphs is not None
+        (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self.stages.backend).tensors
+        self._runner.graphs.verified[: len(accepted), -1] = numbers
 
     def _draw(self) -> int:
         """So many rates are above one random number that the chance of at least k is rate k."""

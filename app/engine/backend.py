@@ -32,8 +32,9 @@ class AttnMeta:
     """What attention reads for the rows of S sequences lying back to back.
 
     `cu_q` [S + 1], `kv_len` [S] and `page_table` [S, P] are int32 on the device; `q_lens` and `kv_lens` are the same
-    lengths on the host, exact. `kv_lens` include the rows themselves. Causal rows see the tokens up to themselves,
-    others all `kv_len` tokens. `plan` is what `Backend.plan_attention` derived, once for all layers.
+    lengths on the host, exact unless the backend has `lengths_on_device`. `kv_lens` include the rows themselves. Causal
+    rows see the tokens up to themselves, others all `kv_len` tokens. `plan` is what `Backend.plan_attention` derived,
+    once for all layers.
     """
 
     cu_q: Tensor
@@ -69,11 +70,16 @@ class Backend(ABC):
     """Whether rows of prompts go through an attention call of their own in a step in which others decode."""
     captures = False
     """Whether graphs are the faster way here; `capture` works everywhere."""
+    lengths_on_device = False
+    """Whether attention takes lengths from the device when it runs, where a decode step is replayed from graphs. Then
+    those on the host may be less than the true ones, and a step is launched before the one before it is read."""
 
     fused_places: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None
     """`stages.places` in one launch, given owners, offsets, numbers, page table and page size; None composes it."""
     fused_verify: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor] | None = None
     """`dflash.verify` in one launch; None composes it."""
+    fused_follow: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
+    """`stages.follow` in one launch; None composes it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

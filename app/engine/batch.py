@@ -15,6 +15,9 @@ class Rows:
     A decoding sequence has start = n - 1 and count = its width w: row 0 is the anchor, the `num_drafts` = w - 1
     rows after it are drafts. A prefilling one has a chunk of its own tokens. `samples` is true when the rows reach
     the last token, so that the step yields the sequence's next one.
+
+    Behind a step that nobody has read yet, where the sequence has the line `line` of the result, `start` is the least
+    that it can be, as if no draft were accepted there; it may be up to `slack` more. `line` is -1 where all is known.
     """
 
     seq: Sequence
@@ -22,10 +25,20 @@ class Rows:
     count: int
     samples: bool
     num_drafts: int = 0
+    line: int = -1
+    slack: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    def settle(self) -> bool:
+        """Take the true start, now that the step before is committed. False where nothing of these rows counts: their
+        sequence has left, or is computed anew."""
+        if self.line < 0:
+            return self.seq.seat >= 0
+        self.start, self.line, self.slack = self.seq.num_computed, -1, 0
+        return self.seq.seat >= 0 and self.seq.is_decoding
 
 
 @dataclass(slots=True)
@@ -75,9 +88,14 @@ class Batch:
 
     @property
     def still_running(self) -> "Batch":
-        """The rows of sequences that have a seat."""
-        decodes, prefills = ([rows for rows in some if rows.seq.seat >= 0] for some in (self.decodes, self.prefills))
+        """The rows that still count."""
+        decodes, prefills = ([rows for rows in some if rows.settle()] for some in (self.decodes, self.prefills))
         return Batch(decodes, prefills)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody it is for is still there."""
+        return any(rows.seq.seat >= 0 for rows in self.rows)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)

@@ -129,7 +129,7 @@ def build_engine(
             prefix_caching=config.prefix_caching,
             policy=policy,
         )
-        return EngineCore(scheduler, runner)
+        return EngineCore(scheduler, runner, overlap=_overlaps(runner, backend))
 
     backend.keep_step_memory()
     _warm_up(core(Policy(block_size)), sizes, on_progress)
@@ -186,6 +186,13 @@ def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphS
 
 def _draft_graphs(config: EngineConfig) -> bool:
     return config.draft is not None and not config.draft_enforce_eager
+
+
+def _overlaps(runner: ModelRunner, backend: Backend) -> bool:
+    """Whether a step may be launched before the one before it is read: all of it comes from graphs then, which take
+    from the device what nobody has read."""
+    graphs = runner.graphs
+    return backend.lengths_on_device and graphs is not None and (graphs.has_draft or runner.stages.drafter is None)
 
 
 def _kv_bytes(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from app.engine.batch import Batch, Delta
-from app.engine.model_runner import ModelRunner
+from app.engine.model_runner import ModelRunner, PendingStep
 from app.engine.npu.check import ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.scheduler import Scheduler
@@ -16,8 +16,8 @@ from app.engine.sequence import Request
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did: its deltas, its kind ("prefill", "decode" or "mixed") and its wall-clock seconds; how many
-    sequences decoded, and how many of these verified drafts."""
+    """What one step did: its deltas, its kind ("prefill", "decode" or "mixed") and its wall-clock seconds, from the end
+    of the last one if it was in flight by then; how many sequences decoded, and how many of these verified drafts."""
 
     deltas: list[Delta]
     kind: str
@@ -30,12 +30,27 @@ IDLE = Step([], "idle", 0.0, 0, 0)
 """No step."""
 
 
-class EngineCore:
-    """One scheduler over one runner. Not thread-safe: its owner calls it from one thread."""
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was launched and is not read yet."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    batch: Batch
+    pending: PendingStep
+
+
+class EngineCore:
+    """One scheduler over one runner. Not thread-safe: its owner calls it from one thread.
+
+    With `overlap` the device has the next step, where the scheduler finds a continuation, before this one is read: so
+    it goes on while the host commits, and takes commands, and builds the one after that.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.overlap = overlap
+        self._ahead: InFlight | None = None
+        self._ended = 0.0
         self._num_faults = 0
 
     @property
@@ -65,14 +80,16 @@ class EngineCore:
 
         A sequence that alone makes it fail is dropped, and the others go on. Raises what no sequence is to blame for.
         """
-        started = time.perf_counter()
-        batch = self.scheduler.schedule()
-        if batch.scrub:
-            self.runner.scrub(batch.scrub)
+        ahead, self._ahead = self._ahead, None
+        if ahead and ahead.batch.is_wanted:
+            started, batch, pending = self._ended, ahead.batch, ahead.pending
+        else:
+            started, batch, pending = time.perf_counter(), self._schedule(), None
         num_faults = self._num_faults
-        deltas = self._run(batch) if batch else []
+        deltas = self._run(batch, pending, overlap=self.overlap) if batch else []
         self.scheduler.end_step()
-        seconds = time.perf_counter() - started
+        self._ended = time.perf_counter()
+        seconds = self._ended - started
         if batch.decodes and num_faults == self._num_faults:
             num_seqs, prefilled = len(batch.decodes), bool(batch.prefills)
             drafts = batch.num_verify_rows - num_seqs
@@ -80,25 +97,54 @@ class EngineCore:
         kind = batch.kind if batch else IDLE.kind
         return Step(batch.dropped + deltas, kind, seconds, len(batch.decodes), batch.num_drafting)
 
-    def _run(self, batch: Batch) -> list[Delta]:
-        """Launch, read and commit. Where that fails it is done again in halves: until it is committed nothing of a step
-        counts, for the next one writes the same slots."""
+    def _schedule(self) -> Batch:
+        batch = self.scheduler.schedule()
+        if batch.scrub:
+            self.runner.scrub(batch.scrub)
+        return batch
+
+    def _run(self, batch: Batch, pending: PendingStep | None = None, *, overlap: bool = False) -> list[Delta]:
+        """Launch, unless it is `pending` already, read and commit. Where that fails it is done again in halves: until
+        it is committed nothing of a step counts, for the next one writes the same slots; nor does what is ahead."""
         try:
-            pending = self.runner.launch(batch)
+            if pending is None:
+                pending = self.runner.launch(batch)
+            if overlap:
+                self._ahead = self._launch_behind(batch)
             result = pending.read()
         except Exception as error:
-            if _is_of_device(error):
-                raise
-            self._num_faults += 1
-            self.runner.take_back()
+            self._blame(error)
+            self._ahead = None
+            batch = batch.still_running
             if len(batch.rows) > 1:
                 first, second = batch.halves
                 deltas = self._run(first)
                 second = second.still_running  # the first one's commit may have preempted some of it
                 return deltas + (self._run(second) if second else [])
-            (rows,) = batch.rows
-            return [self.scheduler.drop(rows.seq, error)]
+            return [self.scheduler.drop(rows.seq, error) for rows in batch.rows]
         return self.scheduler.commit(batch, result)
+
+    def _launch_behind(self, batch: Batch) -> InFlight | None:
+        """The step behind one that is in flight. Where that fails nobody is to blame yet: it will be tried again with
+        nothing in flight."""
+        try:
+            behind = self.scheduler.continuation(batch)
+            if behind is None:
+                return None
+            if behind.scrub:
+                self.runner.scrub(behind.scrub)
+            return InFlight(behind, self.runner.launch(behind))
+        except Exception as error:
+            self._blame(error)
+            return None
+
+    def _blame(self, error: Exception) -> None:
+        """Take back what was launched and not read. Raises `error` where nothing can go on after it."""
+        if _is_of_device(error):
+            raise error
+        self._num_faults += 1
+        self.scheduler.forget_unread()
+        self.runner.take_back()
 
     def run(self, requests: list[Request], on_step: Callable[[Step], None] | None = None) -> dict[str, list[int]]:
         """Run requests to their end, without a server: request id -> the tokens it emitted. Raises RuntimeError if one

@@ -30,7 +30,11 @@ class Scheduler:
     written to a page that is cached or shared. Queries and hits count the prompt tokens of first admissions.
 
     `running` is in order of arrival, and everything in it is older than everything in `waiting`. A step is committed
-    before the next one is scheduled, and nothing is aborted in between.
+    before the next one is scheduled; but its `continuation` may be launched before that, and then steps are committed
+    one behind. Who leaves meanwhile, or is computed anew, has rows in a step that nobody has read yet: they are dropped
+    at its commit. Such rows are written past the last token that is known here, so past all that is cached, and before
+    whatever a later step writes, for a device works in order: the pages may be another's at once. But what is written
+    there may be NaN, so those pages count as not sound.
 
     A sequence whose logits are not finite ends with an error, and so does one that raises an exception, see `drop`.
     """
@@ -65,7 +69,10 @@ class Scheduler:
         """What was raised last, by a sequence that was dropped, and nobody has got on since."""
         self._faults_in_row = 0
         self._got_on = False
-        self._slots_to_scrub: list[int] = []
+        self._unclean: set[Sequence] = set()
+        """Sequences behind whose last token there may be KV that is not finite."""
+        self._unread: set[Sequence] = set()
+        """Those with rows in a step that will still be in flight when the one before it is committed."""
         self._free_seats = list(reversed(range(max_num_seqs)))
         self._arrivals = 0
 
@@ -116,7 +123,10 @@ class Scheduler:
             raise self.fault
 
     def schedule(self) -> Batch:
-        """The rows of the next step; empty when there is nothing to do."""
+        """The rows of the next step, with nothing in flight; empty when there is nothing to do."""
+        self._unread = set()
+        left_behind = [slot for seq in self._unclean for slot in self._slots_from(seq, seq.num_computed)]
+        self._unclean.clear()
         dropped: list[Delta] = []
         while True:
             try:
@@ -127,11 +137,40 @@ class Scheduler:
                     raise
                 dropped.append(self.drop(self._at, error))
         batch.dropped = dropped
-        batch.scrub, self._slots_to_scrub = self._slots_to_scrub, []
-        page_size = self.pool.page_size
-        for page in self.pool.pages_to_scrub():
-            batch.scrub += range(page * page_size, (page + 1) * page_size)
+        batch.scrub = left_behind + self._reused_slots()
         return batch
+
+    def continuation(self, batch: Batch) -> Batch | None:
+        """The step behind `batch`, which is in flight: everybody in it goes on from where it will have come to.
+
+        None if the next step has to wait for what is read: somebody prefills, may be admitted or draws his tokens,
+        pages are short, or KV is to be scrubbed. Who is sure to end in the step in flight is left out.
+        """
+        self._unread = set()
+        here = [(line, rows) for line, rows in enumerate(batch.decodes) if rows.seq.seat >= 0]
+        if batch.prefills or [rows.seq for _, rows in here] != self.running or self._unclean or self._admits():
+            return None
+        if not all(seq.is_decoding and seq.request.is_argmax for seq in self.running):
+            return None
+        here = [(line, rows) for line, rows in here if rows.seq.num_remaining > 1]
+        reaches = [self._reach(rows.seq) + rows.count for _, rows in here]
+        owned = [len(rows.seq.pages) for _, rows in here]
+        missing = sum(max(0, self.pool.pages_for(n) - own) for n, own in zip(reaches, owned, strict=True))
+        if not here or missing > self.pool.num_free:
+            return None
+        self._unread = {rows.seq for _, rows in here}
+        num_drafts = self.policy.drafts([(rows.seq, self._most_drafts(rows.seq, in_flight=1)) for _, rows in here])
+        behind = Batch()
+        for (line, rows), reach, drafts in zip(here, reaches, num_drafts, strict=True):
+            seq, start, slack = rows.seq, rows.seq.num_computed + 1, rows.count - 1
+            self.pool.grow(seq.pages, reach)
+            behind.decodes.append(Rows(seq, start, drafts + 1, True, num_drafts=drafts, line=line, slack=slack))
+        behind.scrub = self._reused_slots()
+        return behind
+
+    def forget_unread(self) -> None:
+        """The continuation failed, or will not be read; but some of it may have been written."""
+        self._unclean |= self._unread
 
     def _schedule(self) -> Batch:
         self._at = None
@@ -160,16 +199,19 @@ class Scheduler:
 
     def commit(self, batch: Batch, result: StepResult) -> list[Delta]:
         """Take the step's tokens into the sequences, and the pages it has filled into the cache. Whoever stops leaves
-        at once and frees its pages."""
+        at once and frees its pages. Of who has left since the step was launched nothing counts."""
         results = zip(result.tokens, result.num_accepted, strict=True)
         deltas: list[Delta] = []
         unclear: list[Sequence] = []
         for rows in batch.rows:
             seq = rows.seq
+            tokens, num_accepted = next(results) if rows.samples else ([], 0)
+            if not rows.settle():
+                continue
             try:
                 if not rows.samples:
                     self._take_chunk(rows)
-                elif (delta := self._take_tokens(rows, *next(results))) is None:
+                elif (delta := self._take_tokens(rows, tokens, num_accepted)) is None:
                     unclear.append(seq)
                 else:
                     deltas.append(delta)
@@ -194,13 +236,13 @@ class Scheduler:
     def _take_tokens(self, rows: Rows, tokens: list[int], num_accepted: int) -> Delta | None:
         """None where nothing is to be said of a sequence before it was computed anew."""
         seq = rows.seq
-        seq.is_sound = NOT_FINITE not in tokens
-        if not seq.is_sound and NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
+        if NOT_FINITE in tokens:  # drafts that were refused leave KV behind the last token
+            self._unclean.add(seq)
+        seq.is_sound = seq not in self._unclean
+        if NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
             return self._accept_not_finite(rows, tokens[: tokens.index(NOT_FINITE)])
         delta = self._accept(rows, tokens, num_accepted)
         self._publish(rows)
-        if not seq.is_sound:  # drafts that were refused have left KV behind the last token
-            self._slots_to_scrub += self._slots_from(seq, seq.num_computed)
         return delta
 
     def _accept_not_finite(self, rows: Rows, tokens: list[int]) -> Delta | None:
@@ -249,9 +291,15 @@ class Scheduler:
         for place in range(position, len(seq.pages) * page_size):
             yield seq.pages[place // page_size] * page_size + place % page_size
 
-    def _most_drafts(self, seq: Sequence) -> int:
-        """How many drafts the target may verify: never more rows than the request may still emit."""
-        return min(self.block_size, seq.num_remaining) - 1 if seq.request.speculate else 0
+    def _reused_slots(self) -> list[int]:
+        """The slots of pages that were taken since this was last asked, and may hold KV that is not finite."""
+        page_size = self.pool.page_size
+        return [slot for page in self.pool.pages_to_scrub() for slot in range(page * page_size, (page + 1) * page_size)]
+
+    def _most_drafts(self, seq: Sequence, in_flight: int = 0) -> int:
+        """How many drafts the target may verify: never more rows than the request may still emit, if so many tokens at
+        least are in flight."""
+        return min(self.block_size, seq.num_remaining - in_flight) - 1 if seq.request.speculate else 0
 
     def _chunk(self, seq: Sequence, budget: int) -> Rows:
         count = min(seq.num_tokens - seq.num_computed, budget)
@@ -277,9 +325,7 @@ class Scheduler:
         growth of an older sequence would preempt the newcomer at once. A page that is about to be cached is waited
         for."""
         found = self._find(seq)
-        if self._is_being_filled(seq, len(found)):
-            return False
-        if self.pool.cost(found, self._reach(seq)) + len(self.running) > self.pool.num_free:
+        if not self._has_room(seq, found):
             return False
         self.pool.share(found)
         seq.pages = found
@@ -290,6 +336,17 @@ class Scheduler:
             self.prefix_cache_queries += seq.num_tokens
             self.prefix_cache_hits += seq.num_cached
         return True
+
+    def _admits(self) -> bool:
+        """Whether the next `schedule` lets somebody in."""
+        if not self.waiting or len(self.running) == self.max_num_seqs:
+            return False
+        return self._has_room(self.waiting[0], self._find(self.waiting[0]))
+
+    def _has_room(self, seq: Sequence, found: "array[int]") -> bool:
+        if self._is_being_filled(seq, len(found)):
+            return False
+        return self.pool.cost(found, self._reach(seq)) + len(self.running) <= self.pool.num_free
 
     def _find(self, seq: Sequence) -> "array[int]":
         """Cached pages of the sequence's tokens, without the page of the last one."""
@@ -353,7 +410,10 @@ class Scheduler:
         self._give_back(seq)
 
     def _give_back(self, seq: Sequence) -> None:
-        self.pool.release(seq.pages, sound=seq.is_sound)
+        known = seq.num_computed // self.pool.page_size if seq in self._unread else len(seq.pages)
+        self.pool.release(seq.pages[known:], sound=False)
+        self.pool.release(seq.pages[:known], sound=seq.is_sound)
+        self._unclean.discard(seq)
         seq.pages = array("i")
         seq.num_found = 0
         seq.is_sound = False

@@ -36,6 +36,7 @@ class DraftTensors(NamedTuple):
 
     request_ids: list[str]
     anchors: Tensor
+    lines: Tensor
     rows: Rows
 
 
@@ -48,6 +49,7 @@ class TargetTensors(NamedTuple):
     first_logit: Tensor
     num_drafts: Tensor
     draft_of: Tensor
+    lines: Tensor
     groups: list[Rows]
 
 
@@ -93,17 +95,16 @@ class Stages:
 
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
         """`inputs` as `packed` holds them; attention has yet to be planned."""
-        anchors, *group = packed.tensors
-        return DraftTensors(inputs.request_ids, anchors, self._rows(inputs.group, group, causal=False))
+        anchors, lines, *group = packed.tensors
+        return DraftTensors(inputs.request_ids, anchors, lines, self._rows(inputs.group, group, causal=False))
 
     def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
         """`inputs` as `packed` holds them; attention has yet to be planned."""
-        token_ids, sources, logit_rows, first_logit, num_drafts, draft_of, *rest = packed.tensors
+        token_ids, sources, logit_rows, first_logit, num_drafts, draft_of, lines, *rest = packed.tensors
         groups = [self._rows(group, rest[5 * i : 5 * i + 5], causal=True) for i, group in enumerate(inputs.groups)]
         every_row = len(logit_rows) == len(token_ids)
-        return TargetTensors(
-            token_ids, sources, None if every_row else logit_rows, first_logit, num_drafts, draft_of, groups
-        )
+        logits = None if every_row else logit_rows, first_logit, num_drafts, draft_of
+        return TargetTensors(token_ids, sources, *logits, lines, groups)
 
     def plan(self, rows: Rows, group: RowGroup) -> None:
         """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
@@ -113,6 +114,16 @@ class Stages:
         decoder = self.target.config if rows.meta.causal else self._drafter.decoder
         lengths = replace(rows.meta, q_lens=group.q_lens, kv_lens=group.kv_lens)
         rows.meta.plan = self.backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
+
+    def follow_draft(self, verified: Tensor, inputs: DraftTensors) -> None:
+        """See `follow`."""
+        places = self._row_numbers[: len(inputs.anchors)]
+        self._follow(verified, inputs.lines, inputs.anchors, places, inputs.rows)
+
+    def follow_target(self, verified: Tensor, inputs: TargetTensors) -> None:
+        """See `follow`; of a step in which nobody prefills."""
+        (rows,) = inputs.groups
+        self._follow(verified, inputs.lines, inputs.token_ids, rows.meta.cu_q[:-1], rows)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Drafts [D, b - 1] int32 of the tokens after each anchor."""
@@ -197,6 +208,10 @@ class Stages:
         meta = AttnMeta(cu_q, kv_len, table, list(group.q_lens), list(group.kv_lens), self._page_size, causal)
         return Rows(owners, offsets, meta)
 
+    def _follow(self, verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, rows: Rows) -> None:
+        fused = self.backend.fused_follow or follow
+        fused(verified, lines, token_ids, places, rows.offsets, rows.meta.kv_len)
+
     def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
         numbers, meta = self._row_numbers[: len(rows.owners)], rows.meta
         if fused := self.backend.fused_places:
@@ -212,3 +227,20 @@ def places(rows: Rows, numbers: Tensor) -> tuple[Tensor, Tensor]:
     page = positions // meta.page_size
     in_page = positions - page * meta.page_size
     return positions, torch.add(in_page, meta.page_table[rows.owners, page], alpha=meta.page_size)
+
+
+def follow(verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, offsets: Tensor, kv_len: Tensor) -> None:
+    """Let S sequences begin, in place, where a step has brought them that nobody has read yet.
+
+    `verified` [L, w + 1] is what `dflash.verify` said of it, and `lines` [S] which line is whose. A sequence begins as
+    many positions further on as drafts were accepted, and its anchor, at `places` [S] of `token_ids`, is the bonus
+    token. One with the line -1 stays as it is.
+    """
+    of_step, places = lines >= 0, places.long()
+    results = verified[lines.clamp(min=0)]
+    accepted = results[:, -1:]
+    bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and nothing comes of it
+    token_ids[places] = torch.where(of_step, bonus, token_ids[places]).to(torch.int32)
+    further = torch.where(of_step, accepted.flatten(), 0).to(torch.int32)
+    offsets += further
+    kv_len += further

@@ -37,7 +37,9 @@ class StepGraphs:
     """All graphs of a runner, captured when this is made. `on_graph` is called with (captured, to capture).
 
     `drafts` [max_num_seqs, b - 1], None without a draft, takes drafts from one graph to the other; they are padded
-    to sizes of their own. `pages` is the width of page tables. With `draft_graphs` False only the target is captured.
+    to sizes of their own. `verified` [max_num_seqs + 1, b + 1] has what the last step's verification said; where the
+    device knows lengths alone, the next step begins there. `pages` is the width of page tables. With `draft_graphs`
+    False only the target is captured.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StepGraphs:
         self.drafts = None
         if block_size > 1:
             self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
+        self.verified = torch.zeros(sizes.seqs[-1] + 1, block_size + 1, dtype=torch.int64, device=backend.device)
         self._draft_graphs: dict[int, _Captured] = {}
         self._target_graphs: dict[tuple[int, int], tuple[_Captured, TargetTensors]] = {}
         drafts = list(sizes.seqs) if draft_graphs else []
@@ -109,6 +112,8 @@ class StepGraphs:
         tensors = self._stages.draft_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
+            if self._backend.lengths_on_device:
+                self._stages.follow_draft(self.verified, tensors)
             self.keep(self._stages.draft(tensors))
             return ()
 
@@ -121,9 +126,14 @@ class StepGraphs:
         tensors = self._stages.target_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
+            if self._backend.lengths_on_device:
+                self._stages.follow_target(self.verified, tensors)
             hidden, choices = self._stages.choose(tensors, self.drafts, ())
             self._hidden[:rows] = hidden
-            return choices, self._stages.verify(tensors, choices, self.drafts)
+            verified = self._stages.verify(tensors, choices, self.drafts)
+            if self._backend.lengths_on_device:
+                self.verified[: seqs + 1] = verified
+            return choices, verified
 
         (group,) = tensors.groups
         self._stages.plan(group, inputs.groups[0])

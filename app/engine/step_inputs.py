@@ -41,15 +41,16 @@ class RowGroup:
 
 @dataclass(slots=True)
 class DraftInputs:
-    """The D blocks to draft, each from its anchor on."""
+    """The D blocks to draft, each from its anchor on. `lines` [D] are as in TargetInputs."""
 
     request_ids: list[str]
     anchors: Ints
+    lines: Ints
     group: RowGroup
 
     @property
     def arrays(self) -> list[Ints]:
-        return [self.anchors, *self.group.arrays]
+        return [self.anchors, self.lines, *self.group.arrays]
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ class TargetInputs:
     is found: among these at its own number, or at T + its place in the flattened [D, b - 1] drafts.
 
     `logit_rows` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
-    `first_logit[i] ...`, one and then one per draft; `draft_of[i]` is its row in the drafts, 0 if it has none.
+    `first_logit[i] ...`, one and then one per draft; `draft_of[i]` is its row in the drafts, 0 if it has none. Its
+    anchor and its start come of the line `lines[i]` of the step before, which is on the device alone, or are known: -1.
     """
 
     token_ids: Ints
@@ -67,11 +69,13 @@ class TargetInputs:
     first_logit: Ints
     num_drafts: Ints
     draft_of: Ints
+    lines: Ints
     groups: list[RowGroup]
 
     @property
     def arrays(self) -> list[Ints]:
-        own = [self.token_ids, self.sources, self.logit_rows, self.first_logit, self.num_drafts, self.draft_of]
+        logits = [self.logit_rows, self.first_logit, self.num_drafts, self.draft_of]
+        own = [self.token_ids, self.sources, *logits, self.lines]
         return own + [array for group in self.groups for array in group.arrays]
 
 
@@ -147,6 +151,7 @@ def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool
         first_logit=np.array(first_logit[:-1], dtype=np.int32),
         num_drafts=np.array(num_drafts, dtype=np.int32),
         draft_of=np.array(draft_of, dtype=np.int32),
+        lines=_lines(sampling),
         groups=[_group(part, [share.count for share in part], page_size) for part in parts if part],
     )
     draft = _draft_inputs(batch, page_size, block_size) if any(num_drafts) else None
@@ -156,11 +161,12 @@ def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool
 def empty_target() -> TargetInputs:
     """No rows of no sequences, to be padded."""
     none = np.zeros(0, dtype=np.int32)
-    return TargetInputs(none, none, none, none, none, none, [_no_rows()])
+    return TargetInputs(none, none, none, none, none, none, none, [_no_rows()])
 
 
 def empty_draft() -> DraftInputs:
-    return DraftInputs([], np.zeros(0, dtype=np.int32), _no_rows())
+    none = np.zeros(0, dtype=np.int32)
+    return DraftInputs([], none, none, _no_rows())
 
 
 def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int) -> TargetInputs:
@@ -183,6 +189,7 @@ def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_p
         first_logit=_grown(inputs.first_logit, seats),
         num_drafts=_grown(inputs.num_drafts, seats),
         draft_of=_grown(inputs.draft_of, seats),
+        lines=_grown(inputs.lines, seats, -1),
         groups=[_pad_group(group, padding, pages, scratch_pages)],
     )
 
@@ -191,7 +198,7 @@ def pad_draft(inputs: DraftInputs, blocks: int, block_size: int, pages: int, scr
     """`blocks` blocks, those that are missing over the scratch pages."""
     padding = [block_size] * (blocks - len(inputs.anchors))
     group = _pad_group(inputs.group, padding, pages, scratch_pages)
-    return replace(inputs, anchors=_grown(inputs.anchors, blocks), group=group)
+    return replace(inputs, anchors=_grown(inputs.anchors, blocks), lines=_grown(inputs.lines, blocks, -1), group=group)
 
 
 def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:
@@ -205,8 +212,8 @@ def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: i
     return RowGroup(np.concatenate((group.starts, starts)), page_table, group.q_lens + padding, group.kv_lens + padding)
 
 
-def _grown(x: Ints, size: int) -> Ints:
-    grown: Ints = np.zeros(size, dtype=np.int32)
+def _grown(x: Ints, size: int, value: int = 0) -> Ints:
+    grown: Ints = np.full(size, value, dtype=np.int32)
     grown[: len(x)] = x
     return grown
 
@@ -289,10 +296,10 @@ def _noise_states(rows: Rows) -> Ints:
 
 
 def _group(shares: list[Rows], counts: list[int], page_size: int) -> RowGroup:
-    """`counts[i]` rows from the start of `shares[i]` on."""
+    """`counts[i]` rows from the start of `shares[i]` on, and pages for where they may begin at most."""
     starts = [rows.start for rows in shares]
     kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-    width = -(-max(kv_lens) // page_size)
+    width = -(-max(kv_len + rows.slack for kv_len, rows in zip(kv_lens, shares, strict=True)) // page_size)
     page_table: Ints = np.zeros((len(shares), width), dtype=np.int32)
     for line, rows in zip(page_table, shares, strict=True):
         pages = np.frombuffer(rows.seq.pages, dtype=np.int32)[:width]
@@ -306,8 +313,13 @@ def _draft_inputs(batch: Batch, page_size: int, block_size: int) -> DraftInputs:
     return DraftInputs(
         request_ids=[rows.seq.request.request_id for rows in drafting],
         anchors=np.array([rows.seq.token_ids[-1] for rows in drafting], dtype=np.int32),
+        lines=_lines(drafting),
         group=_group(drafting, [block_size] * len(drafting), page_size),
     )
+
+
+def _lines(shares: list[Rows]) -> Ints:
+    return np.array([rows.line for rows in shares], dtype=np.int32)
 
 
 def _ranges(starts: list[int], counts: list[int]) -> Ints:

@@ -95,6 +95,8 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         choices, drafts = empty(rows, dtype=torch.int64), numbers(num_seqs, BLOCK_SIZE - 1)
         for some in (drafts, None):
             backend.fused_verify(choices, some, *(numbers(num_seqs) for _ in range(3)))
+        verified = empty(33, BLOCK_SIZE + 1, dtype=torch.int64)
+        backend.fused_follow(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
 
 
 def launch_more(backend: CudaBackend) -> None:

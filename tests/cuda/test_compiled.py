@@ -15,7 +15,7 @@ SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on sm_90."""
 REGISTERS = 65536
 """Of a multiprocessor."""
-KERNELS = "attend combine norm gated rope_and_write context_rope_and_write place embed accept".split()
+KERNELS = "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin".split()
 
 
 @pytest.fixture(scope="module")

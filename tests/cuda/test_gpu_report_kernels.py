@@ -35,7 +35,7 @@ def test_every_kernel_is_checked_and_right(cases: Cases) -> None:
     found = checked(cases.all(), untimed)
     assert all(row["passed"] for row in found), [row for row in found if not row["passed"]]
     names = {row["kernel"].partition(",")[0] for row in found}
-    every = "attention rms_norm add_rms_norm silu_mul qkv_into_kv context_into_kv places embed_blocks verify"
+    every = "attention rms_norm add_rms_norm silu_mul qkv_into_kv context_into_kv places embed_blocks verify follow"
     assert names == set(every.split())
     assert all(row["error"] < 1e-5 for row in found)
 

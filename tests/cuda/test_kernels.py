@@ -8,7 +8,7 @@ from app.engine.backend import AttnMeta, Backend, LayerKv, Rotation
 from app.engine.cuda.backend import CudaBackend
 from app.engine.dflash.verify import verify
 from app.engine.layers import RotaryTable
-from app.engine.stages import Rows, places
+from app.engine.stages import Rows, follow, places
 from app.engine.torch_backend import TorchBackend
 
 torch.set_num_threads(1)
@@ -153,6 +153,30 @@ def test_verify_is_the_reference_whatever_is_accepted(backend, dtype):
         for some in (drafts, None):
             found, expected = backend.fused_verify(choices, some, *lengths), verify(choices, some, *lengths)
             assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_sequences_begin_where_the_step_before_has_brought_them(backend, dtype):
+    """Those without a line in it stay as they are, and so do all other rows; a token that is not to be had is 0."""
+    noise = torch.Generator().manual_seed(2)
+    for num_seqs, width in ((1, 1), (5, 4), (40, 16)):
+        verified = torch.randint(-1, 9, (num_seqs + 2, width + 1), generator=noise)
+        verified[:, -1] = torch.randint(width, (num_seqs + 2,), generator=noise)
+        lines = torch.randperm(num_seqs + 2, generator=noise)[:num_seqs].to(torch.int32)
+        lines[1::3] = -1
+        places = (torch.arange(num_seqs + 1) * width).to(torch.int32)[:-1]
+        before = [torch.randint(90, (size,), generator=noise).to(torch.int32) for size in (700, num_seqs, num_seqs)]
+        found, expected = ([x.clone() for x in before] for _ in range(2))
+        for run, (token_ids, offsets, kv_len) in ((backend.fused_follow, found), (follow, expected)):
+            run(verified, lines, token_ids, places, offsets, kv_len)
+        assert all(map(torch.equal, found, expected))
+        tokens, *lengths = found
+        for i, line in enumerate(lines.tolist()):
+            accepted = int(verified[line, -1]) if line >= 0 else 0
+            at = int(places[i])
+            assert tokens[at] == (max(int(verified[line, accepted]), 0) if line >= 0 else before[0][at])
+            assert [int(x[i]) for x in lengths] == [int(x[i]) + accepted for x in before[1:]]
+        untouched = torch.ones(700, dtype=torch.bool).index_fill(0, places.long(), False)
+        assert torch.equal(tokens[untouched], before[0][untouched])
 
 
 def test_a_step_that_samples_nobody_verifies_nothing(backend, dtype):

@@ -79,7 +79,7 @@ def test_what_is_compared_launches_every_kernel(pair: Pair, monkeypatch: pytest.
                 monkeypatch.setattr(module, name, Counted(kernel, launched))
     core = engine(pair, enforce_eager=False, max_graphs=2).core
     core.run([replace(requests()[0], token_ids=(1, 2), max_tokens=3)])
-    every = "attend combine place embed accept norm gated rope_and_write context_rope_and_write".split()
+    every = "attend combine place embed accept norm gated rope_and_write context_rope_and_write begin".split()
     assert launched == set(every)
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -30,6 +31,7 @@ from app.engine.config import EngineConfig
 from app.engine.core import Step
 from app.engine.kv_cache import SCRATCH_PAGES
 from app.engine.sequence import Request
+from tests.engine.device_lengths import device_lengths
 from tests.engine.pairs import make_pair
 from tests.engine.reference import PLAIN, Sampling, first_difference, load_target, margin, sampled
 
@@ -160,8 +162,9 @@ class Case:
 
     `temperature` None gives the requests 0, 0.7 and 1.0 in turn, `sampling` the filters and penalties of its kind.
     `speculation` "half" lets every other request draft; "off" loads no draft at all. `graphs` pads decode steps to a
-    few sizes and replays those, as on a device. With `cached` there is a prefix cache, and every request comes twice in
-    a row, so that the second shares the pages of the first, be that still running or not.
+    few sizes and replays those, as on a device; "overlap" as on one where the next step is launched before a step is
+    read, see device_lengths.py. With `cached` there is a prefix cache, and every request comes twice in a row, so
+    that the second shares the pages of the first, be that still running or not.
     """
 
     concurrency: int = 1
@@ -172,19 +175,22 @@ class Case:
     temperature: float | None = 0.0
     sampling: str = "plain"
     speculation: str = "on"
-    graphs: bool = False
+    graphs: str = ""
     cached: bool = False
 
     def __str__(self) -> str:
         words = [f"c{self.concurrency}", f"page{self.page_size}", f"block{self.block_size}"]
         words += ["Tmixed" if self.temperature is None else f"T{self.temperature:g}"]
-        words += [self.sampling, self.speculation]
-        return "-".join(words + [how for how in ("chunked", "preempted", "graphs", "cached") if getattr(self, how)])
+        words += [self.sampling, self.speculation, *([self.graphs] if self.graphs else [])]
+        return "-".join(words + [how for how in ("chunked", "preempted", "cached") if getattr(self, how)])
 
     @property
     def possible(self) -> bool:
         """Nobody is preempted for the sake of nobody, and on pages of 128 hardly a sequence ever needs another page;
-        nor does a prompt fill one, so that there is nothing to be found again."""
+        nor does a prompt fill one, so that there is nothing to be found again. Steps overlap where nobody draws a token
+        or counts them."""
+        if self.graphs == "overlap" and not (self.temperature == 0 and self.sampling in ("plain", "filters")):
+            return False
         if self.page_size == 128:
             return not (self.preempted or self.cached)
         return not (self.preempted and self.concurrency == 1)
@@ -202,7 +208,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "temperature": (*TEMPERATURES, None),
     "sampling": SAMPLINGS,
     "speculation": ("on", "half", "off"),
-    "graphs": (False, True),
+    "graphs": ("", "graphs", "overlap"),
     "cached": (False, True),
 }
 assert list(SETTINGS) == [field.name for field in fields(Case)]
@@ -225,6 +231,7 @@ def covering_cases(strength: int, seed: int = 0) -> list[Case]:
         wanted = min(missing, key=repr)
         draws = ({name: rng.choice(values) for name, values in SETTINGS.items()} | dict(wanted) for _ in range(50))
         candidates = [case for draw in draws if (case := Case(**draw)).possible]
+        candidates.append(Case(**{"concurrency": 4} | dict(wanted)))
         best = max(candidates, key=lambda case: len(missing & combinations_in(case, strength)))
         missing -= combinations_in(best, strength)
         cases.append(best)
@@ -343,6 +350,10 @@ class Subject:
         block = 1 if case.speculation == "off" else case.block_size
         pages = -(-(self.max_model_len + 2 * block) // case.page_size)
         scratch = -(-(case.concurrency * block + 1) // case.page_size) if case.graphs else SCRATCH_PAGES
+        with device_lengths() if case.graphs == "overlap" else nullcontext():
+            return self._engine(case, block, pages + scratch if case.preempted else None)
+
+    def _engine(self, case: Case, block: int, kv_pages: int | None) -> Engine:
         return make_engine(
             self.target,
             None if case.speculation == "off" else self.draft,
@@ -351,7 +362,7 @@ class Subject:
             max_model_len=self.max_model_len,
             max_num_seqs=case.concurrency,
             max_num_batched_tokens=max(13, case.concurrency * block) if case.chunked else None,
-            kv_pages=pages + scratch if case.preempted else None,
+            kv_pages=kv_pages,
             enforce_eager=not case.graphs,
             prefix_caching=case.cached,
         )

@@ -12,7 +12,7 @@ from app.engine.config import EngineConfig
 from app.engine.sequence import Request
 from tests.engine.pairs import make_pair
 
-READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique"}
+READS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique"}
 """Operators that hand a value, or a size that depends on values, to the host: each would stall an accelerator."""
 
 
@@ -69,4 +69,6 @@ def test_a_step_is_one_download(engine: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_guard_sees_a_read() -> None:
     with pytest.raises(AssertionError, match="reads the device"), NoReads():
+        torch.ones(1).item()
+    with torch.inference_mode(), pytest.raises(AssertionError, match="reads the device"), NoReads():
         torch.ones(1).item()

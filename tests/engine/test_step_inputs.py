@@ -221,12 +221,14 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     for name in ("first_logit", "num_drafts", "draft_of"):
         assert getattr(padded, name).tolist()[:num_seqs] == getattr(inputs.target, name).tolist()
         assert len(getattr(padded, name)) == seqs + 1
+    assert padded.lines.tolist() == [-1] * (seqs + 1), "nobody's rows follow nothing"
     (own,), (group,) = inputs.target.groups, padded.groups
     check_padded(own, group, rows, pages, scratch_pages, page_size)
     if inputs.draft:
         blocks = sizes.seqs_for(len(inputs.draft.anchors))
         draft = step_inputs.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
         assert set(draft.group.q_lens) == {block_size} and len(draft.anchors) == blocks
+        assert draft.lines.tolist() == [-1] * blocks
         check_padded(inputs.draft.group, draft.group, blocks * block_size, pages, scratch_pages, page_size)
 
 
@@ -275,6 +277,24 @@ def test_the_draft_block_is_whole_however_few_rows_are_verified(page_size):
     assert on_device(inputs.draft.group, page_size)[0] == list(range(9, 17))
     assert inputs.draft.group.kv_lens == [17], "the block is counted once"
     assert inputs.target.sources.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_where_it_may_begin(page_size):
+    """Two of three go on, one of them plainly; the anchors are not known yet."""
+    seqs = [
+        Sequence(Request(name, (1,) * 10, 40), 0, pages=array("i", range(1 + 40 * i, 40 + 40 * i)))
+        for i, name in enumerate("ab")
+    ]
+    rows = [Rows(seqs[0], 10, 4, True, 3, line=2, slack=7), Rows(seqs[1], 10, 1, True, 0, line=0, slack=3)]
+    inputs = step_inputs.build(Batch(rows), page_size, block_size=8)
+    (group,) = inputs.target.groups
+    assert inputs.target.lines.tolist() == [2, 0] and inputs.target.sources.tolist() == [0, 5, 6, 7, 4]
+    assert inputs.target.token_ids.tolist() == [0] * 5
+    assert (group.starts.tolist(), group.kv_lens) == ([10, 10], [14, 11])
+    assert group.page_table.shape[1] == -(-(10 + 7 + 4) // page_size)
+    assert inputs.draft is not None and inputs.draft.lines.tolist() == [2]
+    assert inputs.draft.group.page_table.tolist() == [seqs[0].pages[: -(-(10 + 7 + 8) // page_size)].tolist()]
 
 
 def test_a_chunk_that_is_not_the_last_asks_for_no_logits():

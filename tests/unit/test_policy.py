@@ -364,6 +364,16 @@ def test_a_decision_is_made_anew_when_a_sequence_comes_ends_or_disappoints_and_n
     assert any(decided_anew("b") for _ in range(_HOLDS_FOR + 1)), "no decision holds for ever"
 
 
+def test_what_became_of_who_was_left_out_of_a_later_decision_says_nothing() -> None:
+    """Where steps overlap the next decision is there before the outcome, without those that are about to end."""
+    policy = Policy(BLOCK, planted("accelerator"))
+    policy.drafts([("a", 15), ("b", 15)])
+    policy.drafts([("a", 15)])
+    policy.observe("b", 15, 3)
+    policy.observe("a", 15, 3)
+    assert set(policy._of) == {"a"}
+
+
 @pytest.mark.parametrize(("accepted", "risen"), [(0, True), (15, False)])
 def test_a_probe_that_is_accepted_whole_is_news_only_where_that_was_unlikely(accepted: int, risen: bool) -> None:
     policy = Policy(BLOCK, planted("cpu"))

@@ -29,8 +29,10 @@ class CudaBackend(TorchBackend):
     """
 
     captures = True
+    lengths_on_device = True
     fused_places = staticmethod(inputs.places)
     fused_verify = staticmethod(inputs.verify)
+    fused_follow = staticmethod(inputs.follow)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

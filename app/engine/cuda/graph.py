@@ -16,7 +16,8 @@ class CudaGraph(Graph):
     """`run` captured, to work in the memory of `pool`. It must have been run before, for nothing lazy can be captured:
     a kernel that is compiled, or a library's workspace.
 
-    Graphs that share a pool overwrite one another's memory, `outputs` included: those are read before another replay.
+    Graphs that share a pool overwrite one another's memory, `outputs` included: what reads those is queued before
+    another replay.
     """
 
     def __init__(self, run: Callable[[], tuple[Tensor, ...]], pool: Any) -> None:

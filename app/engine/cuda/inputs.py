@@ -12,6 +12,7 @@ from app.engine.cuda.launch import lines_of_a_program
 
 PLACES_BLOCK = 128
 EMBED_BLOCK = 1024
+FOLLOW_BLOCK = 32
 
 
 def places(
@@ -151,3 +152,47 @@ def accept(
     to = out_ptr + seq.to(tl.int64) * (WIDTH + 1)
     tl.store(to[:, None] + columns, tokens, mask=is_token)
     tl.store(to + WIDTH, accepted.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def follow(verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, offsets: Tensor, kv_len: Tensor) -> None:
+    """`stages.follow`."""
+    num_seqs = len(lines)
+    begin[triton.cdiv(num_seqs, FOLLOW_BLOCK),](
+        verified,
+        lines,
+        token_ids,
+        places,
+        offsets,
+        kv_len,
+        num_seqs,
+        WIDTH=verified.shape[1] - 1,
+        BLOCK=FOLLOW_BLOCK,
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def begin(
+    verified_ptr,
+    line_ptr,
+    token_ptr,
+    place_ptr,
+    offset_ptr,
+    kv_len_ptr,
+    num_seqs,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK sequences."""
+    seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    line = tl.load(line_ptr + seq, mask=seq < num_seqs, other=-1).to(tl.int64)
+    follows = line >= 0
+    result = verified_ptr + line * (WIDTH + 1)
+    accepted = tl.load(result + WIDTH, mask=follows, other=0)
+    bonus = tl.maximum(tl.load(result + accepted, mask=follows, other=0), 0)  # NOT_FINITE is no token
+    place = tl.load(place_ptr + seq, mask=follows, other=0)
+    tl.store(token_ptr + place, bonus.to(tl.int32), mask=follows)
+    offset = tl.load(offset_ptr + seq, mask=follows, other=0)
+    tl.store(offset_ptr + seq, offset + accepted.to(tl.int32), mask=follows)
+    kv_len = tl.load(kv_len_ptr + seq, mask=follows, other=0)
+    tl.store(kv_len_ptr + seq, kv_len + accepted.to(tl.int32), mask=follows)

@@ -355,8 +355,8 @@ class Policy:
         return chosen
 
     def observe(self, sequence: Hashable, verified: int, accepted: int) -> None:
-        """What became of a sequence's drafts."""
-        if not verified or self.costs is None:
+        """What became of a sequence's drafts. It may have been left out of a decision that came before."""
+        if not verified or self.costs is None or sequence not in self._place:
             return
         self._happened.append((self._place[sequence], verified, accepted))
         if sequence in self._probed:

@@ -1,0 +1,77 @@
+"""A double of a device on which a step is launched before the one before it is read, for any laptop.
+
+It is PyTorch on the CPU, but that attention of decode steps takes lengths and page tables from its tensors when it
+runs, as kernels on a GPU do: what the host believes then cannot help. Its graphs share one memory: a replay leaves
+nothing of what any of them has put out.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine import build
+from app.engine.backend import AttnMeta, LayerKv
+from app.engine.graph import Graph, RerunGraph
+from app.engine.torch_backend import TorchBackend
+
+TILE_ROWS = 16
+"""More rows than these a sequence, on average, are a prompt's: those go by the host's lengths, which are exact."""
+JUNK = -12345
+
+
+class DeviceLengthsBackend(TorchBackend):
+    lengths_on_device = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._graphs: list[Graph] = []
+
+    def plan_attention(self, meta: AttnMeta, group: int) -> object:
+        of_prompts = sum(meta.q_lens) > TILE_ROWS * len(meta.q_lens)
+        return super().plan_attention(meta, group) if of_prompts else None
+
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+        if meta.plan is not None:
+            return super().attention(q_thd, kv, meta)
+        rows = torch.arange(len(q_thd), dtype=torch.int32)
+        owners = torch.searchsorted(meta.cu_q, rows, right=True) - 1
+        seen = meta.kv_len[owners]
+        if meta.causal:
+            seen = seen - (meta.cu_q[owners + 1] - 1 - rows)
+        token = torch.arange(meta.page_table.shape[1] * meta.page_size)
+        visible = token < seen[:, None]
+        group = q_thd.shape[1] // kv.k.shape[2]
+        # What lies past a sequence's tokens may be anything, and is not even loaded.
+        inside = (token < meta.kv_len[:, None])[..., None, None]
+        k, v = (torch.where(inside, pool[meta.page_table].flatten(1, 2), 0.0) for pool in (kv.k, kv.v))
+        k, v = (x[owners].transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+        o = F.scaled_dot_product_attention(q_thd[:, :, None], k, v, attn_mask=visible[:, None, None])
+        return o[:, :, 0]
+
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> Graph:
+        graph = SharedMemoryGraph(run, self._graphs)
+        self._graphs.append(graph)
+        return graph
+
+
+class SharedMemoryGraph(RerunGraph):
+    def __init__(self, run: Callable[[], tuple[Tensor, ...]], others: list[Graph]) -> None:
+        super().__init__(run)
+        self._others = others
+
+    def replay(self) -> None:
+        for graph in self._others:
+            for output in graph.outputs:
+                output.fill_(JUNK)
+        super().replay()
+
+
+@contextmanager
+def device_lengths() -> Iterator[None]:
+    """Engines that are built meanwhile are on such a device."""
+    with patch.object(build, "make_backend", lambda *_, **__: DeviceLengthsBackend()):
+        yield
