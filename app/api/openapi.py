@@ -158,13 +158,21 @@ class Success(BaseModel):
     success: Literal[True]
 
 
+_EVENT = {
+    "type": "object",
+    "description": "One of the server-sent events: its data is a chunk in JSON, or [DONE] behind the last one.",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
 def _route(
     summary: str, answer: type[BaseModel], *statuses: int, bodies: tuple[type[Body], ...] = (), streams: bool = False
 ) -> dict[str, Any]:
     """Keyword arguments for a route's decorator."""
     success: dict[str, Any] = {"model": answer, "description": "Done"}
     if streams:
-        success["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        success["content"] = {"text/event-stream": {"schema": _EVENT}}
     responses: dict[int | str, Any] = {200: success}
     responses |= {status: {"model": ErrorBody, "description": _STATUSES[status]} for status in statuses}
     route: dict[str, Any] = {"summary": summary, "responses": responses}
@@ -197,6 +205,14 @@ HEALTH: dict[str, Any] = {
     "responses": {503: {"model": State, "description": "Loading or dead"}},
 }
 METRICS: dict[str, Any] = {"summary": "Metrics for Prometheus", "response_class": PlainTextResponse}
+
+
+_EVENT = {
+    "type": "object",
+    "description": "One of the server-sent events: its data is a chunk in JSON, or [DONE] behind the last one.",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool) -> dict[str, Any]:

@@ -40,18 +40,18 @@ def compile_stages(
     total = 3 if drafter else 1
     on_compiled(0, total)
     with kept_packages() as folder:
-        stages.forward = _target(stages, pools[0], folder)
+        stages.fused_forward = _target(stages, pools[0], folder)
         on_compiled(1, total)
         if drafter:
-            stages.propose = _draft(stages, drafter, pools[1], folder)
+            stages.fused_propose = _draft(stages, drafter, pools[1], folder)
             on_compiled(2, total)
-            drafter.write = _context(drafter, pools[1], folder)
+            drafter.fused_write = _context(drafter, pools[1], folder)
             on_compiled(3, total)
 
 
-def _target(stages: Stages, pool: KvPool, folder: Path) -> Callable[[Tensor, TargetTensors], Forwarded]:
-    """`Stages.forward`, compiled where attention is one call; choices are made greedily."""
-    model, eager, most_rows = stages.target, stages.forward, stages.sampler.most_rows
+def _target(stages: Stages, pool: KvPool, folder: Path) -> Callable[[Tensor, TargetTensors], Forwarded | None]:
+    """`Stages.fused_forward`: it takes steps whose attention is one call, and chooses greedily."""
+    model, most_rows = stages.target, stages.sampler.most_rows
     config, page_size = model.config, pool.layers[0].k.shape[1]
     group = config.num_heads // config.num_kv_heads
 
@@ -100,12 +100,12 @@ def _target(stages: Stages, pool: KvPool, folder: Path) -> Callable[[Tensor, Tar
     run = Compiled("target", settings, forward, [model], kept, examples, open_sizes, folder)
     numbers = torch.arange(len(stages.rotary.tables[0]), **ints)
 
-    def replaced(token_ids: Tensor, inputs: TargetTensors) -> Forwarded:
+    def fused(token_ids: Tensor, inputs: TargetTensors) -> Forwarded | None:
         (rows,) = inputs.groups
         meta = rows.meta
         logit_rows = numbers[: len(token_ids)] if inputs.logit_rows is None else inputs.logit_rows
         if not isinstance(meta.plan, OneCall) or not 0 < len(logit_rows) <= most_rows:
-            return eager(token_ids, inputs)
+            return None
         hidden, choices, positions, slots, *features = run(
             token_ids,
             logit_rows,
@@ -120,12 +120,14 @@ def _target(stages: Stages, pool: KvPool, folder: Path) -> Callable[[Tensor, Tar
         )
         return Forwarded(hidden, choices, features[0] if features else None, positions, slots)
 
-    return replaced
+    return fused
 
 
-def _draft(stages: Stages, drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[DraftTensors], Tensor]:
-    """`Stages.propose`, compiled where attention is one call."""
-    model, eager, most_rows = drafter.model, stages.propose, stages.sampler.most_rows
+def _draft(
+    stages: Stages, drafter: DFlashDrafter, pool: KvPool, folder: Path
+) -> Callable[[DraftTensors], Tensor | None]:
+    """`Stages.fused_propose`: it takes steps whose attention is one call."""
+    model, most_rows = drafter.model, stages.sampler.most_rows
     config, page_size, block = model.config, pool.layers[0].k.shape[1], model.config.block_size
     group = config.decoder.num_heads // config.decoder.num_kv_heads
 
@@ -155,19 +157,19 @@ def _draft(stages: Stages, drafter: DFlashDrafter, pool: KvPool, folder: Path) -
     run = Compiled("draft", (config, page_size), propose, [model], kept, examples, open_sizes, folder)
     numbers = torch.arange(len(drafter.rotary.tables[0]), **ints)
 
-    def replaced(inputs: DraftTensors) -> Tensor:
+    def fused(inputs: DraftTensors) -> Tensor | None:
         rows, meta = inputs.rows, inputs.rows.meta
         if not isinstance(meta.plan, OneCall) or len(inputs.anchors) * (block - 1) > most_rows:
-            return eager(inputs)
+            return None
         tokens = numbers[: meta.plan.max_kv]
         (drafts,) = run(inputs.anchors, rows.offsets, meta.kv_len, meta.page_table, tokens)
         return drafts
 
-    return replaced
+    return fused
 
 
 def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """`DFlashDrafter.write`, compiled."""
+    """`DFlashDrafter.fused_write`."""
     context = drafter.context
     own_pool, layers = context.pool, [part.view(-1, *part.shape[2:]) for part in (pool.all_layers.k, pool.all_layers.v)]
 
@@ -191,10 +193,10 @@ def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Te
     open_sizes = [[0], [0], [0], []]
     run = Compiled("context", drafter.model.config, write, [context], kept, examples, open_sizes, folder)
 
-    def replaced(features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def fused(features: Tensor, positions: Tensor, slots: Tensor) -> None:
         run(features, positions, slots, first_slots)
 
-    return replaced
+    return fused
 
 
 def _flat(pool: KvPool) -> list[Tensor]:

@@ -67,7 +67,8 @@ class Forwarded(NamedTuple):
 class Stages:
     """Draft, and target with context KV and verify. `max_rows` bounds the rows of a group of rows.
 
-    `forward` and `propose` may be replaced by something that says the same faster.
+    `fused_forward` and `fused_propose` say what `_forward` and `_propose` say, faster; None where there is no such
+    thing, and None is what they return for a step that they do not take.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Stages:
         drafter: Drafter | None,
     ) -> None:
         self.target = target
-        self.forward: Callable[[Tensor, TargetTensors], Forwarded] = self._forward
-        self.propose: Callable[[DraftTensors], Tensor] = self._propose
+        self.fused_forward: Callable[[Tensor, TargetTensors], Forwarded | None] | None = None
+        self.fused_propose: Callable[[DraftTensors], Tensor | None] | None = None
         self.drafter = drafter
         self.rotary = rotary
         self.sampler = sampler
@@ -127,7 +128,8 @@ class Stages:
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Drafts [D, b - 1] int32 of the tokens after each anchor."""
-        return self.propose(inputs)
+        drafts = self.fused_propose(inputs) if self.fused_propose else None
+        return self._propose(inputs) if drafts is None else drafts
 
     def choose(
         self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[Draws], *, context_may_wait: bool = False
@@ -142,7 +144,8 @@ class Stages:
         token_ids = inputs.token_ids
         if drafts is not None:
             token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.sources]
-        hidden, choices, features, positions, slots = self.forward(token_ids, inputs)
+        forwarded = self.fused_forward(token_ids, inputs) if self.fused_forward else None
+        hidden, choices, features, positions, slots = forwarded or self._forward(token_ids, inputs)
         if self.drafter is not None and features is not None:
             self._waiting.append((features, positions, slots))
             most = min(MOST_WAITING, len(self._row_numbers) // len(slots))  # no more rows than the widest step has

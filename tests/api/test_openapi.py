@@ -63,6 +63,14 @@ def test_every_answer_is_as_described_and_none_is_a_server_error(operations, lab
     answer_is_as_described()
 
 
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+def test_streams_are_as_described(operations, field):
+    path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
+    asked = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello"}
+    case = operations[f"POST {path}"].Case(body={field: asked[field], "stream": True}, media_type="application/json")
+    assert "[DONE]" in case.call_and_validate(checks=CHECKS).text
+
+
 def test_every_operation_is_tried(operations):
     assert set(operations) == set(OPERATIONS)
 

@@ -46,7 +46,7 @@ def fuzz(seconds: float, seed: int, tell: Callable[[str], None]) -> Fuzzed:
             strategy = operations[label].as_strategy(generation_mode=mode)
             try:
                 _try(strategy, f"{seed}/{turn}", found, began + seconds)
-            except Exception as error:
+            except (Exception, BaseExceptionGroup) as error:  # of several checks at once
                 found.problems.append(f"{label}, {mode.value}: {error}")
         found.problems += [f"after schemathesis {name} is {value}" for name, value in server.gauges().items() if value]
         found.problems += server.untidy()
