@@ -1,6 +1,8 @@
 """Sizes the user left open are derived, and those that cannot work are refused with the number to use."""
 
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,16 @@ def test_padding_has_slots_and_positions_in_the_largest_graphs(tmp_path: Path, p
         for eager in (True, False)
     ]
     assert texts[0] == texts[1]
+
+
+def test_a_runner_that_nobody_holds_gives_its_memory_back_at_once(tmp_path: Path):
+    """The profile run's is dropped before KV memory is sized: a cycle would keep its pools until some collection."""
+    pair = make_pair(tmp_path)
+    engine = build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype="float32", kv_cache_memory=1 << 20))
+    pools = [weakref.ref(pool) for pool in engine.core.runner.pools]
+    gc.disable()
+    try:
+        del engine
+        assert [pool() for pool in pools] == [None, None]
+    finally:
+        gc.enable()
