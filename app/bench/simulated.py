@@ -75,7 +75,7 @@ def even_chance(length: float, block_size: int) -> float:
 
 def simulate(core: EngineCore, rates: Sequence[float], seed: int = 0) -> None:
     """From now on the steps of `core` accept what is drawn, with likelihoods `rates` as `survival` has them."""
-    # The loop asks no more of a runner than `launch` and `stages`.
+    # The loop asks no more of a runner than this one has.
     core.runner = cast(ModelRunner, SimulatedRunner(core.runner, rates, seed, tell_device=core.overlap))
 
 
@@ -96,6 +96,12 @@ class SimulatedRunner:
         if self._tell_device and not batch.prefills:
             self._overwrite(accepted)
         return SimulatedStep(pending, accepted)
+
+    def take_back(self) -> None:
+        self._runner.take_back()
+
+    def scrub(self, slots: list[int]) -> None:
+        self._runner.scrub(slots)
 
     @torch.inference_mode()
     def _overwrite(self, accepted: list[int]) -> None:

@@ -34,10 +34,9 @@ class CompiledBackend(TorchBackend):
         return super().plan_attention(meta, group)
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
-        calls = meta.plan
-        if isinstance(calls, OneCall):
-            calls = super().plan_attention(meta, q_thd.shape[1] // kv.k.shape[2])
-        return self.attend(q_thd, kv, calls)
+        if isinstance(meta.plan, OneCall):  # and yet by operators; all layers have the same plan
+            meta.plan = super().plan_attention(meta, q_thd.shape[1] // kv.k.shape[2])
+        return self.attend(q_thd, kv, meta.plan)
 
 
 @dataclass(frozen=True, slots=True)

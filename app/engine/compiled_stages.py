@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,76 +49,105 @@ def compile_stages(
             on_compiled(3, total)
 
 
-def _target(stages: Stages, pool: KvPool, folder: Path) -> Callable[[Tensor, TargetTensors], Forwarded | None]:
-    """`Stages.fused_forward`: it takes steps whose attention is one call, and chooses greedily."""
+class _TargetInputs(NamedTuple):
+    """What `_target` compiles a function of, all int32.
+
+    TargetTensors of one group of rows; `starts` and `ends` [S] of each sequence's rows among all; numbers from 0 on, of
+    the rows a sequence can have here [Q], and of the tokens [L]. `choice_rows` [C] are those of the logit rows whose
+    next token is chosen.
+    """
+
+    token_ids: Tensor
+    logit_rows: Tensor
+    choice_rows: Tensor
+    owners: Tensor
+    offsets: Tensor
+    starts: Tensor
+    ends: Tensor
+    kv_len: Tensor
+    pages: Tensor
+    queries: Tensor
+    tokens: Tensor
+
+
+class _DraftInputs(NamedTuple):
+    """What `_draft` compiles a function of, likewise."""
+
+    anchors: Tensor
+    offsets: Tensor
+    kv_len: Tensor
+    pages: Tensor
+    tokens: Tensor
+
+
+def _target(stages: Stages, pool: KvPool, folder: Path) -> Callable[[Tensor, TargetTensors, bool], Forwarded | None]:
+    """`Stages.fused_forward`: it takes steps whose attention is one call."""
     model, most_rows = stages.target, stages.sampler.most_rows
     config, page_size = model.config, pool.layers[0].k.shape[1]
     group = config.num_heads // config.num_kv_heads
 
-    def forward(
-        flat: list[Tensor],
-        token_ids: Tensor,
-        logit_rows: Tensor,
-        owners: Tensor,
-        offsets: Tensor,
-        starts: Tensor,
-        ends: Tensor,
-        kv_len: Tensor,
-        pages: Tensor,
-        queries: Tensor,
-        tokens: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        x = _TargetInputs(*inputs)
         *layers, cos, sin = flat
-        numbers = torch.arange(token_ids.shape[0], dtype=torch.int32)
-        seen = torch.minimum((kv_len - (ends - starts)).unsqueeze(1) + queries, kv_len.unsqueeze(1) - 1)
-        plan = Padded(pages, _mask(seen, tokens, group), owners * queries.shape[0] + numbers - starts[owners])
-        meta = AttnMeta(ends, kv_len, pages, [token_ids.shape[0]], [], page_size, causal=True, plan=plan)
-        positions, slots = places(Rows(owners, offsets, meta), numbers)
+        numbers = torch.arange(x.token_ids.shape[0], dtype=torch.int32)
+        unseen = x.kv_len.unsqueeze(1) - (x.ends - x.starts).unsqueeze(1)
+        seen = torch.minimum(unseen + x.queries, x.kv_len.unsqueeze(1) - 1)
+        padded_places = x.owners * x.queries.shape[0] + numbers - x.starts[x.owners]
+        plan = Padded(x.pages, _mask(seen, x.tokens, group), padded_places)
+        meta = AttnMeta(x.ends, x.kv_len, x.pages, [x.token_ids.shape[0]], [], page_size, causal=True, plan=plan)
+        positions, slots = places(Rows(x.owners, x.offsets, meta), numbers)
         rows = StepRows(rotation_at((cos, sin), positions), slots, [meta])
-        hidden, features = model.forward(token_ids, rows, _Layers.of(layers))
-        hidden = hidden[logit_rows]
-        choices, is_lost = greedy(torch.nn.functional.linear(hidden, model.lm_head))
+        hidden, features = model.forward(x.token_ids, rows, _Layers.of(layers))
+        hidden = hidden[x.logit_rows]
+        choices, is_lost = greedy(torch.nn.functional.linear(hidden[x.choice_rows], model.lm_head))
         found = (hidden, choices.masked_fill(is_lost, NOT_FINITE), positions, slots)
         return found if features is None else (*found, features)
 
-    seqs, width, length = 2, 3, 5 * page_size - 1
-    rows = seqs * width
-    ints: Any = {"dtype": torch.int32}
-    examples = [
-        torch.zeros(rows, **ints),
-        torch.zeros(rows - 1, **ints),
-        torch.zeros(rows, **ints),
-        *torch.zeros(3, seqs, **ints),
-        torch.full((seqs,), length, **ints),
-        torch.zeros(seqs, -(-length // page_size), **ints),
-        torch.arange(width, **ints),
-        torch.arange(length, **ints),
-    ]
-    open_sizes = [[0], [0], [0], [0], [0], [0], [0], [0, 1], [0], [0]]
+    num_seqs, max_q, max_kv = 2, 3, 5 * page_size - 1
+    num_rows = num_seqs * max_q
+    examples = _TargetInputs(
+        token_ids=_zeros(num_rows),
+        logit_rows=_zeros(num_rows - 1),
+        choice_rows=_zeros(num_rows - 2),
+        owners=_zeros(num_rows),
+        offsets=_zeros(num_seqs),
+        starts=_zeros(num_seqs),
+        ends=_zeros(num_seqs),
+        kv_len=_zeros(num_seqs) + max_kv,
+        pages=_zeros(num_seqs, -(-max_kv // page_size)),
+        queries=_zeros(max_q),
+        tokens=_zeros(max_kv),
+    )
     kept = [*_flat(pool), *stages.rotary.tables]
     settings = (config, model.taps, page_size)
-    run = Compiled("target", settings, forward, [model], kept, examples, open_sizes, folder)
-    numbers = torch.arange(len(stages.rotary.tables[0]), **ints)
+    run = Compiled("target", settings, forward, [model], kept, examples, _all_open(examples), folder)
+    numbers = torch.arange(len(stages.rotary.tables[0]), dtype=torch.int32)
 
-    def fused(token_ids: Tensor, inputs: TargetTensors) -> Forwarded | None:
+    def fused(token_ids: Tensor, inputs: TargetTensors, chooses: bool) -> Forwarded | None:
         (rows,) = inputs.groups
         meta = rows.meta
-        logit_rows = numbers[: len(token_ids)] if inputs.logit_rows is None else inputs.logit_rows
-        if not isinstance(meta.plan, OneCall) or not 0 < len(logit_rows) <= most_rows:
+        if not isinstance(meta.plan, OneCall):
             return None
-        hidden, choices, positions, slots, *features = run(
-            token_ids,
-            logit_rows,
-            rows.owners,
-            rows.offsets,
-            meta.cu_q[:-1],
-            meta.cu_q[1:],
-            meta.kv_len,
-            meta.page_table,
-            numbers[: meta.plan.max_q],
-            numbers[: meta.plan.max_kv],
+        logit_rows = numbers[: len(token_ids)] if inputs.logit_rows is None else inputs.logit_rows
+        num_logits = len(logit_rows)
+        chooses = chooses and 0 < num_logits <= most_rows
+        step = _TargetInputs(
+            token_ids=token_ids,
+            logit_rows=logit_rows if num_logits else numbers[:1],  # there is no function of nothing
+            choice_rows=numbers[: num_logits if chooses else 1],
+            owners=rows.owners,
+            offsets=rows.offsets,
+            starts=meta.cu_q[:-1],
+            ends=meta.cu_q[1:],
+            kv_len=meta.kv_len,
+            pages=meta.page_table,
+            queries=numbers[: meta.plan.max_q],
+            tokens=numbers[: meta.plan.max_kv],
         )
-        return Forwarded(hidden, choices, features[0] if features else None, positions, slots)
+        hidden, choices, positions, slots, *features = run(*step)
+        return Forwarded(
+            hidden[:num_logits], choices if chooses else None, features[0] if features else None, positions, slots
+        )
 
     return fused
 
@@ -131,38 +160,36 @@ def _draft(
     config, page_size, block = model.config, pool.layers[0].k.shape[1], model.config.block_size
     group = config.decoder.num_heads // config.decoder.num_kv_heads
 
-    def propose(
-        flat: list[Tensor], anchors: Tensor, offsets: Tensor, kv_len: Tensor, pages: Tensor, tokens: Tensor
-    ) -> tuple[Tensor]:
+    def propose(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor]:
+        x = _DraftInputs(*inputs)
         *layers, cos, sin = flat
-        numbers = torch.arange(anchors.shape[0] * block, dtype=torch.int32)
-        plan = Padded(pages, _mask((kv_len - 1).unsqueeze(1).expand(-1, block), tokens, group), None)
-        meta = AttnMeta(kv_len, kv_len, pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan)
-        positions, slots = places(Rows(numbers // block, offsets, meta), numbers)
+        numbers = torch.arange(x.anchors.shape[0] * block, dtype=torch.int32)
+        plan = Padded(x.pages, _mask((x.kv_len - 1).unsqueeze(1).expand(-1, block), x.tokens, group), None)
+        meta = AttnMeta(x.kv_len, x.kv_len, x.pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan)
+        positions, slots = places(Rows(numbers // block, x.offsets, meta), numbers)
         rows = StepRows(rotation_at((cos, sin), positions), slots, [meta])
-        embedded = stages.backend.embed_blocks(anchors, config.mask_token_id, block, model.embedding)
+        embedded = stages.backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
         hidden = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])[:, 1:]
         return (torch.nn.functional.linear(hidden, model.lm_head).argmax(dim=-1).to(torch.int32),)
 
-    blocks, length = 2, 5 * page_size - 1
-    ints: Any = {"dtype": torch.int32}
-    examples = [
-        *torch.zeros(2, blocks, **ints),
-        torch.full((blocks,), length, **ints),
-        torch.zeros(blocks, -(-length // page_size), **ints),
-        torch.arange(length, **ints),
-    ]
+    num_blocks, max_kv = 2, 5 * page_size - 1
+    examples = _DraftInputs(
+        anchors=_zeros(num_blocks),
+        offsets=_zeros(num_blocks),
+        kv_len=_zeros(num_blocks) + max_kv,
+        pages=_zeros(num_blocks, -(-max_kv // page_size)),
+        tokens=_zeros(max_kv),
+    )
     kept = [*_flat(pool), *drafter.rotary.tables]
-    open_sizes = [[0], [0], [0], [0, 1], [0]]
-    run = Compiled("draft", (config, page_size), propose, [model], kept, examples, open_sizes, folder)
-    numbers = torch.arange(len(drafter.rotary.tables[0]), **ints)
+    run = Compiled("draft", (config, page_size), propose, [model], kept, examples, _all_open(examples), folder)
+    numbers = torch.arange(len(drafter.rotary.tables[0]), dtype=torch.int32)
 
     def fused(inputs: DraftTensors) -> Tensor | None:
         rows, meta = inputs.rows, inputs.rows.meta
         if not isinstance(meta.plan, OneCall) or len(inputs.anchors) * (block - 1) > most_rows:
             return None
         tokens = numbers[: meta.plan.max_kv]
-        (drafts,) = run(inputs.anchors, rows.offsets, meta.kv_len, meta.page_table, tokens)
+        (drafts,) = run(*_DraftInputs(inputs.anchors, rows.offsets, meta.kv_len, meta.page_table, tokens))
         return drafts
 
     return fused
@@ -206,8 +233,15 @@ def _flat(pool: KvPool) -> list[Tensor]:
 
 def _mask(seen: Tensor, tokens: Tensor, group: int) -> Tensor:
     """[S, 1, G * Q, L] for rows [S, Q] that see the tokens up to number `seen`."""
-    mask = torch.where(tokens <= seen.unsqueeze(2), 0.0, -torch.inf)
-    return mask.repeat(1, group, 1).unsqueeze(1)
+    return torch.where(tokens <= seen.repeat(1, group).unsqueeze(2), 0.0, -torch.inf).unsqueeze(1)
+
+
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def _all_open(examples: Sequence[Tensor]) -> list[list[int]]:
+    return [list(range(example.dim())) for example in examples]
 
 
 @dataclass(frozen=True, slots=True)

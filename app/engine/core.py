@@ -1,5 +1,6 @@
 """EngineCore: add requests, call step(), get tokens. The whole architecture is `step`."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from app.engine.npu.check import ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class EngineCore:
         self._ahead: InFlight | None = None
         self._ended = 0.0
         self._num_faults = 0
+        self._is_told = False
 
     @property
     def has_work(self) -> bool:
@@ -113,7 +117,8 @@ class EngineCore:
                 self._ahead = self._launch_behind(batch)
             result = pending.read()
         except Exception as error:
-            self._blame(error)
+            self._take_back(error)
+            self._num_faults += 1
             self._ahead = None
             batch = batch.still_running
             if len(batch.rows) > 1:
@@ -135,14 +140,16 @@ class EngineCore:
                 self.runner.scrub(behind.scrub)
             return InFlight(behind, self.runner.launch(behind))
         except Exception as error:
-            self._blame(error)
+            self._take_back(error)
+            if not self._is_told:
+                logger.warning("a step could not be launched before the one before it was read", exc_info=error)
+                self._is_told = True
             return None
 
-    def _blame(self, error: Exception) -> None:
-        """Take back what was launched and not read. Raises `error` where nothing can go on after it."""
+    def _take_back(self, error: Exception) -> None:
+        """Of what was launched and not read. Raises `error` where nothing can go on after it."""
         if _is_of_device(error):
             raise error
-        self._num_faults += 1
         self.scheduler.forget_unread()
         self.runner.take_back()
 

@@ -20,7 +20,7 @@ _AT_WORK_SECONDS = 3600.0
 """Nobody makes or loads a package for longer: what is older belongs to a process that was killed."""
 _PREFIX = "dflash-compiled-"
 _WHOLE = re.compile(r"(\w+)-[0-9a-f]{16}\.pt2")
-_UNFINISHED = re.compile(r"\w+-[0-9a-f]{16}\.\d+\.pt2")
+_UNFINISHED = re.compile(r"\w+-[0-9a-f]{16}\.[0-9a-f]+\.pt2")
 
 
 @contextlib.contextmanager
@@ -60,7 +60,8 @@ def _usual_folder() -> Path | None:
     with contextlib.suppress(OSError, RuntimeError):  # Path.home() raises RuntimeError for a user without one.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+        owners = {path.stat().st_uid for path in folder.resolve().parents}  # who could put another in its place
+        if folder.stat().st_uid == os.getuid() and owners <= {0, os.getuid()} and os.access(folder, os.W_OK):
             folder.chmod(0o700)
             return folder
     return None
@@ -69,12 +70,18 @@ def _usual_folder() -> Path | None:
 def _take_torch_folder() -> None:
     """PyTorch compiles in a folder with a name that anybody knows, and takes what lies there for its own: it must be
     ours before that, and then it stays ours in a sticky /tmp."""
-    folder = Path(importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir())
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-        raise UnsupportedError(f"--compile: {folder} is not this user's own folder. Set TMPDIR to one that is.")
-    folder.chmod(0o700)
+    usual = importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+    for folder in {Path(usual), Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or usual)}:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
+            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+                raise PermissionError
+            folder.chmod(0o700)
+        except OSError:
+            raise UnsupportedError(
+                f"--compile: {folder} is not this user's own folder. Set TMPDIR (or TORCHINDUCTOR_CACHE_DIR) to one."
+            ) from None
 
 
 @contextlib.contextmanager

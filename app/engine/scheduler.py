@@ -144,7 +144,7 @@ class Scheduler:
         """The step behind `batch`, which is in flight: everybody in it goes on from where it will have come to.
 
         None if the next step has to wait for what is read: somebody prefills, may be admitted or draws his tokens,
-        pages are short, or KV is to be scrubbed. Who is sure to end in the step in flight is left out.
+        pages are short, or KV of somebody here is to be scrubbed. Who is sure to end in the step in flight is left out.
         """
         self._unread = set()
         here = [(line, rows) for line, rows in enumerate(batch.decodes) if rows.seq.seat >= 0]

@@ -68,7 +68,7 @@ class Stages:
     """Draft, and target with context KV and verify. `max_rows` bounds the rows of a group of rows.
 
     `fused_forward` and `fused_propose` say what `_forward` and `_propose` say, faster; None where there is no such
-    thing, and None is what they return for a step that they do not take.
+    thing, and None is what they return for a step that they do not take. The former also chooses greedily, if asked.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Stages:
         drafter: Drafter | None,
     ) -> None:
         self.target = target
-        self.fused_forward: Callable[[Tensor, TargetTensors], Forwarded | None] | None = None
+        self.fused_forward: Callable[[Tensor, TargetTensors, bool], Forwarded | None] | None = None
         self.fused_propose: Callable[[DraftTensors], Tensor | None] | None = None
         self.drafter = drafter
         self.rotary = rotary
@@ -144,7 +144,7 @@ class Stages:
         token_ids = inputs.token_ids
         if drafts is not None:
             token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.sources]
-        forwarded = self.fused_forward(token_ids, inputs) if self.fused_forward else None
+        forwarded = self.fused_forward(token_ids, inputs, not draws) if self.fused_forward else None
         hidden, choices, features, positions, slots = forwarded or self._forward(token_ids, inputs)
         if self.drafter is not None and features is not None:
             self._waiting.append((features, positions, slots))
@@ -153,8 +153,6 @@ class Stages:
                 self.write_context()
         if choices is None:
             choices = self.sampler.choose(hidden, self.target.lm_head, draws)
-        else:
-            self.redraw(hidden, choices, draws)
         return hidden, choices
 
     def write_context(self) -> None:

@@ -164,7 +164,7 @@ def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) ->
         "from tests.engine.device_lengths import device_lengths\n"
         "with device_lengths():\n"
         "    equal = runs.equality(model, 'cpu', answer=24)\n"
-        "speeds = runs.speeds(model, [Load(1, 8, 20), Load(2, 8, 20)], 'cpu', 2)\n"
+        "    speeds = runs.speeds(model, [Load(1, 8, 20), Load(2, 8, 20)], 'cpu', 2)\n"
         "print(json.dumps([equal, speeds]))\n"
     )
     assert done.returncode == 0, done.stderr[-3000:]

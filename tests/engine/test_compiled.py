@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine import compiled
+from app.engine import compiled, sampler
 from app.engine.build import build_engine
 from app.engine.config import EngineConfig
 from app.engine.core import EngineCore
@@ -125,6 +125,18 @@ def test_what_is_compiled_is_kept_whatever_the_lengths_and_the_memory(pair, kept
     assert core.run(long) == other.run(long)
     assert_same_kv(core, other)
     assert sorted(kept.iterdir()) == before and kept.stat().st_mode & 0o777 == 0o700
+
+
+def test_prompts_in_pieces_and_more_logits_than_fit_at_once(pair, monkeypatch):
+    """Steps of which nobody gets a token, and those whose tokens are chosen piece by piece."""
+    monkeypatch.setattr(sampler, "LOGITS_CHUNK_BYTES", 4 * pair.vocab_size * 20)
+    settings = {"max_num_batched_tokens": 40}
+    asked = [*requests(), Request("long", tuple(range(5, 95)) * 2, max_tokens=9)]
+    core = engine(pair, compile=True, **settings)
+    target, draft = Counted(core.runner.stages, "fused_forward"), Counted(core.runner.stages, "fused_propose")
+    assert core.run(asked) == engine(pair, **settings).run(asked)
+    assert target.all > 20 and not target.left
+    assert 0 < draft.left < draft.all
 
 
 def test_logits_that_are_not_finite_end_their_request_alone(pair):
