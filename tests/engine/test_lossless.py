@@ -52,7 +52,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def make_subject(name: str, prompts: int, folder: Path) -> Subject:
     if name == "demo":
-        return demo_subject(prompts, max_tokens=40)
+        return demo_subject(prompts, max_tokens=32)
     return next(subject for subject in random_subjects(folder, prompts) if subject.name == name)
 
 

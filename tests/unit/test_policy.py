@@ -144,7 +144,7 @@ def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) 
     return tokens / ms
 
 
-@pytest.mark.parametrize("concurrency", [1, 4, 16])
+@pytest.mark.parametrize("concurrency", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("load", recorded())
 def test_on_recorded_text_it_is_as_good_as_the_best_fixed_width(load: str, costs: str, concurrency: int) -> None:
