@@ -60,11 +60,16 @@ def _usual_folder() -> Path | None:
     with contextlib.suppress(OSError, RuntimeError):  # Path.home() raises RuntimeError for a user without one.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owners = {path.stat().st_uid for path in folder.resolve().parents}  # who could put another in its place
-        if folder.stat().st_uid == os.getuid() and owners <= {0, os.getuid()} and os.access(folder, os.W_OK):
+        is_ours = folder.stat().st_uid == os.getuid() and _owners_above(folder) <= {0, os.getuid()}
+        if is_ours and os.access(folder, os.W_OK):
             folder.chmod(0o700)
             return folder
     return None
+
+
+def _owners_above(folder: Path) -> set[int]:
+    """Who could put another folder in its place."""
+    return {path.stat().st_uid for path in folder.resolve().parents}
 
 
 def _take_torch_folder() -> None:

@@ -44,7 +44,7 @@ def test_it_is_this_users_alone(tmp_path: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("why", ["a file is in its place", "nobody's home", "another's folder"])
+@pytest.mark.parametrize("why", ["a file is in its place", "nobody's home", "another's folder", "another's above it"])
 def test_where_it_cannot_be_there_is_a_new_one_for_this_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path, why: str
 ) -> None:
@@ -54,6 +54,9 @@ def test_where_it_cannot_be_there_is_a_new_one_for_this_time(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME", raising=False)
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # As where the user has no entry either.
+    elif why == "another's above it":
+        assert kept._owners_above(temporary) >= {tmp_path.stat().st_uid, Path("/").stat().st_uid}
+        monkeypatch.setattr(kept, "_owners_above", lambda folder: {0, os.getuid(), 12345})
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
     with kept_packages() as folder:
@@ -62,7 +65,7 @@ def test_where_it_cannot_be_there_is_a_new_one_for_this_time(
     assert names(temporary) == set()
 
 
-@pytest.mark.parametrize("planted", ["another's folder", "a link"])
+@pytest.mark.parametrize("planted", ["another's folder", "a link", "a file", "a file that a variable names"])
 def test_code_that_another_user_may_have_put_in_torchs_folder_is_never_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path, planted: str
 ) -> None:
@@ -74,6 +77,12 @@ def test_code_that_another_user_may_have_put_in_torchs_folder_is_never_compiled(
     if planted == "a link":
         own.rmdir()
         own.symlink_to(tmp_path)
+    elif planted == "a file":
+        own.rmdir()
+        own.touch()
+    elif planted == "a file that a variable names":
+        (tmp_path / "torchinductor_file").touch()
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor_file"))
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(UnsupportedError, match=r"--compile: .*torchinductor_.* Set TMPDIR"), kept_packages():
