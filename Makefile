@@ -37,7 +37,7 @@ serve: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/dflash-server bench $(or $(ARGS),$(README_TABLE))
 
-README_TABLE = --compare plain,dflash,auto --dataset demo:math,demo:prose,demo:code --max-rounds 8 --into README.md
+README_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --max-rounds 6 --into README.md
 
 # Three processes for two cores, since some tests wait, with one thread each: torch's threads wait for one another in busy
 # loops, and on a core that does other work as well that makes everything many times slower.
