@@ -64,7 +64,7 @@ ON_STUBS = LD_LIBRARY_PATH=$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} $(NPU)
 test-npu: $(NPU_STAMP)
 	@test -d $(NPU_IMAGE_WHEEL) || $(NPU)/python -m pip download $(NPU_IMAGE) --no-deps --only-binary :all: \
 	  --python-version 3.11 --platform manylinux_2_28_x86_64 --dest $(NPU_IMAGE_WHEEL) || test -z "$$CI"
-	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/npu --numprocesses 2 $(ARGS)
+	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/npu --numprocesses 3 $(ARGS)
 
 npu-launches: $(NPU_STAMP)
 	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.npu.launches

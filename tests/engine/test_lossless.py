@@ -45,14 +45,14 @@ MORE_SHAPES: dict[str, dict] = {
 }
 
 
-@pytest.fixture(scope="module", params=["random", "random-lucky", "demo"])
+@pytest.fixture(scope="module", params=[pytest.param("random", marks=pytest.mark.slow), "random-lucky", "demo"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, PROMPTS, tmp_path_factory.mktemp("pairs"))
 
 
 def make_subject(name: str, prompts: int, folder: Path) -> Subject:
     if name == "demo":
-        return demo_subject(prompts, max_tokens=32)
+        return demo_subject(prompts, max_tokens=24)
     return next(subject for subject in random_subjects(folder, prompts) if subject.name == name)
 
 
