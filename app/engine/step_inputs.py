@@ -130,9 +130,11 @@ def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool
     rows, sampling = batch.rows, batch.sampling
     token_ids = _token_ids(rows)
     num_drafts = [share.num_drafts for share in sampling]
-    first_logit = [0, *accumulate(count + 1 for count in num_drafts)]
-    draft_numbers = list(accumulate((count > 0 for count in num_drafts), initial=0))
-    draft_of = [number if count else 0 for number, count in zip(draft_numbers, num_drafts, strict=False)]
+    first_logit = [
+        end - count - 1 for end, count in zip(accumulate(n + 1 for n in num_drafts), num_drafts, strict=True)
+    ]
+    drafting_so_far = accumulate(count > 0 for count in num_drafts)
+    draft_of = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
     every_row = np.arange(len(token_ids), dtype=np.int32)
     sources = logit_rows = every_row
     if batch.prefills:
@@ -140,7 +142,7 @@ def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool
         firsts = [end - share.num_drafts - 1 for share, end in zip(rows, ends, strict=True) if share.samples]
         logit_rows = _ranges(firsts, [count + 1 for count in num_drafts])
     if any(num_drafts):
-        drafts = _ranges([first + 1 for first in first_logit[:-1]], num_drafts)
+        drafts = _ranges([first + 1 for first in first_logit], num_drafts)
         sources = every_row.copy()
         sources[logit_rows[drafts]] = len(every_row) + _ranges([n * (block_size - 1) for n in draft_of], num_drafts)
     parts = (batch.decodes, batch.prefills) if prefills_apart else (rows,)
@@ -148,7 +150,7 @@ def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool
         token_ids=token_ids,
         sources=sources,
         logit_rows=logit_rows,
-        first_logit=np.array(first_logit[:-1], dtype=np.int32),
+        first_logit=np.array(first_logit, dtype=np.int32),
         num_drafts=np.array(num_drafts, dtype=np.int32),
         draft_of=np.array(draft_of, dtype=np.int32),
         lines=_lines(sampling),
@@ -234,7 +236,7 @@ def _token_ids(shares: list[Rows]) -> Ints:
 
 def _draws(sampling: list[Rows], first_logit: list[int], draft_of: list[int]) -> list[DrawInputs]:
     kinds: dict[tuple[bool, bool], list[tuple[Rows, int, int]]] = {}
-    for rows, first, draft in zip(sampling, first_logit, draft_of, strict=False):
+    for rows, first, draft in zip(sampling, first_logit, draft_of, strict=True):
         request = rows.seq.request
         if not request.is_argmax:
             kinds.setdefault((request.is_filtered, request.is_penalised), []).append((rows, first, draft))

@@ -1,7 +1,8 @@
 """DFlash on == off == Transformers, token for token, under every pair of settings; and the comparison itself can fail.
 
-`make test` runs 24 prompts over a seeded pairwise selection of the settings; what is marked `slow`, 200 prompts over
-another selection and other pairs. `python -m tests.proof` runs the most.
+`make test` runs 24 prompts over a seeded pairwise selection of the settings, on the demo pair and on a random one whose
+drafts are accepted now and then; what is marked `slow`, the same on one whose drafts hardly ever are, and 200 prompts
+over another selection and other pairs. `python -m tests.proof` runs the most.
 """
 
 import itertools
