@@ -1,6 +1,7 @@
 """The whole server as its own process: signals, exit codes, ports."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -333,3 +334,76 @@ def test_the_settings_of_the_door_reach_it(script, model_folder, of_one, most):
         assert httpx.post(f"{url}/v1/completions", json=ASK | {"n": most}).status_code == 504
     finally:
         process.close()
+
+
+@contextlib.contextmanager
+def replica(model_folder: Path) -> Iterator[tuple[str, Process]]:
+    """A server that answers "fine" to all that it is asked."""
+    with tempfile.TemporaryDirectory(prefix="dft-") as folder, contextlib.closing(Script(Path(folder))) as script:
+        process = Process(script, model_folder)
+        try:
+            url = process.read_url()
+            script.ready(max_num_seqs=64)
+            process.read_until("ready: ")
+            script.plan([*ids(model_folder, "fine"), 2])
+            yield url, process
+        finally:
+            process.close()
+
+
+class Proxy:
+    """What docker/haproxy.cfg does: another replica is tried where a connection fails, and on 503; nothing else is."""
+
+    def __init__(self, *urls: str) -> None:
+        self.urls = list(urls)
+        self.statuses: list[int] = []
+        self.stopped = False
+
+    def post(self) -> httpx.Response:
+        """What the first replica says that takes the request, or the last one that was tried."""
+        for url in itertools.islice(itertools.cycle(self.urls), 4):
+            with contextlib.suppress(httpx.ConnectError):
+                response = httpx.post(f"{url}/v1/completions", json=ASK, timeout=20)
+                if response.status_code != 503:
+                    break
+        return response
+
+    def keep_asking(self) -> set[str]:
+        """Until it is stopped; the texts of all answers, whatever their status."""
+        texts = set()
+        while not self.stopped:
+            response = self.post()
+            self.statuses.append(response.status_code)
+            texts.add(response.json()["choices"][0]["text"] if response.status_code == 200 else response.text)
+        return texts
+
+
+def test_a_rolling_restart_behind_a_proxy_loses_no_request(model_folder, background):
+    with contextlib.ExitStack() as stack:
+        replicas = [stack.enter_context(replica(model_folder)) for _ in range(2)]
+        proxy = Proxy(*(url for url, _ in replicas))
+        clients = [background.submit(proxy.keep_asking) for _ in range(3)]
+        for url, process in replicas:
+            proxy.urls = [other for other in proxy.urls if other != url]  # The pause of preStop.
+            time.sleep(0.3)
+            process.script.forget()
+            process.script.by_hand()  # Somebody is in the midst of an answer when the signal comes.
+            running = background.submit(httpx.post, f"{url}/v1/completions", json=ASK, timeout=20)
+            request_id = process.script.see("Submit")["request_id"]
+            process.popen.send_signal(signal.SIGTERM)
+            process.read_until("stopping")
+            proxy.urls = [url, *proxy.urls]  # A proxy that has not looked at /ready yet gets 503.
+            asked = len(proxy.statuses)
+            while len(proxy.statuses) < asked + 20 and not any(client.done() for client in clients):
+                time.sleep(0.01)
+            assert not running.done()
+            proxy.urls = [other for other in proxy.urls if other != url]
+            time.sleep(0.3)
+            process.script.emit(request_id, [*ids(model_folder, "fine"), 2])
+            assert running.result().json()["choices"][0]["text"] == "fine"
+            assert process.wait() == 0
+            started, _ = stack.enter_context(replica(model_folder))
+            proxy.urls = [*proxy.urls, started]
+        proxy.stopped = True
+        assert [client.result() for client in clients] == [{"fine"}] * 3
+        assert set(proxy.statuses) == {200} and len(proxy.statuses) > 100
