@@ -1,4 +1,5 @@
-# Needs make and Python >= 3.11, nothing else. Every target makes .venv first, once.
+# Needs make and Python >= 3.11, nothing else, but for what the tests use (README.md). Every target makes .venv first, once:
+# `serve` and `bench` install what serving needs, all others what the tests need as well.
 #
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
@@ -20,6 +21,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEV_STAMP := .venv/.installed-dev
 NPU := .venv-npu/bin
 NPU_STAMP := .venv-npu/.installed
 NPU_TORCH := torch==2.13.0 torch_npu==2.13.0
@@ -42,15 +44,16 @@ README_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --max-
 # Three processes for two cores, since some tests wait, with one thread each: torch's threads wait for one another in busy
 # loops, and on a core that does other work as well that makes everything many times slower.
 test test-npu: export OMP_NUM_THREADS = 1
+test: export SLICE = -m "not slow"
 PARALLEL = --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-test: $(STAMP)
-	$(BIN)/python -m pytest tests -m "not slow" $(PARALLEL) $(ARGS)
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest tests $(SLICE) $(PARALLEL) $(ARGS)
 	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu-if-possible
 
 # With CI set it must be possible; elsewhere a platform without torch_npu's wheel goes on, and says what was left out.
 test-npu-if-possible:
-	@if $(MAKE) --no-print-directory $(NPU_STAMP); then $(MAKE) --no-print-directory test-npu; \
+	@if $(MAKE) --no-print-directory $(NPU_STAMP); then $(MAKE) --no-print-directory test-npu ARGS='$(SLICE)'; \
 	elif test -n "$$CI"; then exit 1; \
 	else echo '*** torch_npu CANNOT BE INSTALLED HERE: NOTHING OF THE NPU BACKEND WAS TESTED ***' >&2; fi
 
@@ -69,15 +72,16 @@ test-npu: $(NPU_STAMP)
 npu-launches: $(NPU_STAMP)
 	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.npu.launches
 
-proof: $(STAMP)
+proof: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests
+	@$(MAKE) --no-print-directory test-npu-if-possible
 	$(BIN)/python -m tests.proof $(ARGS)
 
 # With --minutes N --fuzz-minutes N --seed N for another length; the page is docs/reliability.md.
-soak: $(STAMP)
+soak: $(DEV_STAMP)
 	$(BIN)/python -m tests.soak --report docs/reliability.md $(ARGS)
 
-check: $(STAMP)
+check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -86,7 +90,7 @@ check: $(STAMP)
 
 # Are there known holes in what is installed? No part of `check`: it asks PyPI's advisories, which need a network, and fails
 # where they cannot be had.
-audit: $(STAMP)
+audit: $(DEV_STAMP)
 	@mkdir -p build
 	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > build/installed.txt
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement build/installed.txt $(ARGS)
@@ -96,6 +100,10 @@ $(STAMP): pyproject.toml
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install --editable '.[bench]'
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --editable '.[dev]'
 	@touch $@
 

@@ -67,7 +67,8 @@ class Config(BaseSettings):
     verify: str = Field(
         "auto",
         pattern=r"^(auto|full|[1-9]\d*)$",
-        description="auto | full | N: rows of a block that are verified, with its anchor; auto is what pays by measure",
+        description="auto | full | N: rows of a block that are drafted and verified, with its anchor; "
+        "auto is what pays by measure",
     )
     draft_enforce_eager: bool = Field(False, description="run the draft without graphs")
 

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.engine.lossless import (
     MARGIN,
+    PATHS,
     SAMPLINGS,
     SETTINGS,
     TEMPERATURES,
@@ -49,7 +50,7 @@ engine with no draft loaded; that is compared with Transformers' Qwen3ForCausalL
 difference the margin is how far the worse of the two tokens lies below the best, teacher-forced, on logits (T = 0) or
 on logits / T + Gumbel noise, both after penalties, or how far it is from being let in by a filter. Above {MARGIN:g} it
 would be a failure; below, it is counted, and one per {TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases combine
-these values:"""
+these values wherever they can be combined:"""
 ABOUT_ACCEPTANCE = f"""\
 Tokens per verify step, the bonus included, weighted by tokens: greedy, block 16, held-out prompts. Every way of running
 must stay above the floor and within {NEAR:.0%} of the cold run, or save no more steps than there were preemptions,
@@ -173,6 +174,11 @@ def page(findings: list[Findings], acceptance: dict[str, dict[str, Run]], argume
     for name, values in SETTINGS.items():
         yield f"- {name.replace('_', ' ')}: {', '.join(_value(value) for value in values)}"
     yield ""
+    yield "The paths:"
+    yield ""
+    for path, what in PATHS.items():
+        yield f"- {path}: {what}"
+    yield ""
     yield "| pair | cases | prompts | tokens compared | differences | largest margin | allowed | lossless |"
     yield "|---|---|---|---|---|---|---|---|"
     for found in findings:
@@ -215,7 +221,7 @@ def _case_section(found: Findings) -> Iterator[str]:
         yield f"| {how} | {prompts} | {comparison.tokens:,} | {_differences(comparison)} |"
     yield ""
     yield (
-        "| together | page | block | T | sampling | drafting | chunked | graphs | cached | preemptions | prompts | "
+        "| together | page | block | T | sampling | drafting | chunked | path | cached | preemptions | prompts | "
         "tokens | differences | margins | acceptance length |"
     )
     yield "|---" * 15 + "|"
@@ -224,7 +230,7 @@ def _case_section(found: Findings) -> Iterator[str]:
         yield (
             f"| {case.concurrency} | {case.page_size} | {case.block_size if case.speculation != 'off' else '-'} | "
             f"{_value(case.temperature)} | {case.sampling} | {case.speculation} | {_value(case.chunked)} | "
-            f"{_value(case.graphs)} | {_value(case.cached)} | "
+            f"{case.path} | {_value(case.cached)} | "
             f"{run.preemptions if case.preempted else '-'} | {prompts} | {comparison.tokens:,} | "
             f"{_differences(comparison)} | {acceptance} |"
         )
@@ -240,7 +246,7 @@ def _value(value: object) -> str:
         return "mixed"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value) or "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -27,22 +27,25 @@ class Prompt:
 async def of_conversation(
     services: Services, asked: TemplatedRequest, info: EngineInfo, *, must_fit: bool = True
 ) -> Prompt:
-    """The messages through the chat template. Raises ApiError naming the field at fault."""
+    """The messages through the chat template, in a thread. Raises ApiError naming the field at fault."""
     template = services.tokenizer.chat_template
     check_template(asked, template)
-    try:
-        text = await asyncio.to_thread(
-            template.render,
+    special = bool(asked.add_special_tokens)
+
+    def made() -> tuple[str, list[int]]:
+        text = template.render(
             [message.for_template() for message in asked.messages],
             tools=asked.offered_tools or None,
             add_generation_prompt=asked.add_generation_prompt is not False,
             continue_final_message=bool(asked.continue_final_message),
             switches={**services.template_kwargs, **asked.switches(template.switches)},
         )
+        return text, _encode(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
+
+    try:
+        text, token_ids = await asyncio.to_thread(made)
     except ChatTemplateError as error:
         raise bad_request(clip(str(error), _LONGEST_TEMPLATE_ERROR), "messages") from None
-    special = bool(asked.add_special_tokens)
-    token_ids = await of_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
     begun = asked.messages[-1].text if asked.continue_final_message else text[-_END:]
     return Prompt(token_ids, begun.rfind(THINK) > begun.rfind(END_THINK))
 
@@ -56,13 +59,20 @@ async def of_text(
     add_special_tokens: bool = True,
     must_fit: bool = True,
 ) -> list[int]:
-    """`text` in tokens, made in a thread. Raises ApiError if it has tokens the model does not know, and, without the
-    work of making them, if there must be more than fit (`must_fit`)."""
+    """`text` in tokens, made in a thread. Raises ApiError as `_encode` does."""
+    return await asyncio.to_thread(
+        _encode, services, text, param, info, add_special_tokens=add_special_tokens, must_fit=must_fit
+    )
+
+
+def _encode(
+    services: Services, text: str, param: str, info: EngineInfo, *, add_special_tokens: bool, must_fit: bool
+) -> list[int]:
+    """`text` in tokens. Raises ApiError if it has tokens the model does not know, and, without the work of making them,
+    if there must be more than fit (`must_fit`)."""
     most = info.max_model_len if must_fit else None
     try:
-        token_ids = await asyncio.to_thread(
-            services.tokenizer.encode, text, most, add_special_tokens=add_special_tokens
-        )
+        token_ids = services.tokenizer.encode(text, most, add_special_tokens=add_special_tokens)
     except PromptTooLong as error:
         raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
     if (largest := max(token_ids, default=0)) >= info.vocab_size:

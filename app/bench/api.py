@@ -6,23 +6,28 @@ pair says what that is of a real run. What counts is CPU time, which other work 
 """
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from app.bench import api_cpu, api_share, api_start, api_streaming
-from app.bench.command import guarded, out_folder, progress
+from app.bench.command import guarded, out_folder, progress, save
 from app.bench.flags import add_out_flag, count, counts, listed
 from app.bench.machine import describe_host
-from app.bench.tables import markdown
+from app.bench.report import Table
 from app.bench.verdict import Verdict
 from app.config import ConfigError
 
 PARTS = {"streaming": api_streaming.measure, "share": api_share.measure, "start": api_start.measure}
+PICTURES = {
+    "streaming": (["tokens a step", "engine"], ["tokens per second", "tokens per CPU second", "tokens an event"]),
+    "share": (["text"], ["API µs a token", "engine µs a token", "added"]),
+    "start": (["command"], ["seconds", "CPU seconds"]),
+}
+"""Of each part's table, the columns that say what a row is of, and those that its picture has a panel for."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,23 +41,31 @@ def bench(options: argparse.Namespace, command: str) -> int:
             raise ConfigError(f"--parts: there is no part {part!r}", f"there are {', '.join(PARTS)}")
     api_cpu.check()
     folder = out_folder(options)
-    rows: dict[str, list[dict[str, Any]]] = {}
+    tables: list[Table] = []
     verdicts: list[Verdict] = []
     with progress(Console(stderr=True)) as bar:
         for part in options.parts:
-            rows[part], more = _measured(part, options, bar)
+            table, more = _measured(part, options, bar)
+            tables.append(table)
             verdicts += more
     print(f"{describe_host()}\n")
-    for found in rows.values():
-        print(f"{markdown(found)}\n")
+    print("\n".join(map(str, tables)))
     print("\n".join(f"- {verdict}" for verdict in verdicts))
     if folder:
+        rows = {table.name: table.rows for table in tables}
         told = {"command": command, "machine": describe_host(), "verdicts": list(map(str, verdicts)), **rows}
-        (folder / "api.json").write_text(json.dumps(told, indent=1))
-    return int(not all(verdict.holds for verdict in verdicts))
+        save(folder, "api", told, lambda: _draw(folder, tables))
+    return int(any(verdict.holds is False for verdict in verdicts))
 
 
-def _measured(part: str, options: argparse.Namespace, bar: Progress) -> tuple[list[dict[str, Any]], list[Verdict]]:
+def _draw(folder: Path, tables: Sequence[Table]) -> None:
+    from app.bench import bar_plots
+
+    for table in tables:
+        bar_plots.of_columns(folder / f"{table.name}.png", table, *PICTURES[table.name])
+
+
+def _measured(part: str, options: argparse.Namespace, bar: Progress) -> tuple[Table, list[Verdict]]:
     task = bar.add_task(part, total=None)
     try:
         return PARTS[part](options, lambda text: bar.update(task, description=f"{part}: {text}"))
@@ -79,5 +92,5 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--num-prompts", type=count, default=48, metavar="N", help="of each text [default: 48]")
     group.add_argument("--max-tokens", type=count, default=128, metavar="N", help="[default: 128]")
     group.add_argument("--dataset", default="demo", metavar="NAME", help="demo, demo:math,prose [default: demo]")
-    add_out_flag(parser, "api.json")
+    add_out_flag(parser, "api.json and a PNG of each table")
     return parser

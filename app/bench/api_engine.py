@@ -1,9 +1,9 @@
 """An engine process without a model, for `dflash-server bench api`. It says the same tokens to everyone, in one
-StepOutput a step for the whole batch, and takes the next step when the clients have the one before: as fast as tokens
-are taken, and never so fast that two steps become one event.
+StepOutput a step for the whole batch. Either it takes each step when the clients have the one before: as fast as tokens
+are taken, and never so fast that two steps become one event. Or it waits for the first step only, and runs ahead.
 
-argv: CORES TURN BATCH TOKENS_A_STEP TOKEN_IDS COMMANDS REPLIES EPOCH. A message comes from the ZeroMQ address `TURN`
-for every step that has arrived; CORES and TOKEN_IDS are JSON. Exits when stdin ends.
+argv: CORES TURN BATCH TOKENS_A_STEP WAITS TOKEN_IDS COMMANDS REPLIES EPOCH. A message comes from the ZeroMQ address
+`TURN` for every step that is waited for; CORES, WAITS and TOKEN_IDS are JSON. Exits when stdin ends.
 """
 
 import json
@@ -71,10 +71,18 @@ def steps_of(
 
 class _Engine:
     def __init__(
-        self, turn: str, batch: int, tokens_a_step: int, token_ids: list[int], link: tuple[str, str], epoch: int
+        self,
+        turn: str,
+        batch: int,
+        tokens_a_step: int,
+        waits: bool,
+        token_ids: list[int],
+        link: tuple[str, str],
+        epoch: int,
     ) -> None:
         self._batch = batch
         self._tokens_a_step = tokens_a_step
+        self._waits = waits
         self._token_ids = token_ids
         self._epoch = epoch
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -98,9 +106,11 @@ class _Engine:
 
     def _answer(self, batch: Sequence[Submit]) -> None:
         names = [submit.request_id for submit in batch]
-        for output in steps_of(names, self._epoch, self._token_ids, batch[0].max_tokens, self._tokens_a_step):
+        outputs = steps_of(names, self._epoch, self._token_ids, batch[0].max_tokens, self._tokens_a_step)
+        for number, output in enumerate(outputs):
             self._send(output)
-            self._turn.recv()
+            if self._waits or number == 0:
+                self._turn.recv()
 
     def _send(self, reply: Reply) -> None:
         self._replies.send(self._encoder.encode(reply))
@@ -129,11 +139,12 @@ def _leave_with_parent() -> None:
 
 
 def main() -> None:
-    cores, turn, batch, tokens_a_step, token_ids, commands, replies, epoch = sys.argv[1:]
+    cores, turn, batch, tokens_a_step, waits, token_ids, commands, replies, epoch = sys.argv[1:]
     sys.stdin.readline()
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     stay_on(json.loads(cores))
-    _Engine(turn, int(batch), int(tokens_a_step), json.loads(token_ids), (commands, replies), int(epoch)).run()
+    said, link = json.loads(token_ids), (commands, replies)
+    _Engine(turn, int(batch), int(tokens_a_step), json.loads(waits), said, link, int(epoch)).run()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 from app.bench import api_cpu, prompts
 from app.bench.client import Server, ServerError, first_model
 from app.bench.own_server import OwnServer
+from app.bench.report import Table
 from app.bench.traffic import Pressure, Round, Wishes, run_round
 from app.bench.verdict import Verdict
 
@@ -18,7 +19,13 @@ _TIMEOUT = 60.0
 _MICRO = 1e6
 
 
-def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[list[dict[str, Any]], list[Verdict]]:
+MEANING = (
+    "CPU time of both processes over the same requests to the demo pair, whole blocks. `added` is what the API process "
+    "adds to the engine's; `API µs a request` has all of it in it, streaming too."
+)
+
+
+def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Table, list[Verdict]]:
     """A row for each text, and one of all."""
     rows = []
     verdicts = []
@@ -44,7 +51,7 @@ def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[l
     claim = f"the API process adds at most {MOST:.0%} to the CPU time of the demo pair, {options.concurrency} at once"
     share = all_api / all_engine
     verdicts.append(Verdict(claim, share <= MOST, f"{share:.1%}"))
-    return rows, verdicts
+    return Table("share", "What the API process adds", MEANING, rows), verdicts
 
 
 def row(text: str, rounds: list[Round], api: float, engine: float) -> dict[str, Any]:

@@ -24,14 +24,15 @@ _ROUNDS = 5
 
 
 class Split(NamedTuple):
-    """CPU seconds a token. `book` is metrics and mailboxes."""
+    """CPU seconds a token. `messages` is reading the engine's msgpack, `book` metrics and mailboxes, `stop` looking for
+    stop strings, `parse` for reasoning and tools, `sse` making the JSON of an event."""
 
-    decode: float
+    messages: float
     book: float
     detokenise: float
     stop: float
     parse: float
-    encode: float
+    sse: float
 
     @property
     def whole(self) -> float:
@@ -52,7 +53,7 @@ def split(tokenizer: Tokenizer, token_ids: Sequence[int], batch: int, tokens: in
         bare,
         max(0.0, _seconds(lambda: _texts(tokenizer, outputs, STOP)) - bare),
         _seconds(lambda: _parse(texts)),
-        _seconds(lambda: _encode(pieces)),
+        _seconds(lambda: _events(pieces)),
     )
     return Split(*(seconds / (batch * tokens) for seconds in parts))
 
@@ -101,7 +102,7 @@ def _parse(texts: Sequence[Sequence[str]]) -> None:
             parser.push(text)
 
 
-def _encode(pieces: Sequence[Sequence[Piece]]) -> None:
+def _events(pieces: Sequence[Sequence[Piece]]) -> None:
     answers = ChatAnswers("demo", StreamOptions(include_usage=True))
     for row in pieces:
         for piece in row:

@@ -7,17 +7,18 @@ import sys
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 from app.bench import api_cpu
 from app.bench.own_server import OwnServer
+from app.bench.report import Table
 from app.bench.verdict import Verdict
 from app.child_process import engine_environment
 
 MOST_SECONDS = {"dflash-server --help": 0.4, "dflash-server serve, a second start": 6.0}
+MEANING = "Until the command has ended, and until `/ready` says 200; CPU seconds are of both processes of the server."
 
 
-def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[list[dict[str, Any]], list[Verdict]]:
+def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Table, list[Verdict]]:
     """A row for each of both."""
     rows = []
     verdicts = []
@@ -26,9 +27,9 @@ def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[l
         once()
         runs = [once() for _ in range(options.rounds)]
         clock, cpu = (median(figures) for figures in zip(*runs, strict=True))
-        rows.append({"": what, "seconds": f"{clock:.2f}", "CPU seconds": f"{cpu:.2f}"})
+        rows.append({"command": what, "seconds": f"{clock:.2f}", "CPU seconds": f"{cpu:.2f}"})
         verdicts.append(Verdict(f"{what} takes at most {most:g} s", clock <= most, f"{clock:.2f} s"))
-    return rows, verdicts
+    return Table("start", "Start-up", MEANING, rows), verdicts
 
 
 def help_once() -> tuple[float, float]:

@@ -14,9 +14,9 @@ import zmq
 
 from app.bench import api_cpu
 from app.bench.api_client import Clients, Round
-from app.bench.api_engine import num_steps
-from app.bench.api_split import split
+from app.bench.api_split import Split, split
 from app.bench.own_server import OwnServer
+from app.bench.report import Table
 from app.bench.verdict import Verdict
 from app.checkpoint import DEMO
 from app.demo.corpus import samples
@@ -28,50 +28,85 @@ _SAMPLES = 12
 _MICRO = 1e6
 
 
-def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[list[dict[str, Any]], list[Verdict]]:
-    """A row for each number of tokens a step."""
+MEANING = (
+    "An engine without a model says the same prose to all connections. Where it waits it goes on when all clients have "
+    "the step, so each step is an event of its own; where it runs ahead it waits for the first step only, the API "
+    "process has all that it can do, and steps that wait become one event. `load` is its CPU time by the clock. Of the "
+    "CPU time a token, each part is timed apart over the steps of an engine that waits: `messages` is reading the "
+    "engine's msgpack, `book` metrics and mailboxes, `stop` looking for stop strings, `parse` for reasoning and tools, "
+    "`SSE` making an event and its JSON; what is left is sockets, HTTP and asyncio. `µs a request` is all but its "
+    "streaming."
+)
+
+
+def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Table, list[Verdict]]:
+    """Two rows for each number of tokens a step: of an engine that waits, and of one that runs ahead."""
     tokenizer = Tokenizer(DEMO / "target")
     token_ids = says(tokenizer)
     rows = []
     verdicts = []
     for tokens_a_step in options.tokens_a_step:
-        tell(f"{tokens_a_step} tokens a step")
         tokens = 1 + (options.steps - 1) * tokens_a_step
-        rounds = stream(token_ids, options.connections, tokens, tokens_a_step, options.rounds)
         streamed = options.connections * (tokens - 1)
-        cpu = median(round.last.cpu - round.first.cpu for round in rounds) / streamed
         parts = split(tokenizer, token_ids, options.connections, tokens, tokens_a_step)
-        request = median(_beside_streaming(round) for round in rounds) / options.connections
-        speed = median(streamed / (round.last.clock - round.first.clock) for round in rounds)
-        rows.append(
-            {
-                "tokens a step": tokens_a_step,
-                "tokens per CPU second": f"{1 / cpu:,.0f}",
-                "per second": f"{speed:,.0f}",
-                "µs a token": f"{_MICRO * cpu:.1f}",
-                **{name: f"{_MICRO * seconds:.2f}" for name, seconds in parts._asdict().items()},
-                "sockets, HTTP, asyncio": f"{_MICRO * (cpu - parts.whole):.1f}",
-                "µs a request": f"{_MICRO * request:.0f}",
-            }
-        )
-        claim = f"at least {LEAST_SPEED:,} tokens a CPU second over {options.connections} connections"
-        verdicts.append(Verdict(f"{claim}, {tokens_a_step} a step", 1 / cpu >= LEAST_SPEED, f"{1 / cpu:,.0f}"))
-    return rows, verdicts
+        for waits in (True, False):
+            tell(f"{tokens_a_step} tokens a step, the engine {_does(waits)}")
+            rounds = stream(token_ids, options.connections, tokens, tokens_a_step, options.rounds, waits=waits)
+            head = {"tokens a step": tokens_a_step, "engine": _does(waits)}
+            rows.append(head | row(rounds, streamed, options.connections, parts if waits else None))
+            if waits:
+                speed = streamed / median(round.streaming.cpu for round in rounds)
+                claim = f"at least {LEAST_SPEED:,} tokens a CPU second over {options.connections} connections"
+                claim += f", {tokens_a_step} a step"
+                verdicts.append(Verdict(claim, speed >= LEAST_SPEED, f"{speed:,.0f}"))
+    return Table("streaming", "Streaming", MEANING, rows), verdicts
 
 
-def stream(token_ids: Sequence[int], connections: int, tokens: int, tokens_a_step: int, rounds: int) -> list[Round]:
+def row(rounds: Sequence[Round], streamed: int, connections: int, parts: Split | None) -> dict[str, Any]:
+    """Of rounds in which so many tokens were `streamed` to all; `parts` of a token's way, where steps are events."""
+    cpu = median(round.streaming.cpu for round in rounds)
+    clock = median(round.streaming.clock for round in rounds)
+    request = median(round.whole.cpu - round.streaming.cpu for round in rounds) / connections
+    told = {
+        "messages": parts and parts.messages,
+        "book": parts and parts.book,
+        "detokenise": parts and parts.detokenise,
+        "stop": parts and parts.stop,
+        "parse": parts and parts.parse,
+        "SSE": parts and parts.sse,
+        "sockets, HTTP, asyncio": parts and cpu / streamed - parts.whole,
+    }
+    return {
+        "tokens an event": f"{median(streamed / round.events for round in rounds):.1f}",
+        "tokens per second": f"{streamed / clock:,.0f}",
+        "load": f"{100 * cpu / clock:.0f} %",
+        "tokens per CPU second": f"{streamed / cpu:,.0f}",
+        "µs a token": f"{_MICRO * cpu / streamed:.1f}",
+        **{name: "-" if seconds is None else f"{_MICRO * seconds:.2f}" for name, seconds in told.items()},
+        "µs a request": f"{_MICRO * request:.0f}",
+    }
+
+
+def _does(waits: bool) -> str:
+    return "waits" if waits else "runs ahead"
+
+
+def stream(
+    token_ids: Sequence[int], connections: int, tokens: int, tokens_a_step: int, rounds: int, *, waits: bool
+) -> list[Round]:
     """Rounds of one server, which has a core of its own where there are two; the first round warms it up."""
     cores = api_cpu.cores()
     with tempfile.TemporaryDirectory(prefix="dflash-") as folder, zmq.Context() as context:
         turn = context.socket(zmq.PUSH)
         turn.linger = 0
         turn.bind(address := f"ipc://{folder}/turn")
-        engine = [json.dumps(cores[:-1]), address, str(connections), str(tokens_a_step), json.dumps(list(token_ids))]
+        sizes = [str(connections), str(tokens_a_step)]
+        engine = [json.dumps(cores[:-1]), address, *sizes, json.dumps(waits), json.dumps(list(token_ids))]
         program = ("app.bench.api_server", json.dumps(cores[-1:]), json.dumps(engine))
         with turn, OwnServer("plain", [], program) as server:
             server.wait_until_ready(lambda _: None)
             cpu = partial(api_cpu.cpu_seconds, server.process.pid)
-            clients = Clients(server.port, turn, cpu, connections, tokens, num_steps(tokens, tokens_a_step))
+            clients = Clients(server.port, turn, cpu, connections, tokens, waits=waits)
             return [asyncio.run(clients.run()) for _ in range(rounds + 1)][1:]
 
 
@@ -79,7 +114,3 @@ def says(tokenizer: Tokenizer) -> list[int]:
     """Prose of which every token shows at once and no stop string begins: a line without anything but words."""
     answers = " ".join(sample.answer for sample in itertools.islice(samples("prose", "heldout", 0), _SAMPLES))
     return tokenizer.encode(" ".join(answers.split()), add_special_tokens=False)
-
-
-def _beside_streaming(round: Round) -> float:
-    return (round.end.cpu - round.start.cpu) - (round.last.cpu - round.first.cpu)

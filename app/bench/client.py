@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -199,6 +200,20 @@ def _refusal(status: int, body: bytes) -> str:
 
 async def first_model(server: Server) -> str:
     """The first of /v1/models. Raises ServerError if there is no such server, or if it tells no model."""
+    return next(iter(await _models(server)))
+
+
+async def positions(server: Server) -> int | None:
+    """How many tokens prompt and answer may have together, where the server tells, as ours and vLLM do."""
+    try:
+        told = (await _models(server))[server.model].get("max_model_len")
+    except (ServerError, KeyError):
+        return None
+    return told if isinstance(told, int) else None
+
+
+async def _models(server: Server) -> dict[str, dict[str, Any]]:
+    """Of /v1/models, by id; one at least. Raises ServerError."""
     async with server.connect(30.0) as http:
         try:
             response = await http.get("/v1/models")
@@ -207,11 +222,11 @@ async def first_model(server: Server) -> str:
             raise ServerError(f"{server.url} cannot be reached: {reason}", "is the server running?") from None
     if response.status_code == 401:
         raise ServerError(f"{server.url} wants a key", "give it with --api-key")
-    try:
-        return str(msgspec.json.decode(response.content)["data"][0]["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
-        told = _refusal(response.status_code, response.content)
-        raise ServerError(f"{server.url}/v1/models names no model: {told}", "name it with --model") from None
+    with suppress(ValueError, KeyError, TypeError):
+        if models := {str(model["id"]): model for model in msgspec.json.decode(response.content)["data"]}:
+            return models
+    told = _refusal(response.status_code, response.content)
+    raise ServerError(f"{server.url}/v1/models names no model: {told}", "name it with --model")
 
 
 @dataclass(frozen=True, slots=True)

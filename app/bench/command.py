@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -55,6 +56,26 @@ def out_folder(options: argparse.Namespace) -> Path | None:
     except OSError as error:
         raise ConfigError(f"--out {folder}: {error.strerror or error}", "give a folder that can be made") from None
     return folder
+
+
+def save(folder: Path, name: str, results: dict[str, Any], pictures: Callable[[], object]) -> None:
+    """NAME.json, and what `pictures` draws."""
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1))
+    draw(pictures)
+
+
+def tell(
+    table: report.Table,
+    machine: str,
+    command: str,
+    folder: Path | None,
+    picture: Callable[[Path, report.Table], object],
+) -> None:
+    """Print the one table of a part, and write it and its `picture` to the folder, if there is one."""
+    print(f"\n{machine}\n\n{table}")
+    if folder:
+        results = {"command": command, "machine": machine, "rows": table.rows}
+        save(folder, table.name, results, lambda: picture(folder / f"{table.name}.png", table))
 
 
 def draw(pictures: Callable[[], object]) -> None:

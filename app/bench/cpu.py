@@ -6,7 +6,7 @@ other on the same weights.
 """
 
 import argparse
-import json
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.bench import in_process, loads
-from app.bench.command import progress
+from app.bench.command import guarded, out_folder, progress, tell
+from app.bench.flags import add_out_flag, count
 from app.bench.machine import describe
 from app.bench.paired import Claim, Comparison, rounds
-from app.bench.tables import markdown
+from app.bench.products import Products, by_operators
+from app.bench.report import Table
 from app.checkpoint import DEMO
+from app.config import ConfigError
 from app.engine.core import EngineCore
 from app.engine.sequence import Request
 
@@ -38,6 +39,10 @@ CLAIMS = {
     16: [Claim("full", "plain", 1.8), Claim("auto", "plain", 1.8)],
 }
 """What is aimed at, by concurrency."""
+MEANING = (
+    "Medians of rounds by turns. `floor` is the matrix products alone of the same runs, by PyTorch's own operators. A "
+    "ratio is of paired rounds, with its 95 % interval; the verdict is by the ratio itself."
+)
 
 
 class Transformers:
@@ -66,36 +71,14 @@ class Transformers:
         return tokens / (time.perf_counter() - started)
 
 
-class Products(TorchDispatchMode):
-    """The matrix products of what is run meanwhile: (rows, weight) of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
-            self.seen.append((args[0].shape[0], args[1]))
-        return func(*args, **(kwargs or {}))
-
-    @torch.inference_mode()
-    def seconds(self) -> float:
-        """What they take by themselves."""
-        inputs = [torch.randn(rows, weight.shape[0]) for rows, weight in self.seen]
-        started = time.perf_counter()
-        for x, (_, weight) in zip(inputs, self.seen, strict=True):
-            torch.mm(x, weight)
-        return time.perf_counter() - started
-
-
-def floor(run: Callable[[], in_process.Outcome]) -> float:
+def floor(core: EngineCore, run: Callable[[], in_process.Outcome]) -> float:
     """Tokens a second if matrix products were all there is; the best of three."""
-    with Products() as products:
+    with by_operators(core.runner.stages), Products() as products:
         tokens = run().tokens
     return tokens / min(products.seconds() for _ in range(3))
 
 
-def table(concurrency: int, comparison: Comparison, floors: dict[str, float]) -> list[dict[str, Any]]:
+def rows_of(concurrency: int, comparison: Comparison, floors: dict[str, float]) -> list[dict[str, Any]]:
     """A row for each way, with the ratios that are claimed of it."""
     rows = []
     for name, speeds in comparison.speeds.items():
@@ -123,8 +106,7 @@ def reached(comparison: Comparison, claim: Claim) -> str:
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     make = partial(_engine, max_num_seqs=max(CLAIMS))
     engines = {name: make(name, compile=options.compile) for name in WAYS}
-    by_operators = {name: make(name) for name in WAYS} if options.compile else engines  # whose products can be seen
-    theirs = Transformers(DEMO / "target")
+    theirs = _transformers()
     rows = []
     with progress(Console(stderr=True)) as bar:
         task = bar.add_task("cpu", total=len(CLAIMS) * options.rounds)
@@ -137,11 +119,20 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
             for way in ways.values():
                 way()
             *_, found = _counted(rounds(ways, claims, max_rounds=options.rounds), partial(bar.advance, task))
-            floors = {
-                name: floor(partial(in_process.run, core, requests, concurrency)) for name, core in by_operators.items()
-            }
-            rows += table(concurrency, found, floors)
+            floors = {name: floor(core, ours[name]) for name, core in engines.items()}
+            rows += rows_of(concurrency, found, floors)
     return rows
+
+
+def _transformers() -> Transformers:
+    try:
+        return Transformers(DEMO / "target")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ConfigError(
+            "Transformers, which a CPU is held against, is not installed", "pip install transformers"
+        ) from None
 
 
 def _counted(comparisons: Iterable[Comparison], count: Callable[[], None]) -> Iterator[Comparison]:
@@ -159,16 +150,28 @@ def _speed(run: Callable[[], in_process.Outcome]) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="dflash-server bench cpu", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"[default: {ROUNDS}]")
-    parser.add_argument("--compile", action="store_true", help="what `serve --compile` runs")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON there as well")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "cpu", *arguments])))
+
+
+def bench(options: argparse.Namespace, command: str) -> int:
+    folder = out_folder(options)
     torch.set_num_threads(options.threads)
-    rows = compare(options)
-    print(f"\n{describe()}\n")
-    print(markdown(rows))
-    if options.out:
-        options.out.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1))
+    table = Table("cpu", "A CPU", MEANING, compare(options))
+    tell(table, describe(), command, folder, _draw)
     return 0
+
+
+def _draw(path: Path, table: Table) -> None:
+    from app.bench import bar_plots
+
+    bar_plots.cpu(path, table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dflash-server bench cpu", description=__doc__)
+    parser.add_argument("--rounds", type=count, default=ROUNDS, metavar="N", help=f"[default: {ROUNDS}]")
+    parser.add_argument("--compile", action="store_true", help="what `serve --compile` runs")
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(parser, "cpu.json and a PNG of the table")
+    return parser

@@ -73,6 +73,14 @@ def amount(text: str) -> float:
     return value
 
 
+def spreads(text: str) -> tuple[float, float]:
+    """ "1.2,1" -> (1.2, 1.0), "0.5" -> (0.5, 0.5)"""
+    found = [amount(part) for part in text.split(",")]
+    if len(found) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number for prompts and one for answers")
+    return found[0], found[-1]
+
+
 def rates(text: str) -> list[float]:
     rates = [amount(part) for part in text.split(",")]
     if 0.0 in rates:

@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 from app.bench import page, prompts, report
-from app.bench.client import Server, ServerError, ask, first_model
+from app.bench.client import Server, ServerError, ask, first_model, positions
 from app.bench.command import Publication, guarded, out_folder, progress
-from app.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts, limit, listed, rates
+from app.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts, limit, listed, rates, spreads
 from app.bench.own_server import WISHES, OwnServer, flags_of
 from app.bench.paired import MIN_ROUNDS, Claim, rounds
 from app.bench.traffic import Pressure, Round, Wishes, run_round
@@ -56,9 +56,12 @@ class Way:
 def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    options.synthetic = bool(options.input_len or options.output_len)
-    if options.synthetic and options.dataset:
-        parser.error("--dataset and --input-len or --output-len exclude each other")
+    by_mean = options.input_len or options.output_len
+    options.synthetic = bool(by_mean or options.lengths)
+    if bool(options.dataset) + bool(by_mean) + bool(options.lengths) > 1:
+        parser.error("--dataset, --lengths, and --input-len or --output-len exclude each other")
+    if options.len_spread and not by_mean:
+        parser.error("--len-spread is of --input-len and --output-len")
     return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "http", *arguments])))
 
 
@@ -163,9 +166,13 @@ def _made_up(runner: asyncio.Runner, server: Server, options: argparse.Namespace
         return answer.prompt_tokens
 
     few, many = runner.run(tokens(32)), runner.run(tokens(96))
-    input_len, output_len = options.input_len or MADE_UP_LEN, options.output_len or MADE_UP_LEN
     per_word = max(1.0, (many - few) / 64)
-    return prompts.synthetic(input_len, output_len, options.len_spread, per_word, options.seed)
+    if options.lengths:
+        lengths = prompts.PRESETS[options.lengths]
+    else:
+        means = options.input_len or MADE_UP_LEN, options.output_len or MADE_UP_LEN
+        lengths = prompts.Lengths(*means, *(options.len_spread or (0.0, 0.0)))
+    return prompts.synthetic(lengths, per_word, options.seed, runner.run(positions(server)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -188,10 +195,15 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--output-len", type=count, metavar="N", help="and answers of N tokens, by ignore_eos")
     group.add_argument(
         "--len-spread",
-        type=amount,
-        default=0.0,
-        metavar="S",
-        help="log-normal lengths of sigma S [default: 0, alike]",
+        type=spreads,
+        metavar="S[,S]",
+        help="log-normal lengths of sigma S, answers of the second [default: 0, alike]",
+    )
+    group.add_argument(
+        "--lengths",
+        choices=prompts.PRESETS,
+        help="made-up prompts and answers as long as ShareGPT's in vLLM's benchmarks: log-normal, about 220 tokens in "
+        "the mean (sigma 1.2) and about 200 (sigma 1), none above 8 times the mean or the model's positions",
     )
     add_sampling_flags(parser, max_tokens=256)
     group = parser.add_argument_group("how it is asked, and for how long")

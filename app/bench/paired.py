@@ -30,6 +30,10 @@ class Ratio:
         """Of the interval, as a share of the estimate."""
         return (self.high - self.low) / self.middle
 
+    def at_most(self, bound: float) -> bool | None:
+        """None where the interval has the bound in it."""
+        return False if self.low > bound else True if self.high <= bound else None
+
     def __str__(self) -> str:
         if math.isinf(self.high):
             return f"{self.middle:.2f}"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,10 +16,12 @@ COLOURS = ("#8c8c8c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5
 DARK = "#404040"
 MOST_ACROSS = 3
 DPI = 150
+WIDTH_OF_ONE = 7.0
+"""Inches of a panel that stands alone, so that its legend has room."""
 LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency (chunks)"}
 
 Series = Mapping[str, Sequence[float]]
-"""Variant -> a figure for each pressure; NaN where there is none."""
+"""Variant -> a figure for each pressure, or whatever bars stand over; NaN where there is none."""
 
 
 def write(folder: Path, cells: Sequence[Cell], tables: Sequence[Table], limits: Mapping[str, float]) -> None:
@@ -37,11 +40,11 @@ def write(folder: Path, cells: Sequence[Cell], tables: Sequence[Table], limits: 
         figure.savefig(folder / f"{table.name}.png", dpi=DPI)
 
 
-def panels_of(names: Sequence[str], most_across: int = MOST_ACROSS) -> tuple[Figure, list[Axes]]:
-    """A panel for each name, which is its title."""
+def panels_of(names: Sequence[str], most_across: int = MOST_ACROSS, width: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """A panel for each name, which is its title; `width` is a panel's in inches."""
     across = min(most_across, len(names))
     down = math.ceil(len(names) / across)
-    figure = Figure(figsize=(0.6 + 4.2 * across, 0.9 + 3.2 * down), layout="constrained")
+    figure = Figure(figsize=(0.6 + width * across, 0.9 + 3.2 * down), layout="constrained")
     panels = list(figure.subplots(down, across, squeeze=False).flat)
     for panel, name in zip(panels, names, strict=False):
         panel.set_title(name, fontsize="medium")
@@ -53,14 +56,14 @@ def panels_of(names: Sequence[str], most_across: int = MOST_ACROSS) -> tuple[Fig
     return figure, panels[: len(names)]
 
 
-def legend(figure: Figure, panels: Sequence[Axes]) -> None:
+def legend(figure: Figure, panels: Sequence[Axes], across: int = 6) -> None:
     """One for all panels, below them; what stands for itself has no label."""
     found = {
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     if found:
         figure.legend(
-            list(found.values()), list(found), loc="outside lower center", ncols=min(6, len(found)), frameon=False
+            list(found.values()), list(found), loc="outside lower center", ncols=min(across, len(found)), frameon=False
         )
 
 
@@ -73,16 +76,18 @@ def _colours(cells: Sequence[Cell]) -> dict[str, str]:
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 
-def _label_pressures(panel: Axes, group: Sequence[Cell]) -> None:
-    panel.set_xticks(range(len(group)), [cell.pressure.label for cell in group])
+def _bars(panel: Axes, group: Sequence[Cell], series: Series, colours: Mapping[str, str], above: Series) -> None:
+    bars(panel, [cell.pressure.label for cell in group], series, colours, above)
     panel.set_xlabel("requests at once" if group[0].pressure.rate is None else "requests arriving")
 
 
-def _bars(panel: Axes, group: Sequence[Cell], series: Series, colours: Mapping[str, str], above: Series) -> None:
-    """Bars of `series` side by side for each pressure; `above` has what is written above them, as times."""
+def bars(
+    panel: Axes, labels: Sequence[str], series: Series, colours: Mapping[str, str], above: Series = MappingProxyType({})
+) -> None:
+    """Bars of `series` side by side over each label; `above` has what is written above them, as times."""
     width = 0.8 / len(series)
     for index, (name, figures) in enumerate(series.items()):
-        places = [at + (index - (len(series) - 1) / 2) * width for at in range(len(group))]
+        places = places_of(index, len(series), len(labels))
         panel.bar(places, figures, width * 0.92, color=colours[name], label=name)
         for place, height, times in zip(places, figures, above.get(name, ()), strict=False):
             panel.annotate(
@@ -93,10 +98,15 @@ def _bars(panel: Axes, group: Sequence[Cell], series: Series, colours: Mapping[s
                 ha="center",
                 va="bottom",
                 fontsize="x-small",
-                rotation=90 if len(series) * len(group) > 10 else 0,
+                rotation=90 if len(series) * len(labels) > 10 else 0,
             )
     panel.margins(y=0.15)
-    _label_pressures(panel, group)
+    panel.set_xticks(range(len(labels)), labels)
+
+
+def places_of(index: int, num_series: int, num_labels: int) -> list[float]:
+    """Where the bars of a series stand."""
+    return [at + (index - (num_series - 1) / 2) * 0.8 / num_series for at in range(num_labels)]
 
 
 def _speed(cells: Sequence[Cell]) -> Figure:
@@ -161,9 +171,8 @@ def _latency(cells: Sequence[Cell]) -> Figure:
     for panel, (group, kind) in zip(panels, kinds, strict=True):
         quantiles = {q: _milliseconds(group, kind, q) for q in (50, 90, 99)}
         _bars(panel, group, quantiles[50], colours, {})
-        width = 0.8 / len(quantiles[50])
         for index, name in enumerate(quantiles[50]):
-            places = [at + (index - (len(quantiles[50]) - 1) / 2) * width for at in range(len(group))]
+            places = places_of(index, len(quantiles[50]), len(group))
             labels = ("", "") if index else ("p90", "up to p99")
             panel.plot(places, quantiles[90][name], "o", markersize=3, color=DARK, label=labels[0])
             panel.vlines(places, quantiles[50][name], quantiles[99][name], DARK, linewidth=1, label=labels[1])

@@ -1,6 +1,7 @@
 """Models of real sizes whose weights are random and never on a disk: what a step costs does not depend on them.
 
-Their tokens mean nothing. A draft comes with each target, made as the published Qwen3 ones of block 16 are.
+Their tokens mean nothing. A draft comes with each target, made as the published Qwen3 ones of block 16 are; the demo
+pair's is its own.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.checkpoint import DEMO
 from app.config_error import ConfigError
 from app.engine.loader import Progress
 
@@ -53,6 +55,11 @@ TARGETS = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
 }
 """What their published config.json say."""
+
+DEMO_PAIR = "demo"
+DEMO_POSITIONS = 16384
+"""More than the 1,024 that the demo pair was trained for."""
+NAMES = (DEMO_PAIR, *TARGETS)
 
 
 class RandomWeights:
@@ -96,13 +103,20 @@ class RandomWeights:
 def write_configs(wanted: str, folder: Path) -> tuple[Path, Path]:
     """Write the config.json of a target and of a draft for it; returns their folders.
 
-    `wanted` is one of TARGETS, or a path to a target's config.json. Raises ConfigError for what is neither.
+    `wanted` is one of NAMES, or a path to a target's config.json. Raises ConfigError for what is neither.
     """
-    target = TARGETS.get(wanted) or _read(Path(wanted).expanduser())
-    for name, config in (("target", target), ("draft", draft_for(target))):
+    for name, config in zip(("target", "draft"), _pair(wanted), strict=True):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config, indent=2))
     return folder / "target", folder / "draft"
+
+
+def _pair(wanted: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    if wanted == DEMO_PAIR:
+        longer = {"max_position_embeddings": DEMO_POSITIONS}
+        return _read(DEMO / "target" / "config.json") | longer, _read(DEMO / "draft" / "config.json") | longer
+    target = TARGETS.get(wanted) or _read(Path(wanted).expanduser())
+    return target, draft_for(target)
 
 
 def draft_for(target: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +144,7 @@ def taps(draft_layers: int, target_layers: int) -> list[int]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    hint = f"{', '.join(TARGETS)}, or the path of a dense Qwen3's config.json"
+    hint = f"{', '.join(NAMES)}, or the path of a dense Qwen3's config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,12 +1,12 @@
 """What a decode step costs and where the time goes, in this process: `dflash-server bench step`.
 
 Against the number of sequences and against their context, for plain steps and for whole blocks; a plain step keeps the
-draft's context as well, as it does in serving. Exits with 1 if a cost grows faster than linearly, or the host's part
-grows with context; with 2 for a mistake in what was asked for.
+draft's context as well, as it does in serving. Where no model is named it is one of the demo pair's shape, which has
+random weights and positions for every context. Exits with 1 if for certain a cost grows faster than linearly, or the
+host's part grows with context, which takes 6 rounds to tell; with 2 for a mistake in what was asked for.
 """
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,31 +17,45 @@ import torch
 from rich.console import Console
 
 from app.bench import random_weights, simulated, step_report
-from app.bench.command import draw, guarded, out_folder, progress
-from app.bench.flags import count, counts
+from app.bench.command import guarded, out_folder, progress, save
+from app.bench.flags import add_out_flag, count, counts
 from app.bench.machine import describe
+from app.bench.report import Table
 from app.bench.step_timing import Bench, measure, room
 from app.bench.step_timing import describe as describe_engine
 from app.checkpoint import CheckpointError, resolve
 from app.config import ConfigError
-from app.engine.build import Engine, build_engine
+from app.engine.backend import make_backend
+from app.engine.build import CPU_KV_BYTES, Engine, build_engine
 from app.engine.config import EngineConfig
 from app.engine.decoder_config import read_config
+from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
+from app.engine.kv_pool import bytes_per_token
 from app.engine.loader import SafetensorsWeights
+from app.engine.models.qwen3 import qwen3_config
 
 BATCHES = [1, 2, 4, 8, 16, 32]
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
 CONTEXT = 512
 ROUNDS = 9
+KV_HELP = "what it does not hold is left out, and told [default: as `serve`, on a CPU what the sizes fill, 4 at most]"
 
 
 def main(arguments: Sequence[str]) -> int:
+    options = settled(arguments)
+    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "step", *arguments])))
+
+
+def settled(arguments: Sequence[str]) -> argparse.Namespace:
+    """What was asked for, with random weights where no model was."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.random_weights and (options.model or options.draft_model):
+    if not (options.model or options.draft_model):
+        options.random_weights = options.random_weights or random_weights.DEMO_PAIR
+    elif options.random_weights:
         parser.error("--random-weights and --model or --draft-model exclude each other")
-    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "step", *arguments])))
+    return options
 
 
 def bench(options: argparse.Namespace, command: str) -> int:
@@ -64,7 +78,6 @@ def bench(options: argparse.Namespace, command: str) -> int:
     about = [*banners, describe_engine(engine), rounds, *left_out]
     print(f"{describe()}\n\n" + "".join(f"- {line}\n" for line in about) + "\n" + "\n".join(map(str, tables)))
     print("\n".join(f"- {verdict}" for verdict in verdicts))
-    holds = all(verdict.holds for verdict in verdicts)
     if folder:
         results = {
             "command": command,
@@ -73,8 +86,17 @@ def bench(options: argparse.Namespace, command: str) -> int:
             "verdicts": [{"claim": v.claim, "holds": v.holds, "found": v.found} for v in verdicts],
             "shapes": step_report.as_json(found),
         }
-        _save(folder, results, all_series, found)
-    return int(not holds)
+        save(folder, "step", results, lambda: _draw(folder, tables, all_series, found))
+    return int(any(verdict.holds is False for verdict in verdicts))
+
+
+def _draw(
+    folder: Path, tables: Sequence[Table], all_series: Sequence[step_report.Series], found: step_report.Found
+) -> None:
+    from app.bench import step_plots
+
+    for table, group in zip(tables, step_report.groups(all_series).values(), strict=True):
+        step_plots.write(folder / f"{table.name}.png", table.title, group, found)
 
 
 def load(options: argparse.Namespace) -> tuple[Engine, float | None]:
@@ -133,6 +155,7 @@ def _engine_config(options: argparse.Namespace, target: Path, draft: Path | None
     config: dict[str, Any] = read_config(target)
     block_size = read_config(draft).get("block_size", random_weights.BLOCK_SIZE) if draft else 1
     longest = max(options.context, *options.contexts) + room(block_size)
+    memory = options.kv_cache_memory
     return EngineConfig(
         target,
         draft,
@@ -140,29 +163,35 @@ def _engine_config(options: argparse.Namespace, target: Path, draft: Path | None
         dtype=options.dtype,
         max_model_len=min(longest, config.get("max_position_embeddings") or longest),
         max_num_seqs=max(*options.batches, *options.context_batches),
-        kv_cache_memory=None if options.kv_cache_memory is None else int(options.kv_cache_memory * 2**30),
+        kv_cache_memory=_kv_memory(options, target, draft) if memory is None else int(memory * 2**30),
         enforce_eager=True if options.enforce_eager else None,
+        compile=options.compile,
     )
+
+
+def _kv_memory(options: argparse.Namespace, target: Path, draft: Path | None) -> int | None:
+    """Bytes: on a CPU what the largest shape fills, as far as serving would have it; elsewhere as in serving."""
+    backend = make_backend(options.device)
+    if backend.device.type != "cpu":
+        return None
+    decoders = [qwen3_config(read_config(target))]
+    block_size = 1
+    if draft:
+        draft_config = DFlashConfig.from_json(read_config(draft), decoders[0])
+        decoders.append(draft_config.decoder)
+        block_size = draft_config.block_size
+    dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
+    more = room(block_size) + 2 * block_size + 2 * backend.defaults.page_size
+    sizes = [(options.batches, [options.context]), (options.context_batches, options.contexts)]
+    tokens = max(max(batches) * (max(contexts) + more) for batches, contexts in sizes)
+    free, _ = backend.memory()
+    return min(tokens * sum(bytes_per_token(decoder, dtype) for decoder in decoders), CPU_KV_BYTES, free // 2)
 
 
 def _banners(options: argparse.Namespace) -> list[str]:
     return [random_weights.BANNER] * bool(options.random_weights) + [simulated.BANNER] * bool(
         options.simulate_acceptance
     )
-
-
-def _save(
-    folder: Path, results: dict[str, Any], all_series: Sequence[step_report.Series], found: step_report.Found
-) -> None:
-    """step.json, and step.png if matplotlib is there."""
-    (folder / "step.json").write_text(json.dumps(results, indent=1))
-
-    def pictures() -> None:
-        from app.bench import step_plots
-
-        step_plots.write(folder / "step.png", all_series, found)
-
-    draw(pictures)
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -174,13 +203,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="dflash-server bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     group = parser.add_argument_group("the models")
-    group.add_argument("--model", metavar="NAME", help="a folder or a Hugging Face id [default: demo]")
+    group.add_argument("--model", metavar="NAME", help="demo, a folder or a Hugging Face id")
     group.add_argument("--draft-model", metavar="NAME", help="[default: demo for the demo, else none]")
     group.add_argument(
         "--random-weights",
         metavar="NAME",
-        help=f"weights of no meaning instead, in the sizes of {', '.join(random_weights.TARGETS)} or PATH/config.json, "
-        "with a draft to match",
+        help=f"weights of no meaning instead, in the sizes of {', '.join(random_weights.NAMES)} or PATH/config.json, "
+        f"with a draft to match; the demo's shape gets {random_weights.DEMO_POSITIONS} positions [default: demo]",
     )
     group.add_argument(
         simulated.FLAG,
@@ -193,8 +222,9 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--device", default="auto", help="auto | cpu | cuda[:N] | npu[:N] [default: auto]")
     group.add_argument("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
     group.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N", help="of a CPU")
-    group.add_argument("--kv-cache-memory", type=float, metavar="GIB", help="[default: as `serve`]")
+    group.add_argument("--kv-cache-memory", type=float, metavar="GIB", help=KV_HELP)
     group.add_argument("--enforce-eager", action="store_true", help="no graphs")
+    group.add_argument("--compile", action="store_true", help="what `serve --compile` runs")
     group = parser.add_argument_group("what is measured")
     group.add_argument("--batches", type=_sizes, default=BATCHES, metavar="N,N", help="[default: 1,2,4,8,16,32]")
     group.add_argument("--context", type=_length, default=CONTEXT, metavar="N", help=f"of these [default: {CONTEXT}]")
@@ -203,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         "--context-batches", type=_sizes, default=[1, 8], metavar="N,N", help="sequences of these [default: 1,8]"
     )
     group.add_argument("--rounds", type=count, default=ROUNDS, metavar="N", help=f"[default: {ROUNDS}]")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write step.json and step.png there")
+    add_out_flag(parser, "step.json and a PNG of each table")
     return parser
 
 

@@ -17,6 +17,7 @@ from statistics import fmean, median
 
 import torch
 
+from app.bench.products import Products, by_operators
 from app.engine import step_inputs
 from app.engine.arrays import Ints
 from app.engine.batch import Batch, StepResult
@@ -75,7 +76,8 @@ class Measured:
     """What was found of a shape. `operators` and `copies` are a step's on average; the others have a figure a round.
 
     `splits` are means of the timed steps; `hosts` milliseconds to schedule, build and commit a step when nothing is
-    launched between; `queued` milliseconds of a step among QUEUED ones, none where launching a step is computing it.
+    launched between. `queued` is milliseconds of a step among QUEUED ones, none where launching a step is computing it;
+    there `products` is those of its products with weights alone.
     """
 
     operators: int = 0
@@ -83,6 +85,7 @@ class Measured:
     splits: list[Split] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
     queued: list[float] = field(default_factory=list)
+    products: list[float] = field(default_factory=list)
 
     @property
     def totals(self) -> list[float]:
@@ -103,6 +106,7 @@ class Bench:
         self._core, self._sizes = engine.core, engine.sizes
         self._vocab_size = engine.target.vocab_size
         self._kind = engine.device.partition(":")[0]
+        self._products: dict[Shape, Products] = {}
         self.is_asynchronous = self._kind != "cpu"
 
     @property
@@ -127,6 +131,8 @@ class Bench:
             with Launches(self._kind) as counted:
                 for _ in range(shape.timed):
                     self._step(shape)
+        if not self.is_asynchronous:
+            self._products[shape] = self._products_of(shape)
         return Measured(round(counted.total / shape.timed), round(counted.copies.total() / shape.timed))
 
     def time(self, shape: Shape, found: Measured) -> None:
@@ -138,6 +144,17 @@ class Bench:
         found.hosts.append(self._host(shape))
         if self.is_asynchronous:
             found.queued.append(self._queued(shape))
+        elif shape in self._products:
+            found.products.append(1000 * self._products[shape].seconds() / shape.timed)
+
+    def _products_of(self, shape: Shape) -> Products:
+        """Those of the timed steps."""
+        with self._seated(shape), by_operators(self._core.runner.stages):
+            self._step(shape)
+            with Products() as products:
+                for _ in range(shape.timed):
+                    self._step(shape)
+        return products
 
     def _step(self, shape: Shape) -> Split:
         """EngineCore's step."""
@@ -157,7 +174,7 @@ class Bench:
 
     def _arrays(self, batch: Batch) -> list[Ints]:
         """As `launch` makes them."""
-        inputs = step_inputs.build(batch, self._sizes.page_size, self._sizes.block_size)
+        inputs = step_inputs.build(batch, self._sizes.page_size, batch.block_rows)
         return [*inputs.target.arrays, *(inputs.draft.arrays if inputs.draft else ())]
 
     def _host(self, shape: Shape) -> float:
@@ -271,4 +288,5 @@ def describe(engine: Engine) -> str:
     if draft:
         said += f"; draft of {draft.decoder.num_layers} layers, block {draft.block_size}"
     device = torch.cuda.get_device_name(engine.device) if engine.device.startswith("cuda") else engine.device
-    return f"{said}; {engine.dtype} on {device}, pages of {engine.sizes.page_size}"
+    tokens = engine.core.scheduler.pool.num_usable * engine.sizes.page_size
+    return f"{said}; {engine.dtype} on {device}, KV memory for {tokens} tokens in pages of {engine.sizes.page_size}"

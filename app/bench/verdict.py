@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
+_WORDS = {True: "met", False: "MISSED", None: "inconclusive"}
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What should be so, whether it is, and what was found."""
+    """What should be so, whether it is, None where that cannot be told, and what was found."""
 
     claim: str
-    holds: bool
+    holds: bool | None
     found: str
 
     def __str__(self) -> str:
-        return f"{'met' if self.holds else 'MISSED'}: {self.claim} ({self.found})"
+        return f"{_WORDS[self.holds]}: {self.claim} ({self.found})"

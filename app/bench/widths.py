@@ -2,7 +2,7 @@
 concurrencies, on the demo pair in this process: `dflash-server bench widths`. Exits with 1 if a bound was missed."""
 
 import argparse
-import json
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 
 from app.bench import in_process, loads
-from app.bench.command import progress
+from app.bench.command import guarded, out_folder, progress, tell
+from app.bench.flags import add_out_flag, count
 from app.bench.machine import describe
 from app.bench.paired import Claim, Comparison, rounds
-from app.bench.tables import markdown
+from app.bench.report import Table
 from app.checkpoint import DEMO
 from app.engine.core import EngineCore
 from app.engine.sequence import Request
@@ -27,6 +28,10 @@ VARIANTS = ("plain", KEEPS_CONTEXT, "full", "auto")
 LEAST = {"plain": 0.95, "full": 0.97}
 """How many times as fast as these `auto` is on any text."""
 MIXED_LEAST = {"plain": 1.05, "full": 1.05}
+MEANING = (
+    f'"plain" loads no draft, "{KEEPS_CONTEXT}" loads it and never drafts. A ratio is of paired rounds, with its 95 % '
+    "interval; *drafting* is the share of decoding sequences' steps that verified drafts, in the last round."
+)
 
 
 class Way:
@@ -83,17 +88,29 @@ def row(load: str, concurrency: int, comparison: Comparison, auto: in_process.Ou
 
 
 def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "widths", *arguments])))
+
+
+def bench(options: argparse.Namespace, command: str) -> int:
+    folder = out_folder(options)
+    torch.set_num_threads(options.threads)
+    table = Table("widths", "Whether to draft, and how much to verify", MEANING, compare(options))
+    tell(table, describe(), command, folder, _draw)
+    return int(any(row["missed"] != "-" for row in table.rows))
+
+
+def _draw(path: Path, table: Table) -> None:
+    from app.bench import bar_plots
+
+    bar_plots.widths(path, table)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash-server bench widths", description=__doc__)
     parser.add_argument("--loads", nargs="+", choices=loads.LOADS, default=loads.LOADS, metavar="TEXT")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 32], metavar="N")
-    parser.add_argument("--max-rounds", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write JSON here as well")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    rows = compare(options)
-    print(f"\n{describe()}\n")
-    print(markdown(rows))
-    if options.out:
-        options.out.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1))
-    return int(any(row["missed"] != "-" for row in rows))
+    parser.add_argument("--concurrency", nargs="+", type=count, default=[1, 4, 16, 32], metavar="N")
+    parser.add_argument("--max-rounds", type=count, default=40, metavar="N")
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(parser, "widths.json and a PNG of the table")
+    return parser

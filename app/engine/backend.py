@@ -70,6 +70,8 @@ class Backend(ABC):
     """Whether rows of prompts go through an attention call of their own in a step in which others decode."""
     captures = False
     """Whether graphs are the faster way here; `capture` works everywhere."""
+    empty_sequences = False
+    """Whether attention takes sequences without rows, so that a step that fills a graph needs no padding."""
     lengths_on_device = False
     """Whether attention takes lengths from the device when it runs, where a decode step is replayed from graphs. Then
     those on the host may be less than the true ones, and a step is launched before the one before it is read."""

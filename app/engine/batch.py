@@ -46,13 +46,14 @@ class Batch:
     """One step. Rows of decoding sequences come first, then prefill chunks, each in order of arrival.
 
     Slots `scrub` are zeroed before it: they may hold KV that is not finite. `dropped` are the last deltas of sequences
-    that nothing could be scheduled for.
+    that nothing could be scheduled for. Draft blocks have `least_block` rows at least.
     """
 
     decodes: list[Rows] = field(default_factory=list)
     prefills: list[Rows] = field(default_factory=list)
     scrub: list[int] = field(default_factory=list)
     dropped: list["Delta"] = field(default_factory=list)
+    least_block: int = 0
 
     @property
     def rows(self) -> list[Rows]:
@@ -75,6 +76,11 @@ class Batch:
         return sum(rows.num_drafts > 0 for rows in self.decodes)
 
     @property
+    def block_rows(self) -> int:
+        """Rows of each draft block, its anchor included: at least as many as are verified of the widest."""
+        return max([self.least_block, *(rows.num_drafts + 1 for rows in self.decodes)])
+
+    @property
     def num_verify_rows(self) -> int:
         return sum(rows.count for rows in self.decodes)
 
@@ -83,14 +89,14 @@ class Batch:
         """The rows in two parts, neither of them empty if there are two sequences."""
         middle = (len(self.decodes) + len(self.prefills) + 1) // 2
         chunks = max(0, middle - len(self.decodes))
-        first = Batch(self.decodes[:middle], self.prefills[:chunks])
-        return first, Batch(self.decodes[middle:], self.prefills[chunks:])
+        first = Batch(self.decodes[:middle], self.prefills[:chunks], least_block=self.least_block)
+        return first, Batch(self.decodes[middle:], self.prefills[chunks:], least_block=self.least_block)
 
     @property
     def still_running(self) -> "Batch":
         """The rows that still count."""
         decodes, prefills = ([rows for rows in some if rows.settle()] for some in (self.decodes, self.prefills))
-        return Batch(decodes, prefills)
+        return Batch(decodes, prefills, least_block=self.least_block)
 
     @property
     def is_wanted(self) -> bool:

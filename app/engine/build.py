@@ -180,7 +180,11 @@ def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphS
     if eager or config.npu_check:  # what a graph holds cannot be read while it is captured or updated
         return None
     return settle_graph_sizes(
-        sizes.max_num_seqs, sizes.block_size, config.max_graphs, draft_graphs=_draft_graphs(config)
+        sizes.max_num_seqs,
+        sizes.block_size,
+        config.max_graphs,
+        draft_graphs=_draft_graphs(config),
+        spare=0 if backend.empty_sequences else 1,
     )
 
 

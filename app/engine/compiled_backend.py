@@ -22,6 +22,7 @@ class CompiledBackend(TorchBackend):
     """Plain operators, which inductor fuses by itself, over weights laid out as a CPU's."""
 
     prefills_apart = False
+    gathered_at_once = CpuBackend.gathered_at_once
     lay_out = CpuBackend.lay_out
     keep_step_memory = CpuBackend.keep_step_memory
     fused_places = CpuBackend.fused_places
@@ -29,7 +30,7 @@ class CompiledBackend(TorchBackend):
 
     def plan_attention(self, meta: AttnMeta, group: int) -> OneCall | list[Call]:
         """What operators one by one need where one call does not do."""
-        if fits_one_call(meta.q_lens, meta.kv_lens, group):
+        if fits_one_call(meta.q_lens, meta.kv_lens, group, self.gathered_at_once):
             return OneCall(max(meta.q_lens), max(meta.kv_lens))
         return super().plan_attention(meta, group)
 

@@ -71,12 +71,13 @@ class _TargetInputs(NamedTuple):
 
 
 class _DraftInputs(NamedTuple):
-    """What `_draft` compiles a function of, likewise."""
+    """What `_draft` compiles a function of, likewise; `in_block` [w] are the numbers from 0 on of a block's rows."""
 
     anchors: Tensor
     offsets: Tensor
     kv_len: Tensor
     pages: Tensor
+    in_block: Tensor
     tokens: Tensor
 
 
@@ -157,12 +158,13 @@ def _draft(
 ) -> Callable[[DraftTensors], Tensor | None]:
     """`Stages.fused_propose`: it takes steps whose attention is one call."""
     model, most_rows = drafter.model, stages.sampler.most_rows
-    config, page_size, block = model.config, pool.layers[0].k.shape[1], model.config.block_size
+    config, page_size = model.config, pool.layers[0].k.shape[1]
     group = config.decoder.num_heads // config.decoder.num_kv_heads
 
     def propose(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor]:
         x = _DraftInputs(*inputs)
         *layers, cos, sin = flat
+        block = x.in_block.shape[0]
         numbers = torch.arange(x.anchors.shape[0] * block, dtype=torch.int32)
         plan = Padded(x.pages, _mask((x.kv_len - 1).unsqueeze(1).expand(-1, block), x.tokens, group), None)
         meta = AttnMeta(x.kv_len, x.kv_len, x.pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan)
@@ -172,12 +174,13 @@ def _draft(
         hidden = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])[:, 1:]
         return (torch.nn.functional.linear(hidden, model.lm_head).argmax(dim=-1).to(torch.int32),)
 
-    num_blocks, max_kv = 2, 5 * page_size - 1
+    num_blocks, num_rows, max_kv = 2, 3, 5 * page_size - 1
     examples = _DraftInputs(
         anchors=_zeros(num_blocks),
         offsets=_zeros(num_blocks),
         kv_len=_zeros(num_blocks) + max_kv,
         pages=_zeros(num_blocks, -(-max_kv // page_size)),
+        in_block=_zeros(num_rows),
         tokens=_zeros(max_kv),
     )
     kept = [*_flat(pool), *drafter.rotary.tables]
@@ -186,10 +189,10 @@ def _draft(
 
     def fused(inputs: DraftTensors) -> Tensor | None:
         rows, meta = inputs.rows, inputs.rows.meta
-        if not isinstance(meta.plan, OneCall) or len(inputs.anchors) * (block - 1) > most_rows:
+        if not isinstance(meta.plan, OneCall) or len(inputs.anchors) * (meta.plan.max_q - 1) > most_rows:
             return None
-        tokens = numbers[: meta.plan.max_kv]
-        (drafts,) = run(*_DraftInputs(inputs.anchors, rows.offsets, meta.kv_len, meta.page_table, tokens))
+        of_block, tokens = numbers[: meta.plan.max_q], numbers[: meta.plan.max_kv]
+        (drafts,) = run(*_DraftInputs(inputs.anchors, rows.offsets, meta.kv_len, meta.page_table, of_block, tokens))
         return drafts
 
     return fused

@@ -96,8 +96,8 @@ class EngineCore:
         seconds = self._ended - started
         if batch.decodes and num_faults == self._num_faults:
             num_seqs, prefilled = len(batch.decodes), bool(batch.prefills)
-            drafts = batch.num_verify_rows - num_seqs
-            self.scheduler.policy.took(num_seqs, batch.num_drafting, drafts, 1000 * seconds, prefilled=prefilled)
+            work = num_seqs, batch.num_drafting, batch.block_rows, batch.num_verify_rows - num_seqs
+            self.scheduler.policy.took(*work, 1000 * seconds, prefilled=prefilled)
         kind = batch.kind if batch else IDLE.kind
         return Step(batch.dropped + deltas, kind, seconds, len(batch.decodes), batch.num_drafting)
 

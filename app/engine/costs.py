@@ -2,7 +2,8 @@
 
 import time
 from array import array
-from statistics import median
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from app.engine.batch import Batch
 from app.engine.config import Sizes
@@ -19,50 +20,66 @@ _CONTEXT = 128
 """Tokens before the rows, as in the midst of an answer. Without any a plain step would look cheaper than it is: context
 is more of its time than of a step that drafts."""
 
-Shape = tuple[int, int, int]
-"""(sequences, how many of them draft, rows of each that drafts)."""
+Point = tuple[int, float]
+"""(size, milliseconds)."""
+
+
+class Shape(NamedTuple):
+    """A step to be timed: `seqs` decode, of which `drafting` draft blocks of `block` rows and verify `rows` of each."""
+
+    seqs: int
+    drafting: int = 0
+    rows: int = 1
+    block: int = 0
 
 
 def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTable:
-    """Run decode steps of 1, 2, 4 ... sequences: plain, with two rows, a quarter, half and all of a block verified of
-    each, and with one sequence that drafts beside plain ones.
+    """Run decode steps of 1, 2, 4 ... sequences, see `shapes`.
 
-    Every round runs every shape for a moment, so that none is timed in a stretch of its own. The pages must be
-    nobody's; sizes that need more than `num_pages` are left out.
+    Every round runs every shape for a moment, so that none is timed in a stretch of its own, and of each the quickest
+    counts: whatever else a machine does makes a step slower, never faster. One sequence alone gets twice the time, for
+    it is cheap, and a width that was mistaken for a dear one is not run again. The pages must be nobody's; sizes
+    that need more than `num_pages` are left out.
     """
-    block = sizes.block_size
     seqs = [1 << i for i in range(sizes.max_num_seqs.bit_length())]
     seqs = [
         n for n in sorted({*seqs, sizes.max_num_seqs}) if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages
     ]
     ends = (seqs[0], seqs[-1])  # are timed whatever time they take
     seqs = list(dict.fromkeys((*ends, *seqs[::2], *seqs)))
-    widths = sorted({2, -(-block // 4), -(-block // 2), block})
     times: dict[Shape, list[float]] = {}
     for done in range(_ROUNDS + 1):
         if done < 2:
             started = time.perf_counter()
-        elif time.perf_counter() - started > _SECONDS:
-            break
         for n in seqs:
-            if not done and n not in ends and time.perf_counter() - started > _SECONDS:
+            is_late = time.perf_counter() - started > (_SECONDS if n > 1 else 2 * _SECONDS)
+            if is_late and (done > 1 or (done == 0 and n not in ends)):
                 break
-            for shape in dict.fromkeys(((n, 0, 1), (n, 1, block), *((n, n, width) for width in widths))):
+            for shape in shapes(n, sizes.block_size):
                 times.setdefault(shape, []).append(_timed(runner, _step(shape, sizes)))
-        seqs = [n for n in seqs if (n, 0, 1) in times]
-    return table({shape: median(taken[1:] or taken) for shape, taken in times.items()})
+        seqs = [n for n in seqs if Shape(n) in times]
+    return table({shape: min(taken) for shape, taken in times.items()})
+
+
+def shapes(seqs: int, block_size: int) -> list[Shape]:
+    """What is timed of so many sequences: a plain step, one sequence that drafts beside plain ones, and blocks of a
+    quarter, a half and all of the block size, of which all rows are verified or two."""
+    blocks = sorted({max(2, -(-block_size // parts)) for parts in (1, 2, 4)})
+    whole = Shape(seqs, 1, block_size, block_size)
+    all_draft = [Shape(seqs, seqs, rows, block) for block in blocks for rows in (2, block)]
+    return list(dict.fromkeys((Shape(seqs), whole, *all_draft)))
 
 
 def _step(shape: Shape, sizes: Sizes) -> Batch:
     """Sequences of nobody behind a context that is their first page over and over."""
-    num_seqs, drafting, width = shape
-    batch = verify_batch(num_seqs, width, sizes)
+    batch = verify_batch(shape.seqs, shape.rows, sizes)
+    batch.least_block = shape.block
     pages = min(_CONTEXT, sizes.max_model_len) // sizes.page_size
     for rows in batch.decodes:
         rows.seq.pages = array("i", [rows.seq.pages[0]] * pages) + rows.seq.pages
         rows.seq.token_ids = [0] * pages * sizes.page_size + rows.seq.token_ids
         rows.start += pages * sizes.page_size
-    for rows in batch.decodes[drafting:]:
+    for rows in batch.decodes[shape.drafting :]:
         rows.count, rows.num_drafts = 1, 0
     return batch
 
@@ -75,39 +92,49 @@ def _timed(runner: ModelRunner, batch: Batch) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
-def table(ms: dict[Shape, float]) -> CostTable:
-    """Of {shape: ms of a step}; every number of sequences has (n, 0, 1), (n, 1, block) and some (n, n, width).
+def table(ms: Mapping[Shape, float]) -> CostTable:
+    """Of {shape: ms of a step} with all of `shapes` of every number of sequences.
 
-    What drafts take to verify grows linearly from none on to the second width that has some; the draft pass is what is
-    left of a step without it. One sequence that drafts beside plain ones says what the target takes to treat sequences
-    differently, which is charged with the first draft; the draft pass of one is known from one alone.
+    What few drafts take to verify grows linearly from none on; a draft pass is what is left of a step that verifies
+    next to nothing. So whole blocks of every width cost what was timed. One sequence that drafts beside plain ones says
+    what the target takes to treat sequences differently, which is charged with the first draft; the draft pass of one
+    is known from one alone.
     """
-    seqs = sorted({n for n, _, _ in ms})
-    plain, draft, verify = [], [], []
-    one_block = 0.0
-    for n in seqs:
-        base = ms[n, 0, 1]
-        some = sorted((n * (width - 1), taken) for (count, blocks, width), taken in ms.items() if count == blocks == n)
-        (few, ms_of_few), (more, ms_of_more) = some[0], some[min(1, len(some) - 1)]
-        slope = max(0.0, ms_of_more - ms_of_few) / max(1, more - few)
-        passes = max(ms_of_few - few * slope - base, 0.05 * base)
-        one_block = one_block or passes
-        points = [(0, 0.0)]
+    by_seqs: dict[int, dict[Shape, float]] = {}
+    for shape in sorted(ms):
+        by_seqs.setdefault(shape.seqs, {})[shape] = ms[shape]
+    widths = sorted({shape.block for shape in ms if shape.block})
+    plain: list[Point] = []
+    draft: dict[int, list[Point]] = {width: [] for width in widths}
+    verify: list[list[Point]] = []
+    for n, timed in by_seqs.items():
+        base = timed[Shape(n)]
+        slope = _slope(n, widths, timed)
+        passes = {w: max(timed[Shape(n, n, 2, w)] - base - slope * n, 0.05 * base) for w in widths}
+        points = [(0, 0.0), (n, slope * n)]
         if n > 1:
-            ((drafts, beside),) = (
-                (w - 1, taken) for (count, blocks, w), taken in ms.items() if (count, blocks) == (n, 1)
-            )
-            ragged = min(beside - base - one_block - drafts * slope, passes - one_block)
-            points.append((1, slope + max(0.0, ragged)))
-            passes -= max(0.0, ragged)
+            most = widths[-1]
+            beside = timed[Shape(n, 1, most, most)] - base - slope * (most - 1)
+            ragged = max(0.0, min(beside, passes[most]) - draft[most][0][1])
+            points = [(0, 0.0), (1, slope + ragged), (n, slope * n + ragged)]
+            passes = {w: max(taken - ragged, draft[w][0][1]) for w, taken in passes.items()}
         plain.append((n, base))
-        draft.append((n, passes))
-        points += [(drafts, max(0.0, taken - base - passes)) for drafts, taken in some]
-        verify.append(_rising(sorted(points)))
-    return CostTable(_rising(plain), _rising(draft), verify)
+        for w, taken in passes.items():
+            draft[w].append((n, taken))
+            points.append((n * (w - 1), max(0.0, timed[Shape(n, n, w, w)] - base - taken)))
+        verify.append(_rising(sorted(set(points))))
+    return CostTable(_rising(plain), {w: _rising(points) for w, points in draft.items()}, verify)
 
 
-def _rising(costs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _slope(seqs: int, widths: Sequence[int], timed: Mapping[Shape, float]) -> float:
+    """Milliseconds that one of few verified drafts adds: more of them never add less, so the least of all widths."""
+    slopes = [
+        (timed[Shape(seqs, seqs, w, w)] - timed[Shape(seqs, seqs, 2, w)]) / (seqs * (w - 2)) for w in widths if w > 2
+    ]
+    return max(0.0, min(slopes, default=0.0))
+
+
+def _rising(costs: Sequence[Point]) -> list[Point]:
     """More never costs less; where it was timed so, something else held the smaller one up."""
     highest, rising = 0.0, []
     for size, ms in costs:

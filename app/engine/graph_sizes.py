@@ -9,27 +9,38 @@ MAX_WIDTHS = 4
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """A draft graph for each of `seqs`; a target graph for each of `seqs` with each mean width of `widths`.
+    """A target graph for each of `seqs` with each mean width of `widths`, and a draft graph with each of `blocks`.
 
-    Both ascend; their largest are the most sequences and the whole block, so every step has a size to round up to.
+    All ascend; their largest are the most sequences and the whole block, so every step has a size to round up to. Of
+    the rows that are padding, `spare` are in every graph: the sequence that is always nobody's has so many at least.
     """
 
     seqs: tuple[int, ...]
     widths: tuple[int, ...]
+    spare: int
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Rows of the draft blocks that are captured: the widths that have drafts."""
+        return tuple(width for width in self.widths if width > 1)
+
+    def block_rows(self, num_rows: int) -> int:
+        """The rows that draft blocks of `num_rows` are widened to."""
+        return next(rows for rows in self.blocks if rows >= num_rows)
 
     def seqs_for(self, num_seqs: int) -> int:
         """The number of sequences, or of their draft blocks, that `num_seqs` are padded to."""
         return next(size for size in self.seqs if size >= num_seqs)
 
     def target(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
-        """(sequences, rows) that a step's are padded to. A padding request has a row at least, and one is always there;
-        see `step_inputs.pad_target`."""
+        """(sequences, rows) that a step's are padded to, one row at least for each sequence that is missing; see
+        `step_inputs.pad_target`."""
         seqs = self.seqs_for(num_seqs)
         width = next(width for width in self.widths if seqs * width >= num_rows + seqs - num_seqs)
         return seqs, self.rows(seqs, width)
 
     def rows(self, seqs: int, width: int) -> int:
-        return seqs * width + 1
+        return seqs * width + self.spare
 
     @property
     def most_rows(self) -> int:
@@ -37,7 +48,9 @@ class GraphSizes:
         return self.rows(self.seqs[-1], self.widths[-1])
 
 
-def settle_graph_sizes(max_num_seqs: int, block_size: int, max_graphs: int, *, draft_graphs: bool) -> GraphSizes:
+def settle_graph_sizes(
+    max_num_seqs: int, block_size: int, max_graphs: int, *, draft_graphs: bool, spare: int
+) -> GraphSizes:
     """At most `max_graphs` graphs: powers of two of sequences, by 1, b/4, b/2 and b rows for each on average.
 
     Where those are too many, b/4 and b/2 go first, then every other number of sequences, and 1 last. Raises
@@ -49,11 +62,11 @@ def settle_graph_sizes(max_num_seqs: int, block_size: int, max_graphs: int, *, d
         raise UnsupportedError(
             f"--max-graphs {max_graphs} is too small: a step takes {1 + draft_graphs}; or give --enforce-eager"
         )
-    while len(seqs) * (len(widths) + draft_graphs) > max_graphs:
+    while len(seqs) * (len(widths) + draft_graphs * sum(width > 1 for width in widths)) > max_graphs:
         if len(widths) > 2:
             widths.pop(1)
         elif len(seqs) > 1:
             seqs = seqs[-1::-2][::-1]
         else:
             widths.pop(0)
-    return GraphSizes(tuple(seqs), tuple(widths))
+    return GraphSizes(tuple(seqs), tuple(widths), spare)

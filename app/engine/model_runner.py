@@ -18,7 +18,7 @@ from app.engine.sampler import Additions, Draws
 from app.engine.sequence import Sequence
 from app.engine.stages import Stages
 from app.engine.step_graphs import StepGraphs
-from app.engine.step_inputs import DraftInputs, DrawInputs, TargetInputs
+from app.engine.step_inputs import DraftInputs, DrawInputs, StepInputs, TargetInputs
 
 
 class PendingStep:
@@ -64,9 +64,7 @@ class ModelRunner:
     def launch(self, batch: Batch) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
         self._num_owed = self.stages.num_waiting
-        inputs = step_inputs.build(
-            batch, self._page_size, self._block_size, prefills_apart=self._backend.prefills_apart
-        )
+        inputs = self._inputs(batch)
         goes_on = self._goes_on(batch)
         self._num_owed = self.stages.num_waiting
         drafts = self._draft(inputs.draft) if inputs.draft else None
@@ -76,6 +74,13 @@ class ModelRunner:
         else:
             verified = self._run(inputs.target, drafts, draws, context_may_wait=goes_on)
         return PendingStep(verified[: len(inputs.target.first_logit)], self._backend)
+
+    def _inputs(self, batch: Batch) -> StepInputs:
+        """With graphs blocks are as wide as one that was captured, and drafts lie where those put them."""
+        rows, columns, apart = batch.block_rows, None, self._backend.prefills_apart
+        if self.graphs:
+            rows, columns = self.graphs.block_rows(rows), self._block_size - 1
+        return step_inputs.build(batch, self._page_size, rows, draft_columns=columns, prefills_apart=apart)
 
     def take_back(self) -> None:
         """After a step that failed, wherever that was: it may be launched again, whole or in parts."""
@@ -92,15 +97,13 @@ class ModelRunner:
             pool.clear(places)
 
     def _draft(self, inputs: DraftInputs) -> Tensor:
-        """Drafts [D, b - 1]."""
+        """Drafts, b - 1 columns wide with graphs, else as wide as the blocks."""
         if self.graphs and self.graphs.has_draft:
             return self.graphs.draft(inputs)
         tensors = self.stages.draft_tensors(inputs, Packed(inputs.arrays, self._backend))
         self.stages.plan(tensors.rows, inputs.group)
         drafts = self.stages.draft(tensors)
-        if self.graphs:
-            self.graphs.keep(drafts)
-        return drafts
+        return self.graphs.keep(drafts) if self.graphs else drafts
 
     def _goes_on(self, batch: Batch) -> bool:
         """Whether the same sequences decode plainly as in the step before, or begin to: then their context KV, which
@@ -131,7 +134,7 @@ class ModelRunner:
         return self.stages.verify(out.inputs, out.choices, graphs.drafts)
 
     def _draws(self, inputs: list[DrawInputs], drafts: Tensor | None) -> list[Draws]:
-        """The rows that are drawn, on the device, for the drafts [D, b - 1] that they stand on."""
+        """The rows that are drawn, on the device, for the drafts [D, columns] that they stand on."""
         if not inputs:
             return []
         tensors = iter(Packed([array for kind in inputs for array in kind.arrays], self._backend).tensors)

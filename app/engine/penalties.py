@@ -22,7 +22,7 @@ _NONE = np.zeros(0, dtype=np.int32)
 class Penalties(NamedTuple):
     """Of N rows: `presence`, `frequency`, `repetition` fp32 [N]. `seat` [N] is the sequence's in `emitted` [seats, V]
     int32, how often it has emitted each token, and in `prompted` [seats, V] bool, whether its prompt has it. A row is
-    behind the first `place` [N] of the `drafts` [N, b - 1], which are None where nobody drafts."""
+    behind the first `place` [N] of the `drafts` [N, columns], which are None where nobody drafts."""
 
     presence: Tensor
     frequency: Tensor

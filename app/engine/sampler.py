@@ -24,6 +24,9 @@ from app.engine.sequence import NOT_FINITE
 
 LOGITS_CHUNK_BYTES = 256 << 20
 """Logits are made in row chunks of at most this many fp32 bytes: 4096 rows x 152k tokens would be 2.5 GB."""
+GREEDY_CHUNK_BYTES = 1 << 30
+"""The same on an accelerator where only the argmax is wanted, which makes nothing else of them: each chunk reads the
+whole lm_head, and 32 blocks of 16 rows x 152k tokens are 0.3 GB."""
 
 _TOKEN_SALT = 0x85EBCA6B
 
@@ -93,6 +96,8 @@ class Sampler:
         self._backend = backend
         self.most_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
         """Whose logits are made at once."""
+        on_cpu = backend.device.type == "cpu"
+        self._most_greedy = self.most_rows if on_cpu else max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
         tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
         self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
@@ -100,18 +105,20 @@ class Sampler:
         """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id. NOT_FINITE where the best logit is NaN
         or infinite."""
         chunks = []
-        for i, part in enumerate(torch.split(hidden, self.most_rows)):
+        most_rows = self.most_rows if draws else self._most_greedy
+        for i, part in enumerate(torch.split(hidden, most_rows)):
             logits = self._backend.linear(part, lm_head)
             choice, is_lost = greedy(logits)
             for some in draws:
-                if own := some.within(i * self.most_rows, i * self.most_rows + len(part)):
+                if own := some.within(i * most_rows, i * most_rows + len(part)):
                     choice[own.rows] = self._draw(logits[own.rows].float(), own)
             chunks.append(choice.masked_fill_(is_lost, NOT_FINITE))
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """The argmax [R] int64 for hidden states [R, H]: some token of the vocabulary also where nothing is finite."""
-        chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in torch.split(hidden, self.most_rows)]
+        parts = torch.split(hidden, self._most_greedy)
+        chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -165,6 +165,7 @@ class Scheduler:
             seq, start, slack = rows.seq, rows.seq.num_computed + 1, rows.count - 1
             self.pool.grow(seq.pages, reach)
             behind.decodes.append(Rows(seq, start, drafts + 1, True, num_drafts=drafts, line=line, slack=slack))
+        behind.least_block = self.policy.block_rows
         behind.scrub = self._reused_slots()
         return behind
 
@@ -179,6 +180,7 @@ class Scheduler:
         decoding = self._decoding_with_pages()
         self._at = None
         num_drafts = self.policy.drafts([(seq, self._most_drafts(seq)) for seq in decoding])
+        batch.least_block = self.policy.block_rows
         for seq, drafts in zip(decoding, num_drafts, strict=True):
             batch.decodes.append(Rows(seq, seq.num_computed, drafts + 1, samples=True, num_drafts=drafts))
             budget -= drafts + 1

@@ -124,10 +124,10 @@ class Stages:
     def follow_target(self, verified: Tensor, inputs: TargetTensors) -> None:
         """See `follow`; of a step in which nobody prefills."""
         (rows,) = inputs.groups
-        self._follow(verified, inputs.lines, inputs.token_ids, rows.meta.cu_q[:-1], rows)
+        self._follow(verified, inputs.lines, inputs.token_ids, rows.meta.cu_q[: len(inputs.lines)], rows)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
-        """Drafts [D, b - 1] int32 of the tokens after each anchor."""
+        """Drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
         drafts = self.fused_propose(inputs) if self.fused_propose else None
         return self._propose(inputs) if drafts is None else drafts
 
@@ -210,8 +210,8 @@ class Stages:
         return Rows(owners, offsets, meta)
 
     def _follow(self, verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, rows: Rows) -> None:
-        fused = self.backend.fused_follow or follow
-        fused(verified, lines, token_ids, places, rows.offsets, rows.meta.kv_len)
+        fused, count = self.backend.fused_follow or follow, len(lines)
+        fused(verified, lines, token_ids, places, rows.offsets[:count], rows.meta.kv_len[:count])
 
     def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
         numbers, meta = self._row_numbers[: len(rows.owners)], rows.meta

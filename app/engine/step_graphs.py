@@ -36,10 +36,10 @@ class TargetOutput(NamedTuple):
 class StepGraphs:
     """All graphs of a runner, captured when this is made. `on_graph` is called with (captured, to capture).
 
-    `drafts` [max_num_seqs, b - 1], None without a draft, takes drafts from one graph to the other; they are padded
-    to sizes of their own. `verified` [max_num_seqs + 1, b + 1] has what the last step's verification said; where the
-    device knows lengths alone, the next step begins there. `pages` is the width of page tables. With `draft_graphs`
-    False only the target is captured.
+    `drafts` [max_num_seqs, b - 1], None without a draft, takes drafts from one graph to the other, in the first columns
+    where blocks are narrower; they are padded to sizes of their own. `verified` [max_num_seqs + 1, b + 1] has what the
+    last step's verification said; where the device knows lengths alone, the next step begins there. `pages` is the
+    width of page tables. With `draft_graphs` False only the target is captured.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class StepGraphs:
         self._stages = stages
         self._backend = backend
         self._sizes = sizes
-        self._block_size = block_size
         self._pages = pages
         self._scratch_pages = scratch_pages
         self._hidden = stages.target.embedding.new_empty(sizes.most_rows, stages.target.config.hidden_size)
@@ -65,33 +64,39 @@ class StepGraphs:
         if block_size > 1:
             self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
         self.verified = torch.zeros(sizes.seqs[-1] + 1, block_size + 1, dtype=torch.int64, device=backend.device)
-        self._draft_graphs: dict[int, _Captured] = {}
+        self._draft_graphs: dict[tuple[int, int], _Captured] = {}
         self._target_graphs: dict[tuple[int, int], tuple[_Captured, TargetTensors]] = {}
-        drafts = list(sizes.seqs) if draft_graphs else []
+        drafts = [(blocks, rows) for blocks in sizes.seqs for rows in sizes.blocks] if draft_graphs else []
         targets = [(seqs, sizes.rows(seqs, width)) for seqs in sizes.seqs for width in sizes.widths]
         done, total = 0, len(drafts) + len(targets)
         # The largest first: the memory that it leaves serves all others.
         for seqs, rows in reversed(targets):
             self._target_graphs[seqs, rows] = self._capture_target(seqs, rows)
             on_graph(done := done + 1, total)
-        for blocks in reversed(drafts):
-            self._draft_graphs[blocks] = self._capture_draft(blocks)
+        for blocks, rows in reversed(drafts):
+            self._draft_graphs[blocks, rows] = self._capture_draft(blocks, rows)
             on_graph(done := done + 1, total)
 
     @property
     def has_draft(self) -> bool:
         return bool(self._draft_graphs)
 
-    def keep(self, drafts: Tensor) -> None:
-        """Take drafts [D, b - 1] that were made without a graph, for the target to verify."""
+    def block_rows(self, num_rows: int) -> int:
+        """The rows that draft blocks of `num_rows` are widened to: as many, where no draft is captured."""
+        return self._sizes.block_rows(num_rows) if self.has_draft else num_rows
+
+    def keep(self, drafts: Tensor) -> Tensor:
+        """Take drafts [D, columns] for the target to verify; returns them as [D, b - 1]."""
         assert self.drafts is not None
-        self.drafts[: len(drafts)] = drafts
+        kept = self.drafts[: len(drafts)]
+        kept[:, : drafts.shape[1]] = drafts
+        return kept
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Drafts [D, b - 1]; they stay until the next ones."""
-        padded = self._pad_draft(inputs, self._sizes.seqs_for(len(inputs.anchors)))
-        captured = self._draft_graphs[len(padded.anchors)]
-        self._send(captured, padded)
+        size = self._sizes.seqs_for(len(inputs.anchors)), inputs.group.q_lens[0]
+        captured = self._draft_graphs[size]
+        self._send(captured, self._pad_draft(inputs, *size))
         captured.graph.replay()
         assert self.drafts is not None
         return self.drafts[: len(inputs.anchors)]
@@ -106,8 +111,8 @@ class StepGraphs:
         choices, verified = captured.graph.outputs
         return TargetOutput(self._hidden[: len(choices)], choices, verified, tensors)
 
-    def _capture_draft(self, blocks: int) -> _Captured:
-        inputs = self._pad_draft(step_inputs.empty_draft(), blocks)
+    def _capture_draft(self, blocks: int, rows: int) -> _Captured:
+        inputs = self._pad_draft(step_inputs.empty_draft(), blocks, rows)
         packed = Packed(inputs.arrays, self._backend)
         tensors = self._stages.draft_tensors(inputs, packed)
 
@@ -144,8 +149,8 @@ class StepGraphs:
         group = inputs.group if isinstance(inputs, DraftInputs) else inputs.groups[0]
         self._stages.plan(captured.rows, group)
 
-    def _pad_draft(self, inputs: DraftInputs, blocks: int) -> DraftInputs:
-        return step_inputs.pad_draft(inputs, blocks, self._block_size, self._pages, self._scratch_pages)
+    def _pad_draft(self, inputs: DraftInputs, blocks: int, rows: int) -> DraftInputs:
+        return step_inputs.pad_draft(inputs, blocks, rows, self._pages, self._scratch_pages)
 
     def _pad_target(self, inputs: TargetInputs, seqs: int, rows: int) -> TargetInputs:
         return step_inputs.pad_target(inputs, seqs, rows, self._pages, self._scratch_pages)

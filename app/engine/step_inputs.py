@@ -56,11 +56,12 @@ class DraftInputs:
 @dataclass(slots=True)
 class TargetInputs:
     """The target's T rows. `token_ids` [T] has 0 where a draft belongs, and `sources` [T] says where each row's token
-    is found: among these at its own number, or at T + its place in the flattened [D, b - 1] drafts.
+    is found: among these at its own number, or at T + its place in the flattened drafts.
 
     `logit_rows` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
     `first_logit[i] ...`, one and then one per draft; `draft_of[i]` is its row in the drafts, 0 if it has none. Its
-    anchor and its start come of the line `lines[i]` of the step before, which is on the device alone, or are known: -1.
+    anchor and its start come of the line `lines[i]` of the step before, which is on the device alone, or are known: -1;
+    a padded step's last sequence, which is nobody's, has none.
     """
 
     token_ids: Ints
@@ -125,8 +126,11 @@ class StepInputs:
     draws: list[DrawInputs]
 
 
-def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool = True) -> StepInputs:
-    """Arrays of a non-empty batch; with `prefills_apart` its prefills are a group of their own."""
+def build(
+    batch: Batch, page_size: int, block_rows: int, *, draft_columns: int | None = None, prefills_apart: bool = True
+) -> StepInputs:
+    """Arrays of a non-empty batch. Its draft blocks have `block_rows` rows, and its drafts lie in `draft_columns`, if
+    these are not one fewer. With `prefills_apart` its prefills are a group of their own."""
     rows, sampling = batch.rows, batch.sampling
     token_ids = _token_ids(rows)
     num_drafts = [share.num_drafts for share in sampling]
@@ -144,7 +148,8 @@ def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool
     if any(num_drafts):
         drafts = _ranges([first + 1 for first in first_logit], num_drafts)
         sources = every_row.copy()
-        sources[logit_rows[drafts]] = len(every_row) + _ranges([n * (block_size - 1) for n in draft_of], num_drafts)
+        columns = block_rows - 1 if draft_columns is None else draft_columns
+        sources[logit_rows[drafts]] = len(every_row) + _ranges([n * columns for n in draft_of], num_drafts)
     parts = (batch.decodes, batch.prefills) if prefills_apart else (rows,)
     target = TargetInputs(
         token_ids=token_ids,
@@ -156,7 +161,7 @@ def build(batch: Batch, page_size: int, block_size: int, *, prefills_apart: bool
         lines=_lines(sampling),
         groups=[_group(part, [share.count for share in part], page_size) for part in parts if part],
     )
-    draft = _draft_inputs(batch, page_size, block_size) if any(num_drafts) else None
+    draft = _draft_inputs(batch, page_size, block_rows) if any(num_drafts) else None
     return StepInputs(target, draft, _draws(sampling, first_logit, draft_of))
 
 
@@ -174,8 +179,9 @@ def empty_draft() -> DraftInputs:
 def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int) -> TargetInputs:
     """Verify rows of at most `seqs` sequences as `rows` rows of `seqs` + 1, with page tables `pages` wide.
 
-    Each sequence that is missing becomes one row, and the last one, which is nobody's always, has all other rows. They
-    write to the scratch pages, each row to a slot of its own. A decode step has one group, and all its rows decide.
+    Each sequence that is missing becomes one row, and the last one, which is nobody's always, has all other rows, if
+    any. They write to the scratch pages, each row to a slot of its own. A decode step has one group, and all its rows
+    decide.
     """
     (group,) = inputs.groups
     num_rows, num_seqs = len(inputs.token_ids), len(group.q_lens)
@@ -191,14 +197,14 @@ def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_p
         first_logit=_grown(inputs.first_logit, seats),
         num_drafts=_grown(inputs.num_drafts, seats),
         draft_of=_grown(inputs.draft_of, seats),
-        lines=_grown(inputs.lines, seats, -1),
+        lines=_grown(inputs.lines, seqs, -1),
         groups=[_pad_group(group, padding, pages, scratch_pages)],
     )
 
 
-def pad_draft(inputs: DraftInputs, blocks: int, block_size: int, pages: int, scratch_pages: int) -> DraftInputs:
-    """`blocks` blocks, those that are missing over the scratch pages."""
-    padding = [block_size] * (blocks - len(inputs.anchors))
+def pad_draft(inputs: DraftInputs, blocks: int, rows: int, pages: int, scratch_pages: int) -> DraftInputs:
+    """`blocks` blocks of `rows` rows, as all of these have, those that are missing over the scratch pages."""
+    padding = [rows] * (blocks - len(inputs.anchors))
     group = _pad_group(inputs.group, padding, pages, scratch_pages)
     return replace(inputs, anchors=_grown(inputs.anchors, blocks), lines=_grown(inputs.lines, blocks, -1), group=group)
 
@@ -309,14 +315,14 @@ def _group(shares: list[Rows], counts: list[int], page_size: int) -> RowGroup:
     return RowGroup(np.array(starts, dtype=np.int32), page_table, counts, kv_lens)
 
 
-def _draft_inputs(batch: Batch, page_size: int, block_size: int) -> DraftInputs:
-    """Whole blocks from each anchor on, whatever part of them is verified."""
+def _draft_inputs(batch: Batch, page_size: int, block_rows: int) -> DraftInputs:
+    """Blocks from each anchor on, of one width, whatever part of them is verified."""
     drafting = [rows for rows in batch.decodes if rows.num_drafts]
     return DraftInputs(
         request_ids=[rows.seq.request.request_id for rows in drafting],
         anchors=np.array([rows.seq.token_ids[-1] for rows in drafting], dtype=np.int32),
         lines=_lines(drafting),
-        group=_group(drafting, [block_size] * len(drafting), page_size),
+        group=_group(drafting, [block_rows] * len(drafting), page_size),
     )
 
 

@@ -16,7 +16,7 @@ from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, Rotation, d
 MAX_SCORES = 1 << 24
 """Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
 MAX_GATHERED_TOKENS = 1 << 18
-"""Tokens whose K and V one attention call gathers out of the pages."""
+"""Tokens whose K and V one attention call gathers out of the pages, unless a backend wants fewer."""
 SMALL_CALL = 1 << 18
 """Padding up to this many scores costs less than a call more."""
 
@@ -36,26 +36,29 @@ class Call:
     """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head.
 
     `pages` is [S * P], or a slice where they lie in a row. `rows` [n] are the rows of the batch and `places` [n] where
-    they stand among the S * Q padded ones; both are None when the call is the whole batch with nothing padded. `mask`
-    [S, 1, G * Q, L] is true where a row may look, or 0 there and -inf elsewhere; None when every row may look
-    everywhere.
+    they stand among the S * Q padded ones; a slice and None where rows of equal length lie back to back. `mask` [S, 1,
+    G * Q, L] is true where a row may look, or 0 there and -inf elsewhere; None when every row may look everywhere.
     """
 
     num_pieces: int
     max_q: int
     max_kv: int
     pages: Tensor | slice
-    rows: Tensor | None
+    rows: Tensor | slice
     places: Tensor | None
     mask: Tensor | None
 
 
 class TorchBackend(Backend):
+    empty_sequences = True
+    gathered_at_once = MAX_GATHERED_TOKENS
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         on_cpu = device.type == "cpu"
         if not on_cpu:
             torch.cuda.set_device(device)
+            torch.backends.cuda.enable_cudnn_sdp(False)  # on Hopper it makes a plan for each new length, in 25 to 70 ms
         self.defaults = Defaults(
             dtype=torch.float32 if on_cpu else torch.bfloat16, page_size=16, max_num_seqs=32 if on_cpu else 256
         )
@@ -63,8 +66,8 @@ class TorchBackend(Backend):
     def plan_attention(self, meta: AttnMeta, group: int) -> Any:
         """Few padded calls, none of them mostly padding and none over the memory bounds above."""
         pieces = _pieces(meta, MAX_SCORES // group)
-        bins = _bins(pieces, group)
-        whole = len(bins) == 1 and len(pieces) == len(meta.q_lens)
+        bins = _bins(pieces, group, self.gathered_at_once)
+        whole = len(bins) == 1 and [piece.seq for piece in pieces] == list(range(len(meta.q_lens)))
         return [self._call(meta, some, group, whole=whole) for some in bins]
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
@@ -72,10 +75,13 @@ class TorchBackend(Backend):
 
     def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call]) -> Tensor:
         """What `calls` give together."""
-        if len(calls) == 1 and calls[0].rows is None:
+        if len(calls) == 1 and calls[0].places is None:
             return self._attend(q_thd, kv, calls[0])
         o = torch.empty_like(q_thd)
         for call in calls:
+            if call.places is None:
+                o[call.rows] = self._attend(q_thd[call.rows], kv, call)
+                continue
             padded = q_thd.new_zeros(call.num_pieces * call.max_q, *q_thd.shape[1:])
             padded[call.places] = q_thd[call.rows]
             o[call.rows] = self._attend(padded, kv, call)[call.places]
@@ -139,26 +145,34 @@ class TorchBackend(Backend):
         max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
         min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
         pages = meta.page_table[:, : -(-max_kv // meta.page_size)]
-        rows = places = mask = None
         if not whole:
-            pages = pages[torch.tensor([piece.seq for piece in pieces], device=self.device)]
-        if not whole or min_q != max_q:
+            pages = pages[self._uploaded([piece.seq for piece in pieces])]
+        rows: Tensor | slice = slice(pieces[0].first, pieces[0].first + len(pieces) * max_q)
+        places = mask = None
+        if any(piece.first != pieces[0].first + i * max_q for i, piece in enumerate(pieces)) or min_q != max_q:
             ranges = [(piece.first, i * max_q, piece.q_len) for i, piece in enumerate(pieces)]
-            rows = torch.tensor([first + j for first, _, n in ranges for j in range(n)], device=self.device)
-            places = torch.tensor([place + j for _, place, n in ranges for j in range(n)], device=self.device)
+            rows = self._uploaded([first + j for first, _, n in ranges for j in range(n)])
+            places = self._uploaded([place + j for _, place, n in ranges for j in range(n)])
         if min_q != max_q or min_kv != max_kv or (meta.causal and max_q > 1):
             mask = self._mask(pieces, max_q, max_kv, causal=meta.causal).repeat(1, group, 1).unsqueeze(1)
         return Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, mask)
 
     def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
         """[S, Q, L]; a padding row looks where the last row looks, so that no softmax is over nothing."""
-        lengths = torch.tensor([(piece.q_len, piece.kv_len) for piece in pieces], device=self.device)
+        lengths = self._uploaded([(piece.q_len, piece.kv_len) for piece in pieces])
         q_len, kv_len = lengths[:, 0, None, None], lengths[:, 1, None, None]
         token = torch.arange(max_kv, device=self.device)
         if not causal:
             return (token < kv_len).expand(-1, max_q, -1)
         row = torch.arange(max_q, device=self.device)[:, None]
         return token <= torch.minimum(kv_len - q_len + row, kv_len - 1)
+
+    def _uploaded(self, values: list[int] | list[tuple[int, int]]) -> Tensor:
+        """int64 on the device, in a copy that nobody waits for."""
+        host = torch.tensor(values)
+        to = torch.empty_like(host, device=self.device)
+        self.upload(host, to)
+        return to
 
 
 def _gather(pool: Tensor, call: Call) -> Tensor:
@@ -167,10 +181,11 @@ def _gather(pool: Tensor, call: Call) -> Tensor:
     return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
 
 
-def fits_one_call(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> bool:
+def fits_one_call(q_lens: Sequence[int], kv_lens: Sequence[int], group: int, max_gathered: int) -> bool:
     """Whether all rows of all sequences go through attention in one padded call."""
     scores = list(map(mul, q_lens, kv_lens))
-    return max(scores) <= MAX_SCORES // group and _Size(len(scores), max(q_lens), max(kv_lens), sum(scores)).fits(group)
+    size = _Size(len(scores), max(q_lens), max(kv_lens), sum(scores))
+    return max(scores) <= MAX_SCORES // group and size.fits(group, max_gathered)
 
 
 def _pieces(meta: AttnMeta, max_scores: int) -> list[Piece]:
@@ -178,7 +193,7 @@ def _pieces(meta: AttnMeta, max_scores: int) -> list[Piece]:
     pieces = []
     firsts = accumulate(meta.q_lens, initial=0)
     for seq, (first, q_len, kv_len) in enumerate(zip(firsts, meta.q_lens, meta.kv_lens, strict=False)):
-        step = max(1, max_scores // kv_len)
+        step = max(1, max_scores // max(1, kv_len))
         for offset in range(0, q_len, step):
             rows = min(step, q_len - offset)
             unseen = q_len - offset - rows if meta.causal else 0
@@ -186,18 +201,28 @@ def _pieces(meta: AttnMeta, max_scores: int) -> list[Piece]:
     return pieces
 
 
-def _bins(pieces: list[Piece], group: int) -> list[list[Piece]]:
-    """Pieces that share a call: all of them in order if that pads little, else those of similar size."""
+def _bins(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
+    """Pieces that share a call: all of them in order if that pads little, else those of similar size; of one size,
+    those back to back, unless they have so different contexts that these are more calls."""
     whole = _Size()
     for piece in pieces:
         whole = whole.with_one(piece)
-    if whole.fits(group):
+    if whole.fits(group, max_gathered):
         return [pieces]
+    by_size = _filled(sorted(pieces, key=lambda piece: (piece.q_len, piece.kv_len)), group, max_gathered)
+    if len({piece.q_len for piece in pieces}) > 1:
+        return by_size
+    in_order = _filled(pieces, group, max_gathered)
+    return by_size if len(by_size) < len(in_order) else in_order
+
+
+def _filled(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
+    """One call after the other, each with as many of the next pieces as fit."""
     bins: list[list[Piece]] = []
     size = _Size()
-    for piece in sorted(pieces, key=lambda piece: (piece.q_len, piece.kv_len)):
+    for piece in pieces:
         size = size.with_one(piece)
-        if not bins or not size.fits(group):
+        if not bins or not size.fits(group, max_gathered):
             bins.append([])
             size = _Size().with_one(piece)
         bins[-1].append(piece)
@@ -221,8 +246,7 @@ class _Size:
             self.useful + piece.q_len * piece.kv_len,
         )
 
-    def fits(self, group: int) -> bool:
+    def fits(self, group: int, max_gathered: int) -> bool:
         scores = group * self.num_pieces * self.max_q * self.max_kv
-        return scores <= max(
-            SMALL_CALL, min(2 * group * self.useful, MAX_SCORES)
-        ) and self.num_pieces * self.max_kv <= max(self.max_kv, MAX_GATHERED_TOKENS)
+        pads_little = scores <= max(SMALL_CALL, min(2 * group * self.useful, MAX_SCORES))
+        return pads_little and self.num_pieces * self.max_kv <= max(self.max_kv, max_gathered)

@@ -49,7 +49,7 @@ INFO = {
     "max_num_batched_tokens": 512,
     "vocab_size": 512,
 }
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 class Script:

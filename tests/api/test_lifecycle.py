@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.conftest import Script
+from tests.api.conftest import PATIENCE, Script
 
 ROOT = Path(__file__).parents[2]
 MAIN = """
@@ -69,7 +69,7 @@ class Process:
         raise AssertionError(f"never said {words!r}")
 
     def wait(self) -> int:
-        return self.popen.wait(15)
+        return self.popen.wait(PATIENCE)
 
     def close(self) -> None:
         self.popen.kill()
@@ -102,7 +102,7 @@ def test_sigterm_finishes_what_runs_and_exits_0(process, script, model_folder, b
     url = process.read_url()
     script.ready()
     process.read_until("ready: ")
-    running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=10))
+    running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
     request_id = script.see("Submit")["request_id"]
     process.popen.send_signal(signal.SIGTERM)
     process.read_until("stopping")
@@ -117,7 +117,7 @@ def test_a_second_signal_forces_the_end(process, script, background):
     url = process.read_url()
     script.ready()
     process.read_until("ready: ")
-    running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=10))
+    running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
     script.see("Submit")
     process.popen.send_signal(signal.SIGTERM)
     process.read_until("stopping")
@@ -133,14 +133,16 @@ def test_sigterm_while_loading_exits_0(process, script):
     assert process.wait() == 0
 
 
-def test_sigterm_while_loading_does_not_wait_for_an_engine_that_hears_nothing(process, script):
-    process.read_url()
-    script.see("started")
-    script.order("sleep", seconds=30)
-    process.popen.send_signal(signal.SIGTERM)
-    asked = time.monotonic()
-    assert process.wait() == 0
-    assert time.monotonic() - asked < 4
+def test_sigterm_while_loading_does_not_wait_for_an_engine_that_hears_nothing(script, model_folder):
+    process = Process(script, model_folder, shutdown_timeout=10 * PATIENCE)
+    try:
+        process.read_url()
+        script.see("started")
+        script.order("sleep", seconds=10 * PATIENCE)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+    finally:
+        process.close()
 
 
 def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(process, script):
@@ -168,7 +170,7 @@ def test_the_setting_reaches_the_engine_and_a_pause_of_the_whole_server_is_no_ha
         engine = script.see("started")["pid"]
         script.order("ready", info=script.info)
         process.read_until("ready: ")
-        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=10))
+        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
         request_id = script.see("Submit")["request_id"]
         both = (engine, process.popen.pid)
         for pid in both:
@@ -178,7 +180,7 @@ def test_the_setting_reaches_the_engine_and_a_pause_of_the_whole_server_is_no_ha
             os.kill(pid, signal.SIGCONT)
         script.emit(request_id, [2])
         assert running.result().status_code == 200
-        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=10))
+        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
         script.see("Submit")
         os.kill(engine, signal.SIGSTOP)
         assert "no step result within 2 s" in running.result().json()["error"]["message"]

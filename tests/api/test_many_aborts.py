@@ -70,16 +70,18 @@ async def client(address, chance: random.Random) -> int | None:
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi " * chance.choice([1, 60])}]}),
         ]
     )
-    body = json.dumps(fields | {"stream": chance.random() < 0.6}).encode()
+    streams = chance.random() < 0.6
+    body = json.dumps(fields | {"stream": streams}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     if chance.random() < 0.3:
         head += "X-Request-Timeout: 0.05\r\n"
     sent = f"{head}\r\n".encode() + body
     whole = chance.random() < 0.9
+    patience = PATIENCE if whole and streams and chance.random() < 0.1 else chance.choice([0.0, 0.01, 0.1, 0.3])
     reader, writer = await asyncio.open_connection(*address)
     try:
         writer.write(sent if whole else sent[: chance.randrange(len(sent))])
-        async with asyncio.timeout(chance.choice([0.0, 0.01, 0.1, 0.3])):
+        async with asyncio.timeout(patience):
             return int((await reader.readline()).split()[1])
     except (TimeoutError, ConnectionError):
         return None

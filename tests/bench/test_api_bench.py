@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from app.bench import api, api_cpu, api_share, api_streaming
+from app.bench import api, api_cpu, api_share, api_streaming, traffic
 from app.bench.__main__ import main
-from app.bench.api_client import STOP, Clients
+from app.bench.api_client import STOP, Clients, Moment, Round
 from app.bench.api_engine import num_steps, steps_of
-from app.bench.api_split import split
+from app.bench.api_split import Split, split
 from app.bench.client import Answer, ServerError
-from app.bench.traffic import Round
+from app.bench.report import Table
 from app.bench.verdict import Verdict
 from app.checkpoint import DEMO
 from app.text.detokenizer import Detokenizer
@@ -49,13 +49,30 @@ def test_every_token_that_is_said_shows_at_once_whatever_clients_stop_at(tokeniz
 
 
 @pytest.mark.parametrize("tokens_a_step", [1, 4])
-def test_clients_get_every_token_step_by_step_from_the_real_server(tokenizer, tokens_a_step):
-    """That each answer has its tokens, and each step its events, is what the clients see to."""
-    rounds = api_streaming.stream(api_streaming.says(tokenizer), 3, 1 + 5 * tokens_a_step, tokens_a_step, rounds=2)
+@pytest.mark.parametrize("waits", [True, False])
+def test_clients_get_every_token_from_the_real_server(tokenizer, tokens_a_step, waits):
+    """That each answer has its tokens is what the clients see to. Of an engine that waits each step has its events."""
+    said = api_streaming.says(tokenizer)
+    rounds = api_streaming.stream(said, 3, 1 + 40 * tokens_a_step, tokens_a_step, rounds=2, waits=waits)
     assert len(rounds) == 2
     for found in rounds:
         assert found.start.clock < found.first.clock < found.last.clock <= found.end.clock
         assert found.start.cpu <= found.first.cpu <= found.last.cpu <= found.end.cpu
+        assert found.streaming.clock < found.whole.clock and found.streaming.cpu < found.whole.cpu
+        assert found.events == 3 * 40 if waits else 3 <= found.events < 3 * 40
+
+
+def test_a_row_tells_speed_by_the_clock_and_by_cpu_time_and_how_many_tokens_came_together():
+    slow = Round(Moment(0, 0), Moment(1, 0.5), Moment(3, 1.5), Moment(4, 2.5), events=50)
+    fast = Round(Moment(0, 0), Moment(1, 0.5), Moment(2, 1.5), Moment(3, 2.5), events=100)
+    told = api_streaming.row([slow, fast, fast], 1000, 10, None)
+    assert (told["tokens per second"], told["tokens per CPU second"], told["load"]) == ("1,000", "1,000", "100 %")
+    assert (told["tokens an event"], told["µs a token"], told["µs a request"]) == ("10.0", "1000.0", "150000")
+    assert told["SSE"] == told["sockets, HTTP, asyncio"] == "-"
+    parts = Split(*[1e-4] * 6)
+    told = api_streaming.row([fast], 1000, 10, parts)
+    assert told.keys() >= {"messages", "book", "detokenise", "stop", "parse", "SSE"}
+    assert (told["SSE"], told["sockets, HTTP, asyncio"]) == ("100.00", "400.00")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +92,7 @@ def test_an_answer_that_is_not_what_the_engine_said_ends_the_bench(said, complai
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             with zmq.Context() as context, context.socket(zmq.PUSH) as turn:
-                await Clients(port, turn, lambda: 0.0, 1, 5, 5).run()
+                await Clients(port, turn, lambda: 0.0, 1, 5, waits=True).run()
 
     with pytest.raises(ServerError, match=complaint):
         asyncio.run(run())
@@ -103,20 +120,28 @@ def test_cpu_time_is_told_of_any_process_and_its_child_is_found():
 
 def test_shares_are_of_the_engines_time_and_a_failed_request_is_no_figure():
     answers = [Answer(0.0, chunks=[1.0, 2.0], tokens=10), Answer(0.0, chunks=[1.0, 2.0, 3.0], tokens=20)]
-    row = api_share.row("math", [Round(answers, None)] * 2, api=0.006, engine=0.12)
+    row = api_share.row("math", [traffic.Round(answers, None)] * 2, api=0.006, engine=0.12)
     assert (row["added"], row["API µs a token"], row["engine µs a token"]) == ("5.0%", "100", "2000")
     assert (row["tokens a request"], row["tokens an event"], row["API µs a request"]) == ("15", "6.0", "1500")
     with pytest.raises(ServerError, match="math: it broke"):
-        api_share.row("math", [Round([Answer(0.0, error="it broke")], None)], 1.0, 1.0)
+        api_share.row("math", [traffic.Round([Answer(0.0, error="it broke")], None)], 1.0, 1.0)
 
 
 def test_tables_verdicts_and_json_are_written(tmp_path, capsys):
     small = ["--connections", "2", "--steps", "4", "--tokens-a-step", "1,3", "--rounds", "1"]
     assert main(["api", "--parts", "streaming", *small, "--out", str(tmp_path)]) in (0, 1)
     printed = capsys.readouterr().out
-    assert "| tokens a step | tokens per CPU second |" in printed and "over 2 connections, 3 a step" in printed
+    assert "| tokens a step | engine | tokens an event |" in printed and "over 2 connections, 3 a step" in printed
     told = json.loads((tmp_path / "api.json").read_text())
-    assert [row["tokens a step"] for row in told["streaming"]] == [1, 3] and len(told["verdicts"]) == 2
+    rows = [(row["tokens a step"], row["engine"]) for row in told["streaming"]]
+    assert rows == [(1, "waits"), (1, "runs ahead"), (3, "waits"), (3, "runs ahead")] and len(told["verdicts"]) == 2
+    assert (tmp_path / "streaming.png").stat().st_size > 10_000
+
+
+def test_every_column_that_no_reader_could_guess_is_explained_where_it_is_printed(tokenizer):
+    for name in ("load", "messages", "book", "stop", "parse", "SSE", "µs a request"):
+        assert f"`{name}`" in api_streaming.MEANING
+    assert "`added`" in api_share.MEANING
 
 
 def test_the_share_of_a_run_of_the_demo_pair_has_a_row_for_each_text_and_one_for_all(capsys):
@@ -128,8 +153,8 @@ def test_the_share_of_a_run_of_the_demo_pair_has_a_row_for_each_text_and_one_for
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_bound_that_was_missed_is_the_exit_code(monkeypatch, capsys, holds):
-    def measured(options: argparse.Namespace, tell: object) -> tuple[list[dict[str, str]], list[Verdict]]:
-        return [{"a": "b"}], [Verdict("fast", holds, "so so")]
+    def measured(options: argparse.Namespace, tell: object) -> tuple[Table, list[Verdict]]:
+        return Table("start", "Start-up", "", [{"a": "b"}]), [Verdict("fast", holds, "so so")]
 
     monkeypatch.setitem(api.PARTS, "start", measured)
     assert main(["api", "--parts", "start"]) == (0 if holds else 1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.client import Answer, Drafting, Events, Server, ServerError, ask, first_model
+from app.bench.client import Answer, Drafting, Events, Server, ServerError, ask, first_model, positions
 from app.bench.prompts import Prompt
 from tests.bench.scripted_server import DONE, Script, event, serving, usage
 
@@ -144,6 +144,23 @@ def test_the_first_model_that_is_named_is_taken() -> None:
             return await first_model(Server("peer", scripted.url))
 
     assert asyncio.run(look()) == "big"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('{"data": [{"id": "big", "max_model_len": 9}, {"id": "small", "max_model_len": 7}]}', 7),
+        ('{"data": [{"id": "small"}]}', None),
+        ('{"data": [{"id": "big", "max_model_len": 9}]}', None),
+        ("none of that", None),
+    ],
+)
+def test_the_positions_of_a_model_are_what_its_server_tells(said: str, told: int | None) -> None:
+    async def look() -> int | None:
+        async with serving([(0.0, said)]) as scripted:
+            return await positions(Server("peer", scripted.url, "small"))
+
+    assert asyncio.run(look()) == told
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

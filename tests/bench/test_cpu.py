@@ -1,4 +1,4 @@
-"""The bench of a CPU: what it runs, what it takes for the floor, and what its table says."""
+"""The bench of a CPU: what it runs, and what its table says."""
 
 import pytest
 import torch
@@ -8,30 +8,6 @@ from app.bench.paired import Claim, Comparison
 from app.checkpoint import DEMO
 
 torch.set_num_threads(1)
-
-
-def test_a_floor_is_made_of_the_matrix_products_and_of_nothing_else():
-    weights = [torch.randn(6, 4), torch.randn(4, 5)]
-    with cpu.Products() as products:
-        x = torch.randn(3, 6) @ weights[0]
-        (x.relu() + 1).softmax(dim=-1)
-        x[:2] @ weights[1]
-    assert [(rows, weight.data_ptr()) for rows, weight in products.seen] == [
-        (3, weights[0].data_ptr()),
-        (2, weights[1].data_ptr()),
-    ]
-    assert products.seconds() > 0
-
-
-def test_the_products_of_a_run_are_those_of_all_its_layers():
-    """Of the one forward of the prompt: four a layer, and the choice."""
-    core = in_process.engine("plain", DEMO / "target", DEMO / "draft", max_num_seqs=1)
-    (request,) = loads.requests("math", 1)
-    core.add(request)
-    with cpu.Products() as products:
-        core.step()
-    rows = [rows for rows, _ in products.seen]
-    assert rows == [len(request.token_ids)] * 4 * 5 + [1]
 
 
 def test_transformers_answers_as_many_tokens_as_the_engine():
@@ -48,7 +24,7 @@ def test_transformers_answers_as_many_tokens_as_the_engine():
 @pytest.mark.parametrize(("speeds", "said"), [([300.0] * 6, "met"), ([200.0] * 6, "missed")])
 def test_a_row_says_what_was_aimed_at_and_whether_it_was_reached(speeds, said):
     claims = [Claim("full", "plain", 2.5)]
-    rows = cpu.table(4, Comparison({"plain": [100.0] * 6, "full": speeds}, claims), {"plain": 150.0})
+    rows = cpu.rows_of(4, Comparison({"plain": [100.0] * 6, "full": speeds}, claims), {"plain": 150.0})
     plain, full = rows
     assert plain["floor tok/s"] == "150" and plain["verdict"] == "-" and full["floor tok/s"] == "-"
     assert full["verdict"] == said and "of plain, aim 2.5" in full["as fast as"] and full["tok/s"] == f"{speeds[0]:.0f}"

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.bench import http
+from app.bench import flags, http
 from app.bench.__main__ import main
 from app.bench.client import ServerError
 from app.bench.command import guarded
@@ -76,6 +76,15 @@ def test_made_up_texts_get_the_lengths_that_were_asked(
     assert "ignore_eos" not in capsys.readouterr().out
     for row in json.loads((tmp_path / "results.json").read_text())["requests"]:
         assert row["tokens"] == 12 and 40 < row["prompt_tokens"] < 80 and row["arrivals"] == "50/s"
+
+
+def test_sharegpts_lengths_are_drawn_and_fit_the_model(server: OwnServer, tmp_path: Path) -> None:
+    """The demo pair has 1,024 positions, and a request that does not fit is refused."""
+    load = ["--lengths", "sharegpt", "--concurrency", "4", "--num-prompts", "6", "--max-rounds", "1"]
+    assert main(["--base-url", server.url, *load, "--out", str(tmp_path)]) == 0
+    requests = json.loads((tmp_path / "results.json").read_text())["requests"]
+    assert all(len({row[kind] for row in requests}) > 4 for kind in ("prompt_tokens", "tokens"))
+    assert max(row["prompt_tokens"] + row["tokens"] for row in requests) <= 1024
 
 
 def test_refused_requests_end_the_bench_with_the_servers_words(
@@ -183,6 +192,12 @@ def test_mistakes_are_told_in_a_line(arguments: str, code: int, error: str, caps
         ("--base-url localhost:1", "not URL or NAME=URL"),
         ("--extra-body [1]", "not a JSON object"),
         ("--dataset demo --input-len 5", "exclude each other"),
+        ("--dataset demo --lengths sharegpt", "exclude each other"),
+        ("--lengths sharegpt --output-len 5", "exclude each other"),
+        ("--lengths sharegpt --len-spread 1", "--len-spread is of --input-len and --output-len"),
+        ("--len-spread 1", "--len-spread is of --input-len and --output-len"),
+        ("--input-len 5 --len-spread 1,2,3", "not a number for prompts and one for answers"),
+        ("--lengths alpaca", "invalid choice"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(arguments: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +211,10 @@ def test_help_lists_the_parts_and_an_unknown_part_is_refused(capsys: pytest.Capt
     assert "  eval " in capsys.readouterr().out
     assert main(["nothing"]) == 2
     assert "no part nothing" in capsys.readouterr().err
+
+
+def test_a_spread_is_of_prompts_and_answers_or_one_of_each() -> None:
+    assert flags.spreads("0.5") == (0.5, 0.5) and flags.spreads("1.2,0") == (1.2, 0.0)
 
 
 def test_variants_are_flags_of_serve() -> None:

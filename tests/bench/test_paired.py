@@ -109,3 +109,9 @@ def test_rounds_end_as_soon_as_all_is_known_or_when_there_have_been_enough() -> 
 def test_a_comparison_without_claims_is_settled_by_its_rounds() -> None:
     assert not Comparison({"a": [1.0] * 5}, ()).is_settled
     assert Comparison({"a": [1.0] * 6}, ()).is_settled
+
+
+@pytest.mark.parametrize(("bound", "is_so"), [(0.8, False), (1.0, None), (1.2, True), (1.3, True)])
+def test_a_ratio_is_below_a_bound_only_if_its_whole_interval_is(bound, is_so):
+    assert Ratio(1.0, 0.9, 1.2).at_most(bound) is is_so
+    assert ratio([1.0] * 5, [1.0] * 5).at_most(bound) is None, "five rounds tell nothing"

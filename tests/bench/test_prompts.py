@@ -4,11 +4,11 @@ import itertools
 import json
 from decimal import Decimal
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 
 import pytest
 
-from app.bench.prompts import BOXED, final_number, from_file, named, synthetic
+from app.bench.prompts import BOXED, PRESETS, Lengths, Prompt, final_number, from_file, named, synthetic
 from app.config import ConfigError
 from app.demo.corpus import is_right, samples
 from app.demo.corpus.math import final_number as last_number
@@ -91,15 +91,42 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
             named(wish, 0)
 
 
+def lengths_of(prompts: list[Prompt]) -> tuple[list[int], list[int]]:
+    """Words that are asked, and tokens that are to be answered."""
+    return [len(p.body["prompt"].split()) for p in prompts], [p.max_tokens or 0 for p in prompts]
+
+
 def test_made_up_texts_have_the_lengths_that_were_asked() -> None:
-    alike = synthetic(40, 20, 0.0, tokens_per_word=2.0, seed=1).first(3)
-    assert [len(p.body["prompt"].split()) for p in alike] == [20] * 3
-    assert all(p.max_tokens == 20 and p.exact for p in alike) and alike[0].body != alike[1].body
-    spread = synthetic(100, 50, 0.8, tokens_per_word=1.0, seed=1).first(2000)
-    lengths = [len(p.body["prompt"].split()) for p in spread]
-    assert mean(lengths) == pytest.approx(100, rel=0.1) and median(lengths) < 0.85 * mean(lengths)
-    assert max(lengths) <= 800 and min(p.max_tokens or 0 for p in spread) >= 1
-    assert [p.body for p in synthetic(100, 50, 0.8, 1.0, seed=1).first(9)] == [p.body for p in spread[:9]]
+    alike = synthetic(Lengths(40, 20), tokens_per_word=2.0, seed=1).first(3)
+    assert lengths_of(alike) == ([20] * 3, [20] * 3)
+    assert all(p.exact for p in alike) and alike[0].body != alike[1].body
+    spread = synthetic(Lengths(100, 50, 0.8, 0.8), tokens_per_word=1.0, seed=1).first(2000)
+    asked, answered = lengths_of(spread)
+    assert mean(asked) == pytest.approx(100, rel=0.1) and median(asked) < 0.85 * mean(asked)
+    assert max(asked) <= 800 and min(answered) >= 1
+    assert [p.body for p in synthetic(Lengths(100, 50, 0.8, 0.8), 1.0, seed=1).first(9)] == [p.body for p in spread[:9]]
+
+
+def test_prompts_and_answers_have_spreads_of_their_own() -> None:
+    asked, answered = lengths_of(synthetic(Lengths(100, 50, input_spread=0.5), 1.0, seed=2).first(50))
+    assert len(set(asked)) > 20 and set(answered) == {50}
+    asked, answered = lengths_of(synthetic(Lengths(100, 50, output_spread=0.5), 1.0, seed=2).first(50))
+    assert set(asked) == {100} and len(set(answered)) > 20
+
+
+def test_sharegpts_lengths_have_its_means_and_heavy_tails() -> None:
+    asked, answered = lengths_of(synthetic(PRESETS["sharegpt"], 1.0, seed=0).first(4000))
+    for lengths, middle in ((asked, 220), (answered, 200)):
+        assert mean(lengths) == pytest.approx(middle, rel=0.1)
+        assert median(lengths) < 0.65 * middle and quantiles(lengths, n=100)[-1] > 4 * middle
+
+
+def test_drawn_lengths_fit_the_models_positions_and_named_ones_are_left_to_the_server() -> None:
+    for positions in (128, 1024):
+        asked, answered = lengths_of(synthetic(PRESETS["sharegpt"], 1.0, seed=0, positions=positions).first(2000))
+        assert max(asked) == positions // 2 and min(answered) >= 1
+        assert all(1.25 * n + m <= positions for n, m in zip(asked, answered, strict=True))
+    assert lengths_of(synthetic(Lengths(900, 300), 1.0, seed=0, positions=1024).first(1)) == ([900], [300])
 
 
 @pytest.mark.parametrize(

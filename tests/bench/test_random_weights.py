@@ -9,6 +9,7 @@ import torch
 
 from app import cli
 from app.bench.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
+from app.checkpoint import DEMO
 from app.config import ConfigError
 from app.engine.backend import make_backend
 from app.engine.build import Engine, build_engine
@@ -128,7 +129,15 @@ def test_what_is_no_config_is_refused_with_the_names_there_are(text: str, tmp_pa
 def test_a_name_that_is_none_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="qwen3-9b") as raised:
         write_configs("qwen3-9b", tmp_path)
-    assert "qwen3-8b, qwen3-4b, qwen3-0.6b" in raised.value.hint
+    assert "demo, qwen3-8b, qwen3-4b, qwen3-0.6b" in raised.value.hint
+
+
+def test_the_demos_shape_is_the_demos_but_for_more_positions(tmp_path: Path) -> None:
+    for folder in write_configs("demo", tmp_path):
+        real = json.loads((DEMO / folder.name / "config.json").read_text())
+        made = json.loads((folder / "config.json").read_text())
+        assert {key for key in real if real[key] != made[key]} == {"max_position_embeddings"}
+        assert real.keys() == made.keys() and made["max_position_embeddings"] == 16384
 
 
 @pytest.mark.parametrize("flag", ["--random-weights", "--simulate-acceptance"])

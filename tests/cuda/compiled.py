@@ -27,8 +27,8 @@ from app.engine.backend import AttnMeta, LayerKv
 from app.engine.cuda.backend import CudaBackend
 
 SM_90 = GPUTarget("cuda", 90, 32)
-SIZES = [(2, 2), (2, 17), (33, 33), (33, 513)]
-"""(sequences, rows) of decode steps: plain and whole blocks, of 1 and of 32 sequences and the one that is nobody's."""
+SIZES = [(2, 1), (2, 16), (33, 32), (33, 512), (65, 64), (65, 1024)]
+"""(sequences, rows) of decode steps: plain and whole blocks, of 1, 32 and 64 sequences and the one that is nobody's."""
 MORE_ATTENTION = [(40, 8, 128, torch.bfloat16), (64, 8, 128, torch.bfloat16)]
 MORE_ATTENTION += [(32, 8, 64, torch.float16), (32, 8, 128, torch.float32)]
 """(heads, KV heads, head size, type) of models that are not among TARGETS."""

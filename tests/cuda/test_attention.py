@@ -1,5 +1,6 @@
 """Our attention is a softmax over each sequence's own tokens, however the launch is cut up, whatever lies elsewhere."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from app.engine.cuda.attention import MAX_SPLITS, TILE_ROWS, geometry, paged_att
 from app.engine.cuda.backend import CudaBackend
 from app.engine.decoder_config import DecoderConfig
 from app.engine.errors import UnsupportedError
+from app.engine.graph_sizes import settle_graph_sizes
 from app.engine.self_test import check_attention
 from tests.cuda.pages import Paged
 
@@ -23,6 +25,10 @@ LENGTHS = {
     "ragged widths": ([1, 16, 3, 7], [70, 90, 3, 64]),
     "blocks at page edges": ([16, 16, 16], [16, 17, 32]),
     "a decode step from a graph: the last sequence is nobody's": ([5, 1, 1, 38], [100, 1, 1, 38]),
+    "plain decoding from a graph that is full": ([1, 1, 0], [5, 130, 0]),
+    "one draft from a graph that is full": ([2, 0], [9, 0]),
+    "plain decoding of two": ([1, 1], [9, 40]),
+    "blocks from a graph that is full": ([16, 3, 0], [40, 20, 0]),
     "many more rows than a tile": ([40, 1], [77, 9]),
 }
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -114,7 +120,32 @@ def test_there_are_tiles_for_all_rows_and_no_more_splits_than_help(num_seqs, wid
         if sum(spread) <= num_seqs * width:
             assert at.tiles >= sum(-(-rows // at.rows) for rows in spread)
     assert at.splits & (at.splits - 1) == 0 and 1 <= at.splits <= MAX_SPLITS
-    assert at.splits == 1 or at.splits * num_seqs * 8 <= 2 * 132 + num_seqs * 8
+    assert at.splits == 1 or at.splits * (num_seqs - 1) * 8 <= 2 * 132 + num_seqs * 8
+
+
+@pytest.mark.parametrize(("num_seqs", "splits"), [(1, 16), (2, 16), (4, 8), (8, 4), (16, 2), (32, 2), (64, 1)])
+@pytest.mark.parametrize("width", [1, 4, 16])
+def test_the_sequence_of_nobody_takes_no_splits_from_the_others(num_seqs, splits, width):
+    """Steps from graphs have one, without rows if they are full; eager ones have none, and launch the same kernels."""
+    for nobodys in (0, 1):
+        assert (
+            geometry(num_seqs + nobodys, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132).splits == splits
+        )
+
+
+@pytest.mark.parametrize("block_size", range(1, 17))
+def test_a_tile_is_one_row_only_where_no_sequence_of_a_graph_has_more(block_size):
+    sizes = settle_graph_sizes(64, block_size, 48, draft_graphs=True, spare=0)
+    for num_seqs, width in itertools.product(sizes.seqs, sizes.widths):
+        at = geometry(num_seqs + 1, sizes.rows(num_seqs, width), 4, 8, torch.bfloat16, multiprocessors=132)
+        assert at.rows > 1 or width == 1
+        assert at.tiles >= num_seqs and at.rows * at.tiles >= sizes.rows(num_seqs, width)
+
+
+def test_long_groups_of_rows_have_tiles_enough_without_splits():
+    for num_seqs, rows in ((1, 2048), (4, 512)):
+        assert geometry(num_seqs, num_seqs * rows, 4, 8, torch.bfloat16, multiprocessors=132).splits == 1
+    assert geometry(1, 64, 4, 8, torch.bfloat16, multiprocessors=132).splits == 8
 
 
 def test_start_up_checks_pass_and_find_a_draft_attention_that_stays_causal(backend):

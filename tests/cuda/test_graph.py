@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
+from app.bench.gpu_report.kernels import CALLS, seconds_in_a_graph
 from app.engine import backend as factory
 from app.engine.backend import make_backend
 from app.engine.cuda.backend import CudaBackend
@@ -18,24 +21,53 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Everything that happens, in order."""
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """How its attention was switched."""
+    switched: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    return switched
+
+
+@pytest.fixture
+def said(cudnn: list[bool], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Everything that happens, in order. A pool whose last graph is gone takes no more."""
     said: list[Any] = []
+    captured: dict[str, WeakSet[Any]] = {}
 
     class Recorded:
         def replay(self) -> None:
             said.append("replay")
 
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+        def elapsed_time(self, end: object) -> float:
+            return 40.0
+
     @contextmanager
-    def graph(graph: Recorded, pool: object, capture_error_mode: str) -> Iterator[None]:
-        said.append(("begin", pool))
+    def graph(graph: Recorded, pool: str | None, stream: str, capture_error_mode: str) -> Iterator[None]:
+        if pool is not None:
+            assert captured.get(pool, True), "TORCH_INTERNAL_ASSERT(use_count > 0)"
+            captured.setdefault(pool, WeakSet()).add(graph)
+        said.append(("begin", pool, stream))
         yield
         said.append("end")
 
+    streams = (f"stream {i}" for i in count(1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return said
+
+
+@pytest.fixture
+def backend(said: list[Any]) -> CudaBackend:
+    return CudaBackend(torch.device("cuda:0"))
 
 
 def run(said: list[Any], name: str) -> tuple[torch.Tensor, ...]:
@@ -43,14 +75,26 @@ def run(said: list[Any], name: str) -> tuple[torch.Tensor, ...]:
     return (torch.zeros(1),)
 
 
-def test_a_graph_is_run_before_it_is_captured_and_all_share_one_pool(said: list[Any]) -> None:
-    backend = CudaBackend(CPU)
-    backend.device = torch.device("cuda")
+def test_a_graph_is_run_before_it_is_captured_and_all_share_one_pool(said: list[Any], backend: CudaBackend) -> None:
     graphs = [backend.capture(lambda name=name: run(said, name), []) for name in ("a", "b")]
-    captured = ["a", ("begin", "pool"), "a", "end", "replay", "b", ("begin", "pool"), "b", "end", "replay"]
+    begin = ("begin", "pool", "stream 1")
+    captured = ["a", begin, "a", "end", "replay", "b", begin, "b", "end", "replay"]
     assert said == captured
     graphs[0].replay()
     assert said == [*captured, "replay"] and len(graphs[0].outputs) == 1
+
+
+def test_every_backend_captures_on_a_stream_of_its_own(said: list[Any], backend: CudaBackend) -> None:
+    """At the end of a graph PyTorch gives back what cuBLAS keeps for its stream, and others may still work there."""
+    graphs = [some.capture(lambda: run(said, "a"), []) for some in (backend, CudaBackend(backend.device), backend)]
+    streams = [event[2] for event in said if event[0] == "begin"]
+    assert streams == ["stream 1", "stream 2", "stream 1"] and len(graphs) == 3
+
+
+def test_every_timing_has_a_pool_of_its_own_for_its_graph_ends_with_it(said: list[Any], backend: CudaBackend) -> None:
+    for _ in range(2):
+        assert seconds_in_a_graph(backend, lambda: run(said, "a")) == pytest.approx(40e-3 / CALLS)
+    assert [event[1] for event in said if event[0] == "begin"] == [None, None]
 
 
 def test_on_a_cpu_the_stretch_is_run_again(said: list[Any]) -> None:
@@ -60,11 +104,13 @@ def test_on_a_cpu_the_stretch_is_run_again(said: list[Any]) -> None:
 
 @pytest.mark.parametrize("triton", [True, False])
 def test_cuda_is_our_kernels_where_triton_is_installed_and_says_which(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, triton: bool
+    said: list[Any],
+    cudnn: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    triton: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     find = factory.importlib.util.find_spec
     monkeypatch.setattr(
         factory.importlib.util, "find_spec", lambda name: find(name) if triton or name != "triton" else None
@@ -74,3 +120,4 @@ def test_cuda_is_our_kernels_where_triton_is_installed_and_says_which(
     assert type(made) is (CudaBackend if triton else TorchBackend)
     assert made.captures is triton and made.defaults.dtype == torch.bfloat16 and made.defaults.page_size == 16
     assert ("kernels in Triton" in caplog.text) == triton and ("not installed" in caplog.text) == (not triton)
+    assert cudnn == [False], "it plans for 25 to 70 ms at each new length of a prompt"

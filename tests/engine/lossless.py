@@ -161,10 +161,9 @@ class Case:
     """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for one long sequence.
 
     `temperature` None gives the requests 0, 0.7 and 1.0 in turn, `sampling` the filters and penalties of its kind.
-    `speculation` "half" lets every other request draft; "off" loads no draft at all. `graphs` pads decode steps to a
-    few sizes and replays those, as on a device; "overlap" as on one where the next step is launched before a step is
-    read, see device_lengths.py. With `cached` there is a prefix cache, and every request comes twice in a row, so
-    that the second shares the pages of the first, be that still running or not.
+    `speculation` "half" lets every other request draft; "off" loads no draft at all. `path` is how a step runs, see
+    PATHS. With `cached` there is a prefix cache, and every request comes twice in a row, so that the second shares the
+    pages of the first, be that still running or not.
     """
 
     concurrency: int = 1
@@ -175,30 +174,42 @@ class Case:
     temperature: float | None = 0.0
     sampling: str = "plain"
     speculation: str = "on"
-    graphs: str = ""
+    path: str = "eager"
     cached: bool = False
 
     def __str__(self) -> str:
         words = [f"c{self.concurrency}", f"page{self.page_size}", f"block{self.block_size}"]
         words += ["Tmixed" if self.temperature is None else f"T{self.temperature:g}"]
-        words += [self.sampling, self.speculation, *([self.graphs] if self.graphs else [])]
+        words += [self.sampling, self.speculation, *([self.path] if self.path != "eager" else [])]
         return "-".join(words + [how for how in ("chunked", "preempted", "cached") if getattr(self, how)])
 
     @property
     def possible(self) -> bool:
         """Nobody is preempted for the sake of nobody, and on pages of 128 hardly a sequence ever needs another page;
         nor does a prompt fill one, so that there is nothing to be found again. Steps overlap where nobody draws a token
-        or counts them."""
-        if self.graphs == "overlap" and not (self.temperature == 0 and self.sampling in ("plain", "filters")):
+        or counts them. Sizes of pages and blocks are compiled in, so there are few."""
+        if self.path == "overlap" and not (self.temperature == 0 and self.sampling in ("plain", "filters")):
+            return False
+        if self.path == "compiled" and not (self.page_size == 16 and self.block_size in (4, 16)):
             return False
         if self.page_size == 128:
             return not (self.preempted or self.cached)
         return not (self.preempted and self.concurrency == 1)
 
+    @property
+    def from_graphs(self) -> bool:
+        return self.path in ("graphs", "overlap")
+
     def temperature_of(self, index: int) -> float:
         return TEMPERATURES[index % 3] if self.temperature is None else self.temperature
 
 
+PATHS = {
+    "eager": "operators one by one",
+    "graphs": "decode steps padded to a few sizes and replayed, as on a device",
+    "overlap": "the same where the next step is launched before a step is read, on a double of such a device",
+    "compiled": "what `--compile` has g++ make of the forwards, with pages of 16 and blocks of 4 or 16 rows",
+}
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "concurrency": (1, 4, 16),
     "page_size": (1, 4, 16, 128),
@@ -208,30 +219,33 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "temperature": (*TEMPERATURES, None),
     "sampling": SAMPLINGS,
     "speculation": ("on", "half", "off"),
-    "graphs": ("", "graphs", "overlap"),
+    "path": tuple(PATHS),
     "cached": (False, True),
 }
 assert list(SETTINGS) == [field.name for field in fields(Case)]
 
 
-def covering_cases(strength: int, seed: int = 0) -> list[Case]:
-    """Cases in which every possible combination of values of any `strength` settings occurs; 2 is pairwise.
+def covering_cases(strength: int, seed: int = 0, **only: tuple[Any, ...]) -> list[Case]:
+    """Cases in which every possible combination of values of any `strength` settings occurs; 2 is pairwise. Settings
+    named in `only` have these values alone.
 
     Greedy: of some random cases that all hold a combination not seen yet, the one with the most of them.
     """
     rng = random.Random(seed)
+    settings = SETTINGS | only
+    usual = {"concurrency": 4} | {name: values[0] for name, values in only.items()}
     missing = {
         tuple(zip(names, values, strict=True))
-        for names in itertools.combinations(SETTINGS, strength)
-        for values in itertools.product(*(SETTINGS[name] for name in names))
+        for names in itertools.combinations(settings, strength)
+        for values in itertools.product(*(settings[name] for name in names))
     }
-    missing = {combination for combination in missing if Case(**{"concurrency": 4} | dict(combination)).possible}
+    missing = {combination for combination in missing if Case(**usual | dict(combination)).possible}
     cases = []
     while missing:
         wanted = min(missing, key=repr)
-        draws = ({name: rng.choice(values) for name, values in SETTINGS.items()} | dict(wanted) for _ in range(50))
+        draws = ({name: rng.choice(values) for name, values in settings.items()} | dict(wanted) for _ in range(50))
         candidates = [case for draw in draws if (case := Case(**draw)).possible]
-        candidates.append(Case(**{"concurrency": 4} | dict(wanted)))
+        candidates.append(Case(**usual | dict(wanted)))
         best = max(candidates, key=lambda case: len(missing & combinations_in(case, strength)))
         missing -= combinations_in(best, strength)
         cases.append(best)
@@ -349,8 +363,8 @@ class Subject:
     def engine(self, case: Case) -> Engine:
         block = 1 if case.speculation == "off" else case.block_size
         pages = -(-(self.max_model_len + 2 * block) // case.page_size)
-        scratch = -(-(case.concurrency * block + 1) // case.page_size) if case.graphs else SCRATCH_PAGES
-        with device_lengths() if case.graphs == "overlap" else nullcontext():
+        scratch = -(-(case.concurrency * block + 1) // case.page_size) if case.from_graphs else SCRATCH_PAGES
+        with device_lengths() if case.path == "overlap" else nullcontext():
             return self._engine(case, block, pages + scratch if case.preempted else None)
 
     def _engine(self, case: Case, block: int, kv_pages: int | None) -> Engine:
@@ -363,7 +377,8 @@ class Subject:
             max_num_seqs=case.concurrency,
             max_num_batched_tokens=max(13, case.concurrency * block) if case.chunked else None,
             kv_pages=kv_pages,
-            enforce_eager=not case.graphs,
+            enforce_eager=not case.from_graphs,
+            compile=case.path == "compiled",
             prefix_caching=case.cached,
         )
 

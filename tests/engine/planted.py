@@ -63,11 +63,13 @@ class PlantedDrafter:
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
     ) -> Tensor:
-        blocks = positions.view(len(request_ids), self.block_size)
-        assert (blocks == blocks[:, :1] + torch.arange(self.block_size)).all(), "a block stands in a row"
+        blocks = positions.view(len(request_ids), -1)
+        num_rows = blocks.shape[1]
+        assert 2 <= num_rows <= self.block_size
+        assert (blocks == blocks[:, :1] + torch.arange(num_rows)).all(), "a block stands in a row"
         assert slots.unique().numel() == slots.numel() == positions.numel(), "every block row has a slot of its own"
         assert not meta.causal
-        assert meta.q_lens == [self.block_size] * len(request_ids)
+        assert meta.q_lens == [num_rows] * len(request_ids)
         assert meta.kv_lens == (blocks[:, -1] + 1).tolist()
         for slot in slots.tolist():
             self.context.pop(slot, None)  # a real draft writes its block's own K and V there
@@ -75,8 +77,8 @@ class PlantedDrafter:
         for request_id, anchor, position in zip(request_ids, anchors.tolist(), blocks[:, 0].tolist(), strict=True):
             n = position + 1
             assert anchor == self.texts[request_id][position], "the anchor is the last token known"
-            block = self.texts[request_id][n : n + self.block_size - 1]
-            assert len(block) == self.block_size - 1, "the plan is too short"
+            block = self.texts[request_id][n : n + num_rows - 1]
+            assert len(block) == num_rows - 1, "the plan is too short"
             cut = self.cut(request_id, n)
             if cut < len(block):
                 block[cut] = (block[cut] + 1) % self.vocab_size
@@ -229,8 +231,10 @@ class PlannedRun:
             remaining = len(request.token_ids) + request.max_tokens - n
             if decoding and request.speculate and min(block_size, remaining) > 1:
                 expected_proposals.append((request_id, n - 1))
-        proposals = [(p.request_id, p.position) for p in self.drafter.proposals[num_proposals:]]
+        made = self.drafter.proposals[num_proposals:]
+        proposals = [(proposal.request_id, proposal.position) for proposal in made]
         assert proposals == expected_proposals, "drafted for those that verify drafts, and for nobody else"
+        assert all(len(proposal.drafts) == self.scheduler.policy.block_rows - 1 for proposal in made)
         self._check_lengths(before, {delta.request_id for delta in step.deltas if not delta.finish_reason})
         return step
 

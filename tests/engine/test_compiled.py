@@ -1,9 +1,15 @@
-"""`--compile`: what is compiled says what operators one by one say, is kept, and is refused where it cannot be."""
+"""`--compile`: what is compiled says what operators one by one say, is kept, and is refused where it cannot be.
+
+Packages take g++ many seconds, so there are few: of one pair, for one size of pages and of blocks. Others are among the
+slow cases of test_lossless.py.
+"""
 
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +21,37 @@ from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.kept_packages import load_package
 from app.engine.sequence import Request
+from tests.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
 from tests.engine.pairs import make_pair
 
 torch.set_num_threads(1)
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here to compile with")
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here to compile with"),
+    pytest.mark.usefixtures("kept"),
+    pytest.mark.timeout(900),
+]
+SHAPE: dict[str, Any] = {
+    "seed": 99,
+    "block_size": 16,
+    "vocab_size": 5,
+    "num_layers": 3,
+    "draft_layers": 1,
+    "taps": (0, 1),
+    "own_head": True,
+}
+"""Its drafts, found by trying seeds, are accepted to every depth from 0 to the block, and its texts wander."""
+CASES = covering_cases(2, path=("compiled",), page_size=(16,), block_size=(16,), speculation=("on", "half"))
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return make_pair(tmp_path_factory.mktemp("pair"), num_layers=3, draft_layers=1, taps=(0, 1))
+    return make_pair(tmp_path_factory.mktemp("pair"), **SHAPE)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kept(tmp_path_factory):
-    """The folder that what is compiled is kept in."""
-    with pytest.MonkeyPatch.context() as patch:
-        cache = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        yield cache / "dflash-server" / "compiled"
+@pytest.fixture(scope="module")
+def subject(pair):
+    return Subject("compiled", pair.target, pair.draft, random_prompts(pair.vocab_size, 24))
 
 
 def engine(pair, **settings) -> EngineCore:
@@ -46,7 +64,7 @@ def requests(count: int = 6) -> list[Request]:
     return [
         Request(
             f"{index}",
-            tuple(range(3 + index, 8 + 4 * index)),
+            tuple(token % SHAPE["vocab_size"] for token in range(3 + index, 8 + 4 * index)),
             max_tokens=30,
             temperature=[0.0, 0.8][index % 2],
             seed=index,
@@ -89,7 +107,7 @@ def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
             torch.testing.assert_close(layer.v[:pages], wanted.v[:pages], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"verify": 3}, {"max_num_batched_tokens": 70}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"verify": 2}, {"verify": 3}, {"max_num_batched_tokens": 70}], ids=str)
 def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings):
     """Alone and together, with prompts cut, at widths of a block and less; and what is compiled is what ran."""
     core, other = engine(pair, compile=True, **settings), by_operators(engine(pair, compile=True, **settings))
@@ -102,6 +120,28 @@ def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings):
         assert core.run([request]) == other.run([request])
     assert_same_kv(core, other)
     assert min(target.all, draft.all, context.all) > 20 and not target.left + draft.left
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dflash_changes_no_token(subject: Subject, case: Case):
+    run = subject.run(case)
+    comparison = subject.compare(run.texts, case)
+    assert not comparison.wrong and len(comparison.differences) <= cap(comparison.tokens), comparison.differences
+    assert (run.preemptions > 0) == case.preempted
+    assert (run.cached_tokens > 0) == case.cached
+
+
+def test_every_step_accepts_what_it_accepts_by_operators_one_by_one(subject: Subject):
+    """No text would show where drafts began, nor on what context, nor what they saw."""
+
+    def steps(case: Case) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        subject.run(case, lambda step: [found.setdefault(d.request_id, []).append(d.num_accepted) for d in step.deltas])
+        return found
+
+    case = Case(concurrency=4, chunked=True, temperature=None, path="compiled", cached=True)
+    found = steps(case)
+    assert found == steps(replace(case, path="eager")) and max(map(max, found.values())) >= 5
 
 
 @pytest.mark.slow
@@ -121,7 +161,7 @@ def test_what_is_compiled_is_kept_whatever_the_lengths_and_the_memory(pair, kept
     before = sorted(kept.iterdir())
     monkeypatch.setattr("torch.export.export", None)
     core, other = engine(pair, compile=True), by_operators(engine(pair, compile=True))
-    long = [Request(f"{i}", tuple(range(5, 95)) * 3, max_tokens=60, seed=i, temperature=0.7 * i) for i in range(2)]
+    long = [Request(f"{i}", tuple(range(5)) * 54, max_tokens=60, seed=i, temperature=0.7 * i) for i in range(2)]
     assert core.run(long) == other.run(long)
     assert_same_kv(core, other)
     assert sorted(kept.iterdir()) == before and kept.stat().st_mode & 0o777 == 0o700
@@ -130,8 +170,8 @@ def test_what_is_compiled_is_kept_whatever_the_lengths_and_the_memory(pair, kept
 def test_prompts_in_pieces_and_more_logits_than_fit_at_once(pair, monkeypatch):
     """Steps of which nobody gets a token, and those whose tokens are chosen piece by piece."""
     monkeypatch.setattr(sampler, "LOGITS_CHUNK_BYTES", 4 * pair.vocab_size * 20)
-    settings = {"max_num_batched_tokens": 40}
-    asked = [*requests(), Request("long", tuple(range(5, 95)) * 2, max_tokens=9)]
+    settings = {"max_num_batched_tokens": 64}
+    asked = [*requests(), Request("long", tuple(range(5)) * 36, max_tokens=9)]
     core = engine(pair, compile=True, **settings)
     target, draft = Counted(core.runner.stages, "fused_forward"), Counted(core.runner.stages, "fused_propose")
     assert core.run(asked) == engine(pair, **settings).run(asked)

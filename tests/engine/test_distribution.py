@@ -294,10 +294,17 @@ def test_a_small_bias_would_be_found_out(asked: Asked, size: Size):
 
 
 @pytest.mark.timeout(900)
-def test_answers_come_with_the_probabilities_of_the_target(asked: Asked):
-    counts, accepted = asked.counted(asked.engine(), FULL.answers)
-    assert counts.sum() * LENGTH > 200_000
-    assert accepted / FULL.answers == pytest.approx(asked.acceptance(), abs=0.01), "they went through draft and verify"
+@pytest.mark.parametrize(
+    ("asked", "size"),
+    [("T 1", SLICE), ("everything", FULL), pytest.param("T 1", FULL, marks=pytest.mark.slow)],
+    ids=str,
+    indirect=["asked"],
+    scope="module",
+)
+def test_answers_come_with_the_probabilities_of_the_target(asked: Asked, size: Size):
+    counts, accepted = asked.counted(asked.engine(), size.answers)
+    assert counts.sum() == size.answers
+    assert accepted / size.answers == pytest.approx(asked.acceptance(), abs=0.01), "they went through draft and verify"
     assert p_value(counts, asked.exact) >= ALPHA
 
 

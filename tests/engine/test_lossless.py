@@ -1,8 +1,9 @@
 """DFlash on == off == Transformers, token for token, under every pair of settings; and the comparison itself can fail.
 
-`make test` runs 24 prompts over a seeded pairwise selection of the settings, on the demo pair and on a random one whose
-drafts are accepted now and then; what is marked `slow`, the same on one whose drafts hardly ever are, and 200 prompts
-over another selection and other pairs. `python -m tests.proof` runs the most.
+`make test` runs 16 prompts over a seeded pairwise selection of the settings, half of it on the demo pair and half on a
+random one whose drafts are accepted now and then; what is marked `slow`, the other halves, all of it on one whose
+drafts hardly ever are, what is compiled of all three, and 200 prompts over another selection and other pairs.
+`python -m tests.proof` runs the most. What is compiled has a selection of its own in test_compiled.py.
 """
 
 import itertools
@@ -35,18 +36,35 @@ from tests.engine.lossless import (
 )
 from tests.engine.pairs import make_pair
 
-PROMPTS, SLOW_PROMPTS = 24, 200
-CASES = covering_cases(strength=2)
+PROMPTS, SLOW_PROMPTS = 16, 200
 PLAIN_CASES = [Case(temperature=temperature) for temperature in TEMPERATURES]
 PLAIN_CASES += [Case(temperature=None, sampling=sampling) for sampling in SAMPLINGS[1:]]
+SUBJECTS = ("random-lucky", "demo", "random")
 MORE_SHAPES: dict[str, dict] = {
     "gqa 4:1, wide heads": {"seed": 2, "num_kv_heads": 1, "head_dim": 24, "vocab_size": 12},
     "mha, all of its own": {"seed": 3, "num_kv_heads": 4, "own_embedding": True, "own_head": True, "vocab_size": 4},
     "tied, one tap, three draft layers": {"seed": 4, "tied": True, "taps": (2,), "draft_layers": 3, "vocab_size": 6},
 }
+pytestmark = pytest.mark.usefixtures("kept")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("random", marks=pytest.mark.slow), "random-lucky", "demo"])
+def on_subjects(cases: list[Case]) -> pytest.MarkDecorator:
+    """All cases on all subjects, of which every second one on each of the first two is not slow."""
+
+    def marks(case: Case, turn: int) -> list[pytest.MarkDecorator]:
+        if case.path == "compiled":
+            return [pytest.mark.slow, pytest.mark.timeout(900)]
+        return [] if turn == 0 else [pytest.mark.slow]
+
+    every = [
+        pytest.param(name, case, marks=marks(case, (i + number) % 2 if number < 2 else 1))
+        for number, name in enumerate(SUBJECTS)
+        for i, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(("subject", "case"), every, indirect=["subject"], ids=str, scope="module")
+
+
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return make_subject(request.param, PROMPTS, tmp_path_factory.mktemp("pairs"))
 
@@ -72,7 +90,7 @@ def assert_lossless(comparison: Comparison) -> None:
     assert not comparison.wrong, f"first of {len(comparison.wrong)}: {comparison.wrong[0]}"
 
 
-@pytest.mark.parametrize("case", PLAIN_CASES, ids=lambda case: f"{case.sampling}-{case.temperature}")
+@on_subjects(PLAIN_CASES)
 def test_plain_decoding_is_transformers_own(subject: Subject, near_ties: list[Comparison], case: Case):
     """With filters and penalties that are counted anew for every token."""
     comparison = subject.compare(list(subject.transformers(case)), case)
@@ -80,7 +98,7 @@ def test_plain_decoding_is_transformers_own(subject: Subject, near_ties: list[Co
     near_ties.append(comparison)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@on_subjects(covering_cases(strength=2))
 def test_dflash_changes_no_token(subject: Subject, near_ties: list[Comparison], case: Case):
     run = subject.run(case)
     comparison = subject.compare(run.texts, case)
@@ -95,7 +113,7 @@ def test_dflash_changes_no_token(subject: Subject, near_ties: list[Comparison], 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_a_stop_token_ends_the_text_wherever_it_lies_in_an_accepted_block(tmp_path: Path, temperature: float):
-    lucky = make_subject("random-lucky", PROMPTS, tmp_path)
+    lucky = make_subject("random-lucky", 24, tmp_path)
     lucky.prompts = [replace(prompt, stop_token_ids=frozenset()) for prompt in lucky.prompts]
     vocab, unstopped = lucky.reference.config.vocab_size, lucky.off(temperature)
     requests, wanted = [], {}

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pairs")
 
 
-@pytest.fixture(scope="module", params=["lucky", "demo"])
+@pytest.fixture(scope="module", params=["lucky", pytest.param("demo", marks=pytest.mark.slow)])
 def subject(request: pytest.FixtureRequest, folder: Path) -> Subject:
     """The lucky pair accepts drafts to every depth, the demo pair most of them."""
     if request.param == "demo":
@@ -270,7 +270,8 @@ def tree_of_prompts(subject: Subject, count: int, rng: random.Random) -> list[Pr
     ("name", "eager", "count"),
     [
         ("lucky", True, 60),
-        ("lucky", False, 400),
+        ("lucky", False, 160),
+        pytest.param("lucky", False, 400, marks=pytest.mark.slow),
         pytest.param("grouped", True, 400, marks=pytest.mark.slow),
         pytest.param("demo", True, 400, marks=pytest.mark.slow),
     ],

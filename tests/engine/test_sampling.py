@@ -372,7 +372,7 @@ class Step:
         """The engine's: arrays, their copies on the device, counts, and the sampler."""
         counts = counts or TokenCounts(64, self.vocab, backend)
         runner = ModelRunner(None, backend, counts, page_size=4, block_size=self.block)
-        inputs = step_inputs.build(self.batch, page_size=4, block_size=self.block)
+        inputs = step_inputs.build(self.batch, page_size=4, block_rows=self.block)
         draws = runner._draws(inputs.draws, self.drafts)
         return Sampler(self.vocab, backend).choose(self.logits, torch.eye(self.vocab), draws).tolist()
 

@@ -172,7 +172,7 @@ def test_a_mixed_step_worked_out_by_hand():
         [Rows(drafting, 5, 3, samples=True, num_drafts=2), Rows(plain, 1, 1, samples=True)],
         [Rows(ending, 1, 2, samples=True), Rows(starting, 0, 3, samples=False)],
     )
-    inputs = step_inputs.build(batch, page_size=4, block_size=4)
+    inputs = step_inputs.build(batch, page_size=4, block_rows=4)
     target = inputs.target
     assert target.token_ids.tolist() == [15, 0, 0, 21, 31, 32, 40, 41, 42]
     assert target.sources.tolist() == [0, 9, 10, 3, 4, 5, 6, 7, 8]
@@ -201,16 +201,16 @@ def test_a_mixed_step_worked_out_by_hand():
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(batches(), st.integers(0, 5), st.integers(2, 40))
+@given(batches(), st.integers(0, 5), st.integers(2, 40), st.integers(0, 1))
 def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
-    drawn: tuple[Batch, int, int], more_seqs: int, max_graphs: int
+    drawn: tuple[Batch, int, int], more_seqs: int, max_graphs: int, spare: int
 ) -> None:
     batch, page_size, block_size = drawn
     batch.prefills.clear()
     assume(batch.decodes)
     inputs = step_inputs.build(batch, page_size, block_size)
     num_seqs, num_rows = len(batch.decodes), len(inputs.target.token_ids)
-    sizes = settle_graph_sizes(num_seqs + more_seqs, block_size, max_graphs, draft_graphs=True)
+    sizes = settle_graph_sizes(num_seqs + more_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     scratch_pages = -(-sizes.most_rows // page_size)
     pages = scratch_pages + 40
     seqs, rows = sizes.target(num_seqs, num_rows)
@@ -221,9 +221,10 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     for name in ("first_logit", "num_drafts", "draft_of"):
         assert getattr(padded, name).tolist()[:num_seqs] == getattr(inputs.target, name).tolist()
         assert len(getattr(padded, name)) == seqs + 1
-    assert padded.lines.tolist() == [-1] * (seqs + 1), "nobody's rows follow nothing"
+    assert padded.lines.tolist() == [-1] * seqs
     (own,), (group,) = inputs.target.groups, padded.groups
     check_padded(own, group, rows, pages, scratch_pages, page_size)
+    assert min(group.q_lens[:-1]) > 0 and group.q_lens[-1] >= spare
     if inputs.draft:
         blocks = sizes.seqs_for(len(inputs.draft.anchors))
         draft = step_inputs.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
@@ -236,7 +237,7 @@ def check_padded(own: RowGroup, group: RowGroup, rows: int, pages: int, scratch_
     """N2, N3, N11, N16 and N30 of docs/npu-contract.md, and the real sequences' places as they were."""
     num_seqs, num_rows = len(own.q_lens), sum(own.q_lens)
     assert group.q_lens[:num_seqs] == own.q_lens and group.kv_lens[:num_seqs] == own.kv_lens
-    assert min(group.q_lens) > 0 and sum(group.q_lens) == rows
+    assert sum(group.q_lens) == rows
     assert group.kv_lens[num_seqs:] == group.q_lens[num_seqs:]
     assert group.page_table.shape == (len(group.q_lens), pages)
     assert (group.page_table[num_seqs:, 0] == 0).all()
@@ -249,34 +250,48 @@ def check_padded(own: RowGroup, group: RowGroup, rows: int, pages: int, scratch_
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 100, 256])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("max_graphs", [2, 3, 5, 16, 48])
+@pytest.mark.parametrize("spare", [0, 1])
 def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(
-    max_num_seqs: int, block_size: int, max_graphs: int
+    max_num_seqs: int, block_size: int, max_graphs: int, spare: int
 ) -> None:
-    sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True)
-    assert len(sizes.seqs) * (1 + len(sizes.widths)) <= max_graphs
+    sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
+    assert len(sizes.seqs) * (len(sizes.blocks) + len(sizes.widths)) <= max_graphs
+    assert sizes.blocks == tuple(width for width in sizes.widths if width > 1)
+    assert all(rows <= sizes.block_rows(rows) in sizes.blocks for rows in range(2, block_size + 1))
     assert (sizes.seqs[-1], sizes.widths[-1]) == (max_num_seqs, block_size) and len(sizes.widths) <= 4
     assert list(sizes.seqs) == sorted(set(sizes.seqs)) and list(sizes.widths) == sorted(set(sizes.widths))
     for num_seqs in range(1, max_num_seqs + 1):
         for num_rows in {num_seqs, num_seqs * block_size, (num_seqs * block_size + num_seqs) // 2}:
             seqs, rows = sizes.target(num_seqs, num_rows)
-            assert seqs >= num_seqs and rows >= num_rows + 1 + seqs - num_seqs
+            assert seqs >= num_seqs and rows >= num_rows + spare + seqs - num_seqs
             assert rows in {sizes.rows(seqs, width) for width in sizes.widths}
+    assert sizes.most_rows == max_num_seqs * block_size + spare, "a full step has no padding but what must be"
 
 
 def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="--max-graphs 1 is too small"):
-        settle_graph_sizes(4, 8, 1, draft_graphs=True)
-    assert settle_graph_sizes(4, 1, 1, draft_graphs=False).seqs == (4,)
+        settle_graph_sizes(4, 8, 1, draft_graphs=True, spare=0)
+    assert settle_graph_sizes(4, 1, 1, draft_graphs=False, spare=0).seqs == (4,)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_the_draft_block_is_whole_however_few_rows_are_verified(page_size):
+def test_draft_blocks_have_the_rows_they_are_given_however_few_are_verified(page_size):
     seq = Sequence(Request("a", tuple(range(10)), 2), 0, pages=array("i", range(1, 30)))
-    inputs = step_inputs.build(Batch([Rows(seq, 9, 2, samples=True, num_drafts=1)]), page_size, block_size=8)
+    inputs = step_inputs.build(Batch([Rows(seq, 9, 2, samples=True, num_drafts=1)]), page_size, block_rows=8)
     assert inputs.draft is not None
     assert on_device(inputs.draft.group, page_size)[0] == list(range(9, 17))
     assert inputs.draft.group.kv_lens == [17], "the block is counted once"
     assert inputs.target.sources.tolist() == [0, 2]
+
+
+def test_drafts_are_found_in_lines_that_are_longer_than_blocks():
+    seqs = [Sequence(Request(name, (1,) * 10, 40), 0, pages=array("i", range(1, 30))) for name in "ab"]
+    batch = Batch([Rows(seqs[0], 9, 3, samples=True, num_drafts=2), Rows(seqs[1], 9, 2, samples=True, num_drafts=1)])
+    assert batch.block_rows == 3 and Batch(batch.decodes, least_block=5).block_rows == 5 and Batch().block_rows == 0
+    close = step_inputs.build(batch, 4, batch.block_rows).target.sources
+    apart = step_inputs.build(batch, 4, batch.block_rows, draft_columns=7)
+    assert close.tolist() == [0, 5, 6, 3, 5 + 2] and apart.target.sources.tolist() == [0, 5, 6, 3, 5 + 7]
+    assert apart.draft is not None and apart.draft.group.q_lens == [3, 3]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -287,7 +302,7 @@ def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_whe
         for i, name in enumerate("ab")
     ]
     rows = [Rows(seqs[0], 10, 4, True, 3, line=2, slack=7), Rows(seqs[1], 10, 1, True, 0, line=0, slack=3)]
-    inputs = step_inputs.build(Batch(rows), page_size, block_size=8)
+    inputs = step_inputs.build(Batch(rows), page_size, block_rows=8)
     (group,) = inputs.target.groups
     assert inputs.target.lines.tolist() == [2, 0] and inputs.target.sources.tolist() == [0, 5, 6, 7, 4]
     assert inputs.target.token_ids.tolist() == [0] * 5
@@ -299,7 +314,7 @@ def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_whe
 
 def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
     seq = Sequence(Request("a", (1, 2, 3, 4), 2, temperature=1.0), 0, pages=array("i", [1]))
-    inputs = step_inputs.build(Batch(prefills=[Rows(seq, 0, 3, samples=False)]), page_size=4, block_size=4)
+    inputs = step_inputs.build(Batch(prefills=[Rows(seq, 0, 3, samples=False)]), page_size=4, block_rows=4)
     target = inputs.target
     assert target.logit_rows.size == target.first_logit.size == target.num_drafts.size == target.draft_of.size == 0
     assert inputs.draws == []

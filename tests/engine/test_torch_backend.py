@@ -122,6 +122,7 @@ LENGTHS = {
     "ragged widths": ([1, 5, 2, 4], [16, 5, 33, 12]),
     "ragged widths at equal lengths": ([1, 3], [12, 12]),
     "chunks of prompts": ([12, 3, 7], [12, 20, 8]),
+    "a sequence without rows": ([4, 1, 0], [9, 30, 0]),
 }
 
 
@@ -135,14 +136,26 @@ def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths,
 @pytest.mark.parametrize(("scores", "tokens", "small"), [(40, 10**6, 0), (10**6, 30, 0), (60, 40, 20), (1, 1, 1)])
 def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, scores, tokens, small, causal):
     """Long prompts are cut by rows, and sequences of different sizes go to different calls."""
-    for name, bound in (("MAX_SCORES", scores), ("MAX_GATHERED_TOKENS", tokens), ("SMALL_CALL", small)):
+    for name, bound in (("MAX_SCORES", scores), ("SMALL_CALL", small)):
         monkeypatch.setattr(f"app.engine.torch_backend.{name}", bound)
+    monkeypatch.setattr(backend, "gathered_at_once", tokens)
     num_calls = []
     for q_lens, kv_lens in LENGTHS.values():
         case = Ragged(q_lens, kv_lens, causal=causal)
         case.check(backend)
         num_calls.append(len(case.meta.plan))
     assert max(num_calls) > 1
+
+
+def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(backend, monkeypatch):
+    monkeypatch.setattr(backend, "gathered_at_once", 64)
+    monkeypatch.setattr("app.engine.torch_backend.SMALL_CALL", 0)
+    alike = Ragged([2] * 6, [30, 28, 32, 29, 31, 27])
+    alike.check(backend)
+    assert [(call.rows, call.places) for call in alike.meta.plan] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]
+    mixed = Ragged([2] * 6, [4, 60, 4, 60, 4, 60])
+    mixed.check(backend)
+    assert [call.num_pieces for call in mixed.meta.plan] == [3, 1, 1, 1]
 
 
 def test_one_long_prompt_beside_many_short_rows_is_not_padded_to_all_of_them(backend):
@@ -184,6 +197,15 @@ def test_one_meta_serves_every_layer(backend):
         moved.k[mine], moved.v[mine] = second.kv.k[theirs], second.kv.v[theirs]
     found = backend.attention(torch.cat(second.q), moved, first.meta)
     torch.testing.assert_close(found, second.expected(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("lengths", "calls"), [(([40, 7], [60, 7]), 1), (([3, 300, 5], [9, 900, 9]), 2)])
+def test_no_copy_of_a_prompts_plan_is_waited_for(monkeypatch, lengths, calls):
+    """As one of `torch.tensor(..., device=...)` is."""
+    case, backend, uploads, make = Ragged(*lengths), TorchBackend(CPU), [], torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda values: make(values))
+    monkeypatch.setattr(TorchBackend, "upload", lambda self, host, to: uploads.append(to.copy_(host)))
+    assert len(backend.plan_attention(case.meta, 2)) == calls and uploads
 
 
 def test_the_block_of_a_draft_sees_itself_both_ways_and_a_verify_row_never_what_follows(backend):
@@ -449,15 +471,35 @@ def test_choices_do_not_depend_on_the_chunks_logits_are_made_in(backend, monkeyp
 
 def test_logits_are_never_made_for_more_rows_than_a_chunk_has(backend, monkeypatch):
     monkeypatch.setattr("app.engine.sampler.LOGITS_CHUNK_BYTES", 3 * 4 * VOCAB)
-    made: list[int] = []
+    counting = Counting(CPU)
+    Sampler(VOCAB, counting).choose(normal(8, 4), normal(VOCAB, 4))
+    assert counting.made == [3, 3, 2]
 
-    class Counting(TorchBackend):
-        def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-            made.append(x.shape[0])
-            return super().linear(x, weight)
 
-    Sampler(VOCAB, Counting(CPU)).choose(normal(8, 4), normal(VOCAB, 4))
-    assert made == [3, 3, 2]
+def test_an_accelerator_reads_the_lm_head_once_for_32_whole_blocks_unless_rows_are_drawn():
+    counting = Counting(CPU)
+    counting.device = torch.device("meta")
+    vocab_size, rows = 151_936, 32 * 16 + 1
+    sampler = Sampler(vocab_size, counting)
+    hidden, lm_head = (torch.empty(size, 4, device="meta") for size in (rows, vocab_size))
+    drawn = torch.ones(1, device="meta")
+    draws = Draws([rows - 1], drawn.long(), temperature=drawn, state=drawn.int())
+    sampler.choose(hidden, lm_head)
+    sampler.propose(hidden, lm_head)
+    sampler.choose(hidden, lm_head, [draws])
+    assert counting.made == [rows, rows, 441, 72]
+
+
+class Counting(TorchBackend):
+    """Remembers how many rows each `linear` is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.made: list[int] = []
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        self.made.append(x.shape[0])
+        return super().linear(x, weight)
 
 
 def test_greedy_ties_go_to_the_lowest_id(backend):

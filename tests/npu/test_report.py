@@ -119,7 +119,7 @@ def point(name: str, backend: Backend) -> Result:
         ("more than 16 rows", "the result is right"),
         ("order of heads", "The order by heads is taken, and the result is right"),
         ("updates of a graph", "3 updates take the host"),
-        ("captures", "4 of 4 graphs were captured."),
+        ("captures", "5 of 5 graphs were captured."),
     ],
 )
 def test_every_open_point_is_answered_in_a_sentence(backend: NpuBackend, name: str, said: str) -> None:
@@ -185,8 +185,8 @@ def test_captures_stop_at_the_first_failure_with_its_words(
 
     monkeypatch.setattr(NpuBackend, "capture", limited)
     found = point("captures", backend)
-    assert found["status"] == "failed" and (found["result"]["captured"], found["result"]["wanted"]) == (3, 4)
-    assert "3 of 4 graphs were captured; the next one failed: " in found["result"]["found"]
+    assert found["status"] == "failed" and (found["result"]["captured"], found["result"]["wanted"]) == (3, 5)
+    assert "3 of 5 graphs were captured; the next one failed: " in found["result"]["found"]
     assert "--max-graphs" in found["error"]["meaning"]
 
 

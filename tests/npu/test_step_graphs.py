@@ -177,13 +177,13 @@ def test_every_size_is_captured_and_replayed_before_the_engine_is_ready(pair: Pa
             lambda *progress: seen.append(progress),
         )
     graphs = [(done, total) for stage, done, total in seen if stage == "graphs"]
-    sizes = 3 * (1 + 4)  # 1, 2 and 4 sequences: a draft, and a target of 1, 2, 4 and 8 rows each
+    sizes = 3 * (3 + 4)  # 1, 2 and 4 sequences: drafts of 2, 4 and 8 rows, and targets of 1, 2, 4 and 8
     assert graphs == [(i + 1, sizes) for i in range(sizes)]
     assert [stage for stage, _, _ in seen][-1] == "warm-up"
     assert len(set(trace.of("replay"))) == sizes
 
 
-@pytest.mark.parametrize(("max_graphs", "expected"), [(15, 15), (14, 12), (4, 3), (2, 2)])
+@pytest.mark.parametrize(("max_graphs", "expected"), [(21, 21), (20, 15), (14, 9), (4, 3), (2, 2)])
 def test_no_more_graphs_are_captured_than_allowed(pair: Pair, max_graphs: int, expected: int) -> None:
     with traced() as trace:
         engine(pair, max_graphs=max_graphs)

@@ -178,7 +178,7 @@ def test_serve_help_shows_every_flag_its_default_and_its_variable(capsys: pytest
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
-def test_help_answers_in_half_a_second(arguments: list[str]) -> None:
+def test_help_takes_little_processor_time(arguments: list[str]) -> None:
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "app", *arguments], check=True, stdout=subprocess.DEVNULL)
@@ -186,7 +186,7 @@ def test_help_answers_in_half_a_second(arguments: list[str]) -> None:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     # Processor time, best of three: what else runs on the machine is not what is promised.
-    assert min(seconds() for _ in range(3)) < 0.5
+    assert min(seconds() for _ in range(3)) < 0.4
 
 
 def test_settings_and_checkpoints_import_nothing_heavy() -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.costs import table
+from app.engine.costs import Shape, shapes, table
 from app.engine.dflash.policy import (
     _FOR_WHOLE_BLOCKS,
     _HOLDS_FOR,
@@ -38,7 +38,7 @@ BLOCK = 16
 STEPS = 400
 WIDTHS = (1, 2, 4, 8, 16)
 COSTS: dict[str, tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {
-    # draft ms by blocks, target ms by rows: dispatch alone, memory-bound, and a machine that pays for every row
+    # draft ms by whole blocks, target ms by rows: dispatch alone, memory-bound, and a machine that pays for every row
     "flat": ([(1, 0.5), (64, 0.5)], [(1, 10.0), (1024, 10.5)]),
     "accelerator": ([(1, 2.0), (16, 2.4), (64, 4.0)], [(1, 11.0), (64, 12.0), (256, 16.0), (1024, 50.0)]),
     "cpu": ([(1, 1.4), (4, 2.6), (16, 6.0), (32, 11.5)], [(1, 2.0), (16, 3.0), (64, 5.5), (256, 15.0), (512, 29.0)]),
@@ -47,7 +47,7 @@ CHANCES = {"easy": 0.97, "ok": 0.85, "mid": 0.7, "hard": 0.3, "hopeless": 0.03}
 
 
 def planted(name: str) -> CostTable:
-    """Costs by blocks and by target rows, whatever sequences these are of."""
+    """Costs by rows of draft blocks and by target rows, whatever sequences these are of."""
     draft, target = COSTS[name]
     sizes, ms = zip(*target, strict=True)
 
@@ -57,15 +57,22 @@ def planted(name: str) -> CostTable:
     seqs = [1, 2, 4, 8, 16, 32, 64]
     blocks, draft_ms = zip(*draft, strict=True)
     verify = [[(drafts, target_ms(n + drafts) - target_ms(n)) for drafts in range(n * (BLOCK - 1) + 1)] for n in seqs]
-    drafting = [(n, float(np.interp(n, blocks, draft_ms))) for n in seqs]
+    drafting = {
+        rows: [(n, float(np.interp(n * rows / BLOCK, blocks, draft_ms))) for n in seqs] for rows in (4, 8, BLOCK)
+    }
     return CostTable([(n, target_ms(n)) for n in seqs], drafting, verify)
 
 
+def work_of(chosen: Sequence[int]) -> tuple[int, int, int, int]:
+    """Sequences, blocks, their rows and drafts of a step that verifies so many of each."""
+    return len(chosen), sum(map(bool, chosen)), 1 + max(chosen, default=0), sum(chosen)
+
+
 def trace(kind: str, random: Random) -> list[int]:
-    """`kind` is one of CHANCES, or "changing": easy and hopeless by turns of 60 steps."""
+    """`kind` is one of CHANCES, or "changing N": easy and hopeless by turns of 60 steps, from step N of two on."""
     drafts = []
     for step in range(STEPS):
-        now = ("hopeless", "easy")[step // 60 % 2] if kind == "changing" else kind
+        now = ("hopeless", "easy")[(step + int(kind[9:])) // 60 % 2] if kind.startswith("changing") else kind
         accepted = 0
         while accepted < BLOCK - 1 and random.random() < CHANCES[now]:
             accepted += 1
@@ -84,9 +91,8 @@ def replay(traces: Sequence[Sequence[int]], costs: str, width: int | None) -> fl
             accepted = min(traces[i][step], drafts)
             tokens += accepted + 1
             policy.observe(i, drafts, accepted)
-        work = (len(chosen), sum(map(bool, chosen)), sum(chosen))
-        took = float(true.step_ms(*work))
-        policy.took(*work, took)
+        took = float(true.step_ms(*work_of(chosen)))
+        policy.took(*work_of(chosen), took)
         ms += took
     return tokens / ms
 
@@ -137,15 +143,14 @@ def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) 
             if not left:
                 del running[name]
                 policy.forget(name)
-        work = (len(chosen), sum(map(bool, chosen)), sum(chosen))
-        took = float(true.step_ms(*work))
-        policy.took(*work, took)
+        took = float(true.step_ms(*work_of(chosen)))
+        policy.took(*work_of(chosen), took)
         ms += took
     return tokens / ms
 
 
-@pytest.mark.parametrize("concurrency", [1, pytest.param(4, marks=pytest.mark.slow), 16])
-@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("concurrency", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 16])
+@pytest.mark.parametrize("costs", [pytest.param(c, marks=pytest.mark.slow) if c == "flat" else c for c in COSTS])
 @pytest.mark.parametrize("load", recorded())
 def test_on_recorded_text_it_is_as_good_as_the_best_fixed_width(load: str, costs: str, concurrency: int) -> None:
     fixed = {width: replay_recorded(load, costs, width, concurrency) for width in WIDTHS}
@@ -181,14 +186,16 @@ def test_on_a_mixed_load_it_beats_every_fixed_width(costs: str) -> None:
     assert auto >= 1.05 * fixed[1] and auto >= 1.05 * fixed[BLOCK]
 
 
-@pytest.mark.parametrize("costs", COSTS)
-def test_text_that_has_become_easy_again_is_found(costs: str) -> None:
-    """Over several loads, for when a probe comes is chance."""
+@pytest.mark.parametrize(
+    ("costs", "least"), [pytest.param("flat", 0.97, marks=pytest.mark.slow), ("accelerator", 0.88), ("cpu", 0.82)]
+)
+def test_text_that_has_become_easy_again_is_found(costs: str, least: float) -> None:
+    """Over several loads, for when a probe comes is chance. Where probes are dear they are rare; turns are short."""
     shares = []
-    for seed in range(4):
-        auto, _, fixed = compared(["changing"] * 4, costs, seed)
+    for seed in range(24):
+        auto, _, fixed = compared([f"changing {5 * seed}"] * 4, costs, seed)
         shares.append(auto / max(fixed[1], fixed[BLOCK]))
-    assert sum(shares) / len(shares) >= 0.9
+    assert sum(shares) / len(shares) >= least
 
 
 def test_probing_costs_no_more_than_its_share() -> None:
@@ -200,75 +207,87 @@ def test_probing_costs_no_more_than_its_share() -> None:
 
 
 def test_costs_are_linear_between_sizes_and_proportional_beyond() -> None:
-    costs = CostTable([(1, 10.0), (3, 20.0)], [(1, 2.0), (3, 4.0)], [[(0, 0.0), (15, 3.0)], [(0, 0.0), (45, 18.0)]])
-    assert costs.step_ms(1, np.array([0, 1, 2, 3, 6]), 0).tolist() == [10.0, 12.0, 13.0, 14.0, 18.0]
-    assert costs.step_ms(1, 0, np.array([0, 5, 15])).tolist() == [10.0, 11.0, 13.0]
-    assert costs.step_ms(2, 0, np.array([0, 15])).tolist() == pytest.approx([15.0, 15.0 + 3.0 / 2 + 6.0 / 2])
-    assert costs.step_ms(6, 0, np.array([0, 90])).tolist() == [40.0, 40.0 + 36.0]
-    assert float(costs.step_ms(1, 1, 5)) == 13.0
+    verify = [[(0, 0.0), (15, 3.0)], [(0, 0.0), (45, 18.0)]]
+    costs = CostTable([(1, 10.0), (3, 20.0)], {16: [(1, 2.0), (3, 4.0)], 8: [(1, 1.0), (3, 2.0)]}, verify)
+    assert costs.step_ms(1, np.array([0, 1, 2, 3, 6]), 16, 0).tolist() == [10.0, 12.0, 13.0, 14.0, 18.0]
+    assert costs.step_ms(1, 0, 1, np.array([0, 5, 15])).tolist() == [10.0, 11.0, 13.0]
+    assert costs.step_ms(2, 0, 1, np.array([0, 15])).tolist() == pytest.approx([15.0, 15.0 + 3.0 / 2 + 6.0 / 2])
+    assert costs.step_ms(6, 0, 1, np.array([0, 90])).tolist() == [40.0, 40.0 + 36.0]
+    assert float(costs.step_ms(1, 1, 16, 5)) == 13.0
+
+
+def test_blocks_cost_what_the_next_wider_ones_do_that_were_measured() -> None:
+    costs = CostTable([(1, 10.0)], {8: [(1, 1.0)], 4: [(1, 0.5)], 16: [(1, 2.0)]}, [[(0, 0.0)]])
+    assert costs.widths == [4, 8, 16]
+    assert [float(costs.step_ms(1, 1, rows, 0)) for rows in (2, 4, 5, 8, 9, 16)] == [10.5, 10.5, 11, 11, 12, 12]
 
 
 def test_serving_refines_the_costs_near_its_size() -> None:
     verify = [[(0, 0.0), (15, 4.0)], [(0, 0.0), (960, 40.0)]]
-    costs = CostTable([(1, 10.0), (64, 40.0)], [(1, 1.0), (64, 4.0)], verify)
+    costs = CostTable([(1, 10.0), (64, 40.0)], {16: [(1, 1.0), (64, 4.0)]}, verify)
     for _ in range(400):
-        costs.refine(1, 1, 15, 30.0)
-    assert float(costs.step_ms(1, 1, 15)) == pytest.approx(30.0, rel=0.02)
-    assert float(costs.step_ms(64, 64, 960)) == 84.0, "a size that was not run keeps its cost"
-    before = float(costs.step_ms(1, 1, 15))
-    costs.refine(1, 1, 15, 1e6)
-    assert float(costs.step_ms(1, 1, 15)) < 1.1 * before, "a step that something held up moves little"
+        costs.refine(1, 1, 16, 15, 30.0)
+    assert float(costs.step_ms(1, 1, 16, 15)) == pytest.approx(30.0, rel=0.02)
+    assert float(costs.step_ms(64, 64, 16, 960)) == 84.0, "a size that was not run keeps its cost"
+    before = float(costs.step_ms(1, 1, 16, 15))
+    costs.refine(1, 1, 16, 15, 1e6)
+    assert float(costs.step_ms(1, 1, 16, 15)) < 1.1 * before, "a step that something held up moves little"
 
 
 def test_a_slower_machine_is_slower_at_all_it_could_do() -> None:
     """Else what is not run would keep its old cost, and the choice would stay as it is."""
     costs = planted("cpu")
-    plain, block = float(costs.step_ms(4, 0, 0)), float(costs.step_ms(4, 4, 60))
+    plain, block = float(costs.step_ms(4, 0, 0, 0)), float(costs.step_ms(4, 4, 16, 60))
     for _ in range(200):
-        costs.refine(4, 0, 0, 2 * plain)
-    assert float(costs.step_ms(4, 0, 0)) == pytest.approx(2 * plain, rel=0.01)
-    assert float(costs.step_ms(4, 4, 60)) == pytest.approx(2 * block, rel=0.01)
+        costs.refine(4, 0, 0, 0, 2 * plain)
+    assert float(costs.step_ms(4, 0, 0, 0)) == pytest.approx(2 * plain, rel=0.01)
+    assert float(costs.step_ms(4, 4, 16, 60)) == pytest.approx(2 * block, rel=0.01)
 
 
 def test_what_drafting_costs_against_plain_steps_is_learned_where_both_are_run() -> None:
     """Whatever warm-up said, and however fast the machine is meanwhile."""
     costs = planted("cpu")
-    plain, block = float(costs.step_ms(4, 0, 0)), float(costs.step_ms(4, 4, 60))
+    plain, block = float(costs.step_ms(4, 0, 0, 0)), float(costs.step_ms(4, 4, 16, 60))
     for step in range(300):
         slower = 1 + step // 50 % 2
-        costs.refine(4, 0, 0, slower * plain)
-        costs.refine(4, 4, 60, slower * 1.3 * block)
-    ratio = float(costs.step_ms(4, 4, 60)) / float(costs.step_ms(4, 0, 0))
+        costs.refine(4, 0, 0, 0, slower * plain)
+        costs.refine(4, 4, 16, 60, slower * 1.3 * block)
+    ratio = float(costs.step_ms(4, 4, 16, 60)) / float(costs.step_ms(4, 0, 0, 0))
     assert ratio == pytest.approx(1.3 * block / plain, rel=0.05)
 
 
 def test_warm_up_timings_are_split_into_draft_and_target() -> None:
-    def step(seqs: int, drafting: int, width: int) -> float:
-        rows = seqs + drafting * (width - 1)
+    def step(shape: Shape) -> float:
+        seqs, drafting, width, block = shape
         ragged = 0 < drafting < seqs
-        return 5 + 0.5 * rows + (2 + 0.25 * drafting + 1.5 * ragged if drafting else 0.0)
+        verified = 5 + 0.5 * (seqs + drafting * (width - 1))
+        return verified + (2 + 0.02 * drafting * block + 1.5 * ragged if drafting else 0.0)
 
-    shapes = [(n, d, w) for n in (1, 2, 4, 8) for d, w in ((0, 1), (1, 16), (n, 2), (n, 4), (n, 8), (n, 16))]
-    costs = table({shape: step(*shape) for shape in shapes})
-    for n, drafting, width in shapes:
-        found = float(costs.step_ms(n, drafting, drafting * (width - 1)))
-        if drafting == 1 < n:
-            assert found == pytest.approx(step(n, drafting, width), rel=0.15)
-        else:
-            assert found == pytest.approx(step(n, drafting, width))
+    timed = [shape for n in (1, 2, 4, 8) for shape in shapes(n, BLOCK)]
+    costs = table({shape: step(shape) for shape in timed})
+    assert costs.widths == [4, 8, BLOCK]
+    for shape in timed:
+        found = float(costs.step_ms(shape.seqs, shape.drafting, shape.block, shape.drafting * (shape.rows - 1)))
+        is_whole = shape.rows == shape.block and shape.drafting == shape.seqs
+        assert found == pytest.approx(step(shape), rel=None if is_whole else 0.15), shape
 
 
 def test_warm_up_timings_that_were_held_up_give_costs_that_rise() -> None:
-    one = {(1, 0, 1): 5.0, (1, 1, 2): 9.0, (1, 1, 16): 8.0}
-    costs = table(one | {(2, 0, 1): 4.0, (2, 1, 16): 4.0, (2, 2, 2): 4.1, (2, 2, 16): 20.0})
-    assert (np.diff(costs.step_ms(1, 1, np.arange(16))) >= 0).all()
-    assert (np.diff(costs.step_ms(2, np.arange(3), 0)) >= 0).all()
-    assert float(costs.step_ms(2, 0, 0)) >= float(costs.step_ms(1, 0, 0))
+    costs = table({shape: 5.0 + shape.seqs % 2 + shape.rows % 4 for n in (1, 2, 3) for shape in shapes(n, BLOCK)})
+    for n in (1, 2, 3):
+        for rows in costs.widths:
+            assert (np.diff(costs.step_ms(n, n, rows, np.arange(n * BLOCK))) >= 0).all()
+            assert (np.diff(costs.step_ms(n, np.arange(4), rows, 0)) >= 0).all()
+    assert float(costs.step_ms(2, 0, 0, 0)) >= float(costs.step_ms(1, 0, 0, 0))
 
 
-def test_a_block_of_two_rows_has_costs_too() -> None:
-    costs = table({(1, 0, 1): 5.0, (1, 1, 2): 9.0})
-    assert float(costs.step_ms(1, 1, 1)) == pytest.approx(9.0)
+@pytest.mark.parametrize("block_size", [2, 3, 4, 5])
+def test_a_block_of_few_rows_has_costs_too(block_size: int) -> None:
+    timed = {shape: 5.0 + shape.rows + shape.block for n in (1, 2) for shape in shapes(n, block_size)}
+    costs = table(timed)
+    for n in (1, 2):
+        whole = Shape(n, n, block_size, block_size)
+        assert float(costs.step_ms(n, n, block_size, n * (block_size - 1))) == pytest.approx(timed[whole])
 
 
 def outcomes(*steps: tuple[int, int]) -> Outcomes:
@@ -341,7 +360,7 @@ def test_how_much_texts_differ_is_found_out(alike: bool) -> None:
         for i, drafts in enumerate(chosen):
             good = (step * 5 + i * 3) % 7 < 3 if alike else i % 2 == 0
             policy.observe(i, drafts, drafts if good else 0)
-        policy.took(8, 8, 120, 10.0)
+        policy.took(8, 8, 16, 120, 10.0)
     believed = _WEIGHTS[policy._surprise.argmin()]
     assert believed == (max(_WEIGHTS) if alike else min(_WEIGHTS))
 
@@ -388,12 +407,12 @@ def test_a_probe_that_is_accepted_whole_is_news_only_where_that_was_unlikely(acc
 def test_time_for_probes_is_saved_in_steps_that_prefill_too() -> None:
     policy = Policy(BLOCK, planted("cpu"))
     policy._credit = -1.0
-    before = float(policy.costs.step_ms(4, 0, 0))
+    before = float(policy.costs.step_ms(4, 0, 0, 0))
     for _ in range(100):
         policy.drafts([(i, 15) for i in range(4)])
-        policy.took(4, 0, 0, 50.0, prefilled=True)
+        policy.took(4, 0, 0, 0, 50.0, prefilled=True)
     assert policy._credit > 0
-    assert float(policy.costs.step_ms(4, 0, 0)) == before, "what prefill costs is no cost of decoding"
+    assert float(policy.costs.step_ms(4, 0, 0, 0)) == before, "what prefill costs is no cost of decoding"
 
 
 def test_what_an_answer_ended_with_is_learned_of_all_and_forgotten_of_itself() -> None:
@@ -415,7 +434,7 @@ def brute(chances: list[list[float]], costs: CostTable) -> float:
         nonlocal best
         if i == len(chances):
             gain = sum(sum(row[:n]) for row, n in zip(chances, drafts, strict=True))
-            ms = float(costs.step_ms(len(drafts), sum(map(bool, drafts)), sum(drafts)))
+            ms = float(costs.step_ms(*work_of(drafts)))
             best = max(best, (len(drafts) + gain) / ms)
             return
         for n in sizes[i]:
@@ -428,20 +447,27 @@ def brute(chances: list[list[float]], costs: CostTable) -> float:
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=3),
-    st.floats(0.1, 5.0),
+    st.floats(0.03, 1.5),
     st.floats(0.05, 3.0),
 )
 def test_the_allotment_is_the_best_there_is(rows: list[list[float]], draft_ms: float, row_ms: float) -> None:
     """Against a search over everything, for few sequences."""
     survival = np.cumprod(np.array(rows), axis=1)
     verify = [[(0, 0.0), (24, 24 * row_ms)]]
-    costs = CostTable([(len(rows), 1.0 + len(rows) * row_ms)], [(1, draft_ms), (8, draft_ms * 2)], verify)
+    draft = {width: [(1, width * draft_ms), (8, width * draft_ms * 2)] for width in (2, 4)}
+    costs = CostTable([(len(rows), 1.0 + len(rows) * row_ms)], draft, verify)
     found = allot(survival, costs)
     gain = sum(float(row[:n].sum()) for row, n in zip(survival, found.drafts, strict=True))
-    ms = float(costs.step_ms(len(rows), sum(map(bool, found.drafts)), sum(found.drafts)))
+    ms = float(costs.step_ms(*work_of(found.drafts)))
     assert (len(rows) + gain) / ms >= brute(survival.tolist(), costs) / max(_FOR_WHOLE_BLOCKS, _WORTH_DRAFTING) * (
         1 - 1e-9
     )
+
+
+def test_blocks_are_narrow_where_rows_are_dear_and_wide_where_they_are_free() -> None:
+    survival = np.cumprod(np.full((16, BLOCK - 1), 0.9), axis=1)
+    assert max(allot(survival, planted("flat")).drafts) == BLOCK - 1
+    assert max(allot(survival, planted("cpu")).drafts) == 7
 
 
 def test_no_more_drafts_are_verified_than_a_sequence_may() -> None:
@@ -458,11 +484,18 @@ def test_a_fixed_width_holds_without_costs(width: int | None, expected: list[int
     assert Policy(BLOCK, None, width).drafts([("a", 15), ("b", 2)]) == expected
 
 
+def test_blocks_are_as_wide_as_was_decided_though_a_sequence_is_at_its_end() -> None:
+    policy = Policy(BLOCK, planted("flat"))
+    assert policy.drafts([("a", 15), ("b", 2)]) == [15, 2] and policy.block_rows == BLOCK
+    assert policy.drafts([("b", 2)]) == [2] and policy.block_rows == BLOCK
+    assert Policy(BLOCK, None, 4).block_rows == 4 and Policy(BLOCK).block_rows == BLOCK
+
+
 def test_what_has_ended_is_forgotten() -> None:
     policy = Policy(BLOCK, planted("cpu"))
     for i in range(100):
         policy.drafts([(i, 15)])
         policy.observe(i, 15, 0)
-        policy.took(1, 1, 15, 5.0)
+        policy.took(1, 1, 16, 15, 5.0)
         policy.forget(i)
     assert not any((policy._of, policy._came, policy._last_probe, policy._decided))

@@ -1,4 +1,4 @@
-"""Generated conversations in five domains, with held-out templates. Pure Python, no torch.
+"""Generated conversations in six domains, with held-out templates. Pure Python, no torch.
 
 for sample in itertools.islice(samples("math", "heldout", seed=0), 200):
     text = ask(sample.messages)

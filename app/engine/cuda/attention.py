@@ -30,8 +30,8 @@ WAVES = 2
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a call is launched: query rows of a tile, tiles over all sequences (one that is nobody's ends at once), the
-    parts that K and V are split into for each, tokens that are read at a time, and Triton's warps and stages."""
+    """How a call is launched: query rows of a tile, tiles over all sequences (one without rows ends at once), the parts
+    that K and V are split into for each, tokens that are read at a time, and Triton's warps and stages."""
 
     rows: int
     tiles: int
@@ -44,15 +44,20 @@ class Geometry:
 def geometry(
     num_seqs: int, num_rows: int, group: int, kv_heads: int, dtype: torch.dtype, multiprocessors: int
 ) -> Geometry:
-    """For rows of `num_seqs` sequences with at least one each, and `group` query heads to a KV head. It follows from
-    the shape of the rows alone, so that a graph may hold it, and that eager steps find kernels that graphs compiled."""
+    """For rows of `num_seqs` sequences, of which the last one may have none and all others have some, and `group` query
+    heads to a KV head. It follows from the shape of the rows alone, so that a graph may hold it, and that eager steps
+    find kernels that graphs compiled."""
     narrow = dtype.itemsize <= 2
-    rows = 1 if num_rows == num_seqs else TILE_ROWS if narrow else TILE_ROWS // 2
+    # Two rows of two sequences may both be the first one's, in a graph for one sequence that verifies one draft.
+    plain = num_rows < num_seqs or num_rows == num_seqs != 2
+    rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // 2
     tokens = 64 if narrow else 32
-    most = min(MAX_SPLITS, -(-WAVES * multiprocessors // (num_seqs * kv_heads)))
+    # Tiles that have work, at least: one of a graph's sequences is nobody's.
+    busy = max(1, num_seqs - 1, num_rows // rows)
+    most = min(MAX_SPLITS, -(-WAVES * multiprocessors // (busy * kv_heads)))
     return Geometry(
         rows,
-        tiles=num_seqs if rows == 1 else num_seqs + num_rows // rows,
+        tiles=num_rows if rows == 1 else num_seqs + num_rows // rows,
         splits=1 << (most.bit_length() - 1),
         tokens=tokens,
         warps=4 if rows == 1 or (narrow and rows * group <= 64) else 8,

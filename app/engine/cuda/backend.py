@@ -38,7 +38,9 @@ class CudaBackend(TorchBackend):
         super().__init__(device)
         on_gpu = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
-        self._graph_pool: Any = None
+        self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        # PyTorch's default is one for all: the end of another engine's graph would take from ours cuBLAS's workspace.
+        self._capture_stream = torch.cuda.Stream(device) if on_gpu else None
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         if head_dim not in HEAD_DIMS:
@@ -106,9 +108,12 @@ class CudaBackend(TorchBackend):
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> Graph:
         if self.device.type == "cpu":
             return super().capture(run, metas)
-        if self._graph_pool is None:
-            self._graph_pool = torch.cuda.graph_pool_handle()
         run()
-        graph = CudaGraph(run, self._graph_pool)
+        graph = CudaGraph(run, self._graph_pool, self._capture_stream)
         graph.replay()
         return graph
+
+    def capture_apart(self, run: Callable[[], tuple[Tensor, ...]]) -> CudaGraph:
+        """A graph with memory of its own, which may end before others: for timing what `run` launches."""
+        run()
+        return CudaGraph(run, None, self._capture_stream)

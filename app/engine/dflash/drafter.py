@@ -23,7 +23,8 @@ class Drafter(Protocol):
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
     ) -> Tensor:
-        """Drafts [D, b - 1] of the tokens after each anchor [D]; the block lies at `positions` and `slots` [D * b]."""
+        """Drafts [D, w - 1] of the tokens after each anchor [D]. Blocks of w rows, as many as the trained ones have or
+        fewer, lie at `positions` and `slots` [D * w]."""
         ...
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -32,7 +33,7 @@ class Drafter(Protocol):
 
 
 class DFlashDrafter:
-    """Blocks `[anchor, MASK x (b - 1)]`, bidirectional inside and over the context KV; row k predicts token k.
+    """Blocks `[anchor, MASK x (w - 1)]`, bidirectional inside and over the context KV; row k predicts token k.
 
     `fused_write` does what `write_context` does, faster; None where there is no such thing.
     """
@@ -53,14 +54,15 @@ class DFlashDrafter:
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
     ) -> Tensor:
         hidden = self.masked(anchors, positions, slots, meta)
-        return self._sampler.propose(hidden, self.model.lm_head).view(-1, self.model.config.block_size - 1)
+        return self._sampler.propose(hidden, self.model.lm_head).view(anchors.shape[0], -1)
 
     def masked(self, anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta) -> Tensor:
-        """Hidden states [D * (b - 1), H] of the blocks' rows behind their anchors [D]; arguments as of `propose`."""
-        config, embedding = self.model.config, self.model.embedding
-        embedded = self._backend.embed_blocks(anchors, config.mask_token_id, config.block_size, embedding)
-        hidden = self.model.forward(embedded, StepRows(self.rotary.at(positions), slots, [meta]), self._pool)
-        return hidden.view(anchors.shape[0], config.block_size, -1)[:, 1:].flatten(0, 1)
+        """Hidden states [D * (w - 1), H] of the blocks' rows behind their anchors [D]; arguments as of `propose`."""
+        num_blocks, model = anchors.shape[0], self.model
+        num_rows = positions.shape[0] // num_blocks
+        embedded = self._backend.embed_blocks(anchors, model.config.mask_token_id, num_rows, model.embedding)
+        hidden = model.forward(embedded, StepRows(self.rotary.at(positions), slots, [meta]), self._pool)
+        return hidden.view(num_blocks, num_rows, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         if self.fused_write:

@@ -1,14 +1,16 @@
 """How many drafts of each sequence a step verifies: none where drafting does not pay, else as many as pay.
 
 Verification hands out tokens whatever is decided here, so this is about speed alone. What counts is tokens per second
-of the whole batch: a step of S sequences in which D draft and N drafts are verified gives S + (accepted drafts) tokens
-in draft_ms(D) + target_ms(S, N). Which drafts will be accepted is guessed from what has become of a sequence's last
-ones; so nothing is read from the device before the target runs. No torch, no clock.
+of the whole batch: a step of S sequences in which D draft blocks of W rows and N drafts are verified gives S +
+(accepted drafts) tokens in draft_ms(D, W) + target_ms(S, N). Blocks are no wider than what is verified of them, for a
+narrow one is as good as the beginning of a wide one. Which drafts will be accepted is guessed from what has become of a
+sequence's last ones; so nothing is read from the device before the target runs. No torch, no clock.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +48,8 @@ _PROBE_DRAFTS = 5
 _WORTH_DRAFTING = 1.03
 """What is expected of drafting must be so much more than plain decoding, which is known."""
 _FOR_WHOLE_BLOCKS = 1.02
-"""Rows of one width a sequence are quicker than as many of several, so whole blocks count for so much more."""
+"""Rows of one width a sequence are quicker than as many of several, so whole blocks count for so much more; those of
+one sequence if they are as wide as can be, for they tell most."""
 _STEP_NOISE = 0.03
 """Variance of the logarithm of what like steps take, as are the following."""
 _SPEED, _SPEED_DRIFT = 0.04, 4e-4
@@ -88,49 +91,55 @@ class Scale:
 
 
 class CostTable:
-    """Milliseconds of a decode step: a plain one by sequences, plus a draft pass by blocks, plus what verifying takes,
-    by sequences and drafts. Between the sizes that were measured costs are linear, beyond them proportional.
+    """Milliseconds of a decode step: a plain one by sequences, plus a draft pass by blocks and their rows, plus what
+    verifying takes, by sequences and drafts. Between the sizes that were measured costs are linear, beyond them
+    proportional; blocks cost what the next wider ones do that were measured.
 
-    `plain` and `draft` are (size, ms) of the same sizes, ascending; `verify` has for each of them (drafts, ms),
-    beginning with (0, 0.0).
+    `plain` and, for each of the `widths` that blocks may have, `draft` are (size, ms) of the same sizes, ascending;
+    `verify` has for each of them (drafts, ms), beginning with (0, 0.0).
     """
 
     def __init__(
         self,
         plain: Sequence[tuple[int, float]],
-        draft: Sequence[tuple[int, float]],
+        draft: Mapping[int, Sequence[tuple[int, float]]],
         verify: Sequence[Sequence[tuple[int, float]]],
     ) -> None:
-        self._plain, self._draft = (np.array(table, dtype=np.float64).reshape(-1, 2) for table in (plain, draft))
+        self.widths = sorted(draft)
+        self._plain = np.array(plain, dtype=np.float64).reshape(-1, 2)
+        self._draft = {rows: np.array(table, dtype=np.float64).reshape(-1, 2) for rows, table in draft.items()}
         self._verify = [np.array(table, dtype=np.float64) for table in verify]
-        self._draft_ms = np.zeros(0)
+        self._draft_ms = {rows: np.zeros(0) for rows in draft}
         self._target_ms: dict[int, Floats] = {}
         self._scales = [Scale() for _ in self._plain]
 
-    def step_ms(self, seqs: int, blocks: Any, drafts: Any) -> Floats:
-        """Of so many decoding sequences, draft blocks and verified drafts: the last two are numbers or arrays."""
-        plain, drafting = self._parts(seqs, blocks, drafts)
+    def step_ms(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> Floats:
+        """Of so many decoding sequences, draft blocks of so many rows each, and verified drafts: blocks and drafts are
+        numbers or arrays."""
+        plain, drafting = self._parts(seqs, blocks, rows, drafts)
         return plain + drafting
 
-    def refine(self, seqs: int, blocks: int, drafts: int, ms: float) -> None:
+    def refine(self, seqs: int, blocks: int, rows: int, drafts: int, ms: float) -> None:
         """Move the costs near this size towards what a step has taken."""
-        plain, drafting = self._parts(seqs, blocks, drafts)
+        plain, drafting = self._parts(seqs, blocks, rows, drafts)
         expected = plain + float(drafting)
         self._scales[_nearest(self._plain, seqs)].learn(float(drafting) / expected, log(ms / expected))
 
-    def _parts(self, seqs: int, blocks: Any, drafts: Any) -> tuple[float, Floats]:
+    def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[float, Floats]:
         """What a plain step of these sequences takes, and what drafting adds to it."""
         scale = self._scales[_nearest(self._plain, seqs)]
         target_ms = self._target_timed(seqs, int(np.max(drafts)))
-        drafting = self._draft_timed(int(np.max(blocks)))[blocks] + target_ms[drafts] - target_ms[0]
+        drafting = self._draft_timed(int(np.max(blocks)), rows)[blocks] + target_ms[drafts] - target_ms[0]
         return exp(scale.speed) * float(target_ms[0]), exp(scale.speed + scale.dearness) * np.asarray(drafting)
 
-    def _draft_timed(self, most: int) -> Floats:
-        """Of 0, 1, ... blocks, at least as many as asked for."""
-        if most >= len(self._draft_ms):
-            self._draft_ms = _between(self._draft, np.arange(2 * most + 2))
-            self._draft_ms[0] = 0.0
-        return self._draft_ms
+    def _draft_timed(self, most: int, rows: int) -> Floats:
+        """Of 0, 1, ... blocks of so many rows, at least as many as asked for."""
+        width = next((width for width in self.widths if width >= rows), self.widths[-1])
+        known = self._draft_ms[width]
+        if most >= len(known):
+            known = self._draft_ms[width] = _between(self._draft[width], np.arange(2 * most + 2))
+            known[0] = 0.0
+        return known
 
     def _target_timed(self, seqs: int, most: int) -> Floats:
         """Of a target pass over so many sequences with 0, 1, ... drafts of them all, at least as many as asked for."""
@@ -274,32 +283,37 @@ class Allotment(NamedTuple):
 def allot(chances: Floats, costs: CostTable) -> Allotment:
     """The drafts to verify, for the most tokens per second over the whole batch.
 
-    `chances` [S, b - 1] are survivals, 0 in a sequence that may not draft. A sequence either drafts a whole block or
-    none; of those that draft, the likeliest drafts of all are verified first.
+    `chances` [S, b - 1] are survivals, 0 in a sequence that may not draft. A sequence either drafts a block, of one
+    width for all, or none; of those that draft, the likeliest drafts of all are verified first.
     """
+    num_seqs = len(chances)
+    if not num_seqs:
+        return Allotment([], 0.0)
+    plain = Allotment([0] * num_seqs, num_seqs / float(costs.step_ms(num_seqs, 0, 0, 0)))
+    if not (chances > 0).any():
+        return plain
+    _, best = max((_by_blocks(chances[:, : rows - 1], rows, costs) for rows in costs.widths), key=itemgetter(0))
+    return best if best.rate > _WORTH_DRAFTING * plain.rate else plain
+
+
+def _by_blocks(chances: Floats, rows: int, costs: CostTable) -> tuple[float, Allotment]:
+    """The best of those with blocks of so many rows, behind how much it is preferred to others."""
     num_seqs, num_drafts = chances.shape
-    best = (
-        Allotment([0] * num_seqs, num_seqs / float(costs.step_ms(num_seqs, 0, 0))) if num_seqs else Allotment([], 0.0)
-    )
-    may = int((chances[:, 0] > 0).sum())
-    if not may:
-        return best
     order = np.argsort(-chances.sum(axis=1), kind="stable")
     ranked = chances[order]
-    drafting = np.array(_sizes(may))
+    drafting = np.array(_sizes(int((chances[:, 0] > 0).sum())))
     # [numbers of drafting sequences, drafts]: the drafts of so many sequences, likeliest first
     likeliest = -np.sort(-(ranked * (np.arange(num_seqs) < drafting[:, None])[..., None]).reshape(len(drafting), -1))
     tokens = num_seqs + np.cumsum(likeliest, axis=1)
-    rates = tokens / costs.step_ms(num_seqs, drafting[:, None], np.arange(1, num_seqs * num_drafts + 1))
+    rates = tokens / costs.step_ms(num_seqs, drafting[:, None], rows, np.arange(1, num_seqs * num_drafts + 1))
     preferred = rates.copy()
-    preferred[np.arange(len(drafting)), drafting * num_drafts - 1] *= _FOR_WHOLE_BLOCKS
+    whole = np.arange(len(drafting)), drafting * num_drafts - 1
+    preferred[whole] *= np.where((drafting > 1) | (rows == costs.widths[-1]), _FOR_WHOLE_BLOCKS, 1.0)
     size, last = np.unravel_index(preferred.argmax(), rates.shape)
-    if rates[size, last] > _WORTH_DRAFTING * best.rate:
-        drafts = np.zeros(num_seqs, dtype=np.int64)
-        drafting_seqs = order[: drafting[size]]
-        drafts[drafting_seqs] = (chances[drafting_seqs] >= likeliest[size, last]).sum(axis=1)
-        best = Allotment(drafts.tolist(), float(rates[size, last]))
-    return best
+    drafts = np.zeros(num_seqs, dtype=np.int64)
+    drafting_seqs = order[: drafting[size]]
+    drafts[drafting_seqs] = (chances[drafting_seqs] >= likeliest[size, last]).sum(axis=1)
+    return float(preferred[size, last]), Allotment(drafts.tolist(), float(rates[size, last]))
 
 
 def _sizes(most: int) -> list[int]:
@@ -312,11 +326,13 @@ class Policy:
     """Decides step by step. `width` None is automatic; else every sequence verifies so many rows, its anchor included.
 
     Without `costs` a whole block. A decision holds for some steps, while nobody comes, ends or disappoints.
+    `block_rows` is how wide the blocks of the last step are drafted, whatever a sequence at its end verifies of them.
     """
 
     block_size: int
     costs: CostTable | None = None
     width: int | None = None
+    block_rows: int = field(init=False)
     _blocks: tuple[Outcomes, Outcomes] = field(init=False)
     _usual: Usual = field(init=False)
     _of: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
@@ -334,6 +350,7 @@ class Policy:
     _steps: int = 0
 
     def __post_init__(self) -> None:
+        self.block_rows = self.width or self.block_size
         if self.width is not None:
             self.costs = None
         if self.costs is not None:
@@ -344,13 +361,14 @@ class Policy:
     def drafts(self, wanted: Sequence[tuple[Hashable, int]]) -> list[int]:
         """How many drafts are verified of each (sequence, most drafts that it may verify)."""
         if self.costs is None:
-            return [min(most, (self.width or self.block_size) - 1) for _, most in wanted]
+            return [min(most, self.block_rows - 1) for _, most in wanted]
         self._steps += 1
         self._holds_for -= 1
         same = len(wanted) == len(self._place) and all(sequence in self._place for sequence, _ in wanted)
         if self._holds_for < 0 or not same:
             self._decide(wanted, self.costs)
         chosen = [min(self._decided[sequence], most) for sequence, most in wanted]
+        self.block_rows = 1 + max((self._decided[sequence] for sequence, _ in wanted), default=0)
         self._probe(wanted, chosen, self.costs)
         return chosen
 
@@ -377,11 +395,11 @@ class Policy:
         before = self._of.get(sequence, _NOTHING)
         self._of[sequence] = tuple(_MEMORY * was + now for was, now in zip(before, happened, strict=True))
 
-    def took(self, seqs: int, blocks: int, drafts: int, ms: float, *, prefilled: bool = False) -> None:
-        """A step of so many decoding sequences and blocks, which verified so many drafts, is over."""
+    def took(self, seqs: int, blocks: int, rows: int, drafts: int, ms: float, *, prefilled: bool = False) -> None:
+        """A step of so many decoding sequences and blocks of so many rows, which verified so many drafts, is over."""
         if self.costs is not None:
             if not prefilled:
-                self.costs.refine(seqs, blocks, drafts, ms)
+                self.costs.refine(seqs, blocks, rows, drafts, ms)
             self._credit = min(self._credit + _PROBE_SHARE * ms, self._most_credit(self.costs))
 
     def forget(self, sequence: Hashable) -> None:
@@ -392,7 +410,7 @@ class Policy:
 
     def _most_credit(self, costs: CostTable) -> float:
         """Milliseconds of a probe: no run of them is saved up for."""
-        return float(costs.step_ms(1, 1, _PROBE_DRAFTS))
+        return float(costs.step_ms(1, 1, _PROBE_DRAFTS + 1, _PROBE_DRAFTS))
 
     def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
         self._judge()
@@ -439,11 +457,11 @@ class Policy:
                 break
             sequence, most = wanted[i]
             extra = min(most, _PROBE_DRAFTS)
+            before = costs.step_ms(seqs, blocks, self.block_rows, drafts)
+            self.block_rows = max(self.block_rows, extra + 1)
+            blocks, drafts = blocks + 1, drafts + extra
             if not lifted:
-                self._credit -= float(
-                    costs.step_ms(seqs, blocks + 1, drafts + extra) - costs.step_ms(seqs, blocks, drafts)
-                )
+                self._credit -= float(costs.step_ms(seqs, blocks, self.block_rows, drafts) - before)
             self._last_probe[sequence] = self._steps
             self._probed.add(sequence)
             chosen[i] = extra
-            blocks, drafts = blocks + 1, drafts + extra

@@ -12,9 +12,9 @@ def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Te
     """Accept drafts of S sequences at once.
 
     `choices` [R] is the target's choice after each logit row; sequence i has rows first[i] .. first[i] +
-    num_drafts[i]. `drafts` [D, b - 1] with `draft_of[i]` the sequence's row in it, any row if it has no drafts.
-    Returns [S, w + 1] int64, w the block size or 1 without drafts: the choices padded with repeats, then the number of
-    accepted drafts.
+    num_drafts[i]. `drafts` [D, columns] with `draft_of[i]` the sequence's row in it, any row if it has no drafts.
+    Returns [S, w + 1] int64, w the columns and one more, 1 without drafts: the choices padded with repeats, then the
+    number of accepted drafts.
     """
     if drafts is None:
         return torch.stack((choices[first], torch.zeros_like(first)), dim=1)

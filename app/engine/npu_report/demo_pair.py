@@ -93,7 +93,7 @@ def logits_after(core: EngineCore, token_ids: tuple[int, ...]) -> torch.Tensor:
     core.add(Request("logits", token_ids, max_tokens=1))
     batch = core.scheduler.schedule()
     stages = core.runner.stages
-    inputs = step_inputs.build(batch, core.scheduler.pool.page_size, core.scheduler.block_size).target
+    inputs = step_inputs.build(batch, core.scheduler.pool.page_size, batch.block_rows).target
     tensors = stages.target_tensors(inputs, Packed(inputs.arrays, stages.backend))
     stages.plan(tensors.groups[0], inputs.groups[0])
     hidden, _ = stages.choose(tensors, None, [])

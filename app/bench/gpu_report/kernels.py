@@ -1,4 +1,5 @@
-"""Every kernel of the CUDA backend against PyTorch's operators in fp32, and how long it takes, on this device."""
+"""Every kernel of the CUDA backend against PyTorch's operators in fp32, and how long it takes, on this device; and what
+the device gives at most."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.bench.gpu_report_floor import BANDWIDTH
+from app.bench.gpu_report.floor import BANDWIDTH
+from app.bench.gpu_report.parts import Part, Row, failure
 from app.engine.backend import AttnMeta, Backend, LayerKv, Rotation
 from app.engine.cuda import rows as rows_of_backend
-from app.engine.cuda.attention import MAX_SPLITS, Geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
 from app.engine.dflash.verify import verify
-from app.engine.errors import UnsupportedError
 from app.engine.layers import RotaryTable
 from app.engine.self_test import TOLERANCE
 from app.engine.stages import Rows, follow, places
@@ -23,7 +23,6 @@ from app.engine.torch_backend import TorchBackend
 
 CALLS = 20
 """Of a kernel in the graph that is timed: a launch from Python costs more than most of them take."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Cases:
         made = []
         for batch in self._sizes.batches:
             for width in (1, self._sizes.block):
-                made += [*self._of_rows(batch, width), *self._attentions(batch, width)]
+                made += [*self._of_rows(batch * width), *self._attentions(batch, width)]
             made += self._of_blocks(batch)
         return made
 
@@ -77,18 +76,28 @@ class Cases:
         kv = LayerKv(*(self._normal(sum(counts), page, sizes.kv_heads, sizes.dim) for _ in range(2)))
         for i, (own, kv_len) in enumerate(zip(ids.split(counts), kv_lens, strict=True)):
             table[i, : len(own)] = own
-            for pool in (kv.k, kv.v):
+            for pool in (kv.k, kv.v) if kv_len else ():
                 pool[own[-1].long(), (kv_len - 1) % page + 1 :] = float("nan")
         cu_q, lengths = (self._ints(x) for x in ([0, *accumulate(q_lens)], kv_lens))
         q = self._normal(sum(q_lens), sizes.heads, sizes.dim)
         return q, kv, AttnMeta(cu_q, lengths, table, q_lens, kv_lens, page, causal)
 
     def _attentions(self, batch: int, width: int) -> list[Case]:
+        """Of verification, eagerly, and from a graph, where nobody's sequence has the rows that are left; and of a
+        draft's blocks."""
+        even, lengths = [width] * batch, self._lengths(batch, width)
+        ragged = [1 + 5 * i % width for i in range(batch)]
+        rest = sum(even) - sum(ragged)
+        shapes = [("causal", even, lengths), ("causal, and nobody's", [*even, 0], [*lengths, 0])]
+        if width > 1:
+            shapes.append(("both ways", even, lengths))
+        if width > 1 and batch > 1:
+            shapes.append((f"ragged, causal, and nobody's {rest}", [*ragged, rest], [*lengths, rest]))
         made = []
-        for causal in (True, False) if width > 1 else (True,):
-            q, kv, meta = self.attention([width] * batch, self._lengths(batch, width), causal=causal)
-            name = f"attention, {batch} x {width} rows, {'causal' if causal else 'both ways'}"
+        for name, q_lens, kv_lens in shapes:
+            q, kv, meta = self.attention(q_lens, kv_lens, causal=name != "both ways")
             moved = 2 * q.nbytes + 2 * sum(meta.kv_lens) * kv.k[0, 0].nbytes
+            name = f"attention, {batch} x {width} rows, {name}"
             made.append(Case(name, partial(self._own, q, kv, meta), partial(self._dense, q, kv, meta), moved))
         return made
 
@@ -105,8 +114,8 @@ class Cases:
         plan = self._reference.plan_attention(meta, q.shape[1] // kv.k.shape[2])
         return (self._reference.attention(q.float(), wide, replace(meta, plan=plan)),)
 
-    def _of_rows(self, batch: int, width: int) -> list[Case]:
-        backend, reference, sizes, rows = self._backend, self._reference, self._sizes, batch * width
+    def _of_rows(self, rows: int) -> list[Case]:
+        backend, reference, sizes = self._backend, self._reference, self._sizes
         x, residual = self._normal(rows, sizes.hidden), self._normal(rows, sizes.hidden)
         weight, gate_up = self._normal(sizes.hidden), self._normal(rows, 2 * sizes.inner)
         norms = self._normal(sizes.dim), self._normal(sizes.dim)
@@ -238,25 +247,44 @@ class Cases:
         return torch.randn(shape, dtype=torch.float32, device=device, generator=self._noise).to(self._dtype)
 
 
+def of_device(
+    device: torch.device, seconds: Callable[[Callable[[], object]], float], copied: int = 1 << 30, size: int = 8192
+) -> list[Part]:
+    """What this memory and these multipliers give: a copy of `copied` bytes, and a product of square matrices."""
+
+    @torch.inference_mode()
+    def copy() -> list[Row]:
+        source = torch.zeros(copied, dtype=torch.uint8, device=device)
+        to = torch.empty_like(source)
+        return [{"what": "copy", "TB/s": 2 * copied / seconds(lambda: to.copy_(source)) / 1e12}]
+
+    @torch.inference_mode()
+    def product() -> list[Row]:
+        a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+        return [{"what": f"matrix product of {size}", "TFLOP/s": 2 * size**3 / seconds(lambda: a @ b) / 1e12}]
+
+    return [Part("copy", copy), Part("matrix product", product)]
+
+
+def parts(cases: Cases, seconds: Callable[[Callable[[], object]], float]) -> list[Part]:
+    """One a kernel and size."""
+    return [Part(case.name, partial(checked, case, seconds)) for case in cases.all()]
+
+
 @torch.inference_mode()
-def checked(cases: list[Case], seconds: Callable[[Callable[[], object]], float | None]) -> list[Row]:
-    """Each kernel's largest difference as a share of the largest value, its time, and its share of the bandwidth."""
-    rows = []
-    for case in cases:
-        expected = case.expected()  # before anything is written
-        found = case.run()
-        error = max(_error(got, want) for got, want in zip(found, expected, strict=True))
+def checked(case: Case, seconds: Callable[[Callable[[], object]], float | None]) -> list[Row]:
+    """The kernel's largest difference as a share of the largest value, its time, and its share of the bandwidth."""
+    expected = case.expected()  # before anything is written
+    found = case.run()
+    error = max(_error(got, want) for got, want in zip(found, expected, strict=True))
+    row = {"kernel": case.name, "error": error, "passed": error == 0 if case.exact else error < TOLERANCE}
+    try:
         taken = seconds(case.run)
-        rows.append(
-            {
-                "kernel": case.name,
-                "error": error,
-                "passed": error == 0 if case.exact else error < TOLERANCE,
-                "us": None if taken is None else 1e6 * taken,
-                "share of bandwidth": None if taken is None else case.moved / BANDWIDTH / taken,
-            }
-        )
-    return rows
+    except Exception as failed:
+        return [row | failure(failed)]
+    if taken is None:
+        return [row]
+    return [row | {"us": 1e6 * taken, "share of bandwidth": case.moved / BANDWIDTH / taken}]
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
@@ -273,7 +301,7 @@ def seconds_in_a_graph(backend: CudaBackend, run: Callable[[], object], repeats:
             run()
         return ()
 
-    graph, taken = backend.capture(calls, []), []
+    graph, taken = backend.capture_apart(calls), []
     for _ in range(repeats):
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started.record()
@@ -282,54 +310,3 @@ def seconds_in_a_graph(backend: CudaBackend, run: Callable[[], object], repeats:
         ended.synchronize()
         taken.append(started.elapsed_time(ended) / 1e3 / CALLS)
     return min(taken)
-
-
-@torch.inference_mode()
-def attention_trials(backend: CudaBackend, cases: Cases, sizes: Sizes, seconds: Callable[..., float]) -> list[Row]:
-    """Other launches of our attention than the backend's own, fastest first; the own one is marked."""
-    rows: list[Row] = []
-    for batch in sizes.batches:
-        for width in (1, sizes.block):
-            q, kv, meta = cases.attention([width] * batch, [sizes.context] * batch, causal=True)
-            own = backend.geometry(q, kv, meta)
-            found = []
-            for at in _launches(own):
-                try:
-                    taken = seconds(partial(paged_attention, q, kv, meta, at))
-                except (RuntimeError, UnsupportedError) as error:
-                    rows.append({"call": f"{batch} x {width}", "launch": _said(at), "error": str(error)[:120]})
-                    continue
-                found.append((taken, at))
-            fastest = sorted(found, key=lambda pair: pair[0])
-            for taken, at in fastest[:5] + [pair for pair in fastest[5:] if pair[1] == own]:
-                mark = " (the backend's own)" if at == own else ""
-                rows.append({"call": f"{batch} x {width}", "launch": _said(at) + mark, "us": 1e6 * taken})
-    return rows
-
-
-def _launches(own: Geometry) -> list[Geometry]:
-    others = ((64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 8, 3), (32, 4, 3), (32, 4, 5), (128, 8, 3))
-    found = [
-        replace(own, splits=some) for some in (own.splits, max(1, own.splits // 2), min(MAX_SPLITS, 2 * own.splits))
-    ]
-    found += [replace(own, tokens=tokens, warps=warps, stages=stages) for tokens, warps, stages in others]
-    return list(dict.fromkeys(found))
-
-
-def _said(at: Geometry) -> str:
-    return f"{at.splits} splits, {at.tokens} tokens, {at.warps} warps, {at.stages} stages"
-
-
-@torch.inference_mode()
-def prefill_trials(backend: CudaBackend, cases: Cases, seconds: Callable[..., float]) -> list[Row]:
-    """Prompts through PyTorch's attention, as the backend does, and through ours."""
-    rows = []
-    for q_lens, kv_lens in (([512] * 4, [512] * 4), ([2048], [2048]), ([2048], [8192])):
-        q, kv, meta = cases.attention(q_lens, kv_lens, causal=True)
-        for pool in (kv.k, kv.v):
-            pool.nan_to_num_()
-        planned = replace(meta, plan=backend.plan_attention(meta, q.shape[1] // kv.k.shape[2]))
-        theirs = seconds(partial(backend.attention, q, kv, planned))
-        ours = seconds(partial(paged_attention, q, kv, meta, backend.geometry(q, kv, meta)))
-        rows.append({"rows": str(q_lens), "tokens": str(kv_lens), "PyTorch's us": 1e6 * theirs, "ours us": 1e6 * ours})
-    return rows
