@@ -44,6 +44,8 @@ README_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --max-
 # Three processes for two cores, since some tests wait, with one thread each: torch's threads wait for one another in busy
 # loops, and on a core that does other work as well that makes everything many times slower.
 test test-npu: export OMP_NUM_THREADS = 1
+# Else each of a hundred processes compiles all that it imports, and pytest rewrites it.
+test test-npu: export PYTHONDONTWRITEBYTECODE =
 test: export SLICE = -m "not slow"
 PARALLEL = --numprocesses 3 --dist loadfile --no-loadscope-reorder
 

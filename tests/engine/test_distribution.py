@@ -296,7 +296,12 @@ def test_a_small_bias_would_be_found_out(asked: Asked, size: Size):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("asked", "size"),
-    [("T 1", SLICE), ("everything", FULL), pytest.param("T 1", FULL, marks=pytest.mark.slow)],
+    [
+        ("T 1", SLICE),
+        ("everything", SLICE),
+        pytest.param("T 1", FULL, marks=pytest.mark.slow),
+        pytest.param("everything", FULL, marks=pytest.mark.slow),
+    ],
     ids=str,
     indirect=["asked"],
     scope="module",

@@ -348,7 +348,7 @@ def test_every_step_accepts_what_the_reference_accepts_on_a_random_pair(tmp_path
     assert len(set(accepted)) >= min(block_size, 5)
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("block_size", [pytest.param(8, marks=pytest.mark.slow), 16])
 def test_every_step_accepts_what_the_reference_accepts_on_the_demo_pair(block_size: int):
     requests = [
         Request(f"{domain} {i}", prompt.token_ids, prompt.max_tokens, stop_token_ids=prompt.stop_token_ids)

@@ -691,8 +691,9 @@ def test_who_takes_an_aborted_requests_seat_inherits_none_of_its_counts(engine_o
     assert planned.emitted["third"] == planned.emitted["second"] == text(third)[6:26]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("cut", [0, 7])
+@pytest.mark.parametrize(
+    ("cut", "temperature"), [(0, 0.0), pytest.param(0, 1.0, marks=pytest.mark.slow), (7, 0.0), (7, 1.0)]
+)
 def test_no_stop_token_comes_before_min_tokens_and_one_may_come_right_after(engine_of, text, temperature, cut):
     """Half of the vocabulary stops, so that nearly every text would end at once; accepted drafts cross the border."""
     engine = engine_of(page_size=4, max_num_seqs=4)

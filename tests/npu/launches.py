@@ -36,24 +36,26 @@ FUSED = {
 SHAPE = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "taps": (1, 9, 17, 25, 33), "block_size": 16}
 
 
+WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs")
+
+
 def main() -> None:
+    """Prints Markdown, and the fewest launches below it."""
+    print(f"| a decode step, {LAYERS} + {DRAFT_LAYERS} layers | operators | graphs | updates | copies | waits |")
+    print("|---" * 6 + "|")
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), Numerics():
-        print(table(Path(folder)))
-
-
-def table(folder: Path) -> str:
-    """Markdown, and the fewest launches below it."""
-    pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, **SHAPE)
-    lines = [f"| a decode step, {LAYERS} + {DRAFT_LAYERS} layers | operators | graphs | updates | copies | waits |"]
-    lines.append("|---" * 6 + "|")
-    for plain in (True, False):
-        for eager in (True, False):
-            core = engine(pair, enforce_eager=eager, **{"draft": None} if plain else {})
-            way = f"{'plain' if plain else 'DFlash'}, {'eager' if eager else 'graphs'}"
-            lines += [row(core, way, temperature) for temperature in (0.0, 0.7)]
+        for way in WAYS:
+            print(rows(Path(folder), way))
     layers = LAYERS + DRAFT_LAYERS
-    fewest = f"The fewest that fused operators allow: {len(FUSED)} a layer, {len(FUSED) * layers} for {layers} layers."
-    return "\n".join([*lines, "", fewest])
+    print(f"\nThe fewest that fused operators allow: {len(FUSED)} a layer, {len(FUSED) * layers} for {layers} layers.")
+
+
+def rows(folder: Path, way: str) -> str:
+    """A greedy step's row and a drawn one's."""
+    pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, **SHAPE)
+    draft = {"draft": None} if way.startswith("plain") else {}
+    core = engine(pair, enforce_eager=way.endswith("eager"), **draft)
+    return "\n".join(row(core, way, temperature) for temperature in (0.0, 0.7))
 
 
 def row(core: EngineCore, way: str, temperature: float) -> str:

@@ -161,7 +161,7 @@ def test_on_recorded_text_it_is_as_good_as_the_best_fixed_width(load: str, costs
     ("costs", "concurrency"),
     [("flat", 1), ("accelerator", 1), ("accelerator", 4), ("accelerator", 16), ("cpu", 1), ("cpu", 4)],
 )
-@pytest.mark.parametrize("load", ["mixed", "all"])
+@pytest.mark.parametrize("load", ["mixed", pytest.param("all", marks=pytest.mark.slow)])
 def test_on_recorded_mixed_text_it_beats_every_fixed_width(load: str, costs: str, concurrency: int) -> None:
     """Where a row costs most, and 16 of them are shared by answers of 40 to 128 tokens, there is too little to gain
     by finding out which are which: there it is as good as plain decoding, which the test above says."""
@@ -187,7 +187,11 @@ def test_on_a_mixed_load_it_beats_every_fixed_width(costs: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "least"), [pytest.param("flat", 0.97, marks=pytest.mark.slow), ("accelerator", 0.88), ("cpu", 0.82)]
+    ("costs", "least"),
+    [
+        ("accelerator", 0.88),
+        *(pytest.param(name, least, marks=pytest.mark.slow) for name, least in (("flat", 0.97), ("cpu", 0.82))),
+    ],
 )
 def test_text_that_has_become_easy_again_is_found(costs: str, least: float) -> None:
     """Over several loads, for when a probe comes is chance. Where probes are dear they are rare; turns are short."""

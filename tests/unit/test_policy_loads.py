@@ -193,7 +193,9 @@ def test_a_load_is_served_as_fast_as_plainly_and_as_by_whole_blocks(machine: str
     assert found[0] >= least[0] and found[1] >= least[1], (found, least)
 
 
-@pytest.mark.parametrize("machine", PREFILL_MS)
+@pytest.mark.parametrize(
+    "machine", ["measured", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compiled", "accelerator"))]
+)
 def test_costs_that_warm_up_has_mistaken_are_mended_by_serving(machine: str) -> None:
     """Each shape by a factor of its own, of 10 % on average: few loads miss, by little, and most gain."""
     found = {cell: (ratios(machine, 0.1, 1)[cell], bounds(machine, *cell)) for cell in ratios(machine, 0.1, 1)}
