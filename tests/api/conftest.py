@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import httpx
@@ -23,7 +24,7 @@ import zmq
 from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from app.api import connection
+from app.api import body, connection
 from app.api.server import create_app
 from app.api.services import Services
 from app.async_engine import AsyncEngine, EngineState
@@ -49,7 +50,8 @@ INFO = {
     "max_num_batched_tokens": 512,
     "vocab_size": 512,
 }
-PATIENCE = 30.0
+PATIENCE = 120.0
+"""Seconds in which anything comes that must come, however slow the machine is."""
 
 
 class Script:
@@ -204,6 +206,26 @@ class Server:
             assert time.monotonic() < deadline, f"{name} is {found}, not {value}"
             time.sleep(0.01)
 
+    def read_stream(self, fields: dict[str, Any], events: "Queue[str]") -> None:
+        """Ask for a streamed completion, and put what its events say on `events` as they come."""
+        with self.http.stream("POST", "/v1/completions", json=fields | {"stream": True}) as response:
+            for line in response.iter_lines():
+                if line:
+                    events.put(line.removeprefix("data: "))
+
+    def settle(self) -> None:
+        """Let all that is under way arrive, and drop it. From then on requests wait for `emit`."""
+        self.script.by_hand()
+        self.call(self.engine._idle.wait)
+
+        async def flush() -> None:
+            self.engine.flush_cache()
+
+        self.call(flush)
+        self.script.see("FlushCache")  # Behind every command that was sent before.
+        until(lambda: not self.engine._num_unheard)  # And its reply behind every reply.
+        self.script.forget()
+
     def text(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids)
 
@@ -221,6 +243,23 @@ class Server:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for what nothing tells of."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_servers() -> Iterator[None]:
+    """No server hangs up because the machine has no time for a client."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "HEAD_SECONDS", PATIENCE)
+        patch.setattr(body, "BODY_SECONDS", PATIENCE)
+        yield
 
 
 @pytest.fixture
@@ -288,8 +327,7 @@ def shared_server(model_folder: Path) -> Iterator[Server]:
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
     """A ready server; requests wait for the test to emit tokens unless it plans them."""
-    shared_server.script.forget()
-    shared_server.script.by_hand()
+    shared_server.settle()
     yield shared_server
 
 

@@ -1,12 +1,11 @@
 """Who is let in: a bounded queue, a bound for each client, and a refusal before any work is done."""
 
 import socket
-import time
 
 import pytest
 
 from app.api import body
-from tests.api.conftest import PATIENCE, serving
+from tests.api.conftest import serving, until
 from tests.api.test_disconnect import connection_address
 from tests.api.test_errors import CHAT, TEXT, error_of
 
@@ -164,10 +163,3 @@ def test_a_body_that_broke_off_is_counted_no_more(server):
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\nhalf of it")
         until(lambda: server.services.bodies.size == 10)
     until(lambda: server.services.bodies.size == 0)
-
-
-def until(reached):
-    deadline = time.monotonic() + PATIENCE
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -11,8 +11,7 @@ import pytest
 
 from app import async_engine
 from app.types import Sampling
-from tests.api.conftest import PATIENCE, serving
-from tests.api.test_admission import until
+from tests.api.conftest import PATIENCE, serving, until
 from tests.api.test_disconnect import connect
 from tests.api.test_engine_death import ASK, started
 from tests.api.test_errors import error_of

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from app.api import body, connection
-from tests.api.conftest import PATIENCE, serving
-from tests.api.test_admission import until
+from tests.api.conftest import PATIENCE, serving, until
 from tests.api.test_disconnect import connect, connection_address, request
 from tests.api.test_errors import TEXT
 
