@@ -63,6 +63,7 @@ class Script:
         self._orders = self._context.socket(zmq.PUSH)
         self._seen = self._context.socket(zmq.PULL)
         for name, bound in (("orders", self._orders), ("seen", self._seen)):
+            bound.set_hwm(0)  # An engine never waits for a test that does not look.
             bound.linger = 0
             bound.rcvtimeo = bound.sndtimeo = int(1000 * PATIENCE)
             bound.bind(f"ipc://{folder}/{name}")
@@ -243,6 +244,16 @@ class Server:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
+
+
+class Clock:
+    """In place of a module's `time`: it stands still until a test moves it on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def until(true: Callable[[], object]) -> None:

@@ -39,6 +39,7 @@ class ScriptedEngine:
         self.orders = context.socket(zmq.PULL)
         self.orders.connect(orders)
         self.seen = context.socket(zmq.PUSH)
+        self.seen.set_hwm(0)
         self.seen.connect(seen)
         self.commands = context.socket(zmq.PULL)
         self.commands.connect(commands)
