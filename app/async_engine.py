@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -100,8 +100,8 @@ class AsyncEngine:
 
     At most `max_queue` requests wait beside those that run together (None: four for each of these), and at most
     `max_of_one` of one owner are in flight (None: no bound). `step_timeout` is how many seconds an engine that has work
-    may be silent before it counts as hanging; `backoff` is the pause in seconds before the first restart, which doubles
-    with every start that failed.
+    may be silent before it counts as hanging, and `nap` lets a part of them pass; `backoff` is the pause in seconds
+    before the first restart, which doubles with every start that failed.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class AsyncEngine:
         max_queue: int | None = None,
         max_of_one: int | None = None,
         backoff: float = 1.0,
+        nap: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._command = command
         self._settings = settings
@@ -123,6 +124,7 @@ class AsyncEngine:
         self._max_of_one = max_of_one
         self._door = Door(max_of_one)
         self._backoff = backoff
+        self._nap = nap
         self._state = EngineState("loading")
         self._state_changed = asyncio.Event()
         self._stats: StepStats | None = None
@@ -402,7 +404,7 @@ class AsyncEngine:
         while silent_naps < _NAPS:
             await self._engine_has_work.wait()
             before = self._num_step_outputs
-            await asyncio.sleep(self._step_timeout / _NAPS)
+            await self._nap(self._step_timeout / _NAPS)
             silent_naps = silent_naps + 1 if self._num_step_outputs == before else 0
         patience.reschedule(0.0)
 
