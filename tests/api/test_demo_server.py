@@ -1,6 +1,7 @@
 """The whole server as people start it: `dflash-server serve`, the demo pair, the OpenAI SDK."""
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -12,15 +13,18 @@ import httpx
 import openai
 import pytest
 
+from tests.api.conftest import PATIENCE
+
 QUESTIONS = [
     f"Mia has {10 + i} apples. Mia buys {2 + i % 8} more apples. How many apples are there now?" for i in range(32)
 ]
+KEYS = "Tom has 6 boxes with 4 keys in each. Tom loses 5 keys. How many keys are left?"
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@contextlib.contextmanager
+def ready(*flags: str) -> Iterator[str]:
     """The address of a server that is ready; stopped by SIGTERM, which must end it with 0."""
-    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--device", "cpu", *flags]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stderr is not None
@@ -37,8 +41,15 @@ def url() -> Iterator[str]:
     assert server.returncode == 0
 
 
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server that verifies all it drafts, whatever its steps cost on this machine now."""
+    with ready("--verify", "full") as url:
+        yield url
+
+
 def answer(url: str, question: str, **options: object) -> str:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE) as client:
         whole = client.chat.completions.create(
             model="demo",
             messages=[{"role": "user", "content": question}],
@@ -48,7 +59,7 @@ def answer(url: str, question: str, **options: object) -> str:
 
 
 async def streamed(url: str, questions: list[str], temperature: float) -> list[str]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE) as client:
 
         async def one(question: str) -> str:
             chunks = await client.chat.completions.create(
@@ -64,10 +75,15 @@ async def streamed(url: str, questions: list[str], temperature: float) -> list[s
 
 
 def test_a_sum_is_answered_rightly_and_in_blocks(url: str) -> None:
-    assert "#### 19" in answer(url, "Tom has 6 boxes with 4 keys in each. Tom loses 5 keys. How many keys are left?")
-    metrics = httpx.get(f"{url}/metrics").text
+    assert "#### 19" in answer(url, KEYS)
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
     accepted = re.search(r"^dflash:spec_decode_num_accepted_tokens_total (\S+)", metrics, re.MULTILINE)
     assert accepted is not None and float(accepted.group(1)) > 10
+
+
+def test_without_any_flags_it_answers_as_well() -> None:
+    with ready() as url:
+        assert "#### 19" in answer(url, KEYS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -81,6 +97,6 @@ def test_32_streams_together_each_equal_their_own_plain_run(url: str, temperatur
 
 
 def test_no_page_is_used_when_everybody_has_been_served(url: str) -> None:
-    metrics = httpx.get(f"{url}/metrics").text
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert re.search(rf"^dflash:{gauge} 0\.0$", metrics, re.MULTILINE), gauge
