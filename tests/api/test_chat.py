@@ -5,6 +5,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from tests.api.conftest import PATIENCE
+
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]}
 
 
@@ -157,7 +159,9 @@ def test_thirty_two_concurrent_async_streams_each_get_their_own_text(own_server)
         return "".join(pieces)
 
     async def all_of_them() -> list[str]:
-        async with AsyncOpenAI(base_url=f"{own_server.url}/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=f"{own_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        ) as client:
             return await asyncio.gather(*(one(client, text) for text in texts), asyncio.to_thread(answer_all))
 
     def answer_all() -> None:
@@ -194,5 +198,5 @@ def test_request_id_is_taken_or_made_and_returned(server):
 
 def test_body_without_a_content_type_is_read_as_json(server):
     server.script.plan([2])
-    response = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(ASK))
+    response = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(ASK), timeout=PATIENCE)
     assert response.status_code == 200

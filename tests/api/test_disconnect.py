@@ -16,6 +16,7 @@ from app.api.stream import EventStream
 from app.async_engine import EngineUnavailable
 from app.log import request_id
 from app.types import Sampling, SpecStep, StepOutput, StepStats, TokenDelta
+from tests.api.conftest import PATIENCE
 
 STATS = StepStats("decode", 0.01, 1, 0, 1, 100, 0)
 
@@ -31,7 +32,7 @@ def request(**fields) -> bytes:
 
 def connect(server, **fields) -> socket.socket:
     """A raw connection with a request on it."""
-    connection = socket.create_connection(connection_address(server), timeout=10)
+    connection = socket.create_connection(connection_address(server), timeout=PATIENCE)
     connection.sendall(request(**fields))
     return connection
 
@@ -145,7 +146,11 @@ def test_a_client_that_does_not_read_is_sent_fewer_and_larger_chunks(own_server)
     own_server.script.ready(max_model_len=8192)
     own_server.reach("ready")
     own_server.script.plan(*[own_server.bytes("x")] * 6000)
-    with connect(own_server, stream=True, max_tokens=6000) as connection:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE)
+        connection.connect(connection_address(own_server))
+        connection.sendall(request(stream=True, max_tokens=6000))
         own_server.script.see("Submit")
         own_server.call(own_server.engine._idle.wait)
         received = b""
@@ -165,7 +170,7 @@ def test_leaving_while_the_body_is_sent_is_no_error_of_ours(server, background, 
     with socket.create_connection(connection_address(server)) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: early-leaver\r\nContent-Length: 99\r\n"
         connection.sendall(head + b"\r\n{")
-    assert "POST /v1/completions 499" in logged.get(timeout=10)
+    assert "POST /v1/completions 499" in logged.get(timeout=PATIENCE)
     logging.getLogger("app.access").removeHandler(handler)
     assert "Traceback" not in caplog.text
 

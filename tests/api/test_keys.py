@@ -160,7 +160,7 @@ def test_without_keys_any_authorization_passes(own_server):
 
 
 def test_a_refused_body_does_not_spoil_the_connection(server):
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         assert client.post("/v1/completions", content=b"x" * 300_000).status_code == 401
         assert client.get("/v1/models", headers=BEARER).status_code == 200
 
@@ -183,10 +183,10 @@ def test_no_key_is_told_to_the_engine_or_to_the_log(model_folder, tmp_path):
             started = script.see("started")
             log = next(line for line in process.stderr if "listening on " in line)
             url = log.partition("listening on ")[2].split()[0]
-            assert httpx.get(f"{url}/v1/models").status_code == 401
+            assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 401
             for key in ("given-key", "filed-key", "admin-key"):
                 assert key not in json.dumps(started)
-                response = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+                response = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
                 assert response.status_code == 200
             process.terminate()
             log += process.communicate(timeout=PATIENCE)[1]

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.api.conftest import PATIENCE
+
 ASK = {"model": "tiny", "prompt": "hi"}
 
 
@@ -34,7 +36,7 @@ def test_while_draining_running_requests_finish_and_new_ones_are_refused(own_ser
     own_server.reach("ready")
     running = background.submit(lambda: own_server.openai.completions.create(**ASK))
     request_id = own_server.script.see("Submit")["request_id"]
-    draining = background.submit(lambda: own_server.call(lambda: own_server.engine.drain(10)))
+    draining = background.submit(lambda: own_server.call(lambda: own_server.engine.drain(PATIENCE)))
     own_server.reach("draining")
     assert own_server.http.get("/ready").json()["status"] == "draining"
     assert own_server.http.get("/health").status_code == 200

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from app.api import body
+from tests.api.conftest import PATIENCE
 
 ASK = {"model": "tiny", "prompt": "hi"}
 
@@ -15,7 +16,7 @@ def exchange(server, head: str, sent: dict) -> bytes:
     """The whole answer to one raw request, whose connection the server or the request itself closes."""
     data = json.dumps(sent).encode()
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         lines = head.format(length=len(data)).splitlines()
         connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
         answer = b""
