@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from app import async_engine
 from app.types import Sampling
-from tests.api.conftest import serving
+from tests.api.conftest import Clock, serving
 
 ASK = {"model": "tiny", "prompt": "hi"}
 
@@ -136,12 +137,19 @@ def test_the_pause_before_a_start_doubles_while_starts_fail(model_folder, caplog
     assert re.findall(r"starting it again in (\S+) s", caplog.text) == ["0.2", "0.4"]
 
 
-def test_three_deaths_within_a_minute_are_enough_even_if_ready_between(own_server):
+@pytest.mark.parametrize(("pause", "phase"), [(29.5, "dead"), (30.5, "ready")])
+def test_three_deaths_within_a_minute_are_enough_even_if_ready_between(own_server, monkeypatch, pause, phase):
+    clock = Clock()
+    monkeypatch.setattr(async_engine, "time", clock)
     for _ in range(3):
         own_server.script.ready()
         own_server.reach("ready")
+        clock.now += pause
         own_server.script.order("die", code=1)
-    own_server.reach("dead")
+        own_server.until(lambda state: state.phase != "ready")
+    if phase == "ready":
+        own_server.script.ready()
+    own_server.reach(phase)
 
 
 def test_an_engine_killed_by_a_signal_is_named_so(ready_server, background):
