@@ -156,7 +156,7 @@ def test_a_stall_shorter_than_the_timeout_is_survived_and_a_longer_one_is_not(ha
     assert server.script.see("started")["epoch"] == 2
 
 
-def test_a_pause_of_the_whole_server_is_one_nap_and_no_hang(hangable, background, clock):
+def test_a_pause_of_the_whole_server_is_one_nap_and_no_hang(clock, hangable, background):
     running, request_id = started(hangable.server, background)
     clock.now += 10 * TIMEOUT
     hangable.take_naps(1)
@@ -212,14 +212,14 @@ def test_a_hang_is_found_out_though_every_client_gives_up_sooner(hangable):
         assert server.http.get("/ready").status_code == 200
         with connect(server):
             until(lambda: server.engine._running)
-            hangable.take_naps(1)
         until(lambda: not server.engine._running)
+        hangable.take_naps(1)
     response = server.http.post("/v1/completions", json=ASK)
     assert response.status_code == 503 and WHY in response.json()["error"]["message"]
     assert server.script.see("started")["epoch"] == 2
 
 
-def test_three_hangs_within_a_minute_are_enough(hangable, background, clock):
+def test_three_hangs_within_a_minute_are_enough(clock, hangable, background):
     for last in (False, False, True):
         running, _ = started(hangable.server, background)
         hangable.hang()
@@ -232,7 +232,7 @@ def test_three_hangs_within_a_minute_are_enough(hangable, background, clock):
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_hanging_again_and_again_is_given_up_however_long_a_hang_takes(hangable, background, clock, answers):
+def test_hanging_again_and_again_is_given_up_however_long_a_hang_takes(clock, hangable, background, answers):
     """Also where every engine answers a request before; and a hang that takes more than the window of deaths."""
     server = hangable.server
     for last in (False, False, True):
@@ -250,7 +250,7 @@ def test_hanging_again_and_again_is_given_up_however_long_a_hang_takes(hangable,
     server.reach("dead")
 
 
-def test_hangs_far_between_are_not_given_up(hangable, background, clock):
+def test_hangs_far_between_are_not_given_up(clock, hangable, background):
     server = hangable.server
     for _ in range(4):
         running, _ = started(server, background)
