@@ -208,12 +208,12 @@ def test_loading_is_never_timed_also_after_a_hang(hangable, background):
 def test_a_hang_is_found_out_though_every_client_gives_up_sooner(hangable):
     server = hangable.server
     os.kill(hangable.pid, signal.SIGSTOP)
-    for _ in range(NAPS):
+    for _ in range(NAPS // 2):
         assert server.http.get("/ready").status_code == 200
         with connect(server):
             until(lambda: server.engine._running)
         until(lambda: not server.engine._running)
-        hangable.take_naps(1)
+        hangable.take_naps(2)
     response = server.http.post("/v1/completions", json=ASK)
     assert response.status_code == 503 and WHY in response.json()["error"]["message"]
     assert server.script.see("started")["epoch"] == 2
