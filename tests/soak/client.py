@@ -12,11 +12,10 @@ import httpx
 import msgspec
 
 from app.bench.client import Events
-from tests.soak.questions import Question
+from tests.soak.questions import SILENCE_SECONDS, Question
 
-SILENCE_SECONDS = 60.0
-ENDLESS_SECONDS = 120.0
-"""A server that says nothing for the one, or comes to no end within the other, hangs: no fault lasts half as long."""
+ENDLESS_SECONDS = 600.0
+"""A server whose answer comes to no end within this hangs as one that is silent does."""
 _SMALL_BUFFER = 4096
 
 

@@ -33,7 +33,10 @@ _HALF_OPEN = (
 
 @dataclass
 class Load:
-    """All clients. `outcomes` is how the requests of this round ended, `held` how many half-open sockets there were."""
+    """All clients. `outcomes` is how the requests of this round ended, `held` how many half-open sockets there were.
+
+    `due` is what the usual clients ask before they ask at random: every kind once, however short a round is.
+    """
 
     url: str
     asked: Catalogue
@@ -42,6 +45,7 @@ class Load:
     outcomes: list[Outcome] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
     held: Counter[str] = field(default_factory=Counter)
+    due: list[str] = field(default_factory=lambda: list(KINDS))
 
     async def run(self, enough: asyncio.Event) -> None:
         """Until it is enough, and everybody has an answer."""
@@ -56,8 +60,8 @@ class Load:
             clients.create_task(self._half_open(enough))
 
     async def _usual(self, http: httpx.AsyncClient, enough: asyncio.Event) -> None:
-        while not enough.is_set():
-            (kind,) = self.rng.choices(list(KINDS), list(KINDS.values()))
+        while self.due or not enough.is_set():
+            kind = self.due.pop() if self.due else self.rng.choices(list(KINDS), list(KINDS.values()))[0]
             await self._book(await self._one(http, kind))
 
     async def _book(self, outcome: Outcome) -> None:

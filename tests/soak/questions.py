@@ -10,6 +10,8 @@ import httpx
 from app.bench.prompts import named
 from app.demo.prompts import prompts
 
+SILENCE_SECONDS = 600.0
+"""A server that says nothing for so long hangs: no fault lasts nearly as long, and no machine is so slow."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -58,7 +60,7 @@ def catalogue(url: str, seed: int, slow_tokens: int) -> Catalogue:
         COMPLETIONS,
         {"prompt": "Once", "n": 4, "max_tokens": slow_tokens, "temperature": 1, "seed": seed, "ignore_eos": True},
     )
-    with httpx.Client(base_url=url, timeout=120.0, trust_env=False) as http:
+    with httpx.Client(base_url=url, timeout=SILENCE_SECONDS, trust_env=False) as http:
         expected = {question.name: _alone(http, question) for question in (*short, *long, slow)}
     return Catalogue(short, long, slow, _bad(), _looks(), expected)
 

@@ -10,7 +10,7 @@ import torch
 from app.bench.report import percentile
 from tests.soak.checks import API_GROWTH, ENGINE_GROWTH
 from tests.soak.load import BURST
-from tests.soak.rounds import CYCLE, Findings
+from tests.soak.rounds import Findings
 from tests.soak.schema import Fuzzed
 
 INTRODUCTION = f"""\
@@ -104,7 +104,7 @@ def _latencies(findings: Findings) -> Iterator[str]:
     """Of streams with a right answer. What a paused engine or a burst costs is in the figures."""
     yield "| streams with a right answer | TTFT p50, ms | p99, ms | between chunks p50, ms | p99, ms |"
     yield "|---|---|---|---|---|"
-    for kind in ("all", *(f"round {name}" for name in reversed(CYCLE))):
+    for kind in ("all", *(f"round {name}" for name in reversed(findings.plan.cycle))):
         values = (findings.first_tokens[kind], findings.gaps[kind])
         cells = [_milliseconds(some, percent) for some in values for percent in (50, 99)]
         yield f"| {kind}, {len(findings.first_tokens[kind]):,} | {' | '.join(cells)} |"

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck
 from schemathesis import Case
 
 from tests.api.test_openapi import CHECKS, TRIALS
+from tests.soak.questions import SILENCE_SECONDS
 from tests.soak.server import DemoServer
 
 FLAGS = ["--max-model-len", "128", "--max-num-seqs", "16"]
 """Answers are short, so that there are many."""
 _ROUND = 50
-_SILENCE_SECONDS = 60.0
 
 
 @dataclass
@@ -63,7 +63,7 @@ def _try(strategy: hypothesis.strategies.SearchStrategy[Case], seed: str, found:
     @hypothesis.given(strategy)
     def answer_is_as_described(case: Case) -> None:
         if time.monotonic() < until:
-            response = case.call(timeout=_SILENCE_SECONDS)
+            response = case.call(timeout=SILENCE_SECONDS)
             found.statuses[response.status_code] += 1
             case.validate_response(response, checks=CHECKS)
 

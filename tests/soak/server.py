@@ -17,7 +17,7 @@ from app.child_process import engine_environment
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 """What has to be zero while nobody is served."""
-PATIENCE = 120.0
+PATIENCE = 600.0
 """Seconds for what has no time limit of its own, on a machine that is busy."""
 _POLL_SECONDS = 0.05
 

@@ -1,4 +1,4 @@
-"""About a minute of `make soak`: every kind of load and every kind of fault at least once."""
+"""About a minute of `make soak`: every kind of load and every kind of fault at least once, see also test_stopped.py."""
 
 import sys
 
@@ -8,21 +8,20 @@ from tests.soak.report import page, summary
 from tests.soak.rounds import Plan, soak
 from tests.soak.schema import Fuzzed
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc"),
+    pytest.mark.timeout(1800),
+]
 
 
 def test_every_request_ends_rightly_and_nothing_is_left_behind() -> None:
-    """Nothing of it depends on how fast this machine is, if only a step takes less than the step timeout."""
-    plan = Plan(minutes=0.3, seed=1, step_timeout=3.0, pause=1.0, workers=6, slow_tokens=200)
+    """Nothing of it depends on how fast this machine is: no engine is ended for being slow."""
+    cycle = ("kill", "burst", "calm")
+    plan = Plan(minutes=0.2, seed=1, step_timeout=600.0, workers=6, slow_tokens=200, cycle=cycle)
     findings = soak(plan, print)
     print("\n".join(summary(findings, Fuzzed())))
     assert findings.problems == []
-    assert {fault.kind for fault in findings.faults} == {
-        "SIGSTOP for 1 s",
-        "both processes stopped for 3.6 s",
-        "SIGKILL",
-        "SIGSTOP for good",
-    }
+    assert [fault.kind for fault in findings.faults] == ["SIGKILL"]
     for kind in ("stream", "plain", "long prompt", "slow reader", "burst", "bad input", "look"):
         assert findings.ends[kind, "right"] > 0, kind
     assert findings.ends["abort", "left"] > 0
