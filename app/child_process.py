@@ -54,12 +54,13 @@ class LineProcess:
         except TimeoutError:
             return b""
 
-    async def end(self) -> str:
-        """Why the process says no more, in words; it is ended if it has not yet."""
+    async def end(self, seconds: float = _END_SECONDS) -> str:
+        """Why the process says no more, in words; it is ended if it has not yet after so long."""
         try:
-            code = await asyncio.wait_for(self._process.wait(), _END_SECONDS)
+            code = await asyncio.wait_for(self._process.wait(), seconds)
         except TimeoutError:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                self._process.kill()
             await self._process.wait()
             return "did not answer in time, and was ended"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -11,6 +11,8 @@ from app.child_process import LineProcess
 COMMAND = (sys.executable, "-P", "-m", "app.engine.device_check")
 PROBE_SECONDS = 300.0
 """A first run on an NPU loads and compiles kernels; what takes longer than this hangs."""
+START_SECONDS = 300.0
+"""The process may take to name its probes: for `auto` it imports torch before it does."""
 INTERRUPTED = 130
 
 
@@ -49,7 +51,7 @@ async def _run(command: Sequence[str], probe_seconds: float, *, as_text: bool) -
     process = await LineProcess.start(command)
     try:
         results: list[Result] = []
-        first = await process.line(probe_seconds)
+        first = await process.line(START_SECONDS)
         names: list[str] = json.loads(first) if first else ["probes"]
         broken_off = ""
         for name in names:
