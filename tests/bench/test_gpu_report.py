@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from app.engine.decoder_config import DecoderConfig
 from app.engine.dflash.config import DFlashConfig
 from app.engine.models.qwen3 import qwen3_config
 from tests.bench.test_random_weights import TINY
+from tests.unit.patient import HANG, Patient
 
 ROOT = Path(__file__).parents[2]
 NOT_ON_A_BARE_IMAGE = [
@@ -92,13 +94,24 @@ def test_a_longer_answer_takes_longer_and_a_larger_acceptance_less(target: Decod
 # The report
 
 
+write = partial(gpu_report.write, limit=6000.0)
+
+
+@pytest.fixture(autouse=True)
+def as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be slow to start, and to end."""
+    monkeypatch.setattr(gpu_report, "START_SECONDS", 600.0)
+    monkeypatch.setattr(gpu_report, "END_SECONDS", 900.0)
+    monkeypatch.setattr(gpu_report, "LineProcess", Patient)
+
+
 def speed(**changed: Any) -> dict[str, Any]:
     row = {"way": "full blocks", "concurrency": 1, "tok/s": 900.0, "rounds": [890.0, 910.0], "floor tok/s": 1500.0}
     row |= {"share of floor": 0.6, "step ms": 7.0, "floor of step ms": 4.2, "share of step's floor": 0.6}
     return row | {"target": 1000, PUBLISHED: 681} | changed
 
 
-def section(parts: str, part: float = 60.0, whole: float = 280.0) -> Section:
+def section(parts: str, part: float = 600.0, whole: float = 6000.0) -> Section:
     """Of a program that makes `parts`, a list of (name, function); after a failure the device is usable, unless
     that says that it is lost."""
     program = (
@@ -108,6 +121,11 @@ def section(parts: str, part: float = 60.0, whole: float = 280.0) -> Section:
         "def fail(says, loses=False):\n"
         "    lost.extend([1] * loses)\n"
         "    raise RuntimeError(says)\n"
+        f"def hang(): {HANG}\n"
+        "def rows_of(file):\n"
+        "    while not os.path.exists(file):\n"
+        "        time.sleep(0.01)\n"
+        "    return json.loads(open(file).read())['sections']['device']['rows']\n"
         "def end():\n"
         "    print('{', end='', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGSEGV)\n"
@@ -130,7 +148,7 @@ def test_every_section_is_told_and_a_check_that_fails_is_counted(tmp_path: Path,
         "kernels": section(f"[('none', lambda: []), ('norms', lambda: {checks})]"),
         "speeds": section(f"[(str(i), lambda row=row: [row]) for i, row in enumerate({speeds})]"),
     }
-    report = gpu_report.write(sections, "cuda:0", tmp_path / "report")
+    report = write(sections, "cuda:0", tmp_path / "report")
     page = (tmp_path / "report" / "gpu-report.md").read_text()
     for said in (
         "# gpu-report: a GPU",
@@ -153,11 +171,11 @@ def test_every_section_is_told_and_a_check_that_fails_is_counted(tmp_path: Path,
 def test_a_part_that_raises_dies_or_hangs_is_a_row_and_all_others_are_told(tmp_path: Path) -> None:
     """Also where the device is lost with it, as after an illegal access."""
     row = "lambda: [{'kernel': 'norm', 'passed': True}]"
-    breaks = ["lambda: fail('out of luck')", "lambda: fail('illegal access', True)", "end", "lambda: time.sleep(600)"]
+    breaks = ["lambda: fail('out of luck')", "lambda: fail('illegal access', True)", "end", "hang"]
     runs = [row, breaks[0], row, breaks[1], row, breaks[2], row, breaks[3], row]
-    kernels = section(f"zip('abcdefghi', [{', '.join(runs)}])", part=4.0)
-    broken = Section((sys.executable, "-c", "raise SystemExit(3)"), 60.0, 60.0)
-    report = gpu_report.write({"kernels": kernels, "equality": broken, "speeds": section("[]")}, "cuda:0", tmp_path)
+    kernels = section(f"zip('abcdefghi', [{', '.join(runs)}])")
+    broken = Section((sys.executable, "-c", "raise SystemExit(3)"), 600.0, 600.0)
+    report = write({"kernels": kernels, "equality": broken, "speeds": section("[]")}, "cuda:0", tmp_path)
     rows = report["sections"]["kernels"]["rows"]
     assert [row.get("part", "") for row in rows] == ["", "b", "", "d", "", "f", "", "h", ""]
     assert [row["failed"] for row in rows if "failed" in row] == [
@@ -187,7 +205,7 @@ def test_a_process_that_cannot_even_be_killed_is_waited_for_no_longer(monkeypatc
 
 
 def test_what_cannot_be_imported_or_made_is_told(tmp_path: Path) -> None:
-    report = gpu_report.write({"kernels": section("fail('no kernel')")}, "cuda:0", tmp_path)
+    report = write({"kernels": section("fail('no kernel')")}, "cuda:0", tmp_path)
     assert report["sections"]["kernels"]["error"]["failed"] == "RuntimeError: no kernel"
 
 
@@ -246,9 +264,8 @@ def test_when_a_sections_time_is_up_it_is_ended_and_when_all_is_nothing_is_begun
 
 def test_what_a_part_has_told_is_written_while_the_next_one_runs(tmp_path: Path) -> None:
     file = tmp_path / "gpu-report.json"
-    look = f"json.loads(open({str(file)!r}).read())['sections']['device']['rows']"
-    parts = f"[('one', lambda: [{{'what': 'one'}}]), ('two', lambda: time.sleep(0.5) or [{{'what': {look}}}])]"
-    report = gpu_report.write({"device": section(parts)}, "cuda:0", tmp_path)
+    parts = f"[('one', lambda: [{{'what': 'one'}}]), ('two', lambda: [{{'what': rows_of({str(file)!r})}}])]"
+    report = write({"device": section(parts)}, "cuda:0", tmp_path)
     assert report["sections"]["device"]["rows"][1] == {"what": [{"what": "one"}]}
 
 
@@ -264,7 +281,8 @@ def test_all_of_it_takes_less_than_eight_minutes() -> None:
 def test_without_a_gpu_a_sections_process_says_in_its_line_why_it_has_no_parts(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     options = gpu_report._parser().parse_args([])
-    report = gpu_report.write({"kernels": gpu_report.sections(options)["kernels"]}, "cuda:0", tmp_path)
+    section = gpu_report.sections(options)["kernels"]._replace(part=600.0, whole=6000.0)
+    report = write({"kernels": section}, "cuda:0", tmp_path)
     error = report["sections"]["kernels"]["error"]
     assert error["failed"] and "set_device" in error["traceback"]
 
@@ -285,7 +303,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-P", "-c", blocked + program]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -181,8 +181,12 @@ def versions() -> dict[str, str]:
 
 
 def _save(report: dict[str, Any], folder: Path) -> None:
-    (folder / "gpu-report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (folder / "gpu-report.md").write_text(gpu_report_page.page(report), encoding="utf-8")
+    """Whoever reads a file meanwhile finds all of it, as it is now or as it was before."""
+    texts = {"gpu-report.json": json.dumps(report, indent=1) + "\n", "gpu-report.md": gpu_report_page.page(report)}
+    for name, text in texts.items():
+        part = folder / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
 
 
 def _parser() -> argparse.ArgumentParser:
