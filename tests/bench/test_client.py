@@ -21,7 +21,7 @@ def asked(script: Script, prompt: Prompt = HELLO, status: int = 200, **server: A
     async def ask_once() -> tuple[Answer, Any, str]:
         async with serving(script, status, now=10.0) as scripted:
             peer = Server("peer", scripted.url, "tiny", **server)
-            async with peer.connect(5.0) as http:
+            async with peer.connect(600.0) as http:
                 answer = await ask(http, peer, prompt, {"max_tokens": 9}, clock=scripted.clock)
             return answer, scripted.seen[0], scripted.paths[0]
 

@@ -317,7 +317,6 @@ def test_what_excludes_itself_is_refused(arguments: list[str], more: list[str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_real_engine_grows_no_faster_than_linearly_and_its_host_part_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +336,6 @@ def test_a_real_engine_grows_no_faster_than_linearly_and_its_host_part_not_at_al
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here to compile with")
 def test_what_is_compiled_is_fewer_operators_over_the_same_products(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

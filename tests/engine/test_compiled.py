@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 pytestmark = [
     pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here to compile with"),
     pytest.mark.usefixtures("kept"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(3600),
 ]
 SHAPE: dict[str, Any] = {
     "seed": 99,

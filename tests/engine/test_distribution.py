@@ -293,7 +293,6 @@ def test_a_small_bias_would_be_found_out(asked: Asked, size: Size):
         assert power(asked.exact, biased, size.answers // 10) < POWER, "no credit for nothing"
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("asked", "size"),
     [
@@ -336,7 +335,6 @@ def accept_what_the_target_does_not_say(asked: Asked, bias: float, monkeypatch: 
     monkeypatch.setattr(CpuBackend, "fused_verify", staticmethod(careless))
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [SLICE, pytest.param(FULL, marks=[pytest.mark.slow])], ids=str)
 @pytest.mark.parametrize("fault", [make_a_token_frequent, accept_what_the_target_does_not_say])
 def test_a_bias_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, size: Size):

@@ -53,7 +53,7 @@ def on_subjects(cases: list[Case]) -> pytest.MarkDecorator:
 
     def marks(case: Case, turn: int) -> list[pytest.MarkDecorator]:
         if case.path == "compiled":
-            return [pytest.mark.slow, pytest.mark.timeout(900)]
+            return [pytest.mark.slow]
         return [] if turn == 0 else [pytest.mark.slow]
 
     every = [

@@ -276,7 +276,6 @@ def tree_of_prompts(subject: Subject, count: int, rng: random.Random) -> list[Pr
         pytest.param("demo", True, 400, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.timeout(1800)
 def test_requests_over_a_tree_of_prefixes_get_no_wrong_token_and_leave_no_page(
     folder: Path, name: str, eager: bool, count: int
 ):

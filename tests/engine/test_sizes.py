@@ -54,7 +54,7 @@ def test_wishes_that_fit_are_kept():
     assert settled(block_size=8, **wishes) == Sizes(8, 500, 4, 32, 128)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 @given(st.integers(1, 32), st.integers(1, 300), st.integers(1, 3000))
 def test_a_budget_too_small_is_refused_and_either_number_it_names_will_do(block_size, seqs, tokens):
     assume(block_size <= tokens < seqs * block_size)
@@ -122,7 +122,7 @@ def test_memory_that_is_already_overspent_is_refused_too():
         settle_pages(config, settle_sizes(config, 8, LIMIT, DEFAULTS), -5 * MIB, 64)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 @given(st.integers(1, 16), st.sampled_from([1, 3, 16, 128]), st.integers(0, 3000))
 def test_a_length_nobody_asked_for_is_the_longest_that_fits(block_size, page_size, kv_tokens):
     config = asked(page_size=page_size)

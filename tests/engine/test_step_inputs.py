@@ -150,7 +150,7 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     check_group(inputs.draft.group, blocks, page_size)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(batches())
 def test_every_array_equals_the_loop_over_rows(drawn: tuple[Batch, int, int]) -> None:
     batch, page_size, block_size = drawn
@@ -200,7 +200,7 @@ def test_a_mixed_step_worked_out_by_hand():
     assert (draft.group.q_lens, draft.group.kv_lens) == ([4], [9])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 @given(batches(), st.integers(0, 5), st.integers(2, 40), st.integers(0, 1))
 def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     drawn: tuple[Batch, int, int], more_seqs: int, max_graphs: int, spare: int

@@ -59,7 +59,7 @@ class Case:
         return accepted_counts
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(data=st.data(), block_size=st.integers(2, 8), num_seqs=st.integers(1, 6), seed=st.integers(0, 2**32))
 def test_it_equals_the_loop_for_ragged_widths_and_any_agreement(data, block_size, num_seqs, seed):
     widths = data.draw(st.lists(st.integers(1, block_size), min_size=num_seqs, max_size=num_seqs))

@@ -335,7 +335,7 @@ def section(name: str, device: str, skip: int) -> list[Any]:
     """The lines that the section's process writes, on a device that computes nothing."""
     said = json.dumps({"prompts": [[1, 2, 3]], "stop_token_ids": []})
     command = [sys.executable, "-m", "app.engine.npu_report", name, device, str(skip)]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -8,10 +8,7 @@ from tests.soak.report import page, summary
 from tests.soak.rounds import Plan, soak
 from tests.soak.schema import Fuzzed
 
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc"),
-    pytest.mark.timeout(1800),
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 
 
 def test_every_request_ends_rightly_and_nothing_is_left_behind() -> None:

@@ -8,10 +8,7 @@ from tests.soak.report import summary
 from tests.soak.rounds import Plan, soak
 from tests.soak.schema import Fuzzed
 
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc"),
-    pytest.mark.timeout(1800),
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 
 
 def test_who_is_stopped_for_a_while_loses_nothing_and_for_good_is_replaced() -> None:

@@ -270,7 +270,7 @@ def test_a_file_that_may_not_be_read_is_named(folder: Path, monkeypatch: pytest.
         tensor_files(folder)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_whatever_is_broken_in_a_file_is_refused_by_its_name_or_loads(data: st.DataObject) -> None:
     with TemporaryDirectory() as name:
@@ -313,7 +313,7 @@ def test_a_broken_checkpoint_ends_the_server_before_it_binds_and_without_a_trace
             [sys.executable, "-m", "app", "serve", str(folder), "--device", "cpu", "--port", port],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=900,
         )
     assert ended.returncode not in (0, None)
     assert str(folder / "model.safetensors") in ended.stderr and "Traceback" not in ended.stderr

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -54,7 +54,6 @@ def reference(text: str, stop: list[str], include_stop: bool = False) -> str | N
     return None
 
 
-@settings(deadline=None)
 @given(
     pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=24),
     stop=st.lists(st.text("abc ", min_size=1, max_size=6), max_size=3),
@@ -77,7 +76,6 @@ def test_text_ends_where_a_plain_reading_finds_the_first_stop_string(backend, pi
         assert detokenizer.n_tokens == completed
 
 
-@settings(deadline=None)
 @given(
     pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=24),
     stop=st.lists(st.text("abc ", min_size=2, max_size=6), min_size=1, max_size=3),
@@ -93,7 +91,6 @@ def test_no_prefix_of_a_stop_string_that_completes_is_ever_shown(backend, pieces
         assert full is None or full.startswith(so_far)
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=20))
 def test_text_of_any_script_comes_whole_and_without_replacement_characters(backend, text, cuts):
     text = text.replace("\ufffd", "")
@@ -102,7 +99,6 @@ def test_text_of_any_script_comes_whole_and_without_replacement_characters(backe
     assert not any("\ufffd" in piece for piece in shown)
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=20))
 def test_bytes_that_are_no_text_read_as_the_tokenizer_reads_them_whole(backend, ids, cuts):
     _, shown = run(backend, ids, [], cuts, "length")
@@ -160,7 +156,6 @@ def test_an_id_beyond_the_vocabulary_is_no_text_and_no_error(backend):
     assert detokenizer.push([backend.token_to_id("a"), 100_000, backend.token_to_id("b")], "length") == "ab"
 
 
-@settings(deadline=None)
 @given(text=st.text(st.sampled_from("ab é漢👩"), max_size=30), cuts=st.lists(st.integers(0, 90), max_size=20))
 def test_byte_fallback_tokens_of_sentencepiece_models_make_whole_characters(text, cuts):
     vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4} | {f"<0x{n:02X}>": n + 5 for n in range(256)}
@@ -177,7 +172,6 @@ def test_byte_fallback_tokens_of_sentencepiece_models_make_whole_characters(text
     assert not any("\ufffd" in piece for piece in shown)
 
 
-@settings(deadline=None)
 @given(
     pieces=st.lists(st.sampled_from([*PIECES, EOS]), min_size=1, max_size=24),
     stop=st.lists(st.text("abc <eos>", min_size=1, max_size=6), max_size=3),
@@ -202,7 +196,6 @@ def test_text_with_its_stop_and_special_tokens_is_that_of_a_plain_reading(
         assert detokenizer.n_tokens == len(ids)
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=20))
 def test_special_tokens_between_characters_of_any_script_are_whole_text(backend, text, cuts):
     text = text.replace("\ufffd", "")

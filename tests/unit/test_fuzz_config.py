@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from app.cli import parse_flags
 from app.config import PEER_FLAGS, Config, ConfigError, env_name, flag_name, no_flag_name, setting_fields
 
-ANY = settings(
-    deadline=None, derandomize=True, database=None, max_examples=150, suppress_health_check=list(HealthCheck)
-)
+ANY = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 FIELDS = sorted(set(setting_fields()) - {"config"})
 FLAGS = sorted(
     {flag_name(field) for field in FIELDS if field != "model"}

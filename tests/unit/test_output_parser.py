@@ -20,7 +20,7 @@ FRAGMENTS = [
 TEXT = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 CUTS = st.lists(st.integers(0, 200), max_size=8)
 SWITCHES = st.tuples(st.booleans(), st.booleans(), st.booleans())
-few = settings(max_examples=200, deadline=None)
+few = settings(max_examples=200)
 
 
 def cut(text: str, cuts: list[int]) -> list[str]:

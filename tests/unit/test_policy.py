@@ -448,7 +448,7 @@ def brute(chances: list[list[float]], costs: CostTable) -> float:
     return best
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=3),
     st.floats(0.03, 1.5),

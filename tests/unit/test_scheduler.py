@@ -523,7 +523,4 @@ class AnyTraffic(RuleBasedStateMachine):
 
 
 TestInvariantsHoldUnderAnyTraffic = AnyTraffic.TestCase
-TestInvariantsHoldUnderAnyTraffic.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
-TestInvariantsHoldUnderAnyTraffic.pytestmark = pytest.mark.timeout(900)  # a failure is made small for minutes
+TestInvariantsHoldUnderAnyTraffic.settings = settings(max_examples=150, stateful_step_count=30)
