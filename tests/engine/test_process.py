@@ -40,13 +40,15 @@ class Parent:
         self.commands, self.replies = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         self.commands.bind(self.addresses[0])
         self.replies.bind(self.addresses[1])
+        self.replies.rcvtimeo = 300_000
 
     def send(self, *commands: Any) -> None:
         for command in commands:
             self.commands.send(command if isinstance(command, bytes) else msgspec.msgpack.encode(command))
 
-    def replied(self, seconds: float = 0) -> Iterator[Reply]:
-        while self.replies.poll(int(1000 * seconds)):
+    def replied(self) -> Iterator[Reply]:
+        """Each as it comes. Raises zmq.Again where none comes for minutes."""
+        while True:
             yield msgspec.msgpack.decode(self.replies.recv(), type=Reply)
 
     def close(self) -> None:
@@ -66,23 +68,35 @@ def submit(request_id: str, **changed: Any) -> Submit:
 
 
 class PatientLink(Link):
-    """Without work it hears that it has to leave, once nothing more comes."""
+    """Without work it hears that it has to leave, once it has heard all of so many commands."""
+
+    def __init__(self, parent: Parent, count: int) -> None:
+        super().__init__(*parent.addresses, 1)
+        self._left = count
 
     def receive(self, *, wait: bool) -> Any:
-        return super().receive(wait=False) if not wait or self._commands.poll(300) else [Shutdown()]
+        if wait and not self._left:
+            return [Shutdown()]
+        heard = super().receive(wait=wait)
+        self._left -= len(heard)
+        return heard
 
 
 def answers(parent: Parent, engine: Engine, *commands: Any) -> dict[str, TokenDelta]:
-    """The last delta of each request, of an engine that hears `commands` and leaves when all is done."""
-    link = PatientLink(*parent.addresses, 1)
+    """The last delta of each request, of an engine that hears `commands`, one for each, and leaves when all is done."""
+    link = PatientLink(parent, len(commands))
     try:
         parent.send(*commands)
         serve(link, engine)
     finally:
         link._commands.close()
-        link._replies.close(linger=1000)
-    replies = [reply for reply in parent.replied(0.2) if isinstance(reply, StepOutput)]
-    return {delta.request_id: delta for reply in replies for delta in reply.deltas}
+        link._replies.close(linger=60_000)
+    ended: dict[str, TokenDelta] = {}
+    deltas = (delta for reply in parent.replied() if isinstance(reply, StepOutput) for delta in reply.deltas)
+    while len(ended) < len(commands):
+        if (delta := next(deltas)).finish_reason:
+            ended[delta.request_id] = delta
+    return ended
 
 
 def as_it_came(command: Submit, **changed: Any) -> bytes:
@@ -144,11 +158,11 @@ def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Pa
         assert process.stdin is not None
         process.stdin.write(json.dumps(settings).encode() + b"\n")
         process.stdin.flush()
-        assert any(isinstance(reply, Ready) for reply in parent.replied(60))
+        assert any(isinstance(reply, Ready) for reply in parent.replied())
         parent.send(*(submit(str(i), max_tokens=480) for i in range(4)), Abort("nobody", 1))
-        assert isinstance(next(parent.replied(20)), StepOutput)
+        assert isinstance(next(parent.replied()), StepOutput)
         process.stdin.close()
-        assert process.wait(timeout=20) == 1
+        assert process.wait(timeout=600) == 1
     finally:
         process.kill()
         process.wait()
