@@ -16,6 +16,7 @@ from app.engine.penalties import TokenCounts
 from app.engine.sequence import Request, Sequence
 from tests.engine.lossless import LUCKY, make_engine
 from tests.engine.pairs import Pair, make_pair
+from tests.engine.steady import steady_costs
 from tests.unit.scheduler_harness import check_pages
 
 PAGE = 4
@@ -454,7 +455,8 @@ def test_an_error_of_the_device_ends_the_engine_at_once(pair: Pair, error: Excep
 
 
 @pytest.fixture(params=["plenty", "scarce"])
-def crowded(request: pytest.FixtureRequest, lucky: Pair) -> Iterator[Engine]:
+def crowded(request: pytest.FixtureRequest, lucky: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    steady_costs(monkeypatch)
     pages = {"plenty": None, "scarce": 30}[request.param]
     yield engine_of(lucky, kv_pages=pages, prefix_caching=True, max_num_batched_tokens=40, verify="auto")
 
@@ -475,7 +477,9 @@ def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
         if core.has_work:
             ended = {delta.request_id for delta in core.step().deltas if delta.finish_reason}
             live = [name for name in live if name not in ended]
-        for name in rng.sample(live, min(len(live), rng.choice((0, 1, 2, 8)) if len(live) < 40 else len(live))):
+        preempted = [seq.request.request_id for seq in scheduler.waiting if seq.num_cached is not None]
+        gone = rng.sample(live, min(len(live), rng.choice((0, 0, 0, 1, 2)) if len(live) < 40 else len(live)))
+        for name in dict.fromkeys((*gone, *preempted)):
             seq = next(seq for seq in (*scheduler.running, *scheduler.waiting) if seq.request.request_id == name)
             place = "preempted" if seq.num_cached is not None and seq.seat < 0 else "queued"
             phases.add(place if seq.seat < 0 else "decoding" if seq.is_decoding else "prefilling")

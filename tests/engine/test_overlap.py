@@ -19,6 +19,7 @@ from tests.engine import test_faults
 from tests.engine.device_lengths import device_lengths
 from tests.engine.lossless import LUCKY
 from tests.engine.pairs import Pair, make_pair
+from tests.engine.steady import steady_costs
 from tests.engine.test_faults import BAD_TOKEN, NAN, PHASES, Planted, Run, names, undisturbed
 from tests.engine.test_one_read import NoReads
 from tests.engine.test_prefix_cache import watch
@@ -240,8 +241,9 @@ def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pai
 
 
 @pytest.mark.parametrize("verify", ["full", "auto"])
-def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify: str):
+def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify: str, monkeypatch: pytest.MonkeyPatch):
     """With aborts, flushes, preemption, shared prefixes and stop tokens, at random."""
+    steady_costs(monkeypatch)
     rng = random.Random(7)
     alone = eager(lucky, prefix_caching=False)
     engine = overlapping(lucky, kv_pages=44, prefix_caching=True, max_num_batched_tokens=40, verify=verify)

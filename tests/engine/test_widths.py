@@ -4,6 +4,7 @@ drafted wider than that."""
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,7 @@ def test_sizes_that_the_pages_do_not_hold_are_not_timed(tmp_path: Path) -> None:
 def test_what_held_a_step_up_while_it_was_timed_is_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole block all rounds but one."""
     rounds = iter([400.0, 400.0, 6.0])
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(costs, "_step", lambda shape, sizes: shape)
     monkeypatch.setattr(
         costs, "_timed", lambda runner, shape: next(rounds, 400.0) if shape == (1, 1, 16, 16) else 3.0 + shape.drafting

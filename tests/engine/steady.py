@@ -1,0 +1,25 @@
+"""What steps cost, where no machine has a say in it."""
+
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from app.engine import build, core
+from app.engine.config import Sizes
+from app.engine.costs import shapes, table
+from app.engine.dflash.policy import CostTable
+from app.engine.model_runner import ModelRunner
+
+
+def steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines built from now on find drafts to be cheap beside a plain step, and every step to take ten milliseconds,
+    so that `verify="auto"` decides the same everywhere."""
+
+    def costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTable:
+        timed = [shape for seqs in (1, sizes.max_num_seqs) for shape in shapes(seqs, sizes.block_size)]
+        return table({s: 9.0 + s.seqs + s.drafting * (0.05 * s.block + 0.1 * s.rows) for s in timed})
+
+    ticks = count()
+    monkeypatch.setattr(build, "measure_costs", costs)
+    monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=lambda: 0.01 * next(ticks)))
