@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from app.bench import __main__ as parts
 from app.bench import step, step_report, step_timing
+from app.bench.products import Products
 from app.bench.random_weights import write_configs
 from app.bench.step_report import Series, flat_host, linear, series
 from app.bench.step_timing import Bench, Measured, Shape, Split, measure, room
@@ -25,6 +27,49 @@ from tests.bench.test_random_weights import TINY, tiny_engine
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return tiny_engine(tmp_path_factory.mktemp("tiny"), page_size=4)
+
+
+TAKES = (1, 2, 4, 8, 16)
+"""Milliseconds to schedule, to make arrays, to launch, to read and to commit, by Clock."""
+
+
+class Clock:
+    """Moved by the parts of a step, and by nothing else."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def takes(self, milliseconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same work, which takes so long."""
+
+        def timed(*given: Any) -> Any:
+            self.seconds += milliseconds / 1000
+            return work(*given)
+
+        return timed
+
+
+@pytest.fixture
+def clock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Steps take what TAKES says, and products with weights a millisecond each."""
+    clock = Clock()
+    monkeypatch.setattr(step_timing, "time", clock)
+    scheduler, runner = engine.core.scheduler, engine.core.runner
+    monkeypatch.setattr(scheduler, "schedule", clock.takes(TAKES[0], scheduler.schedule))
+    monkeypatch.setattr(scheduler, "commit", clock.takes(TAKES[4], scheduler.commit))
+    monkeypatch.setattr(Bench, "_arrays", clock.takes(TAKES[1], Bench._arrays))
+    monkeypatch.setattr(runner, "launch", clock.takes(TAKES[2], runner.launch))
+    monkeypatch.setattr(PendingStep, "read", clock.takes(TAKES[3], PendingStep.read))
+    monkeypatch.setattr(Products, "seconds", lambda products: 0.001 * len(products.seen))
+    return clock
+
+
+def products_a_step(bench: Bench, shape: Shape) -> Any:
+    products = bench._products[shape]
+    return pytest.approx(len(products.seen) / shape.timed)
 
 
 class Watched:
@@ -49,14 +94,17 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 2, True), Shape(1, 100, False), Shape(3, 77, True), Shape(4, 420, False)])
-def test_sequences_come_to_their_context_without_a_prefill(engine: Engine, watched: Watched, shape: Shape) -> None:
+def test_sequences_come_to_their_context_without_a_prefill(
+    engine: Engine, watched: Watched, clock: Clock, shape: Shape
+) -> None:
     bench = Bench(engine)
     assert bench.fits(shape)
     found = bench.count(shape)
     bench.time(shape, found)
     bench.time(shape, found)
-    assert len(found.splits) == len(found.hosts) == len(found.products) == 2 and found.operators > 100
-    assert all(0 < ms < split.launch for ms, split in zip(found.products, found.splits, strict=True))
+    assert all(astuple(split) == pytest.approx(TAKES) for split in found.splits) and len(found.splits) == 2
+    assert found.hosts == pytest.approx([1 + 2 + 16] * 2)
+    assert found.products == [products_a_step(bench, shape)] * 2 and found.operators > 100
     steps = 1 + shape.timed
     assert len(watched.batches) == 4 * steps
     for batch in watched.batches[::steps]:
@@ -81,21 +129,22 @@ def test_operators_do_not_depend_on_the_context(engine: Engine) -> None:
     assert bench.count(Shape(2, 40, False)).operators < bench.count(Shape(2, 40, True)).operators
 
 
-def test_every_round_times_every_shape_once(engine: Engine) -> None:
+def test_every_round_times_every_shape_once(engine: Engine, clock: Clock) -> None:
     shapes = [Shape(1, 20, False), Shape(2, 20, True)]
     told: list[str] = []
     found = measure(Bench(engine), shapes, 3, told.append)
     assert [len(measured.splits) for measured in found.values()] == [3, 3] and len(told) == 2 * (1 + 3)
     for split in found[shapes[1]].splits:
-        assert 0 < split.build < split.launch < split.total and 0 < split.host < split.total
+        assert astuple(split) == pytest.approx(TAKES)
+        assert (split.total, split.host) == pytest.approx((1 + 4 + 8 + 16, 1 + 2 + 16))
     assert not found[shapes[0]].queued, "on a CPU launching is computing"
 
 
-def test_a_device_that_runs_on_is_timed_with_steps_queued(engine: Engine, watched: Watched) -> None:
+def test_a_device_that_runs_on_is_timed_with_steps_queued(engine: Engine, watched: Watched, clock: Clock) -> None:
     shape, found, bench = Shape(2, 30, True), Measured(), Bench(engine)
     bench.is_asynchronous = True
     bench.time(shape, found)
-    assert len(found.queued) == 1 and found.queued[0] > 0
+    assert found.queued == pytest.approx([(4 * step_timing.QUEUED + 8) / step_timing.QUEUED])
     assert watched.batches[-step_timing.QUEUED :] == [watched.batches[-1]] * step_timing.QUEUED
     assert engine.core.scheduler.pool.num_used == 0
 
