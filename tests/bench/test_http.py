@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.bench import flags, http
+from app.bench import flags, http, own_server
 from app.bench.__main__ import main
 from app.bench.client import ServerError
 from app.bench.command import guarded
@@ -22,9 +22,11 @@ from app.config import ConfigError
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[OwnServer]:
-    with OwnServer("dflash", ["--max-num-seqs", "8"]) as own:
-        own.wait_until_ready(lambda text: None)
-        yield own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_server, "_END_SECONDS", 600.0)
+        with OwnServer("dflash", ["--max-num-seqs", "8"]) as own:
+            own.wait_until_ready(lambda text: None)
+            yield own
     assert own.process.returncode == 0
 
 
