@@ -1,5 +1,6 @@
 """The engine's graphs on the null device: what is given anew at every step, what stays, and what the host waits for."""
 
+import gc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -232,6 +233,14 @@ def test_a_single_entry_for_all_calls_is_refused(pair: Pair, monkeypatch: pytest
 # Memory
 
 
+@pytest.fixture
+def tidy() -> None:
+    """Nothing of engines before is held."""
+    gc.collect()
+    torch_npu.npu.empty_cache()
+
+
+@pytest.mark.usefixtures("tidy")
 def test_kv_takes_what_the_weights_and_the_widest_step_leave(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_STUB_MEMORY", str(96 << 20))
     pages = []
@@ -242,10 +251,12 @@ def test_kv_takes_what_the_weights_and_the_widest_step_leave(pair: Pair, monkeyp
         free, total = torch_npu.npu.mem_get_info()
         assert total - free <= total * share
         del core
+        gc.collect()
         torch_npu.npu.empty_cache()
     assert 0 < pages[0] < pages[1]
 
 
+@pytest.mark.usefixtures("tidy")
 def test_a_step_that_does_not_fit_is_refused_with_the_settings_to_change(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +277,7 @@ def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(pair: Pair, mo
         engine(pair)
 
 
+@pytest.mark.usefixtures("tidy")
 def test_memory_asked_for_that_is_not_there_is_refused_with_the_numbers(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
