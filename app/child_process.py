@@ -10,7 +10,6 @@ from pathlib import Path
 
 KEYS = {"DFLASH_API_KEY", "DFLASH_ADMIN_KEY"}
 _LONGEST_LINE = 1 << 24
-_END_SECONDS = 2.0
 
 
 def engine_environment() -> dict[str, str]:
@@ -24,6 +23,8 @@ def engine_environment() -> dict[str, str]:
 
 class LineProcess:
     """Made with `start`; always `end` it. In a session of its own, so that Ctrl-C reaches its parent alone."""
+
+    _end_seconds = 2.0
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -54,10 +55,10 @@ class LineProcess:
         except TimeoutError:
             return b""
 
-    async def end(self, seconds: float = _END_SECONDS) -> str:
-        """Why the process says no more, in words; it is ended if it has not yet after so long."""
+    async def end(self) -> str:
+        """Why the process says no more, in words; it is ended if it has not yet."""
         try:
-            code = await asyncio.wait_for(self._process.wait(), seconds)
+            code = await asyncio.wait_for(self._process.wait(), self._end_seconds)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 self._process.kill()

@@ -1,12 +1,9 @@
 """The backend in plain PyTorch: the reference on every device, and what runs on CUDA where Triton is not."""
 
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, Rotation, download_behind, peak_memory
+from app.engine.host_memory import host_memory
 
 MAX_SCORES = 1 << 24
 """Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
@@ -21,7 +19,6 @@ MAX_GATHERED_TOKENS = 1 << 18
 """Tokens whose K and V one attention call gathers out of the pages, unless a backend wants fewer."""
 SMALL_CALL = 1 << 18
 """Padding up to this many scores costs less than a call more."""
-MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +122,7 @@ class TorchBackend(Backend):
     def memory(self) -> tuple[int, int]:
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)
-        page = os.sysconf("SC_PAGE_SIZE")
-        available = _available_memory(MEMINFO)
-        free = os.sysconf("SC_AVPHYS_PAGES") * page if available is None else available
-        return free, os.sysconf("SC_PHYS_PAGES") * page
+        return host_memory()
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         """Of a GPU; nothing counts a CPU's."""
@@ -232,15 +226,6 @@ def _filled(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Pie
             size = _Size().with_one(piece)
         bins[-1].append(piece)
     return bins
-
-
-def _available_memory(meminfo: Path) -> int | None:
-    """Bytes that Linux would give away, page cache included, which SC_AVPHYS_PAGES leaves out; None elsewhere."""
-    try:
-        found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) << 10 if found else None
 
 
 @dataclass(frozen=True, slots=True)

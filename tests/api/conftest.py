@@ -264,12 +264,12 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def patient_servers() -> Iterator[None]:
     """No server hangs up because the machine has no time for a client."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "HEAD_SECONDS", PATIENCE)
-        patch.setattr(body, "BODY_SECONDS", PATIENCE)
+        patch.setattr(connection, "HEAD_SECONDS", 10 * PATIENCE)
+        patch.setattr(body, "BODY_SECONDS", 10 * PATIENCE)
         yield
 
 

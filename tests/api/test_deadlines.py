@@ -1,5 +1,6 @@
 """At its deadline a request ends in the engine and with its client, and never looks like a whole answer."""
 
+import asyncio
 import json
 import time
 from queue import Queue
@@ -77,6 +78,18 @@ def test_a_plain_answer_is_not_cut_short_but_refused(server, background, gate):
     until(lambda: server.engine._num_step_outputs > steps)
     gate.open()
     assert "hello" not in str(error_of(asked.result(), 504))
+
+
+def test_it_comes_no_later_than_was_said(server, background, gate):
+    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT))
+    request_id = server.script.see("Submit")["request_id"]
+
+    async def left():
+        return server.engine._timers[request_id].when() - asyncio.get_running_loop().time()
+
+    assert server.call(left) <= TIMEOUT
+    gate.open()
+    error_of(asked.result(), 504)
 
 
 def test_all_choices_end_together(server):

@@ -20,7 +20,7 @@ HELLO: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello"},
 }
 CLIENTS_FAULT = {400, 404}
-ANY = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+ANY = settings(suppress_health_check=list(HealthCheck))
 
 scalars = (
     st.none()

@@ -53,9 +53,7 @@ TRIALS += [
 
 @pytest.mark.parametrize(("label", "mode"), TRIALS, ids=lambda value: getattr(value, "value", value))
 def test_every_answer_is_as_described_and_none_is_a_server_error(operations, label, mode):
-    @hypothesis.settings(
-        max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @hypothesis.settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @hypothesis.given(operations[label].as_strategy(generation_mode=mode))
     def answer_is_as_described(case: Case) -> None:
         case.call_and_validate(checks=CHECKS)

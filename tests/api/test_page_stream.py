@@ -60,7 +60,7 @@ def event(data: object) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(texts, st.sampled_from(["data: [DONE]\n\n", event({"error": {"message": "died"}}), ""]), st.data())
 def test_every_chunk_comes_whole_and_once_wherever_the_stream_is_cut(
     tab: Tab, sent: list[str], end: str, data: st.DataObject

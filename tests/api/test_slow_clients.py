@@ -68,7 +68,7 @@ def test_a_body_must_come_in_time(server, monkeypatch):
 
 
 def test_a_large_body_over_a_slow_line_gets_more_time(server, monkeypatch):
-    """What comes with the head buys it all the patience there is; without that it would be too late with the rest."""
+    """Every 100 bytes that come buy it all the patience there is; without that it would be too late with the rest."""
     asked = json.dumps(TEXT | {"user": "x" * 300}).encode()
     monkeypatch.setattr(body, "BODY_SECONDS", CUT_OFF)
     monkeypatch.setattr(body, "SLOWEST_BYTES_A_SECOND", 100 / PATIENCE)

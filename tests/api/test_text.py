@@ -167,10 +167,10 @@ def turns_beside(working: threading.Thread) -> int:
 
 
 def test_encoding_a_large_text_does_not_hold_the_interpreters_lock(folder):
-    """On a busy machine other threads wait for other reasons too, but not every time."""
+    """On a busy machine other threads wait for other reasons too, but not every time; held, they get a dozen turns."""
     tokenizer = Tokenizer(folder)
     text = "hello brown fox " * 60_000
-    assert any(turns_beside(threading.Thread(target=tokenizer.encode, args=(text,))) >= 10 for _ in range(50))
+    assert any(turns_beside(threading.Thread(target=tokenizer.encode, args=(text,))) >= 100 for _ in range(20))
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])

@@ -69,6 +69,7 @@ def clock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def products_a_step(bench: Bench, shape: Shape) -> Any:
     products = bench._products[shape]
+    assert products.seen
     return pytest.approx(len(products.seen) / shape.timed)
 
 

@@ -462,11 +462,12 @@ def crowded(request: pytest.FixtureRequest, lucky: Pair, monkeypatch: pytest.Mon
 
 
 def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
-    """Queued, in the midst of a prompt, decoding plainly or in blocks, preempted, and waiting for a sibling's pages."""
+    """Queued, in the midst of a prompt, decoding plainly or in blocks, preempted, then running again, and waiting for a
+    sibling's pages."""
     core, scheduler, rng = crowded.core, crowded.core.scheduler, random.Random(1)
     live: list[str] = []
     aborted = count = 0
-    phases = set[str]()
+    phases, ever_preempted = set[str](), set[str]()
     while aborted < 1000:
         for _ in range(rng.choice((0, 0, 1, 3))):
             prompt = tuple(rng.choices(range(5), k=3)) * rng.choice((1, 1, 2, 5, 20))
@@ -478,11 +479,14 @@ def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
             ended = {delta.request_id for delta in core.step().deltas if delta.finish_reason}
             live = [name for name in live if name not in ended]
         preempted = [seq.request.request_id for seq in scheduler.waiting if seq.num_cached is not None]
+        ever_preempted.update(preempted)
         gone = rng.sample(live, min(len(live), rng.choice((0, 0, 0, 1, 2)) if len(live) < 40 else len(live)))
-        for name in dict.fromkeys((*gone, *preempted)):
+        for name in dict.fromkeys((*gone, *(name for name in preempted if rng.random() < 0.5))):
             seq = next(seq for seq in (*scheduler.running, *scheduler.waiting) if seq.request.request_id == name)
             place = "preempted" if seq.num_cached is not None and seq.seat < 0 else "queued"
             phases.add(place if seq.seat < 0 else "decoding" if seq.is_decoding else "prefilling")
+            if seq.seat >= 0 and name in ever_preempted:
+                phases.add("resumed")
             used, owned = scheduler.pool.num_used, set(seq.pages)
             others = {page for other in scheduler.running if other is not seq for page in other.pages}
             core.abort(name)
@@ -493,7 +497,7 @@ def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
     for name in live:
         core.abort(name)
     scarce = scheduler.pool.num_usable < 50
-    assert phases == {"queued", "prefilling", "decoding"} | ({"preempted"} if scarce else set())
+    assert phases == {"queued", "prefilling", "decoding"} | ({"preempted", "resumed"} if scarce else set())
     assert scheduler.prefix_cache_hits > 0
     assert not core.has_work and scheduler.pool.num_used == 0
     assert sorted(scheduler._free_seats) == list(range(scheduler.max_num_seqs))

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine import torch_backend
 from app.engine.backend import AttnMeta, Backend, LayerKv, make_backend
 from app.engine.cpu_backend import CpuBackend
 from app.engine.decoder_config import DecoderConfig
@@ -407,23 +406,6 @@ def test_linear_has_the_weight_as_rows_of_outputs(backend):
 def test_memory_is_some_and_no_more_than_there_is(backend):
     free, total = backend.memory()
     assert 0 < free <= total
-
-
-def test_memory_that_linux_keeps_files_in_is_free_memory(tmp_path, monkeypatch):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:        8000000 kB\nMemFree:          100000 kB\nMemAvailable:    6000000 kB\n")
-    monkeypatch.setattr(torch_backend, "MEMINFO", meminfo)
-    assert make_backend("cpu").memory()[0] == 6_000_000 << 10
-
-
-@pytest.mark.parametrize("said", [None, "MemFree:          100000 kB\n"])
-def test_where_nothing_says_what_is_available_unused_memory_is_free(tmp_path, monkeypatch, said):
-    if said is not None:
-        (tmp_path / "meminfo").write_text(said)
-    monkeypatch.setattr(torch_backend, "MEMINFO", tmp_path / "meminfo")
-    sizes = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 100, "SC_PHYS_PAGES": 1000}
-    monkeypatch.setattr(torch_backend, "os", SimpleNamespace(sysconf=sizes.get))
-    assert make_backend("cpu").memory() == (100 * 4096, 1000 * 4096)
 
 
 def test_a_device_that_is_not_here_is_refused_by_name(monkeypatch):

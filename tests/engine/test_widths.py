@@ -22,6 +22,7 @@ from app.engine.sequence import Request
 from app.engine.step_inputs import StepInputs
 from tests.engine.lossless import demo_prompts
 from tests.engine.pairs import make_pair
+from tests.engine.steady import steady_costs
 
 
 def engine(verify: str | int, **config: Any) -> EngineCore:
@@ -102,6 +103,16 @@ def test_blocks_are_as_wide_as_the_policy_wants_or_as_the_next_captured_width(
     assert (core.runner.graphs is not None and core.runner.graphs.has_draft) != eager
     captured = range(2, 17) if eager else (4, 8, 16)
     assert all(rows == next(width for width in captured if width >= wanted) for wanted, rows in drafted)
+
+
+def test_automatic_blocks_are_as_narrow_as_what_is_verified_of_them(
+    full: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steady_costs(monkeypatch)
+    core = engine("auto")
+    drafted = blocks_drafted(core)
+    assert core.run(requests()) == full
+    assert {wanted for wanted, _ in drafted} > {16} and all(rows == wanted for wanted, rows in drafted)
 
 
 @pytest.mark.parametrize(("rows", "least"), [(4, 3.6), (8, 6.0), pytest.param(12, 7.5, marks=pytest.mark.slow)])

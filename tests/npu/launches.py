@@ -36,18 +36,19 @@ FUSED = {
 SHAPE = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "taps": (1, 9, 17, 25, 33), "block_size": 16}
 
 
+HEAD = f"| a decode step, {LAYERS} + {DRAFT_LAYERS} layers | operators | graphs | updates | copies | waits |"
+_ALL = LAYERS + DRAFT_LAYERS
+FEWEST = f"The fewest that fused operators allow: {len(FUSED)} a layer, {len(FUSED) * _ALL} for {_ALL} layers."
 WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs")
 
 
 def main() -> None:
     """Prints Markdown, and the fewest launches below it."""
-    print(f"| a decode step, {LAYERS} + {DRAFT_LAYERS} layers | operators | graphs | updates | copies | waits |")
-    print("|---" * 6 + "|")
+    print(HEAD, "|---" * 6 + "|", sep="\n")
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), Numerics():
         for way in WAYS:
             print(rows(Path(folder), way))
-    layers = LAYERS + DRAFT_LAYERS
-    print(f"\nThe fewest that fused operators allow: {len(FUSED)} a layer, {len(FUSED) * layers} for {layers} layers.")
+    print("", FEWEST, sep="\n")
 
 
 def rows(folder: Path, way: str) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu.launches import WAYS, rows
+from tests.npu.launches import FEWEST, HEAD, WAYS, rows
 
 DOCS = Path(__file__).parents[2] / "docs" / "ascend.md"
 
@@ -12,5 +12,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "ascend.md"
 @pytest.mark.usefixtures("numerics")
 @pytest.mark.parametrize("way", [*(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[:-1]), WAYS[-1]])
 def test_the_table_of_launches_is_what_the_null_device_traces(tmp_path: Path, way: str) -> None:
-    printed = rows(tmp_path, way)
-    assert f"|\n{printed}\n" in DOCS.read_text(encoding="utf-8"), f"put this into docs/ascend.md:\n{printed}"
+    printed, page = rows(tmp_path, way), DOCS.read_text(encoding="utf-8")
+    assert f"|\n{printed}\n" in page, f"put this into docs/ascend.md:\n{printed}"
+    assert f"\n{HEAD}\n" in page and f"\n{FEWEST}\n" in page

@@ -2,6 +2,8 @@
 
 from app.child_process import LineProcess
 
+LONGEST = 600.0
+"""Seconds that a test gives a line at most: who waits without a limit of its own would wait for ever."""
 HANG = "print('\"hang\"', flush=True); time.sleep(6000)"
 """What a program that hangs does instead of its next line."""
 
@@ -9,12 +11,12 @@ HANG = "print('\"hang\"', flush=True); time.sleep(6000)"
 class Patient(LineProcess):
     """From HANG on it says nothing, however long it is given."""
 
-    _hangs = False
+    _end_seconds = LONGEST
 
     async def line(self, seconds: float) -> bytes:
+        assert 0 <= seconds <= LONGEST
         said = await super().line(seconds)
-        self._hangs = said == b'"hang"\n'
-        return b"" if self._hangs else said
-
-    async def end(self, seconds: float = 600.0) -> str:
-        return await super().end(0.1 if self._hangs else seconds)
+        if said != b'"hang"\n':
+            return said
+        self._end_seconds = 0.1
+        return b""

@@ -182,11 +182,14 @@ def versions() -> dict[str, str]:
 
 def _save(report: dict[str, Any], folder: Path) -> None:
     """Whoever reads a file meanwhile finds all of it, as it is now or as it was before."""
-    texts = {"gpu-report.json": json.dumps(report, indent=1) + "\n", "gpu-report.md": gpu_report_page.page(report)}
-    for name, text in texts.items():
-        part = folder / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
+    _replace(folder / "gpu-report.json", json.dumps(report, indent=1) + "\n")
+    _replace(folder / "gpu-report.md", gpu_report_page.page(report))
+
+
+def _replace(file: Path, text: str) -> None:
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 def _parser() -> argparse.ArgumentParser:

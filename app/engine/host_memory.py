@@ -1,0 +1,30 @@
+"""The memory of the machine, or of the container, that this process runs in."""
+
+import os
+import re
+from pathlib import Path
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+"""Of a container: its own, version 2."""
+
+
+def host_memory() -> tuple[int, int]:
+    """(free, total) bytes. What Linux keeps files in is free: it gives that away, and SC_AVPHYS_PAGES leaves it out."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    available = _number(MEMINFO, r"^MemAvailable: +(\d+) kB$")
+    free = os.sysconf("SC_AVPHYS_PAGES") * page if available is None else available << 10
+    limit, used = _number(CGROUP / "memory.max", r"^(\d+)$"), _number(CGROUP / "memory.current", r"^(\d+)$")
+    if limit is not None and used is not None:
+        files = _number(CGROUP / "memory.stat", r"^inactive_file (\d+)$") or 0
+        free, total = min(free, max(0, limit - used + files)), min(total, limit)
+    return free, total
+
+
+def _number(file: Path, pattern: str) -> int | None:
+    try:
+        found = re.search(pattern, file.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
