@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.1
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`minutes` of load. The step timeout and how long an engine is paused are seconds; `slow_tokens` is how long each
-    of the four choices is that slow readers read. SIGTERM cuts nothing off, however slow the machine is."""
+    of the four choices is that slow readers read. What runs at SIGTERM has to end within `shutdown_timeout` seconds."""
 
     minutes: float
     seed: int
@@ -37,10 +37,12 @@ class Plan:
     workers: int = 12
     slow_tokens: int = 800
     cycle: tuple[str, ...] = CYCLE
+    shutdown_timeout: float = 30.0
 
     @property
     def flags(self) -> list[str]:
-        return ["--step-timeout", f"{self.step_timeout:g}", "--shutdown-timeout", "600", "--max-num-seqs", "16"]
+        times = ["--step-timeout", f"{self.step_timeout:g}", "--shutdown-timeout", f"{self.shutdown_timeout:g}"]
+        return [*times, "--max-num-seqs", "16"]
 
     def rounds(self) -> list[str]:
         """The warm-up, and as many cycles as there is time for, at least one."""

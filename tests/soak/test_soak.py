@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it
 def test_every_request_ends_rightly_and_nothing_is_left_behind() -> None:
     """Nothing of it depends on how fast this machine is: no engine is ended for being slow."""
     cycle = ("kill", "burst", "calm")
-    plan = Plan(minutes=0.2, seed=1, step_timeout=600.0, workers=6, slow_tokens=200, cycle=cycle)
+    plan = Plan(0.2, seed=1, step_timeout=600.0, workers=6, slow_tokens=200, cycle=cycle, shutdown_timeout=600.0)
     findings = soak(plan, print)
     print("\n".join(summary(findings, Fuzzed())))
     assert findings.problems == []

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it
 def test_who_is_stopped_for_a_while_loses_nothing_and_for_good_is_replaced() -> None:
     """A machine may hold an engine up by itself for ten seconds more than the pause, and that is no hang."""
     cycle = ("pause", "hang")
-    plan = Plan(minutes=0.1, seed=2, step_timeout=15.0, pause=5.0, workers=3, slow_tokens=50, cycle=cycle)
+    plan = Plan(0.1, 2, 15.0, pause=5.0, workers=3, slow_tokens=50, cycle=cycle, shutdown_timeout=600.0)
     findings = soak(plan, print)
     print("\n".join(summary(findings, Fuzzed())))
     assert findings.problems == []
