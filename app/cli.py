@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from app.config import Config, Said
+    from app.config.settings import Config, Said
 
 USAGE = """\
 usage: dflash-server COMMAND ...
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     """Probe a device of this machine and print what was found: 0 if nothing failed, 1 if something did."""
-    from app.config import Config, ConfigError, Said
+    from app.config.settings import Config, ConfigError, Said
 
     parser = _Parser(prog="dflash-server check", description=check.__doc__, allow_abbrev=False)
     parser.add_argument("--device", help="auto | cpu | cuda | cuda:N | npu | npu:N [default: auto, DFLASH_DEVICE]")
@@ -77,7 +77,7 @@ def check(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         return _fail(str(error), error.hint)
 
-    from app.device_report import report
+    from app.doctor.check import report
 
     return report(device, as_json=given.json)
 
@@ -85,7 +85,7 @@ def check(arguments: Sequence[str]) -> int:
 def npu_report(arguments: Sequence[str]) -> int:
     """Run every operator, the open points and the demo pair on an NPU of this host, time them, and write what came out
     to npu-report.json and npu-report.md. Nothing leaves the host. 0 if nothing failed, 1 if something did."""
-    from app.config import Config, ConfigError, Said
+    from app.config.settings import Config, ConfigError, Said
 
     parser = _Parser(prog="dflash-server npu-report", description=npu_report.__doc__, allow_abbrev=False)
     parser.add_argument("--device", default="npu", help="npu | npu:N [default: npu]")
@@ -100,7 +100,7 @@ def npu_report(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         return _fail(str(error), error.hint)
 
-    from app.npu_report.runner import report
+    from app.doctor.report.npu_runner import report
 
     try:
         return report(device, given.out)
@@ -117,8 +117,8 @@ def bench(arguments: Sequence[str]) -> int:
 
 def serve(arguments: Sequence[str]) -> int:
     """Settle the settings, find and check both checkpoints, and only then start the server."""
-    from app.checkpoint import CheckpointError, check_files, resolve
-    from app.config import Config, ConfigError
+    from app.config.checkpoint import CheckpointError, check_files, resolve
+    from app.config.settings import Config, ConfigError
 
     try:
         config = Config.load(parse_flags(arguments))
@@ -160,7 +160,7 @@ def check_torch_build(device: str) -> None:
     has_npu = any(Path("/dev").glob("davinci[0-9]*"))
     if not device.startswith("npu") and not (device == "auto" and installed and has_npu):
         return
-    from app.config import ConfigError
+    from app.config.settings import ConfigError
 
     if not installed:
         raise ConfigError(
@@ -188,7 +188,7 @@ def _torch_build() -> tuple[str, str | None]:
 
 def parse_flags(arguments: Sequence[str]) -> "list[Said]":
     """What the flags of `serve` say, in their order. Raises ConfigError; `--help` and `--version` leave the process."""
-    from app.config import ConfigError, nearest
+    from app.config.settings import ConfigError, nearest
 
     parser = _serve_parser()
     namespace, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments])
@@ -212,7 +212,7 @@ def _dashed(argument: str) -> str:
 
 def _serve_parser() -> argparse.ArgumentParser:
     """A flag for every setting, and the peers' flags under their own heading."""
-    from app.config import GROUPS, PEER_FLAGS, setting_fields
+    from app.config.settings import GROUPS, PEER_FLAGS, setting_fields
 
     parser = _Parser(
         prog="dflash-server serve",
@@ -238,7 +238,7 @@ def _serve_parser() -> argparse.ArgumentParser:
 
 
 def _add_setting(group: Any, name: str, field: Any) -> None:
-    from app.config import env_name, flag_name, no_flag_name
+    from app.config.settings import env_name, flag_name, no_flag_name
 
     default = field.get_default(call_default_factory=True)
     shown = "" if default in (None, [], {}, "") else f"default: {str(default).lower()}, "
@@ -258,7 +258,7 @@ def _add_setting(group: Any, name: str, field: Any) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        from app.config import ConfigError
+        from app.config.settings import ConfigError
 
         raise ConfigError(message.removeprefix("argument "), f"`{self.prog} --help` lists all flags")
 
@@ -267,7 +267,7 @@ class _Say(argparse.Action):
     """Keep what was said and how it was spelt; `const` is the field."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        from app.config import Said
+        from app.config.settings import Said
 
         if option_string is None and (values is None or values == []):
             return  # argparse calls for a MODEL that was not given
@@ -280,7 +280,7 @@ class _SayPeer(argparse.Action):
     """The same in a peer's words; `const` is the PeerFlag."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        from app.config import ConfigError, PeerFlag, Said
+        from app.config.settings import ConfigError, PeerFlag, Said
 
         peer: PeerFlag = self.const
         if peer.value == "refused":
@@ -296,7 +296,7 @@ class _SayPeer(argparse.Action):
 
 def _drafts_of_block(flag: str, block: str) -> int:
     """A block is the anchor and its drafts: 16 -> 15."""
-    from app.config import ConfigError
+    from app.config.settings import ConfigError
 
     if not block.isascii() or not block.isdigit() or len(block) > 9 or int(block) < 2:
         raise ConfigError(f"{flag} {block}: a block is a whole number of rows, the anchor and at least one draft")

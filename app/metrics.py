@@ -17,7 +17,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from app.types import SpecStep, StepOutput, StepStats
+from app.messages import SpecStep, StepOutput, StepStats
 
 logger = logging.getLogger(__name__)
 

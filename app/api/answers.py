@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from app.api.protocol import StreamOptions
-from app.text.output_parser import ToolCall
-from app.types import FinishReason
+from app.api.schemas import StreamOptions
+from app.messages import FinishReason
+from app.text.parsers.qwen3 import ToolCall
 
 Reason = FinishReason | Literal["tool_calls"]
 

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from app.api.errors import ApiError, bad_request, body_too_large, busy, clip
-from app.api.protocol import Body
 from app.api.refusals import find_refusal, refusals_of
+from app.api.schemas import Body
 from app.api.services import services_of
 from app.api.validation import check_together
 from app.metrics import Metrics

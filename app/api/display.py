@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from app.async_engine import AsyncEngine, EngineState
-from app.types import EngineInfo, LoadProgress
+from app.client.client import AsyncEngine, EngineState
+from app.messages import EngineInfo, LoadProgress
 
 logger = logging.getLogger(__name__)
 

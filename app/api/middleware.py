@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, unavailable
-from app.async_engine import Engine
+from app.client.client import Engine
 from app.log import request_id
 
 logger = logging.getLogger("app.access")

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from app.api.middleware import OPEN_PATHS
-from app.api.protocol import (
+from app.api.schemas import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,

@@ -10,7 +10,7 @@ from app.api import openapi
 from app.api.errors import RETRY_AFTER_SECONDS
 from app.api.middleware import Keys
 from app.api.services import services_of
-from app.async_engine import EngineState
+from app.client.client import EngineState
 
 router = APIRouter()
 

@@ -4,13 +4,13 @@ import asyncio
 from dataclasses import dataclass
 
 from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
-from app.api.protocol import TemplatedRequest
+from app.api.schemas import TemplatedRequest
 from app.api.services import Services
 from app.api.validation import check_template
+from app.messages import EngineInfo
 from app.text.chat_template import ChatTemplateError
-from app.text.output_parser import END_THINK, THINK
+from app.text.parsers.qwen3 import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong
-from app.types import EngineInfo
 
 _LONGEST_TEMPLATE_ERROR = 300
 _END = len("\n\n") + len(END_THINK) + len("\n\n")  # where a template's own opening mark stands, if it has one

@@ -8,7 +8,7 @@ bookkeeping ("user", "metadata", "store", "service_tier", ...).
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from app.api.protocol import (
+from app.api.schemas import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.admission import Places
 from app.api import openapi, prompts
 from app.api.answers import Answers, ChatAnswers, CompletionAnswers
 from app.api.body import parse, read_json
 from app.api.errors import bad_request
 from app.api.prompts import Prompt
-from app.api.protocol import (
+from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
+from app.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -25,14 +25,14 @@ from app.api.protocol import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.services import Services, services_of
 from app.api.stream import EventStream, TextStream, collect, events, unless_gone, usage_of
 from app.api.validation import token_budget
-from app.async_engine import EngineUnavailable
+from app.client.admission import Places
+from app.client.client import EngineUnavailable
+from app.messages import EngineInfo
 from app.text.detokenizer import Detokenizer
-from app.text.output_parser import OutputParser
-from app.types import EngineInfo
+from app.text.parsers.qwen3 import OutputParser
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from app.api.errors import bad_request
 from app.api.prompts import no_such_id
-from app.api.protocol import GenerationRequest
+from app.api.schemas import GenerationRequest
+from app.messages import EngineInfo, Sampling
 from app.text.tokenizer import GenerationDefaults
-from app.types import EngineInfo, Sampling
 
 _GREEDY_BELOW = 1e-5
 _GAMMA = 0x9E3779B97F4A7C15

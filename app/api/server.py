@@ -24,11 +24,11 @@ from app.api import connection, errors, openapi, ops, page, routes
 from app.api.display import complain, show_start
 from app.api.middleware import ApiKeys, Cors, HeadLimits, Keys, LastAnswers, RequestIds, RootPath
 from app.api.services import Services
-from app.async_engine import AsyncEngine
-from app.config import Config
+from app.client.client import AsyncEngine
+from app.config.settings import Config
 from app.metrics import Metrics
 from app.text.chat_template import ChatTemplateError
-from app.text.output_parser import CALL, THINK
+from app.text.parsers.qwen3 import CALL, THINK
 from app.text.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)

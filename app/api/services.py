@@ -9,13 +9,13 @@ from typing import Any
 
 from fastapi import Request
 
-from app.admission import Busy, OwnerBusy, Places
 from app.api.errors import ApiError, bad_request, busy, clip, model_not_found, unavailable
 from app.api.middleware import shown_key
-from app.async_engine import Engine, EngineUnavailable
+from app.client.admission import Busy, OwnerBusy, Places
+from app.client.client import Engine, EngineUnavailable
+from app.messages import EngineInfo
 from app.metrics import Metrics
 from app.text.tokenizer import Tokenizer
-from app.types import EngineInfo
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 

@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 from app.api.answers import Answers, Piece, Reason, Step, Usage
 from app.api.errors import ApiError, deadline_exceeded
 from app.api.services import Services
-from app.generation import Generation
+from app.client.request_stream import Generation
+from app.messages import TokenDelta
 from app.text.detokenizer import Detokenizer
-from app.text.output_parser import OutputParser
-from app.types import TokenDelta
+from app.text.parsers.qwen3 import OutputParser
 
 KEEP_ALIVE_SECONDS = 15.0
 _LOOKS = 5

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from app.api.errors import bad_request, clip, context_length_exceeded
-from app.api.protocol import Body, ChatMessage, GenerationRequest, TemplatedRequest
 from app.api.refusals import GRAMMAR, empty
+from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
 from app.text.chat_template import ChatTemplate
 
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from app.bench import page, report
 from app.bench.client import ServerError
-from app.config import ConfigError
+from app.config.settings import ConfigError
 
 INTERRUPTED = 130
 

@@ -21,7 +21,7 @@ from app.bench.command import Publication, guarded, out_folder, progress
 from app.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts
 from app.bench.http import servers
 from app.bench.traffic import Pressure, Round, Wishes, run_round
-from app.config import ConfigError
+from app.config.settings import ConfigError
 
 NEAR = 0.03
 """An acceptance length that differs by no more than this share is the expected one."""

@@ -24,7 +24,7 @@ from app.bench.flags import add_sampling_flags, add_server_flags, amount, count,
 from app.bench.own_server import WISHES, OwnServer, flags_of
 from app.bench.paired import MIN_ROUNDS, Claim, rounds
 from app.bench.traffic import Pressure, Round, Wishes, run_round
-from app.config import ConfigError
+from app.config.settings import ConfigError
 
 MAX_ROUNDS = 40
 MADE_UP_LEN = 128

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import httpx
 
 from app.bench.client import ServerError
-from app.child_process import engine_environment
-from app.config import ConfigError
+from app.client.child_process import engine_environment
+from app.config.settings import ConfigError
 
 VARIANTS = {
     "plain": ("--no-speculation",),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from app.bench import report
 from app.bench.machine import describe_host
-from app.config import ConfigError
+from app.config.settings import ConfigError
 
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.config import ConfigError
-from app.demo.corpus import DOMAINS, Sample, is_right, samples
-from app.demo.corpus.lexicon import OTHER_WORDS
+from app.config.settings import ConfigError
+from tools.demo_pair.corpus import DOMAINS, Sample, is_right, samples
+from tools.demo_pair.corpus.lexicon import OTHER_WORDS
 
 JUDGED = ("math", "copy", "code")
 """The domains of the demo in which an answer is right or wrong."""

@@ -5,14 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from app.engine.batch import Batch, Delta
-from app.engine.model_runner import ModelRunner, PendingStep
-from app.engine.npu.check import ContractError
-from app.engine.npu.error_codes import explain
-from app.engine.scheduler import Scheduler
+from app.engine.schedule.batch import Batch, Delta
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Request
+from app.engine.step.runner import ModelRunner, PendingStep
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +144,9 @@ class EngineCore:
 
     def _take_back(self, error: Exception) -> None:
         """Of what was launched and not read. Raises `error` where nothing can go on after it."""
-        if _is_of_device(error):
+        if self.runner.backend.is_fatal(error):
+            if meaning := self.runner.backend.explain(error):
+                error.add_note(meaning)
             raise error
         self.scheduler.forget_unread()
         self.runner.take_back()
@@ -168,10 +166,3 @@ class EngineCore:
             if on_step:
                 on_step(step)
         return emitted
-
-
-def _is_of_device(error: Exception) -> bool:
-    """Whether the device's memory is full, or the device is at fault, or a call to it, and nobody knows what it holds
-    now."""
-    of_device = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError, ContractError)
-    return isinstance(error, of_device) or explain(str(error)) is not None

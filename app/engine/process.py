@@ -17,15 +17,14 @@ from typing import Any
 import msgspec
 import zmq
 
-from app.config import Config
-from app.engine.batch import Delta
-from app.engine.build import Engine, Progress, build_engine
-from app.engine.config import EngineConfig
+from app.config.settings import Config
+from app.engine.build.config import EngineConfig
+from app.engine.build.engine import Engine, Progress, build_engine
 from app.engine.core import IDLE, Step
 from app.engine.errors import UnsupportedError
-from app.engine.npu.error_codes import explain
+from app.engine.schedule.batch import Delta
 from app.engine.sequence import Request
-from app.types import (
+from app.messages import (
     Abort,
     Command,
     EngineInfo,
@@ -141,14 +140,10 @@ def serve(link: Link, engine: Engine) -> None:
 
 
 def _last_words(error: Exception) -> str:
-    """Why the engine ends, in a line or a few. Where a device's error code is known, its meaning follows the first line
-    and stands under the traceback that this process leaves in the log."""
+    """Return why the engine ends. If the backend knew the device's error code, its meaning follows the first line."""
     said = f"{type(error).__name__}: {error}"
-    meaning = explain(str(error))
-    if meaning is None:
-        return said
-    error.add_note(meaning)
-    return f"{said.splitlines()[0]} ({meaning})"
+    notes = getattr(error, "__notes__", [])
+    return f"{said.splitlines()[0]} ({notes[0]})" if notes else said
 
 
 def _add(engine: Engine, submit: Submit) -> TokenDelta | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from app.types import FinishReason
+from app.messages import FinishReason
 
 _REPLACEMENT = "\ufffd"
 

@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from app.api import body, connection
 from app.api.server import create_app
 from app.api.services import Services
-from app.async_engine import AsyncEngine, EngineState
+from app.client.client import AsyncEngine, EngineState
 from app.metrics import Metrics
 from app.text.tokenizer import Tokenizer
 

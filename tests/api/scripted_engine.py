@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from app.types import (
+from app.messages import (
     Abort,
     Command,
     EngineInfo,

@@ -5,8 +5,8 @@ import json
 import openai
 import pytest
 
-from app.api.protocol import MOST_CHOICES
 from app.api.sampling import seed_of_choice
+from app.api.schemas import MOST_CHOICES
 from tests.api.test_disconnect import connect
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})

@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect
 from app.api import routes
 from app.api.middleware import RequestIds
 from app.api.stream import EventStream
-from app.async_engine import EngineUnavailable
+from app.client.client import EngineUnavailable
 from app.log import request_id
-from app.types import Sampling, SpecStep, StepOutput, StepStats, TokenDelta
+from app.messages import Sampling, SpecStep, StepOutput, StepStats, TokenDelta
 from tests.api.conftest import PATIENCE
 
 STATS = StepStats("decode", 0.01, 1, 0, 1, 100, 0)

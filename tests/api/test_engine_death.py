@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from app import async_engine
-from app.types import Sampling
+from app.client import client as async_engine
+from app.messages import Sampling
 from tests.api.conftest import Clock, serving
 
 ASK = {"model": "tiny", "prompt": "hi"}

@@ -9,8 +9,8 @@ from queue import Queue
 
 import pytest
 
-from app import async_engine
-from app.types import Sampling
+from app.client import client as async_engine
+from app.messages import Sampling
 from tests.api.conftest import PATIENCE, Clock, serving, until
 from tests.api.test_disconnect import connect
 from tests.api.test_engine_death import ASK, started

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.api.protocol import ChatCompletionRequest, CompletionRequest
 from app.api.refusals import refusals_of
+from app.api.schemas import ChatCompletionRequest, CompletionRequest
 from tests.api.conftest import Server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from app.api import page, stream
-from app.config import Config
+from app.config.settings import Config
 from tests.api.conftest import PATIENCE, Script, Server, serving
 
 KEYS = ["first-key", "second-key", "ключ"]
@@ -44,7 +44,7 @@ RUN = """
 import sys
 from pathlib import Path
 from app.api.server import run
-from app.config import Config
+from app.config.settings import Config
 sys.exit(run(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]), None, sys.argv[3:]))
 """
 

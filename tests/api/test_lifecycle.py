@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[2]
 MAIN = f"""
 import sys
 from pathlib import Path
-from app import async_engine
+from app.client import client as async_engine
 from app.api import connection, server
 from app.api.server import run
-from app.config import Config
+from app.config.settings import Config
 connection.HEAD_SECONDS = server._LAST_BYTES_SECONDS = async_engine._DEATHS_WINDOW_SECONDS = {PATIENCE}
 port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
 config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout)

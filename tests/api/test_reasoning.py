@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.api.server import services_for
-from app.config import Config
+from app.config.settings import Config
 from tests.api.conftest import CHATML, Server
 from tests.api.test_template import HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, serving_template, start
 

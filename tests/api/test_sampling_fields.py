@@ -6,7 +6,7 @@ import shutil
 import openai
 import pytest
 
-from app.api.protocol import LONGEST_SALT, MOST_BIASES
+from app.api.schemas import LONGEST_SALT, MOST_BIASES
 from tests.api.conftest import serving
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})

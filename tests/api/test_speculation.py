@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.types import SpecStep, StepOutput, StepStats, TokenDelta
+from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
 from tests.api.conftest import Server
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]}

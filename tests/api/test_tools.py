@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.api.server import services_for
-from app.config import Config
+from app.config.settings import Config
 from tests.api.conftest import CHATML, Server
 from tests.api.test_template import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template, start
 

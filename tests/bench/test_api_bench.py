@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 import zmq
 
-from app.bench import api, api_cpu, api_share, api_streaming, traffic
+from app.bench import traffic
 from app.bench.__main__ import main
-from app.bench.api_client import STOP, Clients, Moment, Round
-from app.bench.api_engine import num_steps, steps_of
-from app.bench.api_split import Split, split
 from app.bench.client import Answer, ServerError
 from app.bench.report import Table
-from app.bench.verdict import Verdict
-from app.checkpoint import DEMO
+from app.config.checkpoint import DEMO
 from app.text.detokenizer import Detokenizer
 from app.text.tokenizer import Tokenizer
+from tools.lab import api, api_cpu, api_share, api_streaming
+from tools.lab.api_client import STOP, Clients, Moment, Round
+from tools.lab.api_engine import num_steps, steps_of
+from tools.lab.api_split import Split, split
+from tools.lab.verdict import Verdict
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux tells the CPU time of others")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from app.bench import cpu, in_process, loads
 from app.bench.paired import Claim, Comparison
-from app.checkpoint import DEMO
+from app.config.checkpoint import DEMO
+from tools.lab import cpu, in_process, loads
 
 torch.set_num_threads(1)
 

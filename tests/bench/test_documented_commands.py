@@ -11,7 +11,7 @@ import pytest
 from app import cli
 from app.bench.__main__ import PARTS
 from app.bench.own_server import flags_of
-from app.config import Config
+from app.config.settings import Config
 
 ROOT = Path(__file__).parents[2]
 PERFORMANCE = ROOT / "docs" / "performance.md"

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from app.bench.gpu_report import floor
-from app.bench.gpu_report import page as gpu_report_page
-from app.bench.gpu_report import report as gpu_report
-from app.bench.gpu_report.floor import Load
-from app.bench.gpu_report.page import PUBLISHED
-from app.bench.gpu_report.report import Section
-from app.bench.random_weights import TARGETS, draft_for
-from app.engine.decoder_config import DecoderConfig
+from app.doctor.report.cuda import floor
+from app.doctor.report.cuda import page as gpu_report_page
+from app.doctor.report.cuda import report as gpu_report
+from app.doctor.report.cuda.floor import Load
+from app.doctor.report.cuda.page import PUBLISHED
+from app.doctor.report.cuda.report import Section
+from app.doctor.report.random_weights import TARGETS, draft_for
 from app.engine.dflash.config import DFlashConfig
+from app.engine.models.config import DecoderConfig
 from app.engine.models.qwen3 import qwen3_config
 from tests.bench.test_random_weights import TINY
 from tests.unit.patient import HANG, Patient
@@ -116,7 +116,7 @@ def section(parts: str, part: float = 600.0, whole: float = 6000.0) -> Section:
     that says that it is lost."""
     program = (
         "import json, os, signal, sys, time\n"
-        "from app.bench.gpu_report.parts import Part, tell\n"
+        "from app.doctor.report.cuda.parts import Part, tell\n"
         "lost = []\n"
         "def fail(says, loses=False):\n"
         "    lost.extend([1] * loses)\n"
@@ -320,8 +320,8 @@ def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) ->
     done = run(
         "import json\n"
         "import time\n"
-        "from app.bench.gpu_report import equality, report, section, speeds as ways\n"
-        "from app.bench.gpu_report.floor import Load\n"
+        "from app.doctor.report.cuda import equality, report, section, speeds as ways\n"
+        "from app.doctor.report.cuda.floor import Load\n"
         f"model = {str(tmp_path / 'tiny.json')!r}\n"
         "from tests.engine.device_lengths import device_lengths\n"
         "with device_lengths():\n"

@@ -17,7 +17,7 @@ from app.bench.client import ServerError
 from app.bench.command import guarded
 from app.bench.own_server import OwnServer, flags_of
 from app.bench.report import Cell
-from app.config import ConfigError
+from app.config.settings import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from app.bench import api, bar_plots, cpu, widths
 from app.bench.__main__ import PARTS, main
-from app.bench.in_process import Outcome
 from app.bench.paired import Comparison
 from app.bench.report import Table
+from tools.lab import api, bar_plots, cpu, widths
+from tools.lab.in_process import Outcome
 
 SPEEDS = {"plain": [100.0, 110.0], "k=1": [99.0, 108.0], "full": [250.0, 240.0], "auto": [251.0, 260.0]}
 

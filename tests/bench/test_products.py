@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.bench import in_process, loads
-from app.bench.products import Products, by_operators
-from app.checkpoint import DEMO
-from app.engine.stages import Stages
+from app.config.checkpoint import DEMO
+from app.engine.step.forward import Stages
+from tools.lab import in_process, loads
+from tools.lab.products import Products, by_operators
 
 torch.set_num_threads(1)
 

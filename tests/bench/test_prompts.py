@@ -9,9 +9,9 @@ from statistics import mean, median, quantiles
 import pytest
 
 from app.bench.prompts import BOXED, PRESETS, Lengths, Prompt, final_number, from_file, named, synthetic
-from app.config import ConfigError
-from app.demo.corpus import is_right, samples
-from app.demo.corpus.math import final_number as last_number
+from app.config.settings import ConfigError
+from tools.demo_pair.corpus import is_right, samples
+from tools.demo_pair.corpus.math import final_number as last_number
 
 
 def file_of(folder: Path, *lines: object) -> Path:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from app import cli
-from app.bench.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
-from app.checkpoint import DEMO
-from app.config import ConfigError
-from app.engine.backend import make_backend
-from app.engine.build import Engine, build_engine
-from app.engine.config import EngineConfig
+from app.config.checkpoint import DEMO
+from app.config.settings import ConfigError
+from app.doctor.report.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
+from app.engine.backend.factory import make_backend
+from app.engine.build.config import EngineConfig
+from app.engine.build.engine import Engine, build_engine
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.qwen3 import Qwen3, qwen3_config

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from app.bench.simulated import SimulatedRunner, even_chance, mean_length, simulate, survival, wish
-from app.config import ConfigError
-from app.engine.batch import Batch, Delta, Rows, StepResult
+from app.config.settings import ConfigError
+from app.doctor.report.simulated import SimulatedRunner, even_chance, mean_length, simulate, survival, wish
 from app.engine.core import Step
-from app.engine.model_runner import ModelRunner
+from app.engine.schedule.batch import Batch, Delta, Rows, StepResult
 from app.engine.sequence import Request, Sequence
+from app.engine.step.runner import ModelRunner
 from tests.bench.test_random_weights import tiny_engine
 
 PUBLISHED = (0.861, 0.724, 0.599, 0.504, 0.425, 0.363, 0.307, 0.262)

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from app.bench import __main__ as parts
-from app.bench import step, step_report, step_timing
-from app.bench.products import Products
-from app.bench.random_weights import write_configs
-from app.bench.step_report import Series, flat_host, linear, series
-from app.bench.step_timing import Bench, Measured, Shape, Split, measure, room
-from app.engine.batch import Batch
-from app.engine.build import CPU_KV_BYTES, Engine
-from app.engine.model_runner import ModelRunner, PendingStep
+from app.doctor.report.random_weights import write_configs
+from app.engine.build.engine import CPU_KV_BYTES, Engine
+from app.engine.schedule.batch import Batch
+from app.engine.step.runner import ModelRunner, PendingStep
 from tests.bench.test_random_weights import TINY, tiny_engine
+from tools.lab import step, step_report, step_timing
+from tools.lab.products import Products
+from tools.lab.step_report import Series, flat_host, linear, series
+from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
 
 
 @pytest.fixture(scope="module")

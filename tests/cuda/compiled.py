@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from app.bench.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
-from app.engine.backend import AttnMeta, LayerKv
+from app.doctor.report.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
+from app.engine.backend.base import AttnMeta, LayerKv
 from app.engine.cuda.backend import CudaBackend
 
 SM_90 = GPUTarget("cuda", 90, 32)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, LayerKv
+from app.engine.backend.base import AttnMeta, LayerKv
 
 
 @dataclass

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.engine.backend import AttnMeta, LayerKv
+from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.build.self_test import check_attention
 from app.engine.cuda.attention import MAX_SPLITS, TILE_ROWS, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
-from app.engine.decoder_config import DecoderConfig
 from app.engine.errors import UnsupportedError
-from app.engine.graph_sizes import settle_graph_sizes
-from app.engine.self_test import check_attention
+from app.engine.models.config import DecoderConfig
+from app.engine.step.graph_sizes import settle_graph_sizes
 from tests.cuda.pages import Paged
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.bench.random_weights import TARGETS
+from app.doctor.report.random_weights import TARGETS
 
 SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on sm_90."""

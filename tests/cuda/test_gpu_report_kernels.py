@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from app.bench.gpu_report import kernels, trials
-from app.bench.gpu_report import report as gpu_report
-from app.bench.gpu_report import section as gpu_report_section
-from app.bench.gpu_report.kernels import Cases, Sizes, checked, parts
-from app.bench.gpu_report.parts import Row
+from app.doctor.report.cuda import kernels, trials
+from app.doctor.report.cuda import report as gpu_report
+from app.doctor.report.cuda import section as gpu_report_section
+from app.doctor.report.cuda.kernels import Cases, Sizes, checked, parts
+from app.doctor.report.cuda.parts import Row
 from app.engine.cuda import backend as cuda_backend
 from app.engine.cuda import rows
 from app.engine.cuda.backend import CudaBackend

@@ -9,13 +9,14 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from torch.cuda._utils import _get_device_index as index_of
 
-from app.bench.gpu_report.kernels import CALLS, seconds_in_a_graph
-from app.engine import backend as factory
-from app.engine.backend import make_backend
+from app.doctor.report.cuda.kernels import CALLS, seconds_in_a_graph
+from app.engine.backend import factory
+from app.engine.backend.factory import make_backend
+from app.engine.backend.graph import RerunGraph
+from app.engine.backend.torch import TorchBackend
 from app.engine.cuda.backend import CudaBackend
-from app.engine.graph import RerunGraph
-from app.engine.torch_backend import TorchBackend
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def said(cudnn: list[bool], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", index_of)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return said
 
@@ -121,3 +122,15 @@ def test_cuda_is_our_kernels_where_triton_is_installed_and_says_which(
     assert made.captures is triton and made.defaults.dtype == torch.bfloat16 and made.defaults.page_size == 16
     assert ("kernels in Triton" in caplog.text) == triton and ("not installed" in caplog.text) == (not triton)
     assert cudnn == [False], "it plans for 25 to 70 ms at each new length of a prompt"
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "auto"])
+def test_the_device_that_a_backend_gets_has_an_index(
+    said: list[Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """`torch.cuda.set_device` refuses a device without one; its own check of that needs no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert make_backend(name).device == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="specified index"):
+        index_of(torch.device("cuda"))

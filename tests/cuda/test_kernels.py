@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, LayerKv, Rotation
+from app.engine.backend.base import AttnMeta, Backend, LayerKv, Rotation
+from app.engine.backend.torch import TorchBackend
 from app.engine.cuda.backend import CudaBackend
 from app.engine.dflash.verify import verify
-from app.engine.layers import RotaryTable
-from app.engine.stages import Rows, follow, places
-from app.engine.torch_backend import TorchBackend
+from app.engine.models.layers import RotaryTable
+from app.engine.step.forward import Rows, follow, places
 
 torch.set_num_threads(1)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.build as build
-from app.engine.build import Engine
+import app.engine.build.engine as build
+from app.engine.build.engine import Engine
 from app.engine.core import Step
 from app.engine.cuda import attention, inputs, rows
 from app.engine.cuda.backend import CudaBackend

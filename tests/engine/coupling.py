@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.bench import in_process, loads
 from app.bench.tables import markdown
-from app.checkpoint import DEMO
-from app.engine.backend import AttnMeta
-from app.engine.batch import Delta
+from app.config.checkpoint import DEMO
+from app.engine.backend.base import AttnMeta
 from app.engine.core import EngineCore
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.noise import noise_states
+from app.engine.sampling.noise import noise_states
+from app.engine.schedule.batch import Delta
 from app.engine.sequence import Request
+from tools.lab import in_process, loads
 
 RATIOS = (0.0, 0.5, 0.8, 1.0, 1.2)
 MEMORY = 0.9

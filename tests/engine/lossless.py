@@ -24,16 +24,16 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from app.checkpoint import DEMO
-from app.demo.corpus import DOMAINS, samples
-from app.engine.build import Engine, build_engine
-from app.engine.config import EngineConfig
+from app.config.checkpoint import DEMO
+from app.engine.build.config import EngineConfig
+from app.engine.build.engine import Engine, build_engine
 from app.engine.core import Step
-from app.engine.kv_cache import SCRATCH_PAGES
+from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Request
 from tests.engine.device_lengths import device_lengths
 from tests.engine.pairs import make_pair
 from tests.engine.reference import PLAIN, Sampling, first_difference, load_target, margin, sampled
+from tools.demo_pair.corpus import DOMAINS, samples
 
 # Models this small gain nothing from a second thread, and lose a factor of ten when the other core is busy.
 torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def demo_folder(what: Literal["target", "draft"]) -> Path:
     """A folder of the demo pair. Without it nothing is proved, so its absence is an error and no reason to skip."""
     folder = DEMO / what
     if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{folder / 'model.safetensors'} is missing: python -m app.demo.train makes it")
+        raise FileNotFoundError(f"{folder / 'model.safetensors'} is missing: python -m tools.demo_pair.train makes it")
     return folder
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.engine.backend import AttnMeta
-from app.engine.batch import Delta
-from app.engine.build import Engine, build_engine
-from app.engine.config import EngineConfig
+from app.engine.backend.base import AttnMeta
+from app.engine.build.config import EngineConfig
+from app.engine.build.engine import Engine, build_engine
 from app.engine.core import Step
-from app.engine.decoder_config import DecoderConfig
 from app.engine.dflash.drafter import Drafter
-from app.engine.kv_cache import SCRATCH_PAGES
+from app.engine.models.config import DecoderConfig
+from app.engine.schedule.batch import Delta
+from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Request, Sequence
 from tests.engine.pairs import Pair
 

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.bench import in_process, loads
-from app.checkpoint import DEMO
+from app.config.checkpoint import DEMO
+from tools.lab import in_process, loads
 
 TRACES = Path(__file__).parents[1] / "unit" / "acceptance_traces.json"
 REQUESTS = 48

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.engine import build, core
-from app.engine.config import Sizes
-from app.engine.costs import shapes, table
+from app.engine import core
+from app.engine.build import engine as build
+from app.engine.build.config import Sizes
+from app.engine.build.time_steps import shapes, table
 from app.engine.dflash.policy import CostTable
-from app.engine.model_runner import ModelRunner
+from app.engine.step.runner import ModelRunner
 
 
 def steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:

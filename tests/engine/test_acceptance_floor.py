@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.build import Engine
+from app.engine.build.engine import Engine
 from app.engine.core import Step
 from app.engine.sequence import Request
 from tests.engine.lossless import Prompt, Run, demo_folder, demo_prompts, make_engine, run_engine

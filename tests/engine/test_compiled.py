@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine import compiled, sampler
-from app.engine.build import build_engine
-from app.engine.config import EngineConfig
+from app.engine.build.config import EngineConfig
+from app.engine.build.engine import build_engine
+from app.engine.compile import aot as compiled
+from app.engine.compile.cache import load_package
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
-from app.engine.kept_packages import load_package
+from app.engine.sampling import sampler
 from app.engine.sequence import Request
 from tests.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
 from tests.engine.pairs import make_pair

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.batch import Batch
-from app.engine.launches import Launches
-from app.engine.model_runner import PendingStep
+from app.doctor.op_count import Launches
+from app.engine.schedule.batch import Batch
+from app.engine.step.runner import PendingStep
 from tests.engine import test_faults
 from tests.engine.device_lengths import SharedMemoryGraph, device_lengths
 from tests.engine.pairs import make_pair

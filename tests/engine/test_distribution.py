@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend import make_backend
-from app.engine.build import Engine
+from app.engine.backend.factory import make_backend
+from app.engine.build.engine import Engine
 from app.engine.core import Step
-from app.engine.cpu_backend import CpuBackend
-from app.engine.noise import noise_states
-from app.engine.sampler import Sampler
+from app.engine.cpu.backend import CpuBackend
+from app.engine.sampling.noise import noise_states
+from app.engine.sampling.sampler import Sampler
 from app.engine.sequence import Request
 from tests.engine.lossless import make_engine
 from tests.engine.pairs import make_pair

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.engine.backend import make_backend
-from app.engine.batch import Batch, Rows
-from app.engine.build import Engine
+from app.engine.backend.factory import make_backend
+from app.engine.build.engine import Engine
 from app.engine.core import Step
+from app.engine.schedule.batch import Batch, Rows
 from app.engine.sequence import Request, Sequence
 from tests.engine.lossless import LUCKY, demo_folder, demo_prompts, make_engine
 from tests.engine.pairs import Pair, make_pair

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine import step_inputs
-from app.engine.batch import Delta
-from app.engine.build import Engine
+from app.engine.build.engine import Engine
 from app.engine.core import EngineCore
 from app.engine.npu.check import ContractError
-from app.engine.penalties import TokenCounts
+from app.engine.sampling.penalties import TokenCounts
+from app.engine.schedule.batch import Delta
 from app.engine.sequence import Request, Sequence
+from app.engine.step import inputs as step_inputs
 from tests.engine.lossless import LUCKY, make_engine
 from tests.engine.pairs import Pair, make_pair
 from tests.engine.steady import steady_costs

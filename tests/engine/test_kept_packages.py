@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from app.engine import kept_packages as kept
+from app.engine.compile import cache as kept
+from app.engine.compile.cache import kept_packages
 from app.engine.errors import UnsupportedError
-from app.engine.kept_packages import kept_packages
 
 take_torch_folder = kept._take_torch_folder
 OLD = time.time() - 2 * kept._AT_WORK_SECONDS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.engine import process
-from app.types import Fatal
+from app.messages import Fatal
 
 DEVICE_ERROR = (
     "npuSynchronizeDevice:NPUStream.cpp:627 NPU function error: AclrtSynchronizeDevice, error code is 507015\n"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.build import Engine
+from app.engine.build.engine import Engine
 from app.engine.core import Step
-from app.engine.sampler import Sampler
+from app.engine.sampling.sampler import Sampler
 from tests.engine import lossless
 from tests.engine.lossless import (
     MARGIN,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.engine.build import build_engine
-from app.engine.config import EngineConfig
+from app.engine.build.config import EngineConfig
+from app.engine.build.engine import build_engine
 from app.engine.sequence import Request
 from tests.engine.pairs import make_pair
 

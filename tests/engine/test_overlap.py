@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from app.bench.simulated import simulate, survival
-from app.engine.batch import Batch, Delta
-from app.engine.build import Engine
+from app.doctor.report.simulated import simulate, survival
+from app.engine.build.engine import Engine
 from app.engine.core import EngineCore
+from app.engine.schedule.batch import Batch, Delta
 from app.engine.sequence import NOT_FINITE, Request
 from tests.engine import test_faults
 from tests.engine.device_lengths import device_lengths

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from app.engine.build import Engine
+from app.engine.build.engine import Engine
 from app.engine.sequence import Request
 from tests.engine.pairs import Pair, make_pair
 from tests.engine.planted import PlannedRun, make_engine

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from app.config import Config
+from app.config.settings import Config
 from app.engine import process
-from app.engine.batch import Batch, Delta
-from app.engine.build import Engine
+from app.engine.build.engine import Engine
+from app.engine.schedule.batch import Batch, Delta
 from app.engine.sequence import Request
-from app.types import FlushCache, Sampling, Shutdown, StepOutput, Submit
+from app.messages import FlushCache, Sampling, Shutdown, StepOutput, Submit
 from tests.engine.lossless import (
     LUCKY,
     Case,

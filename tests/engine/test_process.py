@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from app.child_process import engine_environment
-from app.config import Config
-from app.engine.build import Engine
+from app.client.child_process import engine_environment
+from app.config.settings import Config
+from app.engine.build.engine import Engine
 from app.engine.process import Link, serve
-from app.types import Abort, Ready, Reply, Sampling, Shutdown, StepOutput, Submit, TokenDelta
+from app.messages import Abort, Ready, Reply, Sampling, Shutdown, StepOutput, Submit, TokenDelta
 from tests.engine.lossless import make_engine
 from tests.engine.pairs import Pair, make_pair
 

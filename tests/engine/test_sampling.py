@@ -22,17 +22,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from app.engine import filters, step_inputs
-from app.engine.batch import Batch, Rows
-from app.engine.build import Engine
-from app.engine.filters import SHORTLIST, Filters
-from app.engine.model_runner import ModelRunner
-from app.engine.noise import noise_states
-from app.engine.penalties import Penalties, TokenCounts, penalise
-from app.engine.sampler import Draws, Sampler
+from app.engine.backend.torch import TorchBackend
+from app.engine.build.engine import Engine
+from app.engine.sampling import filters
+from app.engine.sampling.filters import SHORTLIST, Filters
+from app.engine.sampling.noise import noise_states
+from app.engine.sampling.penalties import Penalties, TokenCounts, penalise
+from app.engine.sampling.sampler import Draws, Sampler
+from app.engine.schedule.batch import Batch, Rows
 from app.engine.sequence import Request
 from app.engine.sequence import Sequence as EngineSequence
-from app.engine.torch_backend import TorchBackend
+from app.engine.step import inputs as step_inputs
+from app.engine.step.runner import ModelRunner
 from tests.engine.pairs import Pair, make_pair
 from tests.engine.planted import PlannedRun, make_engine
 from tests.engine.reference import (
@@ -450,7 +451,7 @@ def test_chunks_of_logits_change_no_choice(backend, monkeypatch: pytest.MonkeyPa
     for seed in STEPS[::3]:
         step = random_step(seed)
         whole = step.choices(backend)
-        monkeypatch.setattr("app.engine.sampler.LOGITS_CHUNK_BYTES", chunk * 4 * step.vocab + 1)
+        monkeypatch.setattr("app.engine.sampling.sampler.LOGITS_CHUNK_BYTES", chunk * 4 * step.vocab + 1)
         assert step.choices(backend) == whole, f"step {seed}"
         monkeypatch.undo()
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.engine.backend import Defaults
-from app.engine.build import build_engine
-from app.engine.config import MIN_MODEL_LEN, EngineConfig, Sizes, settle_pages, settle_sizes
+from app.engine.backend.base import Defaults
+from app.engine.build.config import MIN_MODEL_LEN, EngineConfig, Sizes, settle_pages, settle_sizes
+from app.engine.build.engine import build_engine
 from app.engine.errors import UnsupportedError
-from app.engine.kv_cache import SCRATCH_PAGES
+from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Request
 from tests.engine.pairs import make_pair
 

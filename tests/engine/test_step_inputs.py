@@ -10,16 +10,16 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.engine import step_inputs
-from app.engine.backend import AttnMeta
-from app.engine.batch import Batch, Rows
+from app.engine.backend.base import AttnMeta
 from app.engine.errors import UnsupportedError
-from app.engine.graph_sizes import settle_graph_sizes
-from app.engine.kv_cache import SCRATCH_PAGES
+from app.engine.schedule.batch import Batch, Rows
+from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Request, Sequence
-from app.engine.stages import Rows as DeviceRows
-from app.engine.stages import places
-from app.engine.step_inputs import RowGroup, StepInputs
+from app.engine.step import inputs as step_inputs
+from app.engine.step.forward import Rows as DeviceRows
+from app.engine.step.forward import places
+from app.engine.step.graph_sizes import settle_graph_sizes
+from app.engine.step.inputs import RowGroup, StepInputs
 
 
 @st.composite

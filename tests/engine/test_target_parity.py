@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.batch import Batch, Rows
-from app.engine.build import Engine
+from app.engine.build.engine import Engine
+from app.engine.schedule.batch import Batch, Rows
 from app.engine.sequence import Request, Sequence
 from tests.engine.lossless import demo_folder, demo_prompts, make_engine
 from tests.engine.pairs import make_pair

@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, LayerKv, make_backend
-from app.engine.cpu_backend import CpuBackend
-from app.engine.decoder_config import DecoderConfig
+from app.engine.backend.base import AttnMeta, Backend, LayerKv
+from app.engine.backend.factory import make_backend
+from app.engine.backend.torch import TorchBackend
+from app.engine.build.self_test import check_attention
+from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import UnsupportedError
-from app.engine.kv_pool import KvPool
-from app.engine.layers import RotaryTable, with_pairs_adjacent
-from app.engine.noise import noise_states
-from app.engine.sampler import Draws, Sampler
-from app.engine.self_test import check_attention
-from app.engine.stages import Rows, places
-from app.engine.torch_backend import TorchBackend
+from app.engine.models.config import DecoderConfig
+from app.engine.models.kv_pool import KvPool
+from app.engine.models.layers import RotaryTable, with_pairs_adjacent
+from app.engine.sampling.noise import noise_states
+from app.engine.sampling.sampler import Draws, Sampler
+from app.engine.step.forward import Rows, places
 from tests.engine.reference import choose, gumbel
 
 torch.set_num_threads(1)
@@ -137,7 +138,7 @@ def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths,
 def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, scores, tokens, small, causal):
     """Long prompts are cut by rows, and sequences of different sizes go to different calls."""
     for name, bound in (("MAX_SCORES", scores), ("SMALL_CALL", small)):
-        monkeypatch.setattr(f"app.engine.torch_backend.{name}", bound)
+        monkeypatch.setattr(f"app.engine.backend.torch.{name}", bound)
     monkeypatch.setattr(backend, "gathered_at_once", tokens)
     num_calls = []
     for q_lens, kv_lens in LENGTHS.values():
@@ -149,7 +150,7 @@ def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, sc
 
 def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(backend, monkeypatch):
     monkeypatch.setattr(backend, "gathered_at_once", 64)
-    monkeypatch.setattr("app.engine.torch_backend.SMALL_CALL", 0)
+    monkeypatch.setattr("app.engine.backend.torch.SMALL_CALL", 0)
     alike = Ragged([2] * 6, [30, 28, 32, 29, 31, 27])
     alike.check(backend)
     assert [(call.rows, call.places) for call in alike.meta.plan] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]
@@ -454,7 +455,7 @@ def test_noise_is_gumbel_distributed(backend):
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 12, 100])
 def test_choices_do_not_depend_on_the_chunks_logits_are_made_in(backend, monkeypatch, chunk):
     """Sampled rows stand first, last, on both sides of every border, and some chunks have none."""
-    monkeypatch.setattr("app.engine.sampler.LOGITS_CHUNK_BYTES", chunk * 4 * VOCAB + 3)
+    monkeypatch.setattr("app.engine.sampling.sampler.LOGITS_CHUNK_BYTES", chunk * 4 * VOCAB + 3)
     hidden, lm_head = normal(12, 16), normal(VOCAB, 16, seed=1) * 0.5
     logits = F.linear(hidden, lm_head)
     for rows in ([], [0], [11], [2, 3], [0, 2, 3, 5, 6, 9, 11], [4, 5], list(range(12))):
@@ -470,7 +471,7 @@ def test_choices_do_not_depend_on_the_chunks_logits_are_made_in(backend, monkeyp
 
 
 def test_logits_are_never_made_for_more_rows_than_a_chunk_has(backend, monkeypatch):
-    monkeypatch.setattr("app.engine.sampler.LOGITS_CHUNK_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr("app.engine.sampling.sampler.LOGITS_CHUNK_BYTES", 3 * 4 * VOCAB)
     counting = Counting(CPU)
     Sampler(VOCAB, counting).choose(normal(8, 4), normal(VOCAB, 4))
     assert counting.made == [3, 3, 2]
@@ -535,6 +536,6 @@ def test_glibc_is_asked_to_keep_what_a_step_gives_back(monkeypatch, accepted, as
     """First large blocks are to come from the heap; only where that is granted is the heap not to be trimmed."""
     calls = []
     glibc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)) or int(name in accepted))
-    monkeypatch.setattr("app.engine.cpu_backend.ctypes.CDLL", lambda _: glibc)
+    monkeypatch.setattr("app.engine.cpu.backend.ctypes.CDLL", lambda _: glibc)
     make_backend("cpu").keep_step_memory()
     assert calls == asked

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.cpu_backend import CpuBackend
+from app.engine.cpu.backend import CpuBackend
 from app.engine.dflash.verify import verify
 
 torch.set_num_threads(1)

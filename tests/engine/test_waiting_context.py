@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine import stages as stages_module
-from app.engine.build import Engine
+from app.engine.build.engine import Engine
 from app.engine.sequence import Request
+from app.engine.step import forward as stages_module
 from tests.engine.lossless import LUCKY, make_engine, random_prompts
 from tests.engine.pairs import Pair, make_pair
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from app.checkpoint import DEMO
-from app.engine import costs
-from app.engine.batch import Batch
-from app.engine.build import build_engine
-from app.engine.config import EngineConfig, Sizes
+from app.config.checkpoint import DEMO
+from app.engine.build import time_steps as costs
+from app.engine.build.config import EngineConfig, Sizes
+from app.engine.build.engine import build_engine
+from app.engine.build.time_steps import measure_costs
 from app.engine.core import EngineCore, Step
-from app.engine.costs import measure_costs
 from app.engine.dflash.policy import Policy
 from app.engine.errors import UnsupportedError
+from app.engine.schedule.batch import Batch
 from app.engine.sequence import Request
-from app.engine.step_inputs import StepInputs
+from app.engine.step.inputs import StepInputs
 from tests.engine.lossless import demo_prompts
 from tests.engine.pairs import make_pair
 from tests.engine.steady import steady_costs

@@ -2,12 +2,12 @@
 
 from functools import cache
 
-from app.demo import prompts as held_out
+from app.doctor.report.npu import demo_pair
+from app.doctor.report.npu.demo_pair import Run, engine, run
+from app.doctor.report.npu.part import Prompts
 from app.engine.core import EngineCore
-from app.engine.npu_report import demo_pair
-from app.engine.npu_report.demo_pair import Run, engine, run
-from app.engine.npu_report.part import Prompts
 from app.engine.sequence import Request
+from tools.demo_pair import prompts as held_out
 
 __all__ = ["Run", "engine", "gap", "prompts", "requests", "run"]
 

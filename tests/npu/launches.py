@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-import app.engine.build as build
-from app.engine.config import EngineConfig
+import app.engine.build.engine as build
+from app.engine.build.config import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.sequence import Request
 from tests.engine.pairs import Pair, make_pair

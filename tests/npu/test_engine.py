@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.build as build
-from app.engine.backend import Backend, Defaults
-from app.engine.config import EngineConfig
+import app.engine.build.engine as build
+from app.engine.backend.base import Backend, Defaults
+from app.engine.backend.torch import TorchBackend
+from app.engine.build.config import EngineConfig
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine.sequence import Request
-from app.engine.torch_backend import TorchBackend
 from tests.engine.pairs import Pair, make_pair
 from tests.npu.null_device import traced
 from tests.npu.numerics import Numerics

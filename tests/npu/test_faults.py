@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.build as build
-from app.engine.config import EngineConfig
+import app.engine.build.engine as build
+from app.engine.build.config import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.engine.sequence import Request

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine import device_check, operator_check
-from app.engine.backend import AttnMeta, LayerKv, Rotation
-from app.engine.npu import host_check
+from app.doctor import device_check
+from app.doctor import npu_host as host_check
+from app.doctor import operators as operator_check
+from app.doctor.probes import Finding, Probe, ok
+from app.engine.backend.base import AttnMeta, LayerKv, Rotation
 from app.engine.npu.backend import NpuBackend
-from app.engine.probes import Finding, Probe, ok
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def ask(run_python: Callable[..., str]) -> Callable[..., Finding]:
     def asked(expression: str, **environment: str) -> Finding:
         program = (
             "import json\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
-            f"import app.engine.npu.host_check as h\nprint('FOUND', json.dumps(asdict({expression})))"
+            f"import app.doctor.npu_host as h\nprint('FOUND', json.dumps(asdict({expression})))"
         )
         lines = run_python(program, **environment).splitlines()
         return Finding(**json.loads(next(line for line in lines if line.startswith("FOUND ")).removeprefix("FOUND ")))
@@ -41,7 +42,7 @@ def put(path: Path, text: str = "") -> None:
 
 def report(device: str) -> dict[str, dict[str, str]]:
     """What the process that the command starts says of each probe."""
-    command = [sys.executable, "-m", "app.engine.device_check", device]
+    command = [sys.executable, "-m", "app.doctor.device_check", device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     names, *results = map(json.loads, done.stdout.splitlines())

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, LayerKv
-from app.engine.launches import Launches
+from app.doctor.op_count import Launches
+from app.doctor.report.npu import demo_pair, engine, open_points, operators, roofline, step
+from app.doctor.report.npu.chips import Chip, figures
+from app.doctor.report.npu.part import Part, Prompts, Result, answer
+from app.doctor.report.npu_page import page
+from app.engine.backend.base import AttnMeta, Backend, LayerKv
 from app.engine.npu.backend import NpuBackend
-from app.engine.npu_report import demo_pair, engine, open_points, operators, roofline, step
-from app.engine.npu_report.chips import Chip, figures
-from app.engine.npu_report.part import Part, Prompts, Result, answer
-from app.npu_report.page import page
 from tests.npu import demo
 from tests.npu.null_device import Trace, traced
 from tests.npu.numerics import Numerics
@@ -334,7 +334,7 @@ def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch
 def section(name: str, device: str, skip: int) -> list[Any]:
     """The lines that the section's process writes, on a device that computes nothing."""
     said = json.dumps({"prompts": [[1, 2, 3]], "stop_token_ids": []})
-    command = [sys.executable, "-m", "app.engine.npu_report", name, device, str(skip)]
+    command = [sys.executable, "-m", "app.doctor.report.npu", name, device, str(skip)]
     done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

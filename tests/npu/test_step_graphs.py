@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch_npu
 
-import app.engine.build as build
-from app.engine.config import EngineConfig
+import app.engine.build.engine as build
+from app.engine.build.config import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from app.bench.prompts import named
-from app.demo.prompts import prompts
+from tools.demo_pair.prompts import prompts
 
 SILENCE_SECONDS = 600.0
 """A server that says nothing for so long hangs: no fault lasts nearly as long, and no machine is so slow."""

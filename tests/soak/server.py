@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from app.child_process import engine_environment
+from app.client.child_process import engine_environment
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 """What has to be zero while nobody is served."""

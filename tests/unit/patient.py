@@ -1,6 +1,6 @@
 """A stand-in for processes of ours, with all the time there is for those that are slow, and none for one that hangs."""
 
-from app.child_process import LineProcess
+from app.client.child_process import LineProcess
 
 LONGEST = 600.0
 """Seconds that a test gives a line at most: who waits without a limit of its own would wait for ever."""

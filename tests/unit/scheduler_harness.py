@@ -13,9 +13,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
-from app.engine.batch import Batch, Delta, Rows, StepResult
-from app.engine.kv_cache import SCRATCH_PAGES, PagePool
-from app.engine.scheduler import Scheduler
+from app.engine.schedule.batch import Batch, Delta, Rows, StepResult
+from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Request, Sequence
 
 VOCAB = 12

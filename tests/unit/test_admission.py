@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.admission import Busy, Door, OwnerBusy
+from app.client.admission import Busy, Door, OwnerBusy
 
 MOST = 4
 

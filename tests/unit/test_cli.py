@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from app import cli
-from app.config import Config, ConfigError
+from app.config.settings import Config, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     module = ModuleType("app.api.server")
     module.run = stand_in.run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "app.api.server", module)
-    monkeypatch.setattr("app.checkpoint.check_files", lambda folder, need_tokenizer: None)
+    monkeypatch.setattr("app.config.checkpoint.check_files", lambda folder, need_tokenizer: None)
     return stand_in
 
 
@@ -202,7 +202,7 @@ def test_help_imports_little(arguments: str, heavy: list[str], most: int) -> Non
 
 def test_settings_and_checkpoints_import_nothing_heavy() -> None:
     code = (
-        "import sys, app.cli, app.config, app.checkpoint;"
+        "import sys, app.cli, app.config.settings, app.config.checkpoint;"
         "app.cli.parse_flags(['--port', '1']);"
         "print([m for m in ('torch', 'transformers', 'fastapi', 'huggingface_hub') if m in sys.modules])"
     )

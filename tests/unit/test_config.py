@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from app.config import (
+from app.config.settings import (
     GROUPS,
     PEER_FLAGS,
     Config,

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from app.engine.batch import Batch, Delta, StepResult
 from app.engine.dflash.policy import Policy
-from app.engine.kv_cache import SCRATCH_PAGES, PagePool
-from app.engine.scheduler import Scheduler
+from app.engine.schedule.batch import Batch, Delta, StepResult
+from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE, Request, Sequence
 from tests.unit.scheduler_harness import check_pages
 

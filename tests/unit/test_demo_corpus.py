@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from app.demo.corpus import DOMAINS, Sample, drawn, is_right, samples
-from app.demo.corpus.lexicon import _COPIED
+from tools.demo_pair.corpus import DOMAINS, Sample, drawn, is_right, samples
+from tools.demo_pair.corpus.lexicon import _COPIED
 
 
 def take(domain: str, split: str, seed: int, count: int) -> list[Sample]:
@@ -23,7 +23,7 @@ def test_a_seed_gives_the_same_samples_and_another_seed_others(domain: str) -> N
 
 def test_samples_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     program = (
-        "import itertools, app.demo.corpus as c; "
+        "import itertools, tools.demo_pair.corpus as c; "
         "print([list(itertools.islice(c.samples(d, 'heldout', 3), 5)) for d in c.DOMAINS])"
     )
     texts = {
@@ -88,7 +88,7 @@ def test_every_worked_step_of_the_math_answers_holds(split: str) -> None:
 
 
 def test_importing_the_corpus_loads_no_torch() -> None:
-    program = "import sys, app.demo.corpus; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    program = "import sys, tools.demo_pair.corpus; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

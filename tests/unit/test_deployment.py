@@ -26,10 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.api import ops, page, routes
 from app.cli import _serve_parser, parse_flags
-from app.config import PEER_FLAGS, Config, ConfigError, env_name, setting_fields
+from app.config.settings import PEER_FLAGS, Config, ConfigError, env_name, setting_fields
 from app.engine.npu.error_codes import MEANINGS
+from app.messages import FinishReason
 from app.metrics import TABLE
-from app.types import FinishReason
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

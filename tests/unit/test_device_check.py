@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from app import cli, device_report
-from app.config import Config
-from app.engine import device_check, operator_check
-from app.engine.npu import host_check
-from app.engine.probes import Finding, Probe, failed, ok, warning
+from app import cli
+from app.config.settings import Config
+from app.doctor import check as device_report
+from app.doctor import device_check
+from app.doctor import npu_host as host_check
+from app.doctor import operators as operator_check
+from app.doctor.probes import Finding, Probe, failed, ok, warning
 from tests.unit.patient import Patient
 
 GIB = 1 << 30

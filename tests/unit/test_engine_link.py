@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import zmq
 
-from app import engine_link
 from app.api.server import ENGINE_COMMAND
-from app.child_process import KEYS, engine_environment
-from app.config import env_name
-from app.engine_link import EngineLink
-from app.types import Fatal, Reply
+from app.client import link as engine_link
+from app.client.child_process import KEYS, engine_environment
+from app.client.link import EngineLink
+from app.config.settings import env_name
+from app.messages import Fatal, Reply
 
 
 def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path: Path) -> None:

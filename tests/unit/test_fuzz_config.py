@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.cli import parse_flags
-from app.config import PEER_FLAGS, Config, ConfigError, env_name, flag_name, no_flag_name, setting_fields
+from app.config.settings import PEER_FLAGS, Config, ConfigError, env_name, flag_name, no_flag_name, setting_fields
 
 ANY = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 FIELDS = sorted(set(setting_fields()) - {"config"})

@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from app.generation import Generation
+from app.client.request_stream import Generation
+from app.messages import SpecStep, TokenDelta
 from app.metrics import Metrics
-from app.types import SpecStep, TokenDelta
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ import logging
 import pytest
 from msgspec.structs import replace
 
+from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
 from app.metrics import TABLE, Metrics
-from app.types import SpecStep, StepOutput, StepStats, TokenDelta
 
 
 def output(steps: list[SpecStep], queries: int = 0, hits: int = 0) -> StepOutput:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from app import cli
-from app.npu_report import runner
-from app.npu_report.page import page, table
-from app.npu_report.runner import Commands, report, scrubbed
-from app.npu_report.summary import summary
+from app.doctor.report import runner
+from app.doctor.report.npu_page import page, table
+from app.doctor.report.npu_runner import Commands, report, scrubbed
+from app.doctor.report.npu_summary import summary
 from tests.unit.patient import HANG, Patient
 
 HAS_NPU = any(Path("/dev").glob("davinci*")) or importlib.util.find_spec("torch_npu") is not None

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import yaml
 
-from app.api import body, connection, middleware, protocol
-from app.config import flag_name, setting_fields
+from app.api import body, connection, middleware
+from app.api import schemas as protocol
+from app.config.settings import flag_name, setting_fields
 from app.metrics import TABLE
 from app.text import chat_template
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.costs import Shape, shapes, table
+from app.engine.build.time_steps import Shape, shapes, table
 from app.engine.dflash.policy import (
     _FOR_WHOLE_BLOCKS,
     _HOLDS_FOR,

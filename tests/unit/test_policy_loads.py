@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from app.engine.costs import Shape, shapes, table
+from app.engine.build.time_steps import Shape, shapes, table
 from app.engine.dflash.policy import CostTable, Policy, allot
 
 BLOCK = 16

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from app.engine.batch import StepResult
-from app.engine.kv_cache import SCRATCH_PAGES, OutOfPages, PagePool
-from app.engine.scheduler import Scheduler
+from app.engine.schedule.batch import StepResult
+from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Request, Sequence
 from tests.unit.scheduler_harness import VOCAB, Harness
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from app.api.refusals import field_table
-from app.config import flag_table
+from app.config.settings import flag_table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

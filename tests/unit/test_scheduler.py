@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
-from app.engine.batch import Delta, StepResult
 from app.engine.dflash.policy import Policy
-from app.engine.kv_cache import SCRATCH_PAGES, OutOfPages, PagePool
-from app.engine.scheduler import Scheduler
+from app.engine.schedule.batch import Delta, StepResult
+from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE, Request
 from tests.unit.scheduler_harness import VOCAB, Harness
 

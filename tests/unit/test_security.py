@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app import engine_link
+from app.client import link as engine_link
 
 APP = Path(engine_link.__file__).parent
 OFFLINE = ("bench", "demo", "npu_report")

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, LayerKv
+from app.engine.backend.base import AttnMeta, LayerKv
 from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
 
 TILE_ROWS = 16

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, LayerKv, Rotation
+from app.engine.backend.base import AttnMeta, LayerKv, Rotation
+from app.engine.backend.graph import Graph
+from app.engine.backend.torch import TorchBackend
 from app.engine.cuda import inputs, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
 from app.engine.errors import UnsupportedError
-from app.engine.graph import Graph
-from app.engine.torch_backend import TorchBackend
 
 HEAD_DIMS = (16, 32, 64, 128)
 

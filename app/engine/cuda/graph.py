@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.graph import Graph
+from app.engine.backend.graph import Graph
 
 
 class CudaGraph(Graph):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.backend import LayerKv, Rotation
+from app.engine.backend.base import LayerKv, Rotation
 from app.engine.cuda.launch import lines_of_a_program
 
 HEADS_OF_A_PROGRAM = 8

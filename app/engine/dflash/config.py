@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.engine.decoder_config import DecoderConfig
 from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
 
 _WHERE = "draft"
 _KINDS = {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}

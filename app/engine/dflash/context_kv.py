@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend import Backend, Rotation
+from app.engine.backend.base import Backend, Rotation
 from app.engine.dflash.model import DFlashModel
-from app.engine.kv_pool import KvPool
+from app.engine.models.kv_pool import KvPool
 
 
 class ContextKv:

@@ -5,13 +5,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend
-from app.engine.decoder_config import DecoderConfig
+from app.engine.backend.base import AttnMeta, Backend
 from app.engine.dflash.context_kv import ContextKv
 from app.engine.dflash.model import DFlashModel
-from app.engine.kv_pool import KvPool
-from app.engine.layers import RotaryTable, StepRows
-from app.engine.sampler import Sampler
+from app.engine.models.config import DecoderConfig
+from app.engine.models.kv_pool import KvPool
+from app.engine.models.layers import RotaryTable, StepRows
+from app.engine.sampling.sampler import Sampler
 
 
 class Drafter(Protocol):

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from app.engine.backend import Backend
+from app.engine.backend.base import Backend
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
-from app.engine.kv_pool import KvPool
-from app.engine.layers import DecoderLayer, StepRows, add_norm
-from app.engine.loader import Weights
+from app.engine.models.kv_pool import KvPool
+from app.engine.models.layers import DecoderLayer, StepRows, add_norm
+from app.engine.models.loader import Weights
 
 _TENSOR_NAME = re.compile(
     r"(fc|hidden_norm|norm|embed_tokens|lm_head)\.weight"

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend import Backend
-from app.engine.decoder_config import DecoderConfig
+from app.engine.backend.base import Backend
 from app.engine.errors import UnsupportedError
-from app.engine.kv_pool import KvPool
-from app.engine.layers import DecoderLayer, StepRows, add_norm
-from app.engine.loader import Weights
+from app.engine.models.config import DecoderConfig
+from app.engine.models.kv_pool import KvPool
+from app.engine.models.layers import DecoderLayer, StepRows, add_norm
+from app.engine.models.loader import Weights
 
 
 def qwen3_config(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend import AttnMeta, Backend, Defaults, LayerKv, Rotation, download_behind, peak_memory
+from app.engine.backend.base import AttnMeta, Backend, Defaults, LayerKv, Rotation, download_behind, peak_memory
 from app.engine.errors import UnsupportedError
-from app.engine.npu.check import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE, Checked
+from app.engine.npu.check import Checked, ContractError
+from app.engine.npu.error_codes import explain
 from app.engine.npu.graph import AttentionPlan, NpuGraph
+from app.engine.npu.rules import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE
 
 _ROW, _PAGE = (1, 1, HEAD_DIMS[-1]), (1, PAGE_SIZE, 1, HEAD_DIMS[-1])
 
@@ -139,6 +141,12 @@ class NpuBackend(Backend):
             meta.plan = plan
         graph.replay()
         return graph
+
+    def explain(self, error: BaseException) -> str | None:
+        return explain(str(error))
+
+    def is_fatal(self, error: BaseException) -> bool:
+        return isinstance(error, ContractError) or super().is_fatal(error)
 
     def upload(self, host: Tensor, to: Tensor) -> None:
         """Pinned and non-blocking, both, else the host waits (N24)."""

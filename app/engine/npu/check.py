@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MAX_REQUESTS = 4096
-MAX_BLOCK_ROWS = 16
-MASK_SIZE = 2048
-PAGE_SIZE = 128
-HEAD_DIMS = (64, 128)
-SCRATCH_BLOCK = 0
-"""The block that padding requests begin with; they may have more rows than a DFlash block."""
+from app.engine.npu.rules import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, MAX_REQUESTS, PAGE_SIZE, SCRATCH_BLOCK
 
 
 class ContractError(ValueError):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend import AttnMeta
-from app.engine.graph import Graph
+from app.engine.backend.base import AttnMeta
+from app.engine.backend.graph import Graph
 from app.engine.npu.check import check_update
 
 

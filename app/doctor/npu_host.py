@@ -1,0 +1,319 @@
+"""What an Ascend host must have before the server can run on it: the probes of `dflash-server check --device npu`.
+
+torch_npu is loaded by the probe that is named after it, so that a host without it still gets a report. Checked against
+torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+from app.doctor.probes import Finding, Probe, failed, ok, warning
+from app.engine.npu.error_codes import explain
+
+DOCUMENTED_CANN = {
+    "2.12.0": "9.1.0",
+    "2.11.0": "9.1.0",
+    "2.10.0.post4": "9.1.0",
+    "2.9.0.post6": "9.1.0",
+    "2.7.1.post8": "9.1.0",
+    "2.10.0.post2": "9.0.0",
+    "2.9.0.post2": "9.0.0",
+    "2.8.0.post4": "9.0.0",
+    "2.7.1.post4": "9.0.0",
+    "2.9.0": "8.5.0",
+    "2.8.0.post2": "8.5.0",
+    "2.7.1.post2": "8.5.0",
+    "2.6.0.post5": "8.5.0",
+}
+"""torch_npu -> the CANN that its project documents for it (COMPATIBILITY.md and README of Ascend/pytorch)."""
+
+BEST_SET = "torch 2.10.0, torch_npu 2.10.0.post4 and CANN 9.1.0"
+OLDEST_CANN = "8.5.1"
+"""The first with which an Ascend server was released that does grouped-query attention over pages with DFlash."""
+GRAPH_DRIVER = "25.5.1"
+"""HDK from which graph captures do not run out of streams ("Alloc sq cq fail")."""
+CHIPS = ("Ascend910B", "Ascend910_93")
+"""What A2 and A3 cards call themselves. Others have operators of their own."""
+
+OPERATORS = {
+    "npu_fused_infer_attention_score": "query key value atten_mask actual_seq_lengths actual_seq_lengths_kv "
+    "block_table num_heads num_key_value_heads scale input_layout sparse_mode block_size",
+    "npu_scatter_pa_kv_cache": "key value key_cache value_cache slot_mapping cache_mode",
+    "npu_scatter_nd_update_": "input indices updates",
+    "npu_rms_norm": "input gamma epsilon",
+    "npu_add_rms_norm": "x1 x2 gamma epsilon",
+    "npu_rotary_mul": "input r1 r2",
+    "npu_swiglu": "input",
+}
+"""Operators that NpuBackend calls, with the arguments that it passes."""
+
+_ROOT = Path("/")
+_SMI = ("usr/local/bin/npu-smi", "usr/local/sbin/npu-smi")
+_SET_ENV = ("usr/local/Ascend/ascend-toolkit/set_env.sh", "usr/local/Ascend/cann/set_env.sh")
+_INSTALL_CANN = "install CANN 9.1.0 (toolkit, and the ops package of this chip)"
+
+
+def probes(device: str) -> list[Probe]:
+    """In the order of what rests on what. `device` is "npu" or "npu:N"; a probe "torch" comes before these."""
+    return [
+        Probe("driver", partial(driver, _ROOT), without="there is no driver"),
+        Probe("device files", partial(device_files, _ROOT)),
+        Probe("CANN", partial(cann, os.environ, _ROOT)),
+        Probe("torch_npu", torch_npu, ("torch",), "torch_npu cannot be loaded"),
+        Probe("versions", partial(versions, os.environ), ("torch",)),
+        Probe("devices", partial(devices, device, os.environ, _ROOT), ("torch_npu",), "there is no such device"),
+        Probe("chip", partial(chip, device), ("devices",)),
+        Probe("graphs", partial(graphs, _ROOT), ("driver",)),
+        Probe("operators", operators, ("torch_npu",), "operators are missing"),
+    ]
+
+
+def driver(root: Path) -> Finding:
+    version, folder = _driver_version(root), _driver_folder(root)
+    places = [root / place for place in _SMI]
+    smi = next((place for place in places if place.exists()), None) or shutil.which("npu-smi")
+    where = f"npu-smi is {smi}" if smi else "no npu-smi"
+    if version is not None:
+        return ok(f"driver {version}, {where}")
+    if smi or (folder / "lib64").is_dir():
+        return warning(
+            f"{folder / 'version.info'} cannot be read, {where}",
+            "in a container mount /usr/local/Ascend/driver/version.info and /etc/ascend_install.info",
+        )
+    return failed(
+        f"no driver: neither {folder / 'version.info'} nor npu-smi is here",
+        f"install the Ascend HDK (driver and firmware), {GRAPH_DRIVER} or later; in a container mount "
+        "/usr/local/Ascend/driver/lib64, /usr/local/Ascend/driver/version.info and /usr/local/bin/npu-smi",
+    )
+
+
+def device_files(root: Path) -> Finding:
+    """All of /dev/davinciN and the three that every process needs, readable and writable by this user."""
+    numbered = _numbered(root)
+    needed = [root / "dev" / name for name in ("davinci_manager", "devmm_svm", "hisi_hdc")]
+    missing = [str(path) for path in needed if not path.exists()] + ([] if numbered else [str(root / "dev/davinciN")])
+    if missing:
+        return failed(
+            f"missing: {', '.join(missing)}",
+            "on the host load the driver (`npu-smi info`); in a container pass --device for each card and for "
+            "/dev/davinci_manager, /dev/devmm_svm and /dev/hisi_hdc, or use the Ascend Docker runtime",
+        )
+    closed = [str(path) for path in (*numbered, *needed) if not os.access(path, os.R_OK | os.W_OK)]
+    if closed:
+        return failed(
+            f"this user may not read and write {', '.join(closed)}",
+            "add the user to the driver's group (`ls -l /dev/davinci*` shows it; `usermod -aG HwHiAiUser USER`) and "
+            "log in again",
+        )
+    return ok(f"{len(numbered)} of /dev/davinciN, and davinci_manager, devmm_svm, hisi_hdc")
+
+
+def cann(environ: Mapping[str, str], root: Path) -> Finding:
+    name = next((name for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if environ.get(name)), None)
+    scripts = [str(root / place) for place in _SET_ENV if (root / place).exists()]
+    source = f"run `source {scripts[0]}`" if scripts else f"{_INSTALL_CANN} and source its set_env.sh"
+    if name is None:
+        return failed("set_env.sh is not sourced: neither ASCEND_TOOLKIT_HOME nor ASCEND_HOME_PATH is set", source)
+    home = Path(environ[name])
+    if not home.is_dir():
+        return failed(f"{name} is {home}, which is no folder", source)
+    if not environ.get("ASCEND_OPP_PATH"):
+        return failed(f"{name} is set and ASCEND_OPP_PATH, where kernels are looked for, is not", source)
+    version = _cann_version(environ)
+    if version is None:
+        return warning(f"CANN of unknown version in {home}", "no ascend_*_install.info is below it: is this CANN?")
+    if _numbers(version) < _numbers(OLDEST_CANN):
+        return failed(f"CANN {version} in {home} is older than {OLDEST_CANN}", f"{_INSTALL_CANN}, with {BEST_SET}")
+    return ok(f"CANN {version} in {home}")
+
+
+def torch_npu() -> Finding:
+    """Loads it. torch must have been loaded with TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return failed(
+            "torch_npu is not installed",
+            "pip install 'dflash-server[npu]', on x86 with --extra-index-url https://download.pytorch.org/whl/cpu",
+        )
+    try:
+        module = importlib.import_module("torch_npu")
+    except Exception as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        return failed(f"torch_npu cannot be loaded: {reason[0]}", explain(str(error)) or f"install {BEST_SET}")
+    return ok(f"torch_npu {module.__version__}")
+
+
+def versions(environ: Mapping[str, str]) -> Finding:
+    """Whether torch, torch_npu and CANN belong together. A set that nothing is known of is said to be unknown."""
+    try:
+        ours, npu = (importlib.metadata.version(name) for name in ("torch", "torch_npu"))
+    except importlib.metadata.PackageNotFoundError as error:
+        return Finding("not tried", f"{error.name} is not installed")
+    return matched(ours, npu, cann_version(environ))
+
+
+def matched(ours: str, npu: str, toolkit: str | None) -> Finding:
+    """The same for versions of torch, torch_npu and CANN."""
+    found = f"torch {ours}, torch_npu {npu}, CANN {toolkit or 'unknown'}"
+    if _numbers(ours) != _numbers(npu):
+        base = ".".join(str(number) for number in _numbers(npu))
+        return failed(f"{found}: torch_npu {npu} belongs to torch {base}", f"install {BEST_SET}, or torch {base}")
+    documented = DOCUMENTED_CANN.get(npu.partition("+")[0])
+    if documented is None:
+        return warning(f"{found}: nothing is known of this set", f"known is {BEST_SET}; see the operators below")
+    if toolkit is None or _numbers(toolkit) != _numbers(documented):
+        return warning(
+            f"{found}: torch_npu {npu} is documented with CANN {documented}",
+            f"install CANN {documented}; see the operators below",
+        )
+    return ok(f"{found}: a documented set")
+
+
+def devices(device: str, environ: Mapping[str, str], root: Path) -> Finding:
+    import torch_npu
+
+    count, index = int(torch_npu.npu.device_count()), _index(device)
+    visible = environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    hidden = max(0, len(_numbered(root)) - count)
+    by = "" if visible is None else f"; ASCEND_RT_VISIBLE_DEVICES={visible} hides {hidden}"
+    if not count:
+        return failed(
+            f"torch_npu sees no NPU{by}",
+            "`npu-smi info` must list it as OK; ASCEND_RT_VISIBLE_DEVICES must name cards that are here",
+        )
+    found = f"{count} visible{by}"
+    if index >= count:
+        return failed(
+            f"{device} is not among them: {found}", f"visible devices are counted from 0: npu:0 to npu:{count - 1}"
+        )
+    return ok(found)
+
+
+def chip(device: str) -> Finding:
+    import torch_npu
+
+    name = str(torch_npu.npu.get_device_name(_index(device)))
+    if not name.startswith(CHIPS):
+        return warning(
+            f"{name} is neither A2 (Ascend910B) nor A3 (Ascend910_93)",
+            "whether the operators work on this chip is unknown; the comparisons below tell",
+        )
+    return ok(name)
+
+
+def graphs(root: Path) -> Finding:
+    """Whether graphs can be captured and updated; without them the server runs, slower."""
+    version = driver_version(root)
+    otherwise = "or serve with --enforce-eager"
+    if version is None:
+        return warning("the driver's version is unknown", f"graphs need HDK {GRAPH_DRIVER}: find out, {otherwise}")
+    if _numbers(version) < _numbers(GRAPH_DRIVER):
+        return warning(
+            f"driver {version} is older than HDK {GRAPH_DRIVER}, which graphs need",
+            f"update it, or captures may end in 'Alloc sq cq fail', {otherwise}",
+        )
+    if "torch_npu" in sys.modules and not _updates_graphs():
+        return warning("this torch_npu cannot update attention in graphs", f"install {BEST_SET}, {otherwise}")
+    return ok(f"driver {version}, at least {GRAPH_DRIVER}")
+
+
+def operators() -> Finding:
+    """Against the schemas that the loaded torch_npu registers. Nothing is run."""
+    import torch
+    import torch_npu  # noqa: F401
+
+    lacking = []
+    for name, arguments in OPERATORS.items():
+        operator = getattr(torch.ops.npu, name, None)
+        if operator is None:
+            lacking.append(name)
+            continue
+        known = {argument.name for argument in operator.default._schema.arguments}
+        lacking += [f"{name}({argument})" for argument in arguments.split() if argument not in known]
+    if lacking:
+        return failed(f"torch_npu has no {', '.join(lacking)}", f"install {BEST_SET}")
+    return ok(f"all {len(OPERATORS)} are registered with the arguments that are passed")
+
+
+def driver_version(root: Path) -> str | None:
+    """As torch_npu tells it, where it is loaded, or the installer's note."""
+    return _reported("DRIVER") or _driver_version(root)
+
+
+def cann_version(environ: Mapping[str, str]) -> str | None:
+    """As the installer's note tells it, or torch_npu, where it is loaded."""
+    return _cann_version(environ) or _reported("CANN")
+
+
+def _index(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _numbered(root: Path) -> list[Path]:
+    return sorted((root / "dev").glob("davinci[0-9]*"))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers: 2.10.0.post4+git1 -> (2, 10, 0), 8.3.RC1 -> (8, 3)."""
+    parts = [re.match(r"\d*", part) for part in version.split(".")[:3]]
+    return tuple(int(part.group()) for part in takewhile(lambda part: part and part.group(), parts) if part)
+
+
+def _updates_graphs() -> bool:
+    import torch_npu
+
+    arguments = inspect.signature(torch_npu.npu.graph.__init__).parameters
+    return "auto_dispatch_capture" in arguments and hasattr(torch_npu.npu.NPUGraph, "update")
+
+
+def _driver_folder(root: Path) -> Path:
+    place = _entry(root / "etc/ascend_install.info", "Driver_Install_Path_Param") or "/usr/local/Ascend"
+    return root / place.lstrip("/") / "driver"
+
+
+def _driver_version(root: Path) -> str | None:
+    return _entry(_driver_folder(root) / "version.info", "version|package_version")
+
+
+def _cann_version(environ: Mapping[str, str]) -> str | None:
+    """As the installer wrote it below the folder that set_env.sh names."""
+    for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
+        if home := environ.get(name):
+            arch = f"{platform.machine()}-linux"
+            notes = [*Path(home).glob(f"{arch}/ascend_*_install.info"), *Path(home).glob("ascend_*_install.info")]
+            for note in sorted(notes, reverse=True):  # the toolkit's before those of operators
+                if version := _entry(note, "version"):
+                    return version
+    return None
+
+
+def _entry(path: Path, keys: str) -> str | None:
+    """The value of the first line `key=value`; None where there is no such line, or no such file for this user."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(rf"^\s*(?:{keys})\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    return found.group(1) if found else None
+
+
+def _reported(module: str) -> str | None:
+    """The version of "CANN" or "DRIVER" by torch_npu, where it is loaded and CANN tells."""
+    if "torch_npu" not in sys.modules:
+        return None
+    from torch_npu.npu.utils import get_cann_version
+
+    try:
+        return str(get_cann_version(module)) or None
+    except (RuntimeError, ValueError):
+        return None

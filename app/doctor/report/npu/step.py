@@ -1,0 +1,103 @@
+"""A decode step of the demo pair: how long it takes, where the time goes, and what the host asks the device for."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+from app.doctor.op_count import Launches
+from app.doctor.report.npu import demo_pair
+from app.doctor.report.npu.part import Part, Prompts, Result
+from app.doctor.report.npu.timing import spread
+from app.engine.core import EngineCore
+from app.engine.sequence import Request
+
+WAYS = {"eager": True, "graphs": False}
+SEQUENCES = (1, 4, 16)
+REPEATS = 60
+MAX_TOKENS = 300
+MOST_SHOWN = 12
+
+
+def parts(device: str, prompts: Prompts) -> list[Part]:
+    steps = Steps(device, prompts)
+    return [
+        Part(f"{way}, {n} sequence{'s' * (n > 1)}", partial(steps.measured, way, n)) for way in WAYS for n in SEQUENCES
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds of a step: to schedule and launch it, to wait for its result and read it, and in all."""
+
+    launch: float
+    read: float
+    total: float
+
+
+class Steps:
+    """Engines of `max_num_seqs` sequences, one for each way, made when first asked for."""
+
+    def __init__(self, device: str, prompts: Prompts, max_num_seqs: int = SEQUENCES[-1]) -> None:
+        self._device, self._prompts, self._max_num_seqs = device, prompts, max_num_seqs
+        self._cores: dict[str, EngineCore] = {}
+
+    def measured(self, way: str, n: int, repeats: int = REPEATS) -> Result:
+        core = self._core(way)
+        list(decode_steps(core, self._prompts, n, 2))
+        taken = list(decode_steps(core, self._prompts, n, repeats))
+        counted = Launches(self._device.partition(":")[0])
+        list(decode_steps(core, self._prompts, n, 1, counted))
+        return {
+            "step": spread([step.total for step in taken]),
+            "launch": spread([step.launch for step in taken]),
+            "read": spread([step.read for step in taken]),
+            "steps": len(taken),
+            "operators": counted.total,
+            "copies": counted.copies.total(),
+            "most": dict(counted.operators.most_common(MOST_SHOWN)),
+        }
+
+    def _core(self, way: str) -> EngineCore:
+        if way not in self._cores:
+            self._cores[way] = demo_pair.engine(
+                self._device,
+                "bfloat16",
+                enforce_eager=WAYS[way],
+                max_num_seqs=self._max_num_seqs,
+                max_num_batched_tokens=16 * self._max_num_seqs + 512,
+                max_model_len=1024,
+                kv_cache_memory=256 << 20,
+            )
+        return self._cores[way]
+
+
+def decode_steps(
+    core: EngineCore,
+    prompts: Prompts,
+    n: int,
+    count: int,
+    around: AbstractContextManager[object] | None = None,
+) -> Iterator[Taken]:
+    """`count` steps in which all of n sequences decode, each inside `around`. Prompts come round again, and no answer
+    ends before MAX_TOKENS."""
+    left = count
+    while left:
+        for i in range(n):
+            core.add(Request(f"s{i}", prompts.prompts[i % len(prompts.prompts)], MAX_TOKENS))
+        while core.has_work and left:
+            started = time.perf_counter()
+            batch = core.scheduler.schedule()
+            wanted = batch.kind == "decode" and len(batch.decodes) == n
+            with around if around and wanted else nullcontext():
+                pending = core.runner.launch(batch)
+                launched = time.perf_counter()
+                result = pending.read()
+            read = time.perf_counter()
+            core.scheduler.commit(batch, result)
+            if wanted:
+                left -= 1
+                yield Taken(launched - started, read - launched, time.perf_counter() - started)
+        for i in range(n):
+            core.abort(f"s{i}")

@@ -1,0 +1,156 @@
+"""Models of real sizes whose weights are random and never on a disk: what a step costs does not depend on them.
+
+Their tokens mean nothing. A draft comes with each target, made as the published Qwen3 ones of block 16 are; the demo
+pair's is its own.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.config.checkpoint import DEMO
+from app.config.error import ConfigError
+from app.engine.models.loader import Progress
+
+BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."
+
+BLOCK_SIZE = 16
+DRAFT_LAYERS = 5
+MASK_TOKEN_ID = 151669
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "use_sliding_window": False,
+}
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    return _QWEN3 | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+TARGETS = {
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+}
+"""What their published config.json say."""
+
+DEMO_PAIR = "demo"
+DEMO_POSITIONS = 16384
+"""More than the 1,024 that the demo pair was trained for."""
+NAMES = (DEMO_PAIR, *TARGETS)
+
+
+class RandomWeights:
+    """Every tensor that is asked for, made where it is wanted: norms of ones, all else normal and so scaled that a
+    projection keeps the size of its input. A tensor depends on the folder's name and its own, and on nothing else; on
+    devices of different kinds it may differ.
+
+    It has no tensor that a model could do without, so a draft shares the target's embedding and lm_head.
+    """
+
+    names: Iterable[str] = ()
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress) -> None:
+        self._model = folder.name
+        self._device = device
+        self._dtype = dtype
+        self._on_progress = on_progress
+        self._made = 0
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if len(shape) == 1:
+            tensor.fill_(1.0)
+        else:
+            seed = zlib.crc32(f"{self._model} {name}".encode())
+            tensor.normal_(std=shape[-1] ** -0.5, generator=torch.Generator(self._device).manual_seed(seed))
+        self._made += tensor.nbytes
+        self._on_progress(self._made, self._made)
+        return tensor
+
+    def skip(self, name: str) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def write_configs(wanted: str, folder: Path) -> tuple[Path, Path]:
+    """Write the config.json of a target and of a draft for it; returns their folders.
+
+    `wanted` is one of NAMES, or a path to a target's config.json. Raises ConfigError for what is neither.
+    """
+    for name, config in zip(("target", "draft"), _pair(wanted), strict=True):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config, indent=2))
+    return folder / "target", folder / "draft"
+
+
+def _pair(wanted: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    if wanted == DEMO_PAIR:
+        longer = {"max_position_embeddings": DEMO_POSITIONS}
+        return _read(DEMO / "target" / "config.json") | longer, _read(DEMO / "draft" / "config.json") | longer
+    target = TARGETS.get(wanted) or _read(Path(wanted).expanduser())
+    return target, draft_for(target)
+
+
+def draft_for(target: dict[str, Any]) -> dict[str, Any]:
+    """A draft's config: the target's sizes, but few layers. A target too small for five taps gets fewer of both."""
+    num_layers, vocab_size = target["num_hidden_layers"], target["vocab_size"]
+    layers = max(1, min(DRAFT_LAYERS, num_layers - 3))
+    shape = {key: value for key, value in target.items() if key not in ("layer_types", "tie_word_embeddings")}
+    return shape | {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": layers,
+        "num_target_layers": num_layers,
+        "block_size": BLOCK_SIZE,
+        "dflash_config": {
+            "target_layer_ids": taps(layers, num_layers),
+            "mask_token_id": min(MASK_TOKEN_ID, vocab_size - 1),
+        },
+    }
+
+
+def taps(draft_layers: int, target_layers: int) -> list[int]:
+    """The method's default: the middle layer, or as many as the draft has layers, evenly from 1 to N - 3."""
+    if draft_layers == 1:
+        return [target_layers // 2]
+    return [round(1 + (target_layers - 4) * i / (draft_layers - 1)) for i in range(draft_layers)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    hint = f"{', '.join(NAMES)}, or the path of a dense Qwen3's config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--random-weights {path}: {error}", hint) from None
+    if not isinstance(config, dict) or not all(
+        type(config.get(key)) is int for key in ("num_hidden_layers", "vocab_size")
+    ):
+        raise ConfigError(f"--random-weights {path}: no model's config.json, for it names no sizes", hint)
+    return config

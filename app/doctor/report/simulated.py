@@ -1,0 +1,126 @@
+"""Acceptance as it is wished for: every step is computed in full, and then it is drawn how many drafts were accepted.
+
+So a model whose drafts mean nothing, such as one of random weights, is stepped through lengths as a real one is. The
+tokens that come out are the target's choices after drafts that were not its own, and mean nothing either; but how many
+they are, which KV counts as valid and where the next block stands all follow from the number accepted, in the
+scheduler as ever. For benches and tests only: `serve` knows no such flag.
+"""
+
+import argparse
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+import numpy as np
+import torch
+
+from app.config.error import ConfigError
+from app.engine.backend.transfer import Packed
+from app.engine.core import EngineCore
+from app.engine.schedule.batch import Batch, StepResult
+from app.engine.step.runner import ModelRunner, PendingStep
+
+BANNER = "SIMULATED ACCEPTANCE: how many drafts are accepted is drawn, not found out; the tokens are meaningless."
+FLAG = "--simulate-acceptance"
+
+
+def wish(text: str) -> tuple[float, ...]:
+    """An argparse type. "6.36" is a mean acceptance length, "0.86,0.72,0.6" a rate for each position."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor numbers with commas between") from None
+
+
+def survival(wished: Sequence[float], block_size: int) -> list[float]:
+    """How likely the first k drafts are all accepted, for k = 1 .. block_size - 1.
+
+    A single number is the mean acceptance length, bonus included: then every draft behind accepted ones has the same
+    chance. More are these likelihoods themselves, which is what vLLM's and our counters tell per position; positions
+    past them have none. Raises ConfigError for what cannot be.
+    """
+    most = block_size - 1
+    if len(wished) == 1:
+        (length,) = wished
+        if not 1 <= length <= block_size:
+            hint = f"1 to {block_size}, the bonus token included; or a rate for each position, with commas between"
+            raise ConfigError(f"{FLAG} {length:g}: a block of {block_size} yields no such mean", hint)
+        chance = even_chance(length, block_size)
+        return [chance**k for k in range(1, most + 1)]
+    if len(wished) > most:
+        raise ConfigError(f"{FLAG}: {len(wished)} rates, but a block of {block_size} has {most} drafts")
+    if not all(0 <= rate <= 1 for rate in wished) or any(a < b for a, b in pairwise(wished)):
+        hint = "rate k is how often the first k drafts are all accepted, so it never rises"
+        raise ConfigError(f"{FLAG}: rates lie between 0 and 1 and never rise", hint)
+    return [*wished, *[0.0] * (most - len(wished))]
+
+
+def mean_length(rates: Sequence[float]) -> float:
+    """The mean acceptance length, bonus included, of what `survival` returns."""
+    return 1 + sum(rates)
+
+
+def even_chance(length: float, block_size: int) -> float:
+    """The chance p of every draft behind accepted ones with which 1 + p + p^2 + ... + p^(b-1) is `length`."""
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        if sum(middle**k for k in range(block_size)) < length:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def simulate(core: EngineCore, rates: Sequence[float], seed: int = 0) -> None:
+    """From now on the steps of `core` accept what is drawn, with likelihoods `rates` as `survival` has them."""
+    # The loop asks no more of a runner than this one has.
+    core.runner = cast(ModelRunner, SimulatedRunner(core.runner, rates, seed, tell_device=core.overlap))
+
+
+class SimulatedRunner:
+    """A runner whose steps are another's, but for how many drafts they accept. With `tell_device` the device goes by
+    that too, for the next step begins there before the host has read this one."""
+
+    def __init__(self, runner: ModelRunner, rates: Sequence[float], seed: int, *, tell_device: bool = False) -> None:
+        self.stages = runner.stages
+        self._runner = runner
+        self._tell_device = tell_device
+        self._falling = [-rate for rate in rates]
+        self._random = random.Random(seed)
+
+    def launch(self, batch: Batch) -> "SimulatedStep":
+        accepted = [min(self._draw(), rows.num_drafts) for rows in batch.sampling]
+        pending = self._runner.launch(batch)
+        if self._tell_device and not batch.prefills:
+            self._overwrite(accepted)
+        return SimulatedStep(pending, accepted)
+
+    def take_back(self) -> None:
+        self._runner.take_back()
+
+    def scrub(self, slots: list[int]) -> None:
+        self._runner.scrub(slots)
+
+    @torch.inference_mode()
+    def _overwrite(self, accepted: list[int]) -> None:
+        """In what the step says on the device; the host's copy is on its way."""
+        assert self._runner.graphs is not None
+        (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self.stages.backend).tensors
+        self._runner.graphs.verified[: len(accepted), -1] = numbers
+
+    def _draw(self) -> int:
+        """So many rates are above one random number that the chance of at least k is rate k."""
+        return bisect_left(self._falling, -self._random.random())
+
+
+class SimulatedStep:
+    """A launched step that is read as ever, so that nothing of its cost is missing."""
+
+    def __init__(self, pending: PendingStep, num_accepted: list[int]) -> None:
+        self._pending = pending
+        self._num_accepted = num_accepted
+
+    def read(self) -> StepResult:
+        return StepResult(self._pending.read().tokens, self._num_accepted)

@@ -1,0 +1,66 @@
+"""The backend of a device, by the device's name. Device plug-ins are imported here and nowhere else."""
+
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+
+import torch
+
+from app.engine.backend.base import Backend
+from app.engine.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+
+def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False) -> Backend:
+    """The backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
+
+    Raises UnsupportedError when there is no such device here. "auto" is CUDA where torch sees a GPU, else an NPU
+    where there is one and torch_npu is installed, else the CPU. `npu_check` has an NPU's operator calls
+    checked; `compiled` is for what `engine/compile` compiles on a CPU.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
+    kind, _, number = device.partition(":")
+    if compiled and kind != "cpu":
+        raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
+    index = int(number or 0)
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise UnsupportedError(
+            f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
+        )
+    if kind == "npu":
+        return _npu_backend(torch.device("npu", index), npu_check)
+    on_cpu = "compile.backend.CompiledBackend" if compiled else "cpu.backend.CpuBackend"
+    name = on_cpu if kind == "cpu" else _on_cuda()
+    module, _, backend_class = name.rpartition(".")
+    backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), backend_class)(
+        torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
+    )
+    return backend
+
+
+def _on_cuda() -> str:
+    """Torch for CUDA brings Triton on Linux; elsewhere it may be missing."""
+    if importlib.util.find_spec("triton"):
+        logger.info("attention and the operators between matrix products: kernels in Triton")
+        return "cuda.backend.CudaBackend"
+    logger.warning("Triton is not installed: operators are PyTorch's, and there are no graphs; pip install triton")
+    return "backend.torch.TorchBackend"
+
+
+def _has_npu() -> bool:
+    return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
+
+
+def _npu_backend(device: torch.device, npu_check: bool) -> Backend:
+    try:
+        module = importlib.import_module("app.engine.npu.backend")
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UnsupportedError(
+            f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
+        ) from None
+    backend: Backend = module.NpuBackend(device, check_calls=npu_check)
+    return backend

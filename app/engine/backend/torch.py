@@ -1,0 +1,251 @@
+"""The backend in plain PyTorch: the reference on every device, and what runs on CUDA where Triton is not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.backend.base import AttnMeta, Backend, Defaults, LayerKv, Rotation, download_behind, peak_memory
+from app.engine.backend.host_memory import host_memory
+
+MAX_SCORES = 1 << 24
+"""Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
+MAX_GATHERED_TOKENS = 1 << 18
+"""Tokens whose K and V one attention call gathers out of the pages, unless a backend wants fewer."""
+SMALL_CALL = 1 << 18
+"""Padding up to this many scores costs less than a call more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [first, first + q_len) of a batch's rows, of sequence `seq`, seeing the first `kv_len` tokens at most."""
+
+    seq: int
+    first: int
+    q_len: int
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head.
+
+    `pages` is [S * P], or a slice where they lie in a row. `rows` [n] are the rows of the batch and `places` [n] where
+    they stand among the S * Q padded ones; a slice and None where rows of equal length lie back to back. `mask` [S, 1,
+    G * Q, L] is true where a row may look, or 0 there and -inf elsewhere; None when every row may look everywhere.
+    """
+
+    num_pieces: int
+    max_q: int
+    max_kv: int
+    pages: Tensor | slice
+    rows: Tensor | slice
+    places: Tensor | None
+    mask: Tensor | None
+
+
+class TorchBackend(Backend):
+    empty_sequences = True
+    gathered_at_once = MAX_GATHERED_TOKENS
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        on_cpu = device.type == "cpu"
+        if not on_cpu:
+            torch.cuda.set_device(device)
+            torch.backends.cuda.enable_cudnn_sdp(False)  # on Hopper it makes a plan for each new length, in 25 to 70 ms
+        self.defaults = Defaults(
+            dtype=torch.float32 if on_cpu else torch.bfloat16, page_size=16, max_num_seqs=32 if on_cpu else 256
+        )
+
+    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+        """Few padded calls, none of them mostly padding and none over the memory bounds above."""
+        pieces = _pieces(meta, MAX_SCORES // group)
+        bins = _bins(pieces, group, self.gathered_at_once)
+        whole = len(bins) == 1 and [piece.seq for piece in pieces] == list(range(len(meta.q_lens)))
+        return [self._call(meta, some, group, whole=whole) for some in bins]
+
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+        return self.attend(q_thd, kv, meta.plan)
+
+    def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call]) -> Tensor:
+        """What `calls` give together."""
+        if len(calls) == 1 and calls[0].places is None:
+            return self._attend(q_thd, kv, calls[0])
+        o = torch.empty_like(q_thd)
+        for call in calls:
+            if call.places is None:
+                o[call.rows] = self._attend(q_thd[call.rows], kv, call)
+                continue
+            padded = q_thd.new_zeros(call.num_pieces * call.max_q, *q_thd.shape[1:])
+            padded[call.places] = q_thd[call.rows]
+            o[call.rows] = self._attend(padded, kv, call)[call.places]
+        return o
+
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
+        kv.k.view(-1, *k_thd.shape[1:])[slots] = k_thd
+        kv.v.view(-1, *v_thd.shape[1:])[slots] = v_thd
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        cos, sin = rotation
+        first, second = x_thd.chunk(2, dim=-1)
+        return x_thd * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        to.copy_(host if self.device.type == "cpu" else host.pin_memory(), non_blocking=True)
+
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        if self.device.type == "cpu":
+            kept = x.clone()  # a graph's next replay writes to the same place
+            return lambda: kept
+        return download_behind(x, torch.cuda.Event())
+
+    def memory(self) -> tuple[int, int]:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)
+        return host_memory()
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """Of a GPU; nothing counts a CPU's."""
+        return peak_memory(torch.cuda, run) if self.device.type == "cuda" else 0
+
+    def _attend(self, q_thd: Tensor, kv: LayerKv, call: Call) -> Tensor:
+        """Padded q [S * Q, heads, D] -> o of the same shape."""
+        heads, dim, kv_heads = q_thd.shape[1], q_thd.shape[2], kv.k.shape[2]
+        group = heads // kv_heads
+        k, v = (_gather(pool, call) for pool in (kv.k, kv.v))
+        # The query heads of a KV head become rows of one matrix, so K and V are not repeated.
+        q = q_thd.reshape(call.num_pieces, call.max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(call.num_pieces, kv_heads, group * call.max_q, dim)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
+        o = o.view(call.num_pieces, kv_heads, group, call.max_q, dim)
+        return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
+
+    def _call(self, meta: AttnMeta, pieces: list[Piece], group: int, *, whole: bool) -> Call:
+        max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
+        min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
+        pages = meta.page_table[:, : -(-max_kv // meta.page_size)]
+        if not whole:
+            pages = pages[self._uploaded([piece.seq for piece in pieces])]
+        rows: Tensor | slice = slice(pieces[0].first, pieces[0].first + len(pieces) * max_q)
+        places = mask = None
+        if any(piece.first != pieces[0].first + i * max_q for i, piece in enumerate(pieces)) or min_q != max_q:
+            ranges = [(piece.first, i * max_q, piece.q_len) for i, piece in enumerate(pieces)]
+            rows = self._uploaded([first + j for first, _, n in ranges for j in range(n)])
+            places = self._uploaded([place + j for _, place, n in ranges for j in range(n)])
+        if min_q != max_q or min_kv != max_kv or (meta.causal and max_q > 1):
+            mask = self._mask(pieces, max_q, max_kv, causal=meta.causal).repeat(1, group, 1).unsqueeze(1)
+        return Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, mask)
+
+    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
+        """[S, Q, L]; a padding row looks where the last row looks, so that no softmax is over nothing."""
+        lengths = self._uploaded([(piece.q_len, piece.kv_len) for piece in pieces])
+        q_len, kv_len = lengths[:, 0, None, None], lengths[:, 1, None, None]
+        token = torch.arange(max_kv, device=self.device)
+        if not causal:
+            return (token < kv_len).expand(-1, max_q, -1)
+        row = torch.arange(max_q, device=self.device)[:, None]
+        return token <= torch.minimum(kv_len - q_len + row, kv_len - 1)
+
+    def _uploaded(self, values: list[int] | list[tuple[int, int]]) -> Tensor:
+        """int64 on the device, in a copy that nobody waits for."""
+        host = torch.tensor(values)
+        to = torch.empty_like(host, device=self.device)
+        self.upload(host, to)
+        return to
+
+
+def _gather(pool: Tensor, call: Call) -> Tensor:
+    """[S, kv_heads, L, D] out of [pages, page_size, kv_heads, D]."""
+    pages = pool[call.pages] if isinstance(call.pages, slice) else pool.index_select(0, call.pages)
+    return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
+
+
+def fits_one_call(q_lens: Sequence[int], kv_lens: Sequence[int], group: int, max_gathered: int) -> bool:
+    """Whether all rows of all sequences go through attention in one padded call."""
+    scores = list(map(mul, q_lens, kv_lens))
+    size = _Size(len(scores), max(q_lens), max(kv_lens), sum(scores))
+    return max(scores) <= MAX_SCORES // group and size.fits(group, max_gathered)
+
+
+def _pieces(meta: AttnMeta, max_scores: int) -> list[Piece]:
+    """One piece a sequence, or several where its rows by its tokens pass `max_scores`."""
+    pieces = []
+    firsts = accumulate(meta.q_lens, initial=0)
+    for seq, (first, q_len, kv_len) in enumerate(zip(firsts, meta.q_lens, meta.kv_lens, strict=False)):
+        step = max(1, max_scores // max(1, kv_len))
+        for offset in range(0, q_len, step):
+            rows = min(step, q_len - offset)
+            unseen = q_len - offset - rows if meta.causal else 0
+            pieces.append(Piece(seq, first + offset, rows, kv_len - unseen))
+    return pieces
+
+
+def _bins(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
+    """Pieces that share a call: all of them in order if that pads little, else those of similar size; of one size,
+    those back to back, unless they have so different contexts that these are more calls."""
+    whole = _Size()
+    for piece in pieces:
+        whole = whole.with_one(piece)
+    if whole.fits(group, max_gathered):
+        return [pieces]
+    by_size = _filled(sorted(pieces, key=lambda piece: (piece.q_len, piece.kv_len)), group, max_gathered)
+    if len({piece.q_len for piece in pieces}) > 1:
+        return by_size
+    in_order = _filled(pieces, group, max_gathered)
+    return by_size if len(by_size) < len(in_order) else in_order
+
+
+def _filled(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
+    """One call after the other, each with as many of the next pieces as fit."""
+    bins: list[list[Piece]] = []
+    size = _Size()
+    for piece in pieces:
+        size = size.with_one(piece)
+        if not bins or not size.fits(group, max_gathered):
+            bins.append([])
+            size = _Size().with_one(piece)
+        bins[-1].append(piece)
+    return bins
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a call over some pieces costs; `useful` counts scores that are not padding."""
+
+    num_pieces: int = 0
+    max_q: int = 0
+    max_kv: int = 0
+    useful: int = 0
+
+    def with_one(self, piece: Piece) -> "_Size":
+        return _Size(
+            self.num_pieces + 1,
+            max(self.max_q, piece.q_len),
+            max(self.max_kv, piece.kv_len),
+            self.useful + piece.q_len * piece.kv_len,
+        )
+
+    def fits(self, group: int, max_gathered: int) -> bool:
+        scores = group * self.num_pieces * self.max_q * self.max_kv
+        pads_little = scores <= max(SMALL_CALL, min(2 * group * self.useful, MAX_SCORES))
+        return pads_little and self.num_pieces * self.max_kv <= max(self.max_kv, max_gathered)

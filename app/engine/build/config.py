@@ -1,0 +1,111 @@
+"""What the engine is asked to be, and the sizes it settles on."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from app.engine.backend.base import Defaults
+from app.engine.errors import UnsupportedError
+from app.engine.schedule.page_pool import SCRATCH_PAGES
+
+MIN_BATCHED_TOKENS = 2048
+MIN_MODEL_LEN = 2
+"""A token of prompt and one of answer."""
+PREFILL_SHARE = 512
+"""Rows a derived token budget leaves to prefill when every sequence verifies a whole block."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The user's wishes; None means: choose for me. Folders hold config.json and safetensors; memory is in bytes.
+
+    `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or "bfloat16".
+    `enforce_eager` False captures graphs even where the device does not (they are then run again and again);
+    `prefix_caching` shares KV pages of equal prefixes; `npu_check` holds every operator call on an NPU to
+    docs/npu-contract.md; `compile` has a CPU's forwards made C++ before the first step. `verify` is how many rows of a
+    block the target verifies, the anchor included: "full" is all, "auto" what pays, 1 none but the anchor.
+    """
+
+    target: Path
+    draft: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    kv_cache_memory: int | None = None
+    memory_utilization: float = 0.9
+    enforce_eager: bool | None = None
+    draft_enforce_eager: bool = False
+    max_graphs: int = 48
+    prefix_caching: bool = True
+    npu_check: bool = False
+    compile: bool = False
+    verify: str | int = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions.
+
+    The first `scratch_pages` pages belong to nobody: padded page tables and padding rows point there.
+    """
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    scratch_pages: int = SCRATCH_PAGES
+
+    @property
+    def padded_len(self) -> int:
+        """A draft block is never cut at the context limit, so tables reach two blocks past it."""
+        return self.max_model_len + 2 * self.block_size
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.padded_len // self.page_size)
+
+
+def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:
+    """Fill in what the user left open. Raises UnsupportedError with the number to use where sizes do not fit."""
+    max_model_len = config.max_model_len or model_limit
+    if not MIN_MODEL_LEN <= max_model_len <= model_limit:
+        raise UnsupportedError(f"--max-model-len {max_model_len} is outside {MIN_MODEL_LEN}..{model_limit}")
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is None:
+        seqs = defaults.max_num_seqs if tokens is None else max(1, min(defaults.max_num_seqs, tokens // block_size))
+    if tokens is None:
+        tokens = max(MIN_BATCHED_TOKENS, seqs * block_size + PREFILL_SHARE)
+    if tokens < seqs * block_size:
+        raise UnsupportedError(
+            f"--max-num-batched-tokens {tokens} is too small: {seqs} sequences verify blocks of {block_size} rows; "
+            f"give at least {seqs * block_size}"
+            + (f", or --max-num-seqs {tokens // block_size} at most" if tokens >= block_size else "")
+        )
+    return Sizes(block_size, max_model_len, seqs, tokens, config.page_size or defaults.page_size)
+
+
+def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, bytes_per_token: int) -> tuple[Sizes, int]:
+    """How many pages `kv_bytes` of memory hold, scratch included and never more than all sequences can use.
+
+    One sequence of `max_model_len` must fit. Where the user left that open it is shortened until it does; otherwise
+    raises UnsupportedError with the numbers.
+    """
+    page_bytes = sizes.page_size * bytes_per_token
+    num_pages = max(0, kv_bytes) // page_bytes
+    needed = sizes.pages_per_sequence + sizes.scratch_pages
+    if num_pages < needed and config.max_model_len is None:
+        fitting = (num_pages - sizes.scratch_pages) * sizes.page_size - 2 * sizes.block_size
+        if fitting >= MIN_MODEL_LEN:
+            sizes = replace(sizes, max_model_len=fitting)
+            needed = num_pages
+    if num_pages < needed:
+        raise UnsupportedError(
+            f"{max(0, kv_bytes) / 2**20:.0f} MiB for KV hold {num_pages} pages of {sizes.page_size} tokens, but one "
+            f"sequence of --max-model-len {sizes.max_model_len} needs {needed}: give --kv-cache-memory "
+            f"{-(-needed * page_bytes // 2**20)}MiB, or a smaller --max-model-len"
+        )
+    return sizes, min(num_pages, sizes.max_num_seqs * sizes.pages_per_sequence + sizes.scratch_pages)

@@ -1,0 +1,246 @@
+"""From an EngineConfig to a warm EngineCore: backend, weights, sizes, KV memory, checks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from app.engine.backend.base import Backend
+from app.engine.backend.factory import make_backend
+from app.engine.build.config import EngineConfig, Sizes, settle_pages, settle_sizes
+from app.engine.build.memory import step_memory
+from app.engine.build.self_test import check_attention
+from app.engine.build.time_steps import measure_costs
+from app.engine.compile.steps import compile_stages
+from app.engine.core import EngineCore
+from app.engine.dflash.config import DFlashConfig
+from app.engine.dflash.drafter import DFlashDrafter
+from app.engine.dflash.model import DFlashModel, check_tensor_names
+from app.engine.dflash.policy import Policy
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig, read_config
+from app.engine.models.kv_pool import KvPool, bytes_per_token
+from app.engine.models.layers import RotaryTable
+from app.engine.models.loader import OpenWeights, SafetensorsWeights, Weights
+from app.engine.models.qwen3 import Qwen3, qwen3_config
+from app.engine.sampling.penalties import TokenCounts
+from app.engine.sampling.sampler import Sampler
+from app.engine.schedule.page_pool import PagePool
+from app.engine.schedule.scheduler import Scheduler
+from app.engine.sequence import Request
+from app.engine.step.forward import Stages
+from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
+from app.engine.step.graphs import StepGraphs
+from app.engine.step.runner import ModelRunner
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in
+functions, "warm-up" in steps."""
+
+CPU_KV_BYTES = 4 << 30
+"""KV memory on a CPU when nothing is asked for, or half of what is free: the rest is for steps, and for others."""
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded engine and what it settled on. `draft` is None for a target alone."""
+
+    core: EngineCore
+    sizes: Sizes
+    device: str
+    dtype: str
+    target: DecoderConfig
+    draft: DFlashConfig | None
+
+
+def build_engine(
+    config: EngineConfig,
+    on_progress: Progress = lambda *_: None,
+    open_weights: OpenWeights = SafetensorsWeights,
+) -> Engine:
+    """Raises UnsupportedError, before any weight is read where it can, for what would run wrongly or not fit.
+
+    `open_weights` may get weights from elsewhere than the folders' files; their config.json is read in any case.
+    """
+    backend = make_backend(config.device, npu_check=config.npu_check, compiled=config.compile)
+    try:
+        return _build(config, backend, on_progress, open_weights)
+    except Exception as error:
+        if meaning := backend.explain(error):
+            error.add_note(meaning)
+        raise
+
+
+def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights) -> Engine:
+    target_config = qwen3_config(read_config(config.target))
+    draft_config = None
+    if config.draft is not None:
+        draft_config = DFlashConfig.from_json(read_config(config.draft), target_config, config.block_size)
+    block_size = draft_config.block_size if draft_config else 1
+    if isinstance(config.verify, int) and not 1 <= config.verify <= block_size:
+        raise UnsupportedError(f"--verify {config.verify}: a block has {block_size} rows, so 1 to {block_size} of them")
+    sizes = settle_sizes(config, block_size, target_config.max_position_embeddings, backend.defaults)
+    graph_sizes = _graph_sizes(config, sizes, backend)
+    if graph_sizes:
+        sizes = replace(sizes, scratch_pages=-(-graph_sizes.most_rows // sizes.page_size))
+    decoders = [target_config, *([draft_config.decoder] if draft_config else [])]
+    dtype = _dtype(config, target_config, backend)
+    for decoder in decoders:
+        backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
+        check_attention(backend, decoder, sizes.page_size, block_size, dtype)
+
+    target, draft = _load(config, target_config, draft_config, dtype, backend, on_progress, open_weights)
+    sampler = Sampler(target_config.vocab_size, backend)
+    counts = TokenCounts(sizes.max_num_seqs, target_config.vocab_size, backend)
+    max_rows = max(sizes.max_num_batched_tokens, graph_sizes.most_rows if graph_sizes else 0)
+
+    def runner_over(num_pages: int) -> ModelRunner:
+        length = max(sizes.padded_len, max_rows)
+        rotaries = [RotaryTable(d.head_dim, d.rope_theta, length, dtype, backend) for d in decoders]
+        pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
+        drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
+        stages = Stages(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
+        return ModelRunner(stages, backend, counts, page_size=sizes.page_size, block_size=block_size, pools=pools)
+
+    kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
+    token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
+    sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
+    runner = runner_over(num_pages)
+    if config.compile:
+        compile_stages(runner.stages, runner.pools, dtype, lambda done, total: on_progress("compile", done, total))
+    if graph_sizes:
+        try:
+            runner.graphs = StepGraphs(
+                runner.stages,
+                backend,
+                graph_sizes,
+                block_size=block_size,
+                pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
+                scratch_pages=sizes.scratch_pages,
+                draft_graphs=_draft_graphs(config),
+                on_graph=lambda done, total: on_progress("graphs", done, total),
+            )
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
+                f"fewer --max-graphs, or --enforce-eager ({error})"
+            ) from None
+
+    def core(policy: Policy) -> EngineCore:
+        scheduler = Scheduler(
+            PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
+            block_size=block_size,
+            prefix_caching=config.prefix_caching,
+            policy=policy,
+        )
+        return EngineCore(scheduler, runner, overlap=_overlaps(runner, backend))
+
+    backend.keep_step_memory()
+    _warm_up(core(Policy(block_size)), sizes, on_progress)
+    costs = measure_costs(runner, sizes, num_pages) if config.verify == "auto" and block_size > 1 else None
+    policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
+    name = str(dtype).removeprefix("torch.")
+    return Engine(core(policy), sizes, str(backend.device), name, target_config, draft_config)
+
+
+def _load(
+    config: EngineConfig,
+    target_config: DecoderConfig,
+    draft_config: DFlashConfig | None,
+    dtype: torch.dtype,
+    backend: Backend,
+    on_progress: Progress,
+    open_weights: OpenWeights,
+) -> tuple[Qwen3, DFlashModel | None]:
+    """Both models' weights. The draft's files are opened, and refused if they must be, before the target is read."""
+
+    def opened(folder: Path, stage: str) -> Weights:
+        return open_weights(folder, backend.device, dtype, lambda done, total: on_progress(stage, done, total))
+
+    target_weights = opened(config.target, "target")
+    draft_weights = opened(config.draft, "draft") if config.draft else None
+    if draft_weights:
+        check_tensor_names(draft_weights.names)
+    target = Qwen3(target_config, target_weights, backend, draft_config.taps if draft_config else ())
+    target_weights.close()
+    if draft_config is None or draft_weights is None:
+        return target, None
+    draft = DFlashModel(draft_config, draft_weights, backend, target.embedding, target.lm_head)
+    draft_weights.close()
+    return target, draft
+
+
+def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> torch.dtype:
+    """What was asked for; else float32 on a CPU, and elsewhere the checkpoint's own if it is a 16-bit one."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    own = _DTYPES.get(target.dtype, torch.float32)
+    return own if own.itemsize == backend.defaults.dtype.itemsize else backend.defaults.dtype
+
+
+def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:
+    """The sizes to capture, None to run eagerly."""
+    eager = not backend.captures if config.enforce_eager is None else config.enforce_eager
+    if eager or config.npu_check:  # what a graph holds cannot be read while it is captured or updated
+        return None
+    return settle_graph_sizes(
+        sizes.max_num_seqs,
+        sizes.block_size,
+        config.max_graphs,
+        draft_graphs=_draft_graphs(config),
+        spare=0 if backend.empty_sequences else 1,
+    )
+
+
+def _draft_graphs(config: EngineConfig) -> bool:
+    return config.draft is not None and not config.draft_enforce_eager
+
+
+def _overlaps(runner: ModelRunner, backend: Backend) -> bool:
+    """Whether a step may be launched before the one before it is read: all of it comes from graphs then, which take
+    from the device what nobody has read."""
+    graphs = runner.graphs
+    return backend.lengths_on_device and graphs is not None and (graphs.has_draft or runner.stages.drafter is None)
+
+
+def _kv_bytes(
+    config: EngineConfig, sizes: Sizes, backend: Backend, runner_over: Callable[[int], ModelRunner], *, graphs: bool
+) -> int:
+    """Memory for KV: what was asked for, or what is left of the device by the weights and the widest step.
+
+    Raises UnsupportedError when what was asked for does not fit beside those.
+    """
+    step = 0
+    if backend.device.type != "cpu":
+        step = step_memory(runner_over, backend, sizes) * (1 + graphs)
+    free, total = backend.memory()
+    if config.kv_cache_memory is not None:
+        if config.kv_cache_memory + step > free:
+            raise UnsupportedError(
+                f"--kv-cache-memory {config.kv_cache_memory >> 20}MiB and {step >> 20} MiB for a step of "
+                f"{sizes.max_num_batched_tokens} rows are more than the {free >> 20} MiB free on {backend.device}"
+            )
+        return config.kv_cache_memory
+    if backend.device.type == "cpu":
+        return min(CPU_KV_BYTES, free // 2)
+    return int(total * config.memory_utilization) - (total - free) - step
+
+
+def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:
+    """One short request, so that the first client does not pay for lazy initialisation. `core` is for this alone: what
+    it has cached and counted goes with it."""
+    num_steps = 3
+    room = sizes.max_model_len - 1
+    core.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, room)))
+    for done in range(num_steps):
+        if core.has_work:
+            core.step()
+            if core.scheduler.fault:
+                raise core.scheduler.fault
+        on_progress("warm-up", done + 1, num_steps)

@@ -1,0 +1,69 @@
+"""Before any weight is loaded: can this device do the two attentions that DFlash needs?"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from app.engine.backend.base import AttnMeta, Backend
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
+from app.engine.models.kv_pool import KvPool
+from app.engine.schedule.page_pool import SCRATCH_PAGES
+
+TOLERANCE = 0.02
+"""Of the largest value: well above bf16 rounding, well below what a wrong mask does."""
+
+
+def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, rows: int, dtype: torch.dtype) -> None:
+    """Causal, and bidirectional as the draft needs it, for two sequences of `rows` rows on scattered pages.
+
+    Raises UnsupportedError if the result is not the attention asked for: a draft under a causal mask, say, would
+    still give right text, and no speed.
+    """
+    kv_lens = [rows + 1, rows + page_size]
+    width = -(-kv_lens[1] // page_size)
+    pages = torch.arange(2 * width) + SCRATCH_PAGES
+    tables = torch.stack((pages[1::2].flip(0), pages[::2]))
+    pool = KvPool(replace(decoder, num_layers=1), 2 * width + SCRATCH_PAGES, page_size, dtype, backend.device)
+    noise = torch.Generator().manual_seed(0)
+
+    def random(num_rows: int, heads: int) -> Tensor:
+        return torch.randn(num_rows, heads, decoder.head_dim, generator=noise).to(backend.device, dtype)
+
+    contexts = []
+    for table, kv_len in zip(tables, kv_lens, strict=True):
+        k, v = random(kv_len, decoder.num_kv_heads), random(kv_len, decoder.num_kv_heads)
+        token = torch.arange(kv_len)
+        slots = table[token // page_size] * page_size + token % page_size
+        backend.write_kv(k, v, pool.layers[0], slots.to(backend.device, torch.int32))
+        contexts.append((k.float(), v.float()))
+    q = random(2 * rows, decoder.num_heads)
+
+    for causal in (True, False):
+        cu_q, lengths, page_table = (
+            torch.as_tensor(x, dtype=torch.int32).to(backend.device) for x in ([0, rows, 2 * rows], kv_lens, tables)
+        )
+        meta = AttnMeta(cu_q, lengths, page_table, [rows, rows], kv_lens, page_size, causal)
+        meta.plan = backend.plan_attention(meta, decoder.num_heads // decoder.num_kv_heads)
+        got = backend.attention(q, pool.layers[0], meta).float()
+        parts = torch.split(q.float(), rows)
+        want = torch.cat([_dense(part, *kv, causal=causal) for part, kv in zip(parts, contexts, strict=True)])
+        error = float((got - want).abs().max() / want.abs().max())
+        if not error < TOLERANCE:
+            raise UnsupportedError(
+                f"{backend.device}: {'causal' if causal else 'bidirectional'} attention over {rows} rows, head_dim "
+                f"{decoder.head_dim}, pages of {page_size} is wrong here (error {error:.3f}): DFlash cannot run on it"
+            )
+
+
+def _dense(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool) -> Tensor:
+    """One sequence's attention in fp32; its rows are the last of its tokens."""
+    group = q_thd.shape[1] // k_thd.shape[1]
+    q, k, v = (x.transpose(0, 1) for x in (q_thd, k_thd, v_thd))
+    scores = q @ k.repeat_interleave(group, dim=0).transpose(1, 2) * q.shape[-1] ** -0.5
+    if causal:
+        rows, tokens = scores.shape[1:]
+        future = torch.ones(rows, tokens, device=q.device).triu(tokens - rows + 1).bool()
+        scores = scores.masked_fill(future, float("-inf"))
+    return (scores.softmax(dim=-1) @ v.repeat_interleave(group, dim=0)).transpose(0, 1)

@@ -1,0 +1,169 @@
+"""The backend of CPUs: PyTorch's operators, in the forms that cost the least.
+
+A step of a small model is hundreds of operators of a few microseconds, so what counts is how many there are; a step of
+a large one is reading weights, so what counts is how they lie in memory.
+"""
+
+import ctypes
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.backend.base import AttnMeta, LayerKv, Rotation
+from app.engine.backend.torch import Call, Piece, TorchBackend
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's mallopt."""
+_MOST_KEPT = (1 << 30, 32 << 20)
+"""Blocks up to this many bytes are kept; some versions of glibc refuse more than 32 MiB."""
+
+
+class CpuBackend(TorchBackend):
+    pairs_adjacent = True
+    gathered_at_once = 1 << 13
+    """What was gathered is read again before the caches have lost it."""
+
+    def lay_out(self, weight: Tensor) -> Tensor:
+        """Column by column: with few rows that is up to twice as fast, and with many as fast."""
+        return weight.t().contiguous().t()
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(x, weight.t())
+
+    def rotary_tables(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
+        """One table, of complex numbers: a pair turns by one multiplication."""
+        return (torch.polar(torch.ones_like(angles), angles),)
+
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        (turns,) = rotation
+        return _as_real(_as_complex(x_thd.float().contiguous()) * turns).to(x_thd.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype != torch.float32:
+            return super().rms_norm(x, weight, eps)
+        return x.div(_rms(x, eps)).mul_(weight)
+
+    def qkv_into_kv(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        rotation: Rotation,
+        kv: LayerKv,
+        slots: Tensor,
+    ) -> Tensor:
+        """Heads of q and k in the same operators."""
+        if qkv.dtype != torch.float32:
+            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slots)
+        kv_heads = kv.k.shape[2]
+        heads = qkv.shape[1] - 2 * kv_heads
+        qk = qkv[:, : heads + kv_heads]
+        qk = qk.div(_rms(qk, eps))
+        q, k = qk[:, :heads].mul_(q_norm), qk[:, heads:].mul_(k_norm)
+        _as_complex(qk).mul_(rotation[0])
+        self.write_kv(k, qkv[:, heads + kv_heads :], kv, slots)
+        return q
+
+    def context_into_kv(
+        self,
+        kv_tl2hd: Tensor,
+        k_norm: Tensor,
+        ones: Tensor,
+        eps: float,
+        rotation: Rotation,
+        kv: LayerKv,
+        slots: Tensor,
+    ) -> None:
+        """All layers' heads in the same operators."""
+        if kv_tl2hd.dtype != torch.float32:
+            super().context_into_kv(kv_tl2hd, k_norm, ones, eps, rotation, kv, slots)
+            return
+        k, v = kv_tl2hd.unbind(2)
+        k = k.div(_rms(k, eps)).mul_(k_norm[:, None])
+        _as_complex(k).mul_(rotation[0].unsqueeze(1))
+        self.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, slots)
+
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
+        slots = slots.long()
+        kv.k.view(-1, *k_thd.shape[1:]).index_copy_(0, slots, k_thd)
+        kv.v.view(-1, *v_thd.shape[1:]).index_copy_(0, slots, v_thd)
+
+    def fused_places(
+        self, owners: Tensor, offsets: Tensor, numbers: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Indices that need no expansion, and a table read as one row of numbers."""
+        positions = offsets.index_select(0, owners).add_(numbers)
+        pages = positions // page_size
+        places = torch.add(pages, owners, alpha=page_table.shape[1])
+        slots = page_table.view(-1).index_select(0, places).sub_(pages).mul_(page_size).add_(positions)
+        return positions, slots
+
+    @staticmethod
+    def fused_verify(
+        choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_of: Tensor
+    ) -> Tensor:
+        """In NumPy, whose calls cost a fraction of PyTorch's."""
+        own, rows = choices.numpy(), first.numpy()
+        if drafts is None:
+            out = np.zeros((len(rows), 2), dtype=own.dtype)
+            out[:, 0] = own[rows]
+            return torch.from_numpy(out)
+        limits, drafted = num_drafts.numpy()[:, None], drafts.numpy()[draft_of.numpy()]
+        column = np.arange(drafted.shape[1] + 1)
+        tokens = own[rows[:, None] + np.minimum(column, limits)]
+        kept = (tokens[:, :-1] == drafted) & (column[1:] <= limits)
+        out = np.empty((len(rows), len(column) + 1), dtype=own.dtype)
+        out[:, :-1] = tokens
+        out[:, -1] = np.where(kept.all(axis=1), len(column) - 1, kept.argmin(axis=1))
+        return torch.from_numpy(out)
+
+    def _call(self, meta: AttnMeta, pieces: list[Piece], group: int, *, whole: bool) -> Call:
+        """Pages of a single sequence that lie in a row are not gathered."""
+        call = super()._call(meta, pieces, group, whole=whole)
+        if call.num_pieces == 1 and isinstance(call.pages, Tensor):
+            pages = call.pages.numpy()
+            if (pages[1:] - pages[:-1] == 1).all():
+                return replace(call, pages=slice(int(pages[0]), int(pages[-1]) + 1))
+        return call
+
+    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
+        """As numbers, which attention would make of it in every layer."""
+        mask = super()._mask(pieces, max_q, max_kv, causal=causal)
+        return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = torch.mm(x, gate_up.t()).chunk(2, dim=-1)
+        return torch.mm(F.silu(gate).mul_(up), down.t())
+
+    def keep_step_memory(self) -> None:
+        """glibc gives large blocks back to the system at once, and each step would fault all its pages in anew: half of
+        a wide step's time. With other allocators nothing is changed."""
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
+            mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    """sqrt(mean(x^2) + eps) over the last axis, [..., 1] fp32."""
+    size = x.shape[-1]
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(_root(size * eps)).mul_(1 / math.sqrt(size))
+
+
+@cache
+def _root(x: float) -> Tensor:
+    return torch.tensor(math.sqrt(x))
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    """The same memory [..., D] fp32 as [..., D / 2] complex numbers."""
+    return x.view(torch.complex64)
+
+
+def _as_real(x: Tensor) -> Tensor:
+    return x.view(torch.float32)

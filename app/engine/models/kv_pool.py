@@ -1,0 +1,39 @@
+"""The KV memory of one model: the tensors that page ids index."""
+
+import torch
+from torch import Tensor
+
+from app.engine.backend.base import LayerKv
+from app.engine.models.config import DecoderConfig
+
+
+class KvPool:
+    """K and V of all layers, each [layers, pages, page_size, kv_heads, head_dim], zeroed once.
+
+    `layers[i]` is what attention of layer i reads. `all_layers` is the same memory seen as one pool of
+    layers * pages pages, for a write to every layer at once.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.layers = [LayerKv(k[i], v[i]) for i in range(config.num_layers)]
+        self.all_layers = LayerKv(k.flatten(0, 1), v.flatten(0, 1))
+        first_slots = torch.arange(config.num_layers, dtype=torch.int32) * (num_pages * page_size)
+        self._first_slots = first_slots.to(device)
+
+    def slots_in_all_layers(self, slots: Tensor) -> Tensor:
+        """Slots [T] of one layer as slots [T * layers] of `all_layers`, those of a row in all layers together."""
+        return (slots[:, None] + self._first_slots).flatten()
+
+    def clear(self, slots: Tensor) -> None:
+        """Zero the slots [T] int32 of every layer."""
+        places = self.slots_in_all_layers(slots).long()
+        for kv in (self.all_layers.k, self.all_layers.v):
+            kv.flatten(0, 1).index_fill_(0, places, 0)
+
+
+def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -1,0 +1,121 @@
+"""The Qwen3-style decoder layer that the target and the draft share, with fused weights.
+
+In the target a row sees the tokens before it; in the draft it sees its whole block and the context. The layer is the
+same: only `AttnMeta.causal` and the KV lengths differ.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.engine.backend.base import AttnMeta, Backend, LayerKv, Rotation
+from app.engine.models.config import DecoderConfig
+from app.engine.models.loader import Weights
+
+
+class RotaryTable:
+    """RoPE for positions [0, length)."""
+
+    def __init__(self, head_dim: int, theta: float, length: int, dtype: torch.dtype, backend: Backend) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        angles = torch.outer(torch.arange(length).float(), 1.0 / theta**exponents)
+        self.tables = backend.rotary_tables(angles, dtype)
+
+    def at(self, positions: Tensor) -> Rotation:
+        """For positions [T]."""
+        return rotation_at(self.tables, positions)
+
+
+def rotation_at(tables: Rotation, positions: Tensor) -> Rotation:
+    return tuple(table[positions].unsqueeze(1) for table in tables)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What every layer of one forward reads besides the hidden states: T rows at `slots` [T].
+
+    Each of `groups` is attention over the next rows in order, one call each.
+    """
+
+    rotation: Rotation
+    slots: Tensor
+    groups: list[AttnMeta]
+
+
+class Attention:
+    """Grouped-query attention with RMSNorm on each q and k head before RoPE."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend) -> None:
+        hidden, dim = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        q, k, v = (
+            weights.get(f"{prefix}.{name}_proj.weight", size, hidden)
+            for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))
+        )
+        q_norm, k_norm = (weights.get(f"{prefix}.{name}_norm.weight", dim) for name in ("q", "k"))
+        if backend.pairs_adjacent:
+            q, k, q_norm, k_norm = (with_pairs_adjacent(x, dim) for x in (q, k, q_norm, k_norm))
+        self.qkv = backend.lay_out(torch.cat((q, k, v)))
+        self.o = backend.lay_out(weights.get(f"{prefix}.o_proj.weight", hidden, q_size))
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self._q_size = q_size
+        self._head_dim = dim
+        self._eps = config.rms_norm_eps
+        self._backend = backend
+
+    @property
+    def kv_weight(self) -> Tensor:
+        """The K and V rows of the fused projection, [2 * kv_heads * D, H]."""
+        return self.qkv[self._q_size :]
+
+    def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
+        backend = self._backend
+        qkv = backend.linear(x, self.qkv).view(x.shape[0], -1, self._head_dim)
+        q = backend.qkv_into_kv(qkv, self.q_norm, self.k_norm, self._eps, rows.rotation, kv, rows.slots)
+        parts = q.split_with_sizes([sum(meta.q_lens) for meta in rows.groups])
+        o = [backend.attention(part, kv, meta) for part, meta in zip(parts, rows.groups, strict=True)]
+        return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), self.o)
+
+
+class DecoderLayer:
+    """Norm, attention, norm, gated MLP, with the residual carried beside the hidden states."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.attention = Attention(config, weights, f"{prefix}.self_attn", backend)
+        gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
+        self.gate_up = backend.lay_out(torch.cat((gate, up)))
+        self.down = backend.lay_out(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner))
+        self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
+        self.post_attention_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
+        self._eps = config.rms_norm_eps
+        self._backend = backend
+
+    def enter(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(what `forward` takes, the residual stream before this layer), each [T, H], of what the last layer gave."""
+        return add_norm(self._backend, hidden, residual, self.input_norm, self._eps)
+
+    def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
+        """(output of the MLP, residual stream before it), each [T, H].
+
+        The residual stream *after* this layer is their sum; the next norm adds them up.
+        """
+        hidden = self.attention.forward(normed, rows, kv)
+        normed, residual = self._backend.add_rms_norm(hidden, residual, self.post_attention_norm, self._eps)
+        return self._backend.gated_mlp(normed, self.gate_up, self.down), residual
+
+
+def with_pairs_adjacent(weight: Tensor, dim: int) -> Tensor:
+    """Rows of a projection to heads of `dim` dims, or of their norm: 0, D/2, 1, D/2 + 1, ... of each head. Scores stay
+    what they are when q and k are both in this order."""
+    return weight.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def add_norm(
+    backend: Backend, hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of the residual stream, the stream itself); the first layer has no residual yet."""
+    if residual is None:
+        return backend.rms_norm(hidden, weight, eps), hidden
+    return backend.add_rms_norm(hidden, residual, weight, eps)

@@ -1,0 +1,114 @@
+"""Weights from safetensors files, by name and expected shape."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from app.config.checkpoint import CheckpointError, tensor_files
+from app.engine.errors import UnsupportedError
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes in all)."""
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from. Names are without the `model.` prefix that some files have."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    @property
+    def names(self) -> Iterable[str]: ...
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """The tensor, on the device, in the engine's dtype. Raises UnsupportedError if missing or shaped otherwise."""
+        ...
+
+    def skip(self, name: str) -> None:
+        """A tensor that may be in the file and is not needed."""
+        ...
+
+    def close(self) -> None:
+        """All that is needed was asked for. Raises UnsupportedError if something is left over."""
+        ...
+
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress], Weights]
+"""The weights of a checkpoint's folder, on a device and in a dtype."""
+
+
+class SafetensorsWeights:
+    """The safetensors of one folder, single or sharded, read straight to the device when asked for. Raises
+    UnsupportedError if they are not whole."""
+
+    def __init__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress | None = None
+    ) -> None:
+        self._folder = folder
+        self._device = device
+        self._dtype = dtype
+        self._on_progress = on_progress
+        self._files = {name.removeprefix("model."): (path, name) for name, path in _index(folder).items()}
+        paths = {path for path, _ in self._files.values()}
+        self._open = {path: _open(path, device) for path in paths}
+        self._total = sum(path.stat().st_size for path in paths)
+        self._read = 0
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        if name not in self._files:
+            raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
+        path, stored_name = self._files[name]
+        tensor: Tensor = self._open[path].get_tensor(stored_name)
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedError(
+                f"{self._folder}: tensor {name} has shape {list(tensor.shape)}, the config wants {list(shape)}"
+            )
+        if tensor.dtype not in _DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
+        self._used.add(name)
+        self._read += tensor.nbytes
+        if self._on_progress:
+            self._on_progress(self._read, self._total)
+        return tensor.to(self._device, self._dtype)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def skip(self, name: str) -> None:
+        self._used.add(name)
+
+    def close(self) -> None:
+        """Let go of the files. Raises UnsupportedError if they hold a tensor that nobody asked for."""
+        self._open.clear()
+        if self._on_progress:
+            self._on_progress(self._total, self._total)
+        if unused := sorted(set(self._files) - self._used):
+            raise UnsupportedError(
+                f"{self._folder}: {len(unused)} tensors do not belong to this architecture, such as {unused[0]}; "
+                "leaving them out would be wrong"
+            )
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    try:
+        return tensor_files(folder)
+    except CheckpointError as error:
+        raise UnsupportedError(str(error)) from None
+
+
+def _open(path: Path, device: torch.device) -> Any:
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedError(f"{path}: cannot be read as safetensors: {error}") from error

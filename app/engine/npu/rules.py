@@ -1,0 +1,9 @@
+"""Limits of the NPU operators that the backend and the contract checker share. docs/npu-contract.md has the sources."""
+
+MAX_REQUESTS = 4096
+MAX_BLOCK_ROWS = 16
+MASK_SIZE = 2048
+PAGE_SIZE = 128
+HEAD_DIMS = (64, 128)
+SCRATCH_BLOCK = 0
+"""The block that padding requests begin with; they may have more rows than a DFlash block."""

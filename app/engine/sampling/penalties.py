@@ -1,0 +1,106 @@
+"""Penalties for tokens that a sequence has had: counts of committed tokens, one row of [seats, V] a sequence.
+
+Meanings are vLLM's: the repetition penalty is about prompt and answer, presence and frequency about the answer alone. A
+row of a block also stands on the drafts before it; they are a small correction, and no counts are kept for rows.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.engine.arrays import Ints
+from app.engine.backend.base import Backend
+from app.engine.backend.transfer import Packed
+from app.engine.sequence import Sequence
+
+_NONE = np.zeros(0, dtype=np.int32)
+
+
+class Penalties(NamedTuple):
+    """Of N rows: `presence`, `frequency`, `repetition` fp32 [N]. `seat` [N] is the sequence's in `emitted` [seats, V]
+    int32, how often it has emitted each token, and in `prompted` [seats, V] bool, whether its prompt has it. A row is
+    behind the first `place` [N] of the `drafts` [N, columns], which are None where nobody drafts."""
+
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+    seat: Tensor
+    place: Tensor
+    drafts: Tensor | None
+    emitted: Tensor
+    prompted: Tensor
+
+    def within(self, part: slice) -> "Penalties":
+        """Of some of the rows."""
+        own = {name: getattr(self, name)[part] for name in ("presence", "frequency", "repetition", "seat", "place")}
+        return self._replace(**own, drafts=None if self.drafts is None else self.drafts[part])
+
+
+def penalise(logits: Tensor, of: Penalties) -> Tensor:
+    """Logits [N, V] fp32 with the penalties of their rows."""
+    counts, prompted = of.emitted[of.seat], of.prompted[of.seat]
+    penalised = _penalised(logits, counts, prompted, of)
+    if of.drafts is None:
+        return penalised
+    # A row's drafts, and in the places behind them its first one again; with place 0 none of them counts.
+    before = torch.arange(of.drafts.shape[1], device=logits.device) < of.place[:, None]
+    tokens = torch.where(before, of.drafts, of.drafts[:, :1]).long()
+    more = ((tokens[:, :, None] == of.drafts[:, None, :]) & before[:, None, :]).sum(dim=2)
+    corrected = _penalised(logits.gather(1, tokens), counts.gather(1, tokens) + more, prompted.gather(1, tokens), of)
+    return penalised.scatter(1, tokens, corrected)
+
+
+def _penalised(logits: Tensor, counts: Tensor, prompted: Tensor, of: Penalties) -> Tensor:
+    """Logits [N, K] of tokens that were emitted `counts` [N, K] times."""
+    emitted = counts > 0
+    scaled = torch.where(logits > 0, logits / of.repetition[:, None], logits * of.repetition[:, None])
+    logits = torch.where(emitted | prompted, scaled, logits)
+    return logits - of.frequency[:, None] * counts - of.presence[:, None] * emitted
+
+
+class TokenCounts:
+    """The counts of all seats, kept up to date. Memory is taken when the first sequence with a penalty comes: 5 bytes
+    for each seat and token of the vocabulary."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, backend: Backend) -> None:
+        self._shape = (max_num_seqs, vocab_size)
+        self._backend = backend
+        self._counted: dict[int, tuple[Sequence, int]] = {}
+        self._counts: tuple[Tensor, Tensor] | None = None
+
+    def of(self, sequences: Iterable[Sequence]) -> tuple[Tensor, Tensor]:
+        """(emitted, prompted), see `Penalties`, right for these sequences as they stand now."""
+        cleared: list[int] = []
+        prompted, emitted = [_NONE], [_NONE]
+        for seq in sequences:
+            owner, done = self._counted.get(seq.seat, (None, 0))
+            row = seq.seat * self._shape[1]
+            if owner is not seq:
+                cleared.append(seq.seat)
+                prompted.append(np.array(seq.request.token_ids, dtype=np.int32) + row)
+                done = len(seq.request.token_ids)
+            emitted.append(np.array(seq.token_ids[done:], dtype=np.int32) + row)
+            self._counted[seq.seat] = (seq, len(seq.token_ids))
+        return self._add([np.array(cleared, dtype=np.int32), np.concatenate(prompted), np.concatenate(emitted)])
+
+    def forget(self) -> None:
+        """Count everything anew, as after a step that failed on its way."""
+        self._counted.clear()
+
+    def _add(self, arrays: list[Ints]) -> tuple[Tensor, Tensor]:
+        if self._counts is None:
+            device = self._backend.device
+            counts = torch.zeros(self._shape, dtype=torch.int32, device=device)
+            self._counts = counts, torch.zeros(self._shape, dtype=torch.bool, device=device)
+        emitted, prompted = self._counts
+        seats, prompt_places, places = (x.long() for x in Packed(arrays, self._backend).tensors)
+        if len(seats):
+            emitted.index_fill_(0, seats, 0)
+            prompted.index_fill_(0, seats, False)
+            prompted.view(-1).index_fill_(0, prompt_places, True)
+        if len(places):
+            emitted.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        return self._counts

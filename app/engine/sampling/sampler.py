@@ -1,0 +1,167 @@
+"""The target's own choice for a row: argmax, or argmax of logits / T + Gumbel noise that depends on nothing else.
+
+The noise of a token is a hash of (the request's seed, the index of the token drawn, the token), so a draw does not
+depend on the batch, on preemption, or on speculation. Integers only inside the hash; 23 mantissa bits, so that the
+noise is always finite.
+
+Rows of requests that ask for no more than argmax stop there. The others go on in vLLM's order: additions (logit_bias,
+and stop tokens before min_tokens), penalties, temperature, min-p, top-k, top-p, noise, argmax.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.engine.backend.base import Backend
+from app.engine.sampling import filters
+from app.engine.sampling.filters import Filters
+from app.engine.sampling.noise import FACTORS, NOISE_BITS, signed
+from app.engine.sampling.penalties import Penalties, penalise
+from app.engine.sequence import NOT_FINITE
+
+LOGITS_CHUNK_BYTES = 256 << 20
+"""Logits are made in row chunks of at most this many fp32 bytes: 4096 rows x 152k tokens would be 2.5 GB."""
+GREEDY_CHUNK_BYTES = 1 << 30
+"""The same on an accelerator where only the argmax is wanted, which makes nothing else of them: each chunk reads the
+whole lm_head, and 32 blocks of 16 rows x 152k tokens are 0.3 GB."""
+
+_TOKEN_SALT = 0x85EBCA6B
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """To the logits of row `rows` [M] and token `tokens` [M] `values` [M] are added; `host_rows` are the same rows,
+    ascending. int64 and fp32."""
+
+    host_rows: list[int]
+    rows: Tensor
+    tokens: Tensor
+    values: Tensor
+
+    def within(self, start: int, stop: int) -> "Additions":
+        part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
+        rows = self.rows[part] - start
+        return Additions([row - start for row in self.host_rows[part]], rows, self.tokens[part], self.values[part])
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """N logit rows that are more than argmax, all in the same way: `host_rows` ascending, and `rows` [N] on the device.
+
+    `temperature` [N] fp32 is 1 for greedy rows; `state` [N] int32 is the noise's. `drawn` [N] bool is false for
+    greedy rows, None if there are none. `additions` count these N rows
+    from 0. None where no row asks for such a thing.
+    """
+
+    host_rows: list[int]
+    rows: Tensor
+    temperature: Tensor
+    state: Tensor
+    drawn: Tensor | None = None
+    filters: Filters | None = None
+    additions: Additions | None = None
+    penalties: Penalties | None = None
+
+    def within(self, start: int, stop: int) -> "Draws | None":
+        """Those of logit rows [start, stop), which are counted from `start` then; None if there are none."""
+        part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
+        if part.start == part.stop:
+            return None
+        if part.stop - part.start == len(self.host_rows) and not start:
+            return self
+
+        return Draws(
+            [row - start for row in self.host_rows[part]],
+            self.rows[part] - start,
+            self.temperature[part],
+            self.state[part],
+            None if self.drawn is None else self.drawn[part],
+            self.filters and self.filters.within(part),
+            self.additions and self.additions.within(part.start, part.stop),
+            self.penalties and self.penalties.within(part),
+        )
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(argmax [R] int64 of logits [R, V], whether the best one is NaN or infinite [R] bool)."""
+    best, choice = logits.max(dim=-1)  # NaN is more than anything
+    return choice, (best - best).ne(0)
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, backend: Backend) -> None:
+        self._backend = backend
+        self.most_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+        """Whose logits are made at once."""
+        on_cpu = backend.device.type == "cpu"
+        self._most_greedy = self.most_rows if on_cpu else max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
+        tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
+        self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
+
+    def choose(self, hidden: Tensor, lm_head: Tensor, draws: Sequence[Draws] = ()) -> Tensor:
+        """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id. NOT_FINITE where the best logit is NaN
+        or infinite."""
+        chunks = []
+        most_rows = self.most_rows if draws else self._most_greedy
+        for i, part in enumerate(torch.split(hidden, most_rows)):
+            logits = self._backend.linear(part, lm_head)
+            choice, is_lost = greedy(logits)
+            for some in draws:
+                if own := some.within(i * most_rows, i * most_rows + len(part)):
+                    choice[own.rows] = self._draw(logits[own.rows].float(), own)
+            chunks.append(choice.masked_fill_(is_lost, NOT_FINITE))
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        """The argmax [R] int64 for hidden states [R, H]: some token of the vocabulary also where nothing is finite."""
+        parts = torch.split(hidden, self._most_greedy)
+        chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in parts]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Standard Gumbel noise [N, V] fp32 for noise states [N], or [N, C] of the `tokens` [N, C]."""
+        uniform = (self.noise_bits(state, tokens).float() + 0.5) * 2.0**-NOISE_BITS
+        return -torch.log(-torch.log(uniform))
+
+    def noise_bits(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The 23 bits that the noise is made of, int32, the same on every device."""
+        token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
+        return self._mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
+
+    def _draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Logits [N, V] fp32 of the rows of `draws` -> tokens [N]."""
+        if added := draws.additions:
+            logits.index_put_((added.rows, added.tokens), added.values, accumulate=True)
+        if draws.penalties:
+            logits = penalise(logits, draws.penalties)
+        logits = logits / draws.temperature[:, None]
+        drawn = self._filtered(logits, draws.state, draws.filters) if draws.filters else self._pick(logits, draws.state)
+        return drawn if draws.drawn is None else torch.where(draws.drawn, drawn, logits.argmax(dim=-1))
+
+    def _pick(self, logits: Tensor, state: Tensor) -> Tensor:
+        return (logits + self.gumbel(state)).argmax(dim=-1)
+
+    def _filtered(self, logits: Tensor, state: Tensor, of: Filters) -> Tensor:
+        """From a short list of tokens where that is known to be enough. A CPU looks whether it is; other devices would
+        have to be waited for."""
+        may_look = logits.device.type == "cpu"
+        if not (of.short or may_look):
+            return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
+        short = filters.shortlist(logits, of, filters.SHORTLIST)
+        noise = self.gumbel(state, short.tokens)
+        best = (short.logits.masked_fill(~short.kept, -torch.inf) + noise).argmax(dim=-1, keepdim=True)
+        drawn = short.tokens.gather(1, best)[:, 0]
+        if not of.short and not bool(short.complete.all()):
+            rest = (~short.complete).nonzero()[:, 0]
+            kept = filters.keep(logits[rest], of.within(rest))
+            drawn[rest] = self._pick(logits[rest].masked_fill(~kept, -torch.inf), state[rest])
+        return drawn
+
+    def _mix(self, x: Tensor) -> Tensor:
+        """`noise._mix` on int32, where multiplication wraps."""
+        for factor in FACTORS:
+            x = (x ^ self._backend.high_half(x)) * signed(factor)
+        return x ^ self._backend.high_half(x)

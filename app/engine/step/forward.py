@@ -1,0 +1,247 @@
+"""The two forwards of a step, on tensors of one packed copy. The same code runs eagerly and is captured in graphs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.engine.backend.base import AttnMeta, Backend
+from app.engine.backend.transfer import Packed
+from app.engine.dflash.drafter import Drafter
+from app.engine.dflash.verify import verify
+from app.engine.models.kv_pool import KvPool
+from app.engine.models.layers import RotaryTable, StepRows
+from app.engine.models.qwen3 import Qwen3
+from app.engine.sampling.sampler import Draws, Sampler
+from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
+
+MOST_WAITING = 32
+"""Steps whose context KV may wait: their features are kept until it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A RowGroup on the device: R rows, of sequences `owners` [R]. `offsets` [S] is a row's position less its number in
+    the group."""
+
+    owners: Tensor
+    offsets: Tensor
+    meta: AttnMeta
+
+
+class DraftTensors(NamedTuple):
+    """DraftInputs on the device."""
+
+    request_ids: list[str]
+    anchors: Tensor
+    lines: Tensor
+    rows: Rows
+
+
+class TargetTensors(NamedTuple):
+    """TargetInputs on the device; `logit_rows` is None where all rows are."""
+
+    token_ids: Tensor
+    sources: Tensor
+    logit_rows: Tensor | None
+    first_logit: Tensor
+    num_drafts: Tensor
+    draft_of: Tensor
+    lines: Tensor
+    groups: list[Rows]
+
+
+class Forwarded(NamedTuple):
+    """The target's T rows behind its layers: hidden states [R, H] of those that decide, and the greedy choice [R] int64
+    after each, None where it was not made; features [T, taps * H], None without taps; positions and slots [T]."""
+
+    hidden: Tensor
+    choices: Tensor | None
+    features: Tensor | None
+    positions: Tensor
+    slots: Tensor
+
+
+class Stages:
+    """Draft, and target with context KV and verify. `max_rows` bounds the rows of a group of rows.
+
+    `fused_forward` and `fused_propose` say what `_forward` and `_propose` say, faster; None where there is no such
+    thing, and None is what they return for a step that they do not take. The former also chooses greedily, if asked.
+    """
+
+    def __init__(
+        self,
+        target: Qwen3,
+        pool: KvPool,
+        rotary: RotaryTable,
+        sampler: Sampler,
+        backend: Backend,
+        page_size: int,
+        max_rows: int,
+        drafter: Drafter | None,
+    ) -> None:
+        self.target = target
+        self.fused_forward: Callable[[Tensor, TargetTensors, bool], Forwarded | None] | None = None
+        self.fused_propose: Callable[[DraftTensors], Tensor | None] | None = None
+        self.drafter = drafter
+        self.rotary = rotary
+        self.sampler = sampler
+        self._pool = pool
+        self.backend = backend
+        self._page_size = page_size
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
+
+    def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
+        """`inputs` as `packed` holds them; attention has yet to be planned."""
+        anchors, lines, *group = packed.tensors
+        return DraftTensors(inputs.request_ids, anchors, lines, self._rows(inputs.group, group, causal=False))
+
+    def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
+        """`inputs` as `packed` holds them; attention has yet to be planned."""
+        token_ids, sources, logit_rows, first_logit, num_drafts, draft_of, lines, *rest = packed.tensors
+        groups = [self._rows(group, rest[5 * i : 5 * i + 5], causal=True) for i, group in enumerate(inputs.groups)]
+        every_row = len(logit_rows) == len(token_ids)
+        logits = None if every_row else logit_rows, first_logit, num_drafts, draft_of
+        return TargetTensors(token_ids, sources, *logits, lines, groups)
+
+    def plan(self, rows: Rows, group: RowGroup) -> None:
+        """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
+
+        The lengths in the meta itself stay as they were made: in a graph they are those of the capture.
+        """
+        decoder = self.target.config if rows.meta.causal else self._drafter.decoder
+        lengths = replace(rows.meta, q_lens=group.q_lens, kv_lens=group.kv_lens)
+        rows.meta.plan = self.backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
+
+    def follow_draft(self, verified: Tensor, inputs: DraftTensors) -> None:
+        """See `follow`."""
+        places = self._row_numbers[: len(inputs.anchors)]
+        self._follow(verified, inputs.lines, inputs.anchors, places, inputs.rows)
+
+    def follow_target(self, verified: Tensor, inputs: TargetTensors) -> None:
+        """See `follow`; of a step in which nobody prefills."""
+        (rows,) = inputs.groups
+        self._follow(verified, inputs.lines, inputs.token_ids, rows.meta.cu_q[: len(inputs.lines)], rows)
+
+    def draft(self, inputs: DraftTensors) -> Tensor:
+        """Drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
+        drafts = self.fused_propose(inputs) if self.fused_propose else None
+        return self._propose(inputs) if drafts is None else drafts
+
+    def choose(
+        self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[Draws], *, context_may_wait: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The target's rows through its layers and into both KV pools.
+
+        If `context_may_wait`, context KV is written by `write_context`, or here after MOST_WAITING steps: until then
+        nobody may draft, and no row but the next ones of the same sequences may be written.
+
+        Returns the hidden states [R, H] of the rows that decide, and the target's choice [R] int64 after each.
+        """
+        token_ids = inputs.token_ids
+        if drafts is not None:
+            token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.sources]
+        forwarded = self.fused_forward(token_ids, inputs, not draws) if self.fused_forward else None
+        hidden, choices, features, positions, slots = forwarded or self._forward(token_ids, inputs)
+        if self.drafter is not None and features is not None:
+            self._waiting.append((features, positions, slots))
+            most = min(MOST_WAITING, len(self._row_numbers) // len(slots))  # no more rows than the widest step has
+            if not context_may_wait or len(self._waiting) >= most:
+                self.write_context()
+        if choices is None:
+            choices = self.sampler.choose(hidden, self.target.lm_head, draws)
+        return hidden, choices
+
+    def write_context(self) -> None:
+        """Write the context KV that waits."""
+        if self._waiting:
+            rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._waiting, strict=True)]
+            self._drafter.write_context(*rows)
+            self._waiting.clear()
+
+    @property
+    def num_waiting(self) -> int:
+        """Steps whose context KV waits."""
+        return len(self._waiting)
+
+    def keep_waiting(self, count: int) -> None:
+        """Forget all steps that wait but the first `count`."""
+        del self._waiting[count:]
+
+    def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[Draws]) -> None:
+        """Overwrite in `choices` [R], which were made greedily, the rows of `draws`."""
+        for some in draws:
+            numbers = list(range(len(some.host_rows)))
+            own = replace(some, host_rows=numbers, rows=self._row_numbers[: len(numbers)])
+            choices[some.rows] = self.sampler.choose(hidden[some.rows], self.target.lm_head, [own])
+
+    def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
+        """See `dflash.verify`."""
+        fused = self.backend.fused_verify or verify
+        return fused(choices, drafts, inputs.first_logit, inputs.num_drafts, inputs.draft_of)
+
+    @property
+    def _drafter(self) -> Drafter:
+        if self.drafter is None:
+            raise RuntimeError("a batch with drafts came to a runner without a drafter")
+        return self.drafter
+
+    def _forward(self, token_ids: Tensor, inputs: TargetTensors) -> Forwarded:
+        places = [self._places(rows) for rows in inputs.groups]
+        positions, slots = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
+        rows = StepRows(self.rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
+        hidden, features = self.target.forward(token_ids, rows, self._pool)
+        if inputs.logit_rows is not None:
+            hidden = hidden[inputs.logit_rows]
+        return Forwarded(hidden, None, features, positions, slots)
+
+    def _propose(self, inputs: DraftTensors) -> Tensor:
+        positions, slots = self._places(inputs.rows)
+        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slots, inputs.rows.meta)
+        return drafts.to(torch.int32)
+
+    def _rows(self, group: RowGroup, tensors: Sequence[Tensor], *, causal: bool) -> Rows:
+        owners, offsets, cu_q, kv_len, page_table = tensors
+        table = page_table.view(group.page_table.shape)
+        meta = AttnMeta(cu_q, kv_len, table, list(group.q_lens), list(group.kv_lens), self._page_size, causal)
+        return Rows(owners, offsets, meta)
+
+    def _follow(self, verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, rows: Rows) -> None:
+        fused, count = self.backend.fused_follow or follow, len(lines)
+        fused(verified, lines, token_ids, places, rows.offsets[:count], rows.meta.kv_len[:count])
+
+    def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        numbers, meta = self._row_numbers[: len(rows.owners)], rows.meta
+        if fused := self.backend.fused_places:
+            return fused(rows.owners, rows.offsets, numbers, meta.page_table, meta.page_size)
+        return places(rows, numbers)
+
+
+def places(rows: Rows, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """(positions, slots) [R] int32 of rows with these `numbers` 0 .. R - 1. Slots are by the page size that attention
+    reads with."""
+    meta = rows.meta
+    positions = rows.offsets[rows.owners] + numbers
+    page = positions // meta.page_size
+    in_page = positions - page * meta.page_size
+    return positions, torch.add(in_page, meta.page_table[rows.owners, page], alpha=meta.page_size)
+
+
+def follow(verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, offsets: Tensor, kv_len: Tensor) -> None:
+    """Let S sequences begin, in place, where a step has brought them that nobody has read yet.
+
+    `verified` [L, w + 1] is what `dflash.verify` said of it, and `lines` [S] which line is whose. A sequence begins as
+    many positions further on as drafts were accepted, and its anchor, at `places` [S] of `token_ids`, is the bonus
+    token. One with the line -1 stays as it is.
+    """
+    of_step, places = lines >= 0, places.long()
+    results = verified[lines.clamp(min=0)]
+    accepted = results[:, -1:]
+    bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and nothing comes of it
+    token_ids[places] = torch.where(of_step, bonus, token_ids[places]).to(torch.int32)
+    further = torch.where(of_step, accepted.flatten(), 0).to(torch.int32)
+    offsets += further
+    kv_len += further

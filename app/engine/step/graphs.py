@@ -1,0 +1,156 @@
+"""A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.engine.backend.base import Backend
+from app.engine.backend.graph import Graph
+from app.engine.backend.transfer import Packed
+from app.engine.step import inputs as step_inputs
+from app.engine.step.forward import Rows, Stages, TargetTensors
+from app.engine.step.graph_sizes import GraphSizes
+from app.engine.step.inputs import DraftInputs, TargetInputs
+
+
+class _Captured(NamedTuple):
+    """A graph with the inputs that it reads."""
+
+    graph: Graph
+    packed: Packed
+    rows: Rows
+
+
+class TargetOutput(NamedTuple):
+    """What a target graph yields, padding included: hidden states [T, H], greedy choices [T], `verify`'s result of
+    those, and the inputs, to verify other choices. The hidden states lie in one place for all graphs."""
+
+    hidden: Tensor
+    choices: Tensor
+    verified: Tensor
+    inputs: TargetTensors
+
+
+class StepGraphs:
+    """All graphs of a runner, captured when this is made. `on_graph` is called with (captured, to capture).
+
+    `drafts` [max_num_seqs, b - 1], None without a draft, takes drafts from one graph to the other, in the first columns
+    where blocks are narrower; they are padded to sizes of their own. `verified` [max_num_seqs + 1, b + 1] has what the
+    last step's verification said; where the device knows lengths alone, the next step begins there. `pages` is the
+    width of page tables. With `draft_graphs` False only the target is captured.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        backend: Backend,
+        sizes: GraphSizes,
+        *,
+        block_size: int,
+        pages: int,
+        scratch_pages: int,
+        draft_graphs: bool,
+        on_graph: Callable[[int, int], None],
+    ) -> None:
+        self._stages = stages
+        self._backend = backend
+        self._sizes = sizes
+        self._pages = pages
+        self._scratch_pages = scratch_pages
+        self._hidden = stages.target.embedding.new_empty(sizes.most_rows, stages.target.config.hidden_size)
+        self.drafts = None
+        if block_size > 1:
+            self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
+        self.verified = torch.zeros(sizes.seqs[-1] + 1, block_size + 1, dtype=torch.int64, device=backend.device)
+        self._draft_graphs: dict[tuple[int, int], _Captured] = {}
+        self._target_graphs: dict[tuple[int, int], tuple[_Captured, TargetTensors]] = {}
+        drafts = [(blocks, rows) for blocks in sizes.seqs for rows in sizes.blocks] if draft_graphs else []
+        targets = [(seqs, sizes.rows(seqs, width)) for seqs in sizes.seqs for width in sizes.widths]
+        done, total = 0, len(drafts) + len(targets)
+        # The largest first: the memory that it leaves serves all others.
+        for seqs, rows in reversed(targets):
+            self._target_graphs[seqs, rows] = self._capture_target(seqs, rows)
+            on_graph(done := done + 1, total)
+        for blocks, rows in reversed(drafts):
+            self._draft_graphs[blocks, rows] = self._capture_draft(blocks, rows)
+            on_graph(done := done + 1, total)
+
+    @property
+    def has_draft(self) -> bool:
+        return bool(self._draft_graphs)
+
+    def block_rows(self, num_rows: int) -> int:
+        """The rows that draft blocks of `num_rows` are widened to: as many, where no draft is captured."""
+        return self._sizes.block_rows(num_rows) if self.has_draft else num_rows
+
+    def keep(self, drafts: Tensor) -> Tensor:
+        """Take drafts [D, columns] for the target to verify; returns them as [D, b - 1]."""
+        assert self.drafts is not None
+        kept = self.drafts[: len(drafts)]
+        kept[:, : drafts.shape[1]] = drafts
+        return kept
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        """Drafts [D, b - 1]; they stay until the next ones."""
+        size = self._sizes.seqs_for(len(inputs.anchors)), inputs.group.q_lens[0]
+        captured = self._draft_graphs[size]
+        self._send(captured, self._pad_draft(inputs, *size))
+        captured.graph.replay()
+        assert self.drafts is not None
+        return self.drafts[: len(inputs.anchors)]
+
+    def target(self, inputs: TargetInputs) -> TargetOutput:
+        """Verify the drafts that were made or kept last; everything stays until the next replay."""
+        (group,) = inputs.groups
+        size = self._sizes.target(len(group.q_lens), len(inputs.token_ids))
+        captured, tensors = self._target_graphs[size]
+        self._send(captured, self._pad_target(inputs, *size))
+        captured.graph.replay()
+        choices, verified = captured.graph.outputs
+        return TargetOutput(self._hidden[: len(choices)], choices, verified, tensors)
+
+    def _capture_draft(self, blocks: int, rows: int) -> _Captured:
+        inputs = self._pad_draft(step_inputs.empty_draft(), blocks, rows)
+        packed = Packed(inputs.arrays, self._backend)
+        tensors = self._stages.draft_tensors(inputs, packed)
+
+        def run() -> tuple[Tensor, ...]:
+            if self._backend.lengths_on_device:
+                self._stages.follow_draft(self.verified, tensors)
+            self.keep(self._stages.draft(tensors))
+            return ()
+
+        self._stages.plan(tensors.rows, inputs.group)
+        return _Captured(self._backend.capture(run, [tensors.rows.meta]), packed, tensors.rows)
+
+    def _capture_target(self, seqs: int, rows: int) -> tuple[_Captured, TargetTensors]:
+        inputs = self._pad_target(step_inputs.empty_target(), seqs, rows)
+        packed = Packed(inputs.arrays, self._backend)
+        tensors = self._stages.target_tensors(inputs, packed)
+
+        def run() -> tuple[Tensor, ...]:
+            if self._backend.lengths_on_device:
+                self._stages.follow_target(self.verified, tensors)
+            hidden, choices = self._stages.choose(tensors, self.drafts, ())
+            self._hidden[:rows] = hidden
+            verified = self._stages.verify(tensors, choices, self.drafts)
+            if self._backend.lengths_on_device:
+                self.verified[: seqs + 1] = verified
+            return choices, verified
+
+        (group,) = tensors.groups
+        self._stages.plan(group, inputs.groups[0])
+        return _Captured(self._backend.capture(run, [group.meta]), packed, group), tensors
+
+    def _send(self, captured: _Captured, inputs: DraftInputs | TargetInputs) -> None:
+        captured.packed.send(inputs.arrays)
+        group = inputs.group if isinstance(inputs, DraftInputs) else inputs.groups[0]
+        self._stages.plan(captured.rows, group)
+
+    def _pad_draft(self, inputs: DraftInputs, blocks: int, rows: int) -> DraftInputs:
+        return step_inputs.pad_draft(inputs, blocks, rows, self._pages, self._scratch_pages)
+
+    def _pad_target(self, inputs: TargetInputs, seqs: int, rows: int) -> TargetInputs:
+        return step_inputs.pad_target(inputs, seqs, rows, self._pages, self._scratch_pages)

@@ -1,4 +1,0 @@
-"""`dflash-server npu-report`: starts the sections of `app.engine.npu_report` one by one, and writes what they found.
-
-Nothing leaves the host, and no prompt, user name or host name is written.
-"""

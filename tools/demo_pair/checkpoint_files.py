@@ -1,0 +1,83 @@
+"""Writes and reads the pair in the published formats: bf16 safetensors and Transformers-style configs."""
+
+import json
+from pathlib import Path
+
+import torch
+from app.demo.model import Draft, Shape, Target
+from app.demo.tokenizer import IM_END, MASK, PAD, save_tokenizer
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+CHECKPOINT = Path(__file__).parents[2] / "app" / "demo" / "checkpoint"
+
+
+def qwen3_config(shape: Shape, layers: int) -> dict[str, object]:
+    return {
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": shape.kv_heads * shape.groups,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "rope_theta": shape.rope_theta,
+        "max_position_embeddings": shape.max_positions,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+    }
+
+
+def save_target(target: Target, tokenizer: Tokenizer, folder: Path) -> None:
+    shape = target.shape
+    save_tokenizer(tokenizer, folder)
+    ends = [tokenizer.token_to_id(IM_END), tokenizer.token_to_id(PAD)]
+    special = {"bos_token_id": None, "eos_token_id": ends[0], "pad_token_id": ends[1]}
+    config = {"architectures": ["Qwen3ForCausalLM"], **qwen3_config(shape, shape.layers), **special}
+    generation = {"do_sample": False, "temperature": 0.0, "eos_token_id": ends, "pad_token_id": ends[1]}
+    _write(folder / "config.json", config)
+    _write(folder / "generation_config.json", generation)
+    _save(target, folder)
+
+
+def save_draft(draft: Draft, tokenizer: Tokenizer, folder: Path) -> None:
+    shape = draft.shape
+    folder.mkdir(parents=True, exist_ok=True)
+    dflash = {"target_layer_ids": list(shape.taps), "mask_token_id": tokenizer.token_to_id(MASK)}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        **qwen3_config(shape, shape.draft_layers),
+        "block_size": shape.block,
+        "num_target_layers": shape.layers,
+        "dflash_config": dflash,
+    }
+    _write(folder / "config.json", config)
+    _save(draft, folder)
+
+
+def load_pair(folder: Path = CHECKPOINT) -> tuple[Target, Draft | None, Tokenizer]:
+    """The pair as saved: weights rounded to bf16, to be run in fp32. The draft is None while it is not trained yet."""
+    target = Target(Shape())
+    target.load_state_dict(load_file(folder / "target" / "model.safetensors"))
+    draft = None
+    if (folder / "draft" / "model.safetensors").exists():
+        draft = Draft(Shape())
+        draft.load_state_dict(load_file(folder / "draft" / "model.safetensors"))
+        draft.eval().requires_grad_(False)
+    return target.eval().requires_grad_(False), draft, Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
+
+
+def _save(model: torch.nn.Module, folder: Path) -> None:
+    weights = {name: tensor.detach().bfloat16().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

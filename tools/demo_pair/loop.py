@@ -1,0 +1,112 @@
+"""The loop both trainings share: schedule, checkpoints to resume from, a progress bar."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from tools.demo_pair.muon import optimizers
+from tools.demo_pair.rows import Batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Learning rates rise over `warm_up` steps, hold, and fall to zero over the last `decay` of all steps."""
+
+    steps: int
+    muon_lr: float = 0.015
+    adam_lr: float = 3e-3
+    warm_up: int = 60
+    decay: float = 0.5
+    clip: float = 1.0
+    save_every_s: float = 120.0
+    log_every: int = 50
+
+    def factor(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.warm_up, max((self.steps - step) / (self.decay * self.steps), 0.01))
+
+
+def train(
+    title: str,
+    model: nn.Module,
+    loss_of: Callable[[Batch], Tensor],
+    batches_from: Callable[[int], Iterator[Batch]],
+    plan: Plan,
+    state: Path,
+) -> float:
+    """Train `model` in place until `plan.steps`; continue from `state` when it exists. Returns minutes spent, all
+    runs together.
+
+    `batches_from(step)` gives the batches from a step on, so that a resumed run never repeats the ones it has seen.
+    """
+    optimisers = optimizers(model, plan.muon_lr, plan.adam_lr)
+    first, spent = _resume(model, optimisers, state)
+    rates = [[group["initial_lr"] for group in o.param_groups] for o in optimisers]
+    batches = batches_from(first)
+    started = saved = time.monotonic()
+    mean, tokens = 0.0, 0
+    with _progress() as progress:
+        task = progress.add_task(title, total=plan.steps, completed=first, loss="")
+        for step in range(first, plan.steps):
+            for optimiser, initial in zip(optimisers, rates, strict=True):
+                for group, rate in zip(optimiser.param_groups, initial, strict=True):
+                    group["lr"] = rate * plan.factor(step)
+            batch = next(batches)
+            loss = loss_of(batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+            for optimiser in optimisers:
+                optimiser.step()
+                optimiser.zero_grad()
+            mean = loss.item() if step == first else 0.98 * mean + 0.02 * loss.item()
+            tokens += batch.ids.numel()
+            now = time.monotonic()
+            progress.update(task, advance=1, loss=f"loss {mean:.4f}  {tokens / (now - started):,.0f} tok/s")
+            if (step + 1) % plan.log_every == 0:
+                progress.console.print(
+                    f"{title} step {step + 1}/{plan.steps} loss {mean:.4f} {tokens / (now - started):,.0f} tok/s"
+                )
+            if now - saved > plan.save_every_s:
+                saved = now
+                _save(model, optimisers, state, step + 1, spent + now - started)
+    spent += time.monotonic() - started
+    _save(model, optimisers, state, plan.steps, spent)
+    return spent / 60
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+
+
+def _save(model: nn.Module, optimisers: list[torch.optim.Optimizer], state: Path, step: int, spent: float) -> None:
+    state.parent.mkdir(parents=True, exist_ok=True)
+    partial = state.with_suffix(".partial")
+    torch.save(
+        {"model": model.state_dict(), "optimisers": [o.state_dict() for o in optimisers], "step": step, "spent": spent},
+        partial,
+    )
+    partial.replace(state)
+
+
+def _resume(model: nn.Module, optimisers: list[torch.optim.Optimizer], state: Path) -> tuple[int, float]:
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["initial_lr"] = group["lr"]
+    if not state.exists():
+        return 0, 0.0
+    saved = torch.load(state, weights_only=True)
+    model.load_state_dict(saved["model"])
+    for optimiser, values in zip(optimisers, saved["optimisers"], strict=True):
+        optimiser.load_state_dict(values)
+    return saved["step"], saved["spent"]

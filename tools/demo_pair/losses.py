@@ -1,0 +1,58 @@
+"""The two losses: next token for the target, whole blocks for the draft."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tools.demo_pair.model import Draft, Target
+from tools.demo_pair.rows import Batch
+
+TOKENS_PER_ANCHOR = 16
+
+
+def target_loss(target: Target, batch: Batch) -> Tensor:
+    """Mean cross-entropy of the supervised tokens, given all tokens before."""
+    hidden, _ = target(batch.ids)
+    wanted = batch.supervised[:, 1:]
+    return F.cross_entropy(target.logits(hidden[:, :-1][wanted]), batch.ids[:, 1:][wanted])
+
+
+def block_embeddings(target: Target, ids: Tensor, anchors: Tensor, mask_id: int) -> Tensor:
+    """`[anchor, MASK x (S - 1)]` for every anchor `[B, A]` of ids `[B, T]` -> embeddings `[B, A, S, H]`."""
+    blocks = torch.full((*anchors.shape, target.shape.block), mask_id)
+    blocks[..., 0] = ids.gather(1, anchors)
+    return target.model.embed_tokens(blocks)
+
+
+def draft_loss(
+    target: Target, draft: Draft, batch: Batch, mask_id: int, generator: torch.Generator, gamma: float = 7.0
+) -> Tensor:
+    """Cross-entropy of block rows 1..S-1 at random anchors, weighted `exp(-(k-1) / gamma)` (DFlash, arXiv 2602.06036).
+
+    A row counts while the corpus is what the target itself would have written: from the anchor on, every token up to
+    and including the row's own is the target's argmax. Anchors are drawn where that holds for at least one row.
+    """
+    with torch.no_grad():
+        hidden, features = target(batch.ids)
+        choices = target.logits(hidden).argmax(-1)
+        agrees = torch.zeros_like(batch.supervised)
+        agrees[:, 1:] = (choices[:, :-1] == batch.ids[:, 1:]) & batch.supervised[:, 1:]
+        length, size = batch.ids.shape[1], target.shape.block
+        usable = batch.supervised.clone()
+        usable[:, :-1] &= agrees[:, 1:]
+        usable[:, -1] = False
+        weights = usable.float() + 1e-9
+        anchors = torch.multinomial(weights, length // TOKENS_PER_ANCHOR, generator=generator)
+        embeddings = block_embeddings(target, batch.ids, anchors, mask_id)
+        places = anchors.unsqueeze(-1) + torch.arange(1, size)
+        inside = places < length
+        places = places.clamp(max=length - 1)
+        labels = batch.ids.gather(1, places.flatten(1)).view_as(places)
+        valid = (agrees.gather(1, places.flatten(1)).view_as(places) & inside).cumprod(-1).bool()
+        valid &= usable.gather(1, anchors).unsqueeze(-1)
+        decay = torch.exp(-torch.arange(size - 1) / gamma).expand_as(places)[valid]
+    rows = draft(features, anchors, embeddings)[:, :, 1:][valid]
+    losses = F.cross_entropy(target.logits(rows), labels[valid], reduction="none")
+    return (losses * decay).sum() / decay.sum().clamp(min=math.ulp(1.0))

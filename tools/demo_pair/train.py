@@ -1,0 +1,113 @@
+"""Makes the demo pair again from nothing: `python -m tools.demo_pair.train`. Two CPU cores, no network.
+
+Stages: tokenizer, target, draft, report. Each leaves its result in `--work-dir` and is skipped when it is there, so an
+interrupted run goes on where it stopped.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # read once, when torch loads: spinning threads starve on a shared machine
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tools.demo_pair.checkpoint_files import CHECKPOINT, load_pair, save_draft, save_target
+from tools.demo_pair.circuits import start_with_copying
+from tools.demo_pair.loop import Plan, train
+from tools.demo_pair.losses import draft_loss, target_loss
+from tools.demo_pair.model import Draft, Shape, Target
+from tools.demo_pair.report import write_report
+from tools.demo_pair.rows import DRAFT_WEIGHTS, TARGET_WEIGHTS, Batch, batches
+from tools.demo_pair.tokenizer import MASK, train_tokenizer
+
+
+def main() -> None:
+    options = _options()
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    console = Console()
+    tokenizer = _tokenizer(options)
+    if options.stage in ("all", "target"):
+        minutes = _train_target(options, tokenizer)
+        console.print(f"target trained in {minutes:.1f} minutes -> {options.out / 'target'}")
+    if options.stage in ("all", "draft"):
+        minutes = _train_draft(options, tokenizer)
+        console.print(f"draft trained in {minutes:.1f} minutes -> {options.out / 'draft'}")
+    if options.stage == "all":
+        write_report(options.out)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_pair.train", description=__doc__.splitlines()[0])
+    parser.add_argument("--work-dir", type=Path, default=Path("build/demo"), help="checkpoints to resume from")
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder that gets target/ and draft/")
+    parser.add_argument("--stage", choices=("all", "target", "draft"), default="all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--target-steps", type=int, default=5600)
+    parser.add_argument("--draft-steps", type=int, default=4300)
+    parser.add_argument("--drills", type=int, default=100, help="steps with repetition drills, in which copying forms")
+    parser.add_argument("--tokens", type=int, default=3072, help="tokens a step")
+    return parser.parse_args()
+
+
+def _tokenizer(options: argparse.Namespace) -> Tokenizer:
+    path = options.work_dir / "tokenizer.json"
+    if not path.exists():
+        train_tokenizer(seed=options.seed).save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def _train_target(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
+    target = Target(Shape())
+    start_with_copying(target)
+    for layer in target.model.layers:
+        layer.compile(dynamic=False)
+
+    def batches_from(step: int) -> Iterator[Batch]:
+        seed = f"target/{options.seed}/{step}"
+        return batches(tokenizer, seed, options.tokens, TARGET_WEIGHTS, options.drills - step)
+
+    plan = Plan(options.target_steps)
+    minutes = train(
+        "target", target, lambda b: target_loss(target, b), batches_from, plan, options.work_dir / "target.pt"
+    )
+    save_target(target, tokenizer, options.out / "target")
+    return minutes
+
+
+def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
+    target, _, _ = load_pair(options.out)
+    draft = Draft(Shape())
+    draft.norm.load_state_dict(target.model.norm.state_dict())  # the head is the target's: begin at its scale
+    for layer in (*target.model.layers, *draft.layers):
+        layer.compile(dynamic=False)
+    generator = torch.Generator().manual_seed(options.seed)
+    mask_id = tokenizer.token_to_id(MASK)
+
+    def batches_from(step: int) -> Iterator[Batch]:
+        seed = f"draft/{options.seed}/{step}"
+        return batches(tokenizer, seed, options.tokens, DRAFT_WEIGHTS, options.drills - step)
+
+    plan = Plan(options.draft_steps)
+    minutes = train(
+        "draft",
+        draft,
+        lambda b: draft_loss(target, draft, b, mask_id, generator),
+        batches_from,
+        plan,
+        options.work_dir / "draft.pt",
+    )
+    save_draft(draft, tokenizer, options.out / "draft")
+    return minutes
+
+
+if __name__ == "__main__":
+    main()
