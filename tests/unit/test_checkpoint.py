@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from app.checkpoint import DEMO, CheckpointError, check_files, resolve, tensor_files
+from app.config.checkpoint import DEMO, CheckpointError, check_files, resolve, tensor_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -139,7 +139,7 @@ import socket
 def refuse(*_, **__):
     raise SystemExit("a network call was made")
 socket.socket.connect = socket.getaddrinfo = refuse
-from app.checkpoint import CheckpointError, resolve
+from app.config.checkpoint import CheckpointError, resolve
 try:
     print(resolve("some-org/some-model", "target"))
 except CheckpointError as error:
