@@ -25,8 +25,6 @@ from app.config.settings import ConfigError
 
 NEAR = 0.03
 """An acceptance length that differs by no more than this share is the expected one."""
-FEW = 200
-"""Problems of data that never ends."""
 ON, OFF = "dflash", "plain"
 
 
@@ -39,7 +37,7 @@ def evaluate(options: argparse.Namespace, command: str) -> int:
     datasets = prompts.named(options.data, options.seed, options.instruction)
     for dataset in datasets:
         if not all(prompt.judge for prompt in dataset.first(dataset.size or 1)):
-            hint = f"GSM8K's lines have an answer, and demo:{','.join(prompts.JUDGED)}"
+            hint = f"GSM8K's lines have an answer, and demo:{','.join(prompts.judged_domains())}"
             raise ConfigError(
                 f"--data {options.data}: nobody can tell whether answers to {dataset.name} are right", hint
             )
@@ -78,7 +76,7 @@ def _ask_all(
     options: argparse.Namespace,
     console: Console,
 ) -> report.Cell:
-    asked = dataset.first(options.limit or dataset.size or FEW)
+    asked = dataset.first(options.limit or dataset.size or 1)
     wishes = Wishes(options.max_tokens, options.temperature, options.seed)
     played: dict[str, list[Round]] = {}
     with progress(console) as bar:
@@ -119,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="dflash-server bench eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")
-    parser.add_argument("--limit", type=count, metavar="N", help=f"the first N problems [default: all; demo {FEW}]")
+    parser.add_argument("--limit", type=count, metavar="N", help="the first N problems [default: all]")
     parser.add_argument("--concurrency", type=counts, default=[1, 8], metavar="N,N", help="[default: 1,8]")
     parser.add_argument("--expect-acceptance", type=amount, metavar="X", help="tokens a step that should come out")
     parser.add_argument(

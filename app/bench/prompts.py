@@ -5,19 +5,16 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app import demo
 from app.config.settings import ConfigError
-from tools.demo_pair.corpus import DOMAINS, Sample, is_right, samples
-from tools.demo_pair.corpus.lexicon import OTHER_WORDS
 
-JUDGED = ("math", "copy", "code")
-"""The domains of the demo in which an answer is right or wrong."""
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
 """What GSM8K's questions are followed by, as in DFlash's own evaluation."""
 LONGEST = 8
@@ -71,15 +68,24 @@ names no spreads; these have as many short ones and as long a tail."""
 
 
 def named(wish: str, seed: int, instruction: str = BOXED) -> list[Dataset]:
-    """`demo`, `demo:math,copy`, or a file. `instruction` follows GSM8K's questions. Raises ConfigError."""
+    """Return the datasets of `demo`, of `demo:math,copy`, or of a file, whose questions `instruction` follows.
+
+    Raises ConfigError.
+    """
     kind, _, domains = wish.partition(":")
     if kind != "demo":
         return [from_file(Path(wish), instruction)]
-    chosen = domains.split(",") if domains else list(DOMAINS)
+    held_out = demo.held_out()
+    chosen = domains.split(",") if domains else list(held_out)
     for domain in chosen:
-        if domain not in DOMAINS:
-            raise ConfigError(f"{wish}: the demo has no domain {domain!r}", f"its domains are {', '.join(DOMAINS)}")
-    return [Dataset(domain, partial(_demo, domain, seed)) for domain in chosen]
+        if domain not in held_out:
+            raise ConfigError(f"{wish}: the demo has no domain {domain!r}", f"its domains are {', '.join(held_out)}")
+    return [_cycled(domain, _of_demo(domain, seed)) for domain in chosen]
+
+
+def judged_domains() -> list[str]:
+    """Return the domains of the demo in which an answer is right or wrong."""
+    return [domain for domain, prompts in demo.held_out().items() if "answer" in prompts[0]]
 
 
 def from_file(path: Path, instruction: str = BOXED) -> Dataset:
@@ -87,7 +93,7 @@ def from_file(path: Path, instruction: str = BOXED) -> Dataset:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        hint = f"give a .jsonl file, or demo:{','.join(DOMAINS)}"
+        hint = f"give a .jsonl file, or demo:{','.join(demo.held_out())}"
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}", hint) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8", LINE_HINT) from None
@@ -100,7 +106,7 @@ def from_file(path: Path, instruction: str = BOXED) -> Dataset:
                 raise ConfigError(f"{path}, line {number}: {error}", LINE_HINT) from None
     if not prompts:
         raise ConfigError(f"{path}: no prompts in it", LINE_HINT)
-    return Dataset(path.stem, lambda count: list(itertools.islice(itertools.cycle(prompts), count)), len(prompts))
+    return _cycled(path.stem, prompts)
 
 
 def synthetic(lengths: Lengths, tokens_per_word: float, seed: int, positions: int | None = None) -> Dataset:
@@ -112,7 +118,7 @@ def synthetic(lengths: Lengths, tokens_per_word: float, seed: int, positions: in
 
 
 def words(count: int, rng: random.Random) -> str:
-    return " ".join(rng.choices(OTHER_WORDS, k=count))
+    return " ".join(rng.choices(demo.words(), k=count))
 
 
 def final_number(text: str) -> Decimal | None:
@@ -134,13 +140,26 @@ def _decimal(found: tuple[str, str]) -> Decimal:
     return Decimal(("-" if minus else "") + digits.replace(",", ""))
 
 
-def _demo(domain: str, seed: int, count: int) -> list[Prompt]:
-    chosen = itertools.islice(samples(domain, "heldout", seed), count)
-    return [Prompt({"messages": sample.messages}, judge=_judge(sample)) for sample in chosen]
+def _cycled(name: str, prompts: Sequence[Prompt]) -> Dataset:
+    return Dataset(name, lambda count: list(itertools.islice(itertools.cycle(prompts), count)), len(prompts))
 
 
-def _judge(sample: Sample) -> Callable[[str], bool] | None:
-    return partial(is_right, sample) if sample.domain in JUDGED else None
+def _of_demo(domain: str, seed: int) -> list[Prompt]:
+    """Return the file's own order for seed 0, and one order of all prompts for each other seed."""
+    right = _same_number if domain == "math" else _same_text
+    prompts = [
+        Prompt({"messages": prompt["messages"]}, judge=partial(right, prompt["answer"]) if "answer" in prompt else None)
+        for prompt in demo.held_out()[domain]
+    ]
+    return random.Random(seed).sample(prompts, len(prompts)) if seed else prompts
+
+
+def _same_number(answer: str, text: str) -> bool:
+    return final_number(text) == Decimal(answer)
+
+
+def _same_text(answer: str, text: str) -> bool:
+    return text.strip() == answer.strip()
 
 
 def _made_up(lengths: Lengths, tokens_per_word: float, seed: int, positions: int | None, index: int) -> Prompt:

@@ -8,8 +8,10 @@ from statistics import mean, median, quantiles
 
 import pytest
 
+from app import demo
 from app.bench.prompts import BOXED, PRESETS, Lengths, Prompt, final_number, from_file, named, synthetic
 from app.config.settings import ConfigError
+from tools.demo_pair import prompts as demo_prompts
 from tools.demo_pair.corpus import is_right, samples
 from tools.demo_pair.corpus.math import final_number as last_number
 
@@ -21,13 +23,31 @@ def file_of(folder: Path, *lines: object) -> Path:
 
 
 def test_the_demos_prompts_are_held_out_ones_with_their_judge() -> None:
-    math, prose = named("demo:math,prose", seed=3)
-    first = next(samples("math", "heldout", 3))
-    asked = math.first(5)[0]
-    assert asked.body == {"messages": first.messages}
-    assert asked.judge is not None and asked.judge(first.answer) and not asked.judge("#### -777")
+    for domain in ("math", "code", "copy"):
+        (dataset,) = named(f"demo:{domain}", seed=0)
+        for asked, sample in zip(dataset.first(5), samples(domain, "heldout", 0), strict=False):
+            assert asked.body == {"messages": sample.messages}
+            assert asked.judge is not None and asked.judge(sample.answer) and not asked.judge("#### -777")
+    (prose,) = named("demo:prose", seed=0)
     assert prose.first(1)[0].judge is None
     assert [dataset.name for dataset in named("demo", 0)] == ["math", "prose", "code", "copy", "jumble", "talk"]
+
+
+def test_a_seed_orders_the_same_prompts_anew() -> None:
+    def asked(seed: int) -> list[str]:
+        return [json.dumps(prompt.body) for prompt in named("demo:prose", seed)[0].first(200)]
+
+    assert asked(3) == asked(3) != asked(0) and sorted(asked(3)) == sorted(asked(0))
+
+
+def test_the_shipped_prompts_are_what_the_corpus_and_the_tokenizer_make() -> None:
+    assert demo.PROMPTS.read_text() == demo_prompts.contents()
+    assert demo.PROMPTS.stat().st_size < 300_000
+
+
+def test_token_ids_are_of_all_domains_in_turn() -> None:
+    first = [prompts[0]["token_ids"] for prompts in demo.held_out().values()]
+    assert demo.token_ids(6) == [tuple(ids) for ids in first] and len(demo.token_ids()) == 144
 
 
 def test_every_kind_of_line_becomes_a_prompt(tmp_path: Path) -> None:

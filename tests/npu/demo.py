@@ -2,18 +2,18 @@
 
 from functools import cache
 
+from app import demo
 from app.doctor.report.npu import demo_pair
 from app.doctor.report.npu.demo_pair import Run, engine, run
 from app.doctor.report.npu.part import Prompts
 from app.engine.core import EngineCore
 from app.engine.sequence import Request
-from tools.demo_pair import prompts as held_out
 
 __all__ = ["Run", "engine", "gap", "prompts", "requests", "run"]
 
 
 def prompts(count: int) -> Prompts:
-    return Prompts(held_out.prompts(count), frozenset(held_out.stop_token_ids()))
+    return Prompts(demo.token_ids(count), frozenset(demo.stop_token_ids()))
 
 
 def requests(count: int, *, greedy: bool = False, max_tokens: int = 48) -> list[Request]:

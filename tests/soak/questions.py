@@ -1,14 +1,15 @@
 """What the server is asked under load: questions whose answer alone is known, and bodies that it must refuse."""
 
 import itertools
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from app import demo
 from app.bench.prompts import named
-from tools.demo_pair.prompts import prompts
 
 SILENCE_SECONDS = 600.0
 """A server that says nothing for so long hangs: no fault lasts nearly as long, and no machine is so slow."""
@@ -109,7 +110,8 @@ def _cut(seed: int) -> list[Question]:
 
 def _long_prompts(seed: int, length: int = 800) -> list[list[int]]:
     """Token ids of many prompts, one behind another."""
-    endless = itertools.chain.from_iterable(prompts(120, seed))
+    prompts = random.Random(seed).sample(demo.token_ids(), 120)
+    endless = itertools.chain.from_iterable(prompts)
     return [list(itertools.islice(endless, length)) for _ in range(3)]
 
 

@@ -10,10 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from app.config.checkpoint import DEMO, CheckpointError, check_files, resolve, tensor_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+
+from app.config.checkpoint import DEMO, CheckpointError, check_files, resolve, tensor_files
 
 
 def safetensors(file: Path, names: list[str], size: int = 16) -> None:

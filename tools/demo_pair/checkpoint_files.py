@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import torch
-from app.demo.model import Draft, Shape, Target
-from app.demo.tokenizer import IM_END, MASK, PAD, save_tokenizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+
+from tools.demo_pair.model import Draft, Shape, Target
+from tools.demo_pair.tokenizer import IM_END, MASK, PAD, save_tokenizer
 
 CHECKPOINT = Path(__file__).parents[2] / "app" / "demo" / "checkpoint"
 
