@@ -63,16 +63,16 @@ test-npu-if-possible:
 test-npu npu-launches: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 test-npu npu-launches: export TORCH_NPU_FALLBACK_CPU_DISABLE = 1
 test-npu npu-launches: export TASK_QUEUE_ENABLE = 0
-STUBS = $(NPU)/python -m tests.npu.stubs build/npu-stubs
+STUBS = $(NPU)/python -m tests.devices.npu.stubs build/npu-stubs
 ON_STUBS = LD_LIBRARY_PATH=$$stubs$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} $(NPU)/python -m
 
 test-npu: $(NPU_STAMP)
 	@test -d $(NPU_IMAGE_WHEEL) || $(NPU)/python -m pip download $(NPU_IMAGE) --no-deps --only-binary :all: \
 	  --python-version 3.11 --platform manylinux_2_28_x86_64 --dest $(NPU_IMAGE_WHEEL) || test -z "$$CI"
-	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/npu --numprocesses 3 $(ARGS)
+	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/devices/npu --numprocesses 3 $(ARGS)
 
 npu-launches: $(NPU_STAMP)
-	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.npu.launches
+	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.devices.npu.launches
 
 proof: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests

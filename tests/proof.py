@@ -21,7 +21,9 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tests.engine.lossless import (
+from tests import ROOT
+from tests.exhaustive.test_acceptance_floor import FLOOR, NEAR, WAYS, answers, cold_run, keeps
+from tests.fast.engine.lossless import (
     MARGIN,
     PATHS,
     SAMPLINGS,
@@ -37,9 +39,8 @@ from tests.engine.lossless import (
     demo_subject,
     random_subjects,
 )
-from tests.engine.test_acceptance_floor import FLOOR, NEAR, WAYS, answers, cold_run, keeps
 
-PAGE = Path(__file__).parent.parent / "docs" / "proof.md"
+PAGE = ROOT / "docs" / "proof.md"
 DEMO_TOKENS = 64
 PLAIN_CASES = [Case(temperature=t, sampling=sampling) for sampling in SAMPLINGS for t in TEMPERATURES]
 PLAIN_CASES.remove(Case(temperature=0.0, sampling="filters"))  # nothing is drawn: that is the plain text again

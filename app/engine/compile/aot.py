@@ -98,7 +98,8 @@ class Compiled:
             compile_it()
             self._run = load_package(package)
         self._kept = [*weights, *pools]
-        # It would refuse sizes of 1, for what was exported with 2: that those work, tests/engine/test_compiled.py says.
+        # It would refuse sizes of 1, for what was exported with 2: that those work,
+        # tests/devices/compile/test_compiled.py says.
         os.environ.pop("AOTI_RUNTIME_CHECK_INPUTS", None)
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:

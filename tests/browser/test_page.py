@@ -1,0 +1,343 @@
+"""The page at `/` in a real browser: what a person types, sees and is told."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.chromium import BINARY, Tab, browser, new_tab
+from tests.fast.api.served import Server, serving
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no chromium on this machine")
+
+EOS = 2
+ANSWER = ".text:not(.reasoning)"
+POEM = "the quick brown fox jumps over the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def devtools() -> Iterator[str]:
+    with browser() as address:
+        yield address
+
+
+@pytest.fixture
+def tab(devtools: str) -> Iterator[Tab]:
+    """A tab; in the end nothing may have gone wrong in it but refused requests, which browsers always report."""
+    with new_tab(devtools) as tab:
+        yield tab
+        assert [complaint for complaint in tab.complaints if complaint.get("source") != "network"] == []
+
+
+@pytest.fixture
+def page(tab: Tab, server: Server) -> Tab:
+    """The page of the server, ready."""
+    tab.open(f"{server.url}/")
+    tab.until("!document.querySelector('#send').disabled")
+    return tab
+
+
+def plan(server: Server, *texts: str) -> None:
+    """Steps of one token a character; the last step ends with the stop token."""
+    steps = [server.bytes(text) for text in texts]
+    steps[-1].append(EOS)
+    server.script.plan(*steps)
+
+
+def ask(tab: Tab, prompt: str) -> None:
+    tab.run("document.querySelector('#prompt').focus()")
+    tab.type(prompt)
+    tab.press("Enter")
+
+
+def wait_done(tab: Tab) -> None:
+    tab.until("document.querySelector('#status').textContent.startsWith('Done')")
+
+
+def text(tab: Tab, selector: str) -> str:
+    return tab.run(f"document.querySelector({selector!r}).textContent")
+
+
+def texts(tab: Tab, selector: str) -> list[str]:
+    return tab.run(f"[...document.querySelectorAll({selector!r})].map((found) => found.textContent)")
+
+
+def colours(tab: Tab) -> list[str]:
+    """The background of every step."""
+    return tab.run("[...document.querySelectorAll('.step')].map((step) => getComputedStyle(step).backgroundColor)")
+
+
+def set_field(tab: Tab, selector: str, value: str) -> None:
+    tab.run(f"document.querySelector({selector!r}).value = {value!r}")
+
+
+def check(tab: Tab, selector: str) -> None:
+    tab.run(f"document.querySelector({selector!r}).click()")
+
+
+def test_prompt_and_enter_show_the_answer_whole(page, server):
+    server.script.plan(server.ids(POEM)[:3], [*server.ids(POEM)[3:], EOS])
+    ask(page, "say it")
+    wait_done(page)
+    assert texts(page, ".question") == ["say it"]
+    assert texts(page, ANSWER) == [POEM]
+    assert page.run("document.querySelector('#prompt').value") == ""
+
+
+def test_tokens_of_one_step_share_a_colour_and_the_next_step_has_another(page, server):
+    plan(server, "the", " fox", " jumps")
+    ask(page, "go")
+    wait_done(page)
+    assert texts(page, ".step") == ["the", " fox", " jumps"]
+    assert len(set(colours(page))) == 3
+    assert all(re.fullmatch(r"rgb\(.*\)", colour) for colour in colours(page))
+    check(page, "#colours")
+    assert set(colours(page)) == {"rgba(0, 0, 0, 0)"}
+
+
+def test_bonus_token_is_marked(page, server):
+    plan(server, "abcd", "ef")
+    ask(page, "go")
+    wait_done(page)
+    assert texts(page, ".step:first-child .bonus") == ["d"]
+    border = "getComputedStyle(document.querySelector({!r})).borderBottomWidth"
+    assert page.run(border.format(".step .bonus")) == "2px"
+    assert page.run(border.format(".step > :not(.bonus)")) == "0px"
+
+
+def test_steps_tell_about_themselves_to_the_mouse_and_to_the_keyboard(page, server):
+    plan(server, "abcd", "ef")
+    ask(page, "go")
+    wait_done(page)
+    x, y = page.run("(({ x, y }) => [x + 3, y + 3])(document.querySelector('.step').getBoundingClientRect())")
+    page.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    page.until("!document.querySelector('#tip').hidden")
+    assert text(page, "#tip") == "step 1: 15 verified, 3 accepted + bonus"
+    page.run("document.querySelector('.step[tabindex=\"0\"]').focus()")
+    page.press("ArrowRight")
+    assert text(page, "#tip") == "step 2: 15 verified, 2 accepted + bonus"
+
+
+def test_acceptance_length_and_bars_are_those_of_the_steps(page, server):
+    plan(server, "abc", "defg")  # The stop token is the second step's bonus.
+    ask(page, "go")
+    wait_done(page)
+    assert text(page, "#length") == "4.00"
+    assert text(page, "#steps") == "2"
+    assert re.fullmatch(r"\d+(\.\d)? ms", text(page, "#first"))
+    bars = page.run("[...document.querySelectorAll('.bar')].map((bar) => bar.title)")
+    assert len(bars) == 15
+    assert bars[:2] == [f"draft {k}: 100%, accepted in 2 of 2 steps" for k in (1, 2)]
+    assert bars[2:4] == [f"draft {k}: 50%, accepted in 1 of 2 steps" for k in (3, 4)]
+    assert bars[4] == "draft 5: 0%, accepted in 0 of 2 steps"
+    heights = page.run("[...document.querySelectorAll('.fill')].map((fill) => fill.style.height)")
+    assert heights == ["100%"] * 2 + ["50%"] * 2 + ["0%"] * 11
+
+
+def test_figures_are_unknown_until_the_first_token(page, server):
+    assert [text(page, f"#{name}") for name in ("rate", "length", "steps", "first")] == ["-"] * 4
+
+
+def test_figures_and_text_come_while_the_answer_runs(page, server):
+    ask(page, "go")
+    request_id = server.script.see("Submit")["request_id"]
+    server.script.emit(request_id, server.bytes("abc"))
+    page.until("document.querySelector('#length').textContent === '3.00'")
+    assert text(page, "#rate") == "-"  # All there is came at once.
+    server.script.emit(request_id, server.bytes("defgh"))
+    page.until("document.querySelector('#length').textContent === '4.00'")
+    assert float(text(page, "#rate")) > 0
+    server.script.emit(request_id, [EOS])
+    wait_done(page)
+    assert text(page, ANSWER) == "abcdefgh"
+
+
+def test_compare_shows_both_answers_of_one_seed_and_that_their_text_is_the_same(page, server):
+    plan(server, "the fox", " jumps")
+    check(page, "#compare")
+    ask(page, "go")
+    wait_done(page)
+    assert texts(page, ANSWER) == ["the fox jumps"] * 2
+    assert texts(page, ".answer h2") == ["DFlash", "Plain decoding"]
+    assert text(page, ".same") == "yes"
+    first, second = server.script.see("Submit"), server.script.see("Submit")
+    assert (first["speculate"], second["speculate"]) == (True, False)
+    assert first["sampling"] == second["sampling"]
+    assert first["token_ids"] == second["token_ids"]
+
+
+def test_compare_asks_plainly_only_after_the_first_answer_and_tells_other_text(page, server):
+    check(page, "#compare")
+    ask(page, "go")
+    for answer, speculate in (("one", True), ("two", False)):
+        submit = server.script.see("Submit")
+        assert submit["speculate"] is speculate
+        server.script.emit(submit["request_id"], server.bytes(answer))
+        server.script.emit(submit["request_id"], [EOS])
+    wait_done(page)
+    assert text(page, ".same") == "no"
+
+
+def test_second_message_carries_the_first_and_a_new_chat_does_not(page, server):
+    plan(server, "fine")
+    set_field(page, "#system", "be short")
+    for prompt in ("how are you?", "and now?"):
+        ask(page, prompt)
+        wait_done(page)
+        prompt_ids = server.script.see("Submit")["token_ids"]
+    assert server.tokenizer.backend.decode(prompt_ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nhow are you?<|im_end|>\n"
+        "<|im_start|>assistant\nfine<|im_end|>\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    check(page, "#new-chat")
+    assert texts(page, ".turn") == []
+    ask(page, "hello")
+    wait_done(page)
+    assert "fine" not in server.text(server.script.see("Submit")["token_ids"])
+
+
+def test_settings_reach_the_engine(page, server):
+    plan(server, "fine")
+    for name, value in {"temperature": "0.5", "top-p": "0.9", "seed": "7", "max-tokens": "3"}.items():
+        set_field(page, f"#{name}", value)
+    ask(page, "go")
+    wait_done(page)
+    submit = server.script.see("Submit")
+    asked = {"temperature": 0.5, "top_p": 0.9, "seed": 7}
+    assert {name: submit["sampling"][name] for name in asked} == asked
+    assert submit["max_tokens"] == 3
+    assert "seed 7 · cut at the limit of tokens" in text(page, ".meta")
+
+
+def test_escape_stops_the_answer_and_the_engine(page, server):
+    ask(page, "go")
+    request_id = server.script.see("Submit")["request_id"]
+    server.script.emit(request_id, server.bytes("so far"))
+    page.until(f"document.querySelector('{ANSWER}').textContent === 'so far'")
+    page.press("Escape")
+    assert server.script.see("Abort")["request_id"] == request_id
+    page.until("!document.querySelector('#send').hidden")
+    assert text(page, "#status") == "Stopped"
+    assert text(page, ANSWER) == "so far"
+
+
+def test_slash_focuses_the_prompt_and_shift_enter_makes_a_line(page, server):
+    page.run("document.activeElement.blur()")
+    page.press("/")
+    page.type("a")
+    page.press("Enter", shift=True)
+    page.type("b")
+    assert page.run("document.querySelector('#prompt').value") == "a\nb"
+
+
+def test_refusal_is_shown_with_its_param_and_the_prompt_comes_back(page, server):
+    set_field(page, "#max-tokens", "0")
+    ask(page, "go")
+    page.until("document.querySelector('.error')")
+    assert "(param: max_tokens)" in text(page, ".error")
+    assert page.run("document.querySelector('#prompt').value") == "go"
+
+
+def test_answer_that_breaks_off_says_why(page, server):
+    ask(page, "go")
+    request_id = server.script.see("Submit")["request_id"]
+    server.script.emit(request_id, server.bytes("half"))
+    page.until(f"document.querySelector('{ANSWER}').textContent === 'half'")
+    server.script.emit(request_id, [], finish="error", error="out of luck")
+    page.until("document.querySelector('.error')")
+    assert "out of luck" in text(page, ".error")
+
+
+def test_text_of_the_model_is_never_read_as_html(page, server):
+    html = "<img src=x onerror=alert(1)>"
+    plan(server, html)
+    ask(page, html)
+    wait_done(page)
+    assert text(page, ".question") == text(page, ANSWER) == html
+    assert page.run("document.images.length") == 0
+
+
+def test_reasoning_is_shown_apart_from_the_answer_and_both_in_steps(tab, model_folder):
+    with serving(model_folder, reasoning=True) as server:
+        server.script.ready()
+        server.reach("ready")
+        tab.open(f"{server.url}/")
+        tab.until("!document.querySelector('#send').disabled")
+        ask(tab, "go")
+        request_id = server.script.see("Submit")["request_id"]
+        for step in ("<think>", "so it ", "is", "</think>", "yes", " and no"):
+            server.script.emit(request_id, server.bytes(step))
+        server.script.emit(request_id, [EOS])
+        wait_done(tab)
+        assert texts(tab, ".reasoning") == ["so it is"]
+        assert texts(tab, ANSWER) == ["yes and no"]
+
+
+def test_nothing_is_fetched_from_any_other_origin(page, server):
+    plan(server, "fine")
+    ask(page, "go")
+    wait_done(page)
+    fetched = [url.removeprefix(server.url) for url in page.requests if not url.startswith("data:")]
+    assert fetched == ["/", "/ready", "/v1/models", "/v1/chat/completions"]
+
+
+def test_the_api_page_lists_every_operation_and_fetches_nothing_from_elsewhere(tab, server):
+    tab.open(f"{server.url}/docs")
+    tab.until("document.querySelectorAll('#schemas details').length")
+    document = server.http.get("/openapi.json").json()
+    wanted = [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
+    shown = list(zip(texts(tab, "#operations .method"), texts(tab, "#operations summary code"), strict=True))
+    assert shown == wanted
+    fetched = [url.removeprefix(server.url) for url in tab.requests if not url.startswith("data:")]
+    assert fetched == ["/docs", "/openapi.json"]
+    assert tab.complaints == []
+
+
+def test_no_horizontal_scrolling_at_360_pixels(page, server):
+    page.resize(360, 740)
+    plan(server, "x" * 200)
+    check(page, "#compare")
+    page.run("document.querySelector('details').open = true")
+    ask(page, "y" * 200)
+    wait_done(page)
+    boxes = "['html', '#log', 'aside'].map((box) => document.querySelector(box))"
+    assert page.run(f"{boxes}.map((box) => box.scrollWidth <= box.clientWidth)") == [True, True, True]
+    first, second = page.run("[...document.querySelectorAll('.answer')].map((box) => box.getBoundingClientRect().top)")
+    assert second > first
+
+
+def test_dark_and_light_follow_the_system(page):
+    grounds = {}
+    for scheme in ("light", "dark"):
+        page.prefer(scheme)
+        rgb = page.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        grounds[scheme] = sum(rgb)
+    assert grounds["dark"] < 150 < 600 < grounds["light"]
+
+
+def test_loading_is_shown_until_the_server_is_ready(tab, own_server):
+    own_server.script.see("started")
+    own_server.script.order("progress", stage="target", done=25, total=100)
+    own_server.until(lambda state: state.progress is not None)
+    tab.open(f"{own_server.url}/")
+    tab.until("document.querySelector('#loading').value === 25")
+    assert text(tab, "#status") == "loading: target"
+    assert tab.run("document.querySelector('#send').disabled")
+    own_server.script.order("ready", info=own_server.script.info)
+    tab.until("!document.querySelector('#send').disabled")
+    assert tab.run("document.querySelector('#loading').hidden")
+    assert texts(tab, "#model option") == ["tiny", "also-tiny"]
+
+
+def test_key_is_asked_for_when_the_server_wants_one(tab, model_folder):
+    with serving(model_folder, {"api_keys": ["open-sesame"]}) as server:
+        server.script.ready()
+        server.reach("ready")
+        tab.open(f"{server.url}/")
+        tab.until("!document.querySelector('#access').hidden")
+        assert tab.run("document.querySelector('#send').disabled")
+        tab.run("document.querySelector('#key').focus()")
+        tab.type("open-sesame")
+        tab.press("Enter")
+        tab.until("!document.querySelector('#send').disabled")
+        assert tab.run("document.querySelector('#access').hidden")

@@ -1,0 +1,259 @@
+"""`--compile`: what is compiled says what operators one by one say, is kept, and is refused where it cannot be.
+
+Packages take g++ many seconds, so there are few: of one pair, for one size of pages and of blocks. Others are among the
+slow cases of test_lossless.py.
+"""
+
+import shutil
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine.build.config import EngineConfig
+from app.engine.build.engine import build_engine
+from app.engine.compile import aot as compiled
+from app.engine.compile.cache import load_package
+from app.engine.core import EngineCore
+from app.engine.errors import UnsupportedError
+from app.engine.sampling import sampler
+from app.engine.sequence import Request
+from tests.fast.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
+from tests.fast.engine.pairs import make_pair
+
+torch.set_num_threads(1)
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here to compile with"),
+    pytest.mark.usefixtures("kept"),
+    pytest.mark.timeout(3600),
+]
+SHAPE: dict[str, Any] = {
+    "seed": 99,
+    "block_size": 16,
+    "vocab_size": 5,
+    "num_layers": 3,
+    "draft_layers": 1,
+    "taps": (0, 1),
+    "own_head": True,
+}
+"""Its drafts, found by trying seeds, are accepted to every depth from 0 to the block, and its texts wander."""
+CASES = covering_cases(2, path=("compiled",), page_size=(16,), block_size=(16,), speculation=("on", "half"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return make_pair(tmp_path_factory.mktemp("pair"), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def subject(pair):
+    return Subject("compiled", pair.target, pair.draft, random_prompts(pair.vocab_size, 24))
+
+
+def engine(pair, **settings) -> EngineCore:
+    wishes = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "kv_cache_memory": 8 << 20} | settings
+    return build_engine(EngineConfig(pair.target, pair.draft, **wishes)).core
+
+
+def requests(count: int = 6) -> list[Request]:
+    """Prompts of several lengths, some drawn, some plain."""
+    return [
+        Request(
+            f"{index}",
+            tuple(token % SHAPE["vocab_size"] for token in range(3 + index, 8 + 4 * index)),
+            max_tokens=30,
+            temperature=[0.0, 0.8][index % 2],
+            seed=index,
+            speculate=index != 3,
+        )
+        for index in range(count)
+    ]
+
+
+def by_operators(core: EngineCore) -> EngineCore:
+    """The same engine with all that is compiled taken out; its heads are laid out alike, so that KV can be compared."""
+    stages = core.runner.stages
+    stages.fused_forward = stages.fused_propose = stages.drafter.fused_write = None
+    return core
+
+
+class Counted:
+    """How often `function` of `holder` is called from now on, and how often it leaves a step to operators."""
+
+    def __init__(self, holder, function: str) -> None:
+        self.all = self.left = 0
+        run = getattr(holder, function)
+
+        def counted(*arguments):
+            result = run(*arguments)
+            self.all += 1
+            self.left += result is None
+            return result
+
+        setattr(holder, function, counted)
+
+
+def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
+    """Of target and draft, wherever both have pages: no text would show a wrong context or block."""
+    for pool, expected in zip(core.runner.pools, other.runner.pools, strict=True):
+        for layer, wanted in zip(pool.layers, expected.layers, strict=True):
+            pages = min(len(layer.k), len(wanted.k))
+            assert float(wanted.k[:pages].abs().sum()) > 1
+            torch.testing.assert_close(layer.k[:pages], wanted.k[:pages], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(layer.v[:pages], wanted.v[:pages], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"verify": 2}, {"verify": 3}, {"max_num_batched_tokens": 70}], ids=str)
+def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings):
+    """Alone and together, with prompts cut, at widths of a block and less; and what is compiled is what ran."""
+    core, other = engine(pair, compile=True, **settings), by_operators(engine(pair, compile=True, **settings))
+    stages = core.runner.stages
+    target, draft, context = (
+        Counted(*of) for of in ((stages, "fused_forward"), (stages, "fused_propose"), (stages.drafter, "fused_write"))
+    )
+    assert core.run(requests()) == other.run(requests()) == engine(pair, **settings).run(requests())
+    for request in requests(2):
+        assert core.run([request]) == other.run([request])
+    assert_same_kv(core, other)
+    assert min(target.all, draft.all, context.all) > 20 and not target.left + draft.left
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dflash_changes_no_token(subject: Subject, case: Case):
+    run = subject.run(case)
+    comparison = subject.compare(run.texts, case)
+    assert not comparison.wrong and len(comparison.differences) <= cap(comparison.tokens), comparison.differences
+    assert (run.preemptions > 0) == case.preempted
+    assert (run.cached_tokens > 0) == case.cached
+
+
+def test_every_step_accepts_what_it_accepts_by_operators_one_by_one(subject: Subject):
+    """No text would show where drafts began, nor on what context, nor what they saw."""
+
+    def steps(case: Case) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        subject.run(case, lambda step: [found.setdefault(d.request_id, []).append(d.num_accepted) for d in step.deltas])
+        return found
+
+    case = Case(concurrency=4, chunked=True, temperature=None, path="compiled", cached=True)
+    found = steps(case)
+    assert found == steps(replace(case, path="eager")) and max(map(max, found.values())) >= 5
+
+
+@pytest.mark.slow
+def test_a_target_alone_is_compiled_by_itself(pair, kept):
+    """It hands out no features, and nothing else tells the two apart."""
+    engine(pair, compile=True)
+    before = set(kept.iterdir())
+    config = EngineConfig(pair.target, device="cpu", dtype="float32", compile=True, kv_cache_memory=8 << 20)
+    assert build_engine(config).core.run(requests(3)) == engine(pair).run(requests(3))
+    (more,) = set(kept.iterdir()) - before
+    assert more.name.startswith("target-")
+
+
+def test_what_is_compiled_is_kept_whatever_the_lengths_and_the_memory(pair, kept, monkeypatch):
+    """Made for short texts and few pages, it says the same far beyond them."""
+    engine(pair, compile=True, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64, kv_cache_memory=1 << 20)
+    before = sorted(kept.iterdir())
+    monkeypatch.setattr("torch.export.export", None)
+    core, other = engine(pair, compile=True), by_operators(engine(pair, compile=True))
+    long = [Request(f"{i}", tuple(range(5)) * 54, max_tokens=60, seed=i, temperature=0.7 * i) for i in range(2)]
+    assert core.run(long) == other.run(long)
+    assert_same_kv(core, other)
+    assert sorted(kept.iterdir()) == before and kept.stat().st_mode & 0o777 == 0o700
+
+
+def test_prompts_in_pieces_and_more_logits_than_fit_at_once(pair, monkeypatch):
+    """Steps of which nobody gets a token, and those whose tokens are chosen piece by piece."""
+    monkeypatch.setattr(sampler, "LOGITS_CHUNK_BYTES", 4 * pair.vocab_size * 20)
+    settings = {"max_num_batched_tokens": 64}
+    asked = [*requests(), Request("long", tuple(range(5)) * 36, max_tokens=9)]
+    core = engine(pair, compile=True, **settings)
+    target, draft = Counted(core.runner.stages, "fused_forward"), Counted(core.runner.stages, "fused_propose")
+    assert core.run(asked) == engine(pair, **settings).run(asked)
+    assert target.all > 20 and not target.left
+    assert 0 < draft.left < draft.all
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(pair):
+    core, asked = engine(pair, compile=True, prefix_caching=False), requests(4)
+    texts = engine(pair).run(asked)
+    said: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    ends = {}
+    for request in asked:
+        core.add(request)
+    while core.has_work:
+        for delta in core.step().deltas:
+            said[delta.request_id] += delta.token_ids
+            ends[delta.request_id] = delta
+        for seq in core.scheduler.running:
+            if seq.request.request_id == "2" and len(said["2"]) > 5:
+                with torch.inference_mode():
+                    core.runner.pools[0].layers[1].k[seq.pages[0]] = torch.nan
+    assert ends["2"].finish_reason == "error" and "not finite" in ends["2"].error
+    assert said["2"] == texts.pop("2")[: len(said.pop("2"))]
+    assert said == texts
+
+
+def test_what_is_loaded_needs_no_file_so_that_a_killed_engine_leaves_none(pair, kept, monkeypatch, tmp_path):
+    engine(pair, compile=True)
+    before = sorted(kept.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("torch.export.export", None)
+    core = engine(pair, compile=True)
+    left = {path.name.partition("_")[0] for path in tmp_path.rglob("*")}
+    assert (left, sorted(kept.iterdir())) == ({"torchinductor"}, before), "PyTorch's own folder, with nothing in it"
+    assert "aotinductor_" in Path("/proc/self/maps").read_text(), "it is loaded from where it is looked for here"
+    assert core.run(requests(2)) == engine(pair).run(requests(2))
+
+
+def test_a_package_that_somebody_has_just_removed_can_be_made_anew(tmp_path):
+    with pytest.raises(RuntimeError):
+        load_package(tmp_path / "gone.pt2")
+
+
+@pytest.mark.parametrize("what", ["sources", "threads", "processor", "settings"])
+def test_whatever_decides_what_is_compiled_is_part_of_its_name(monkeypatch, tmp_path, what):
+    digest = partial(compiled._digest, ("settings",), [torch.zeros(2, 3)])
+    before = digest()
+    assert before == digest() != compiled._digest(("settings",), [torch.zeros(3, 2)])
+    if what == "sources":
+        (tmp_path / "any.py").write_text("pass")
+        monkeypatch.setattr(compiled, "_SOURCES", tmp_path)
+    elif what == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    elif what == "processor":
+        monkeypatch.setattr(compiled, "_processor", lambda: b"another")
+    else:
+        digest = partial(compiled._digest, ("others",), [torch.zeros(2, 3)])
+    assert digest() != before
+
+
+@pytest.mark.slow
+def test_a_broken_package_is_made_anew(pair, kept):
+    engine(pair, compile=True)
+    (context,) = kept.glob("context-*.pt2")
+    context.write_bytes(b"broken")
+    assert engine(pair, compile=True).run(requests(2)) == engine(pair).run(requests(2))
+    assert context.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"dtype": "bfloat16"}, "bfloat16 is not supported yet"), ({"device": "npu"}, "captures graphs instead")],
+)
+def test_what_cannot_be_compiled_is_refused_by_name(pair, settings, said):
+    with pytest.raises(UnsupportedError, match=f"--compile: .*{said}"):
+        engine(pair, compile=True, **settings)
+
+
+def test_without_a_compiler_it_is_refused(pair, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UnsupportedError, match="--compile: there is no g\\+\\+"):
+        engine(pair, compile=True)

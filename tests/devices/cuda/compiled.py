@@ -1,0 +1,146 @@
+"""Compiles every kernel that the CUDA backend launches for a model of published sizes, for sm_90 and without a GPU.
+
+    python -m tests.devices.cuda.compiled qwen3-8b qwen3-4b qwen3-0.6b
+
+The backend's own calls are made, on tensors without memory; in place of a launch Triton compiles what would have been
+launched, so that block sizes, types and divisibility are those of serving. Prints a JSON object a kernel.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+from app.doctor.report.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
+from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.cuda.backend import CudaBackend
+
+SM_90 = GPUTarget("cuda", 90, 32)
+SIZES = [(2, 1), (2, 16), (33, 32), (33, 512), (65, 64), (65, 1024)]
+"""(sequences, rows) of decode steps: plain and whole blocks, of 1, 32 and 64 sequences and the one that is nobody's."""
+MORE_ATTENTION = [(40, 8, 128, torch.bfloat16), (64, 8, 128, torch.bfloat16)]
+MORE_ATTENTION += [(32, 8, 64, torch.float16), (32, 8, 128, torch.float32)]
+"""(heads, KV heads, head size, type) of models that are not among TARGETS."""
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+
+
+class NoGpu:
+    """What Triton asks of a driver before it compiles, answered as an H200 would."""
+
+    def get_current_target(self) -> GPUTarget:
+        return SM_90
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> list[Any]:
+    """From now on a launch compiles and no more; what was compiled is put into the list that is returned."""
+    compiled: list[Any] = []
+    launch = triton.JITFunction.run
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        kernel = launch(self, *args, **options | {"warmup": True})
+        compiled.append(kernel)
+        return kernel
+
+    driver.set_active(NoGpu())
+    triton.JITFunction.run = run
+    return compiled
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def numbers(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
+    """Every kernel of a step, for every size of SIZES."""
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    kv = LayerKv(*(empty(4096, 16, kv_heads, dim) for _ in range(2)))
+    for num_seqs, rows in SIZES:
+        table = numbers(num_seqs, 100)
+        meta = AttnMeta(numbers(num_seqs + 1), numbers(num_seqs), table, [], [], 16, True)
+        rotation = (empty(rows, 1, dim), empty(rows, 1, dim))
+        qkv = empty(rows, heads + 2 * kv_heads, dim)
+        q = backend.qkv_into_kv(qkv, empty(dim), empty(dim), 1e-6, rotation, kv, numbers(rows))
+        for meta.causal in (True, False) if rows > num_seqs else (True,):
+            backend.attention(q, kv, meta)
+        backend.add_rms_norm(empty(rows, hidden), empty(rows, hidden), empty(hidden), 1e-6)
+        backend.rms_norm(empty(rows, hidden), empty(hidden), 1e-6)
+        backend.gated_mlp(empty(rows, hidden), empty(2 * inner, hidden), empty(hidden, inner))
+        context = empty(rows, DRAFT_LAYERS, 2, kv_heads, dim)
+        norms, slots = empty(DRAFT_LAYERS, dim), numbers(rows * DRAFT_LAYERS)
+        backend.context_into_kv(context, norms, empty(dim), 1e-6, rotation, kv, slots)
+        backend.fused_places(numbers(rows), numbers(num_seqs), numbers(rows), table, 16)
+        backend.embed_blocks(numbers(num_seqs), 151669, BLOCK_SIZE, empty(config["vocab_size"], hidden))
+        choices, drafts = empty(rows, dtype=torch.int64), numbers(num_seqs, BLOCK_SIZE - 1)
+        for some in (drafts, None):
+            backend.fused_verify(choices, some, *(numbers(num_seqs) for _ in range(3)))
+        verified = empty(33, BLOCK_SIZE + 1, dtype=torch.int64)
+        backend.fused_follow(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
+
+
+def launch_more(backend: CudaBackend) -> None:
+    for heads, kv_heads, dim, dtype in MORE_ATTENTION:
+        kv = LayerKv(*(empty(4096, 16, kv_heads, dim, dtype=dtype) for _ in range(2)))
+        for num_seqs, rows in SIZES[1:2]:
+            meta = AttnMeta(numbers(num_seqs + 1), numbers(num_seqs), numbers(num_seqs, 100), [], [], 16, True)
+            backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta)
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """What the compiled kernel takes, as cuobjdump reads it from the cubin; bytes, registers of a thread."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        done = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    return {
+        "kernel": kernel.metadata.name,
+        "shared": kernel.metadata.shared,
+        "registers": used["REG"],
+        "stack": used["STACK"],
+        "local": used["LOCAL"],
+        "warps": kernel.metadata.num_warps,
+        "wgmma": "wgmma" in kernel.asm["ptx"],
+    }
+
+
+def report(models: list[str]) -> Iterator[dict[str, Any]]:
+    compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
+    backend._multiprocessors = 132
+    seen = set()
+    for model in [*models, "others"]:
+        if model in TARGETS:
+            launch_all(TARGETS[model], backend)
+        else:
+            launch_more(backend)
+        while compiled:
+            kernel = compiled.pop()
+            if kernel.hash not in seen:
+                seen.add(kernel.hash)
+                yield {"model": model} | resources(kernel)
+
+
+if __name__ == "__main__":
+    for found in report(sys.argv[1:]):
+        print(json.dumps(found), flush=True)

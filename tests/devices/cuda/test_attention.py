@@ -1,0 +1,172 @@
+"""Our attention is a softmax over each sequence's own tokens, however the launch is cut up, whatever lies elsewhere."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.build.self_test import check_attention
+from app.engine.cuda.attention import MAX_SPLITS, TILE_ROWS, geometry, paged_attention
+from app.engine.cuda.backend import CudaBackend
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
+from app.engine.step.graph_sizes import settle_graph_sizes
+from tests.devices.cuda.pages import Paged
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+LENGTHS = {
+    "one block over its context": ([16], [150]),
+    "a block and nothing before it": ([16], [16]),
+    "plain decoding": ([1, 1, 1], [5, 130, 1]),
+    "ragged widths": ([1, 16, 3, 7], [70, 90, 3, 64]),
+    "blocks at page edges": ([16, 16, 16], [16, 17, 32]),
+    "a decode step from a graph: the last sequence is nobody's": ([5, 1, 1, 38], [100, 1, 1, 38]),
+    "plain decoding from a graph that is full": ([1, 1, 0], [5, 130, 0]),
+    "one draft from a graph that is full": ([2, 0], [9, 0]),
+    "plain decoding of two": ([1, 1], [9, 40]),
+    "blocks from a graph that is full": ([16, 3, 0], [40, 20, 0]),
+    "many more rows than a tile": ([40, 1], [77, 9]),
+}
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(scope="module")
+def backend() -> CudaBackend:
+    return CudaBackend(CPU)
+
+
+def attended(case: Paged, backend: CudaBackend, **changed: int) -> torch.Tensor:
+    return paged_attention(case.q, case.kv, case.meta, replace(backend.geometry(case.q, case.kv, case.meta), **changed))
+
+
+def check(case: Paged, backend: CudaBackend, **changed: int) -> None:
+    found, tolerance = attended(case, backend, **changed), TOLERANCES[case.dtype]
+    assert found.dtype == case.dtype
+    torch.testing.assert_close(found.double(), case.expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths, causal):
+    check(Paged(*lengths, causal=causal), backend)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_split_tokens_come_together_again_also_where_a_row_sees_nothing_of_a_part(backend, splits, causal):
+    for lengths in ([16, 2], [17, 40]), ([1, 1], [3, 200]):
+        check(Paged(*lengths, causal=causal), backend, splits=splits, tokens=16)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_types_and_head_sizes_of_real_models(backend, dim, dtype):
+    for splits in (1, 4):
+        check(Paged([5, 3], [90, 20], heads=8, dim=dim, dtype=dtype), backend, splits=splits, tokens=32)
+        check(Paged([1], [90], heads=8, dim=dim, dtype=dtype), backend, splits=splits, tokens=32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1), (5, 1), (10, 2)])
+def test_any_number_of_query_heads_shares_a_kv_head(backend, heads, kv_heads):
+    check(Paged([16, 1], [40, 5], heads=heads, kv_heads=kv_heads), backend)
+    check(Paged([1, 1], [40, 5], heads=heads, kv_heads=kv_heads), backend)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 128])
+def test_any_page_size(backend, page_size):
+    for causal in (True, False):
+        check(Paged([16, 2], [40, 17], page_size=page_size, causal=causal), backend)
+
+
+def test_what_lies_in_unused_slots_and_pages_changes_no_bit(backend):
+    for causal in (True, False):
+        for splits in (1, 2):
+            outputs = [
+                attended(Paged([4, 1], [20, 33], causal=causal, garbage=garbage), backend, splits=splits)
+                for garbage in (0.0, float("nan"), -1e30)
+            ]
+            assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_lengths_and_pages_are_read_when_the_kernel_runs(backend):
+    """Host lengths of another step change nothing, so that a graph may be captured with them."""
+    case = Paged([2, 16], [40, 90])
+    meta = replace(case.meta, q_lens=[9, 9], kv_lens=[9, 9])
+    torch.testing.assert_close(backend.attention(case.q, case.kv, meta).double(), case.expected, atol=2e-6, rtol=2e-6)
+
+
+def test_prompts_go_to_pytorchs_attention_and_verify_rows_never_do(backend):
+    case = Paged([TILE_ROWS + 1], [40], garbage=0.0)
+    case.meta.plan = backend.plan_attention(case.meta, 2)
+    assert case.meta.plan is not None
+    torch.testing.assert_close(
+        backend.attention(case.q, case.kv, case.meta).double(), case.expected, atol=2e-6, rtol=2e-6
+    )
+    graph = Paged([1, 1, 17, 17], [1, 1, 17, 17])
+    assert backend.plan_attention(graph.meta, 2) is None
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 9, 33, 257])
+@pytest.mark.parametrize("width", [1, 4, 16])
+def test_there_are_tiles_for_all_rows_and_no_more_splits_than_help(num_seqs, width):
+    at = geometry(num_seqs, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132)
+    for longest in (1, width, num_seqs * width - num_seqs + 1):  # the others have a row each, at least
+        spread = [longest] + [1] * (num_seqs - 1)
+        assert longest == width == 1 or at.rows == TILE_ROWS
+        if sum(spread) <= num_seqs * width:
+            assert at.tiles >= sum(-(-rows // at.rows) for rows in spread)
+    assert at.splits & (at.splits - 1) == 0 and 1 <= at.splits <= MAX_SPLITS
+    assert at.splits == 1 or at.splits * (num_seqs - 1) * 8 <= 2 * 132 + num_seqs * 8
+
+
+@pytest.mark.parametrize(("num_seqs", "splits"), [(1, 16), (2, 16), (4, 8), (8, 4), (16, 2), (32, 2), (64, 1)])
+@pytest.mark.parametrize("width", [1, 4, 16])
+def test_the_sequence_of_nobody_takes_no_splits_from_the_others(num_seqs, splits, width):
+    """Steps from graphs have one, without rows if they are full; eager ones have none, and launch the same kernels."""
+    for nobodys in (0, 1):
+        assert (
+            geometry(num_seqs + nobodys, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132).splits == splits
+        )
+
+
+@pytest.mark.parametrize("block_size", range(1, 17))
+def test_a_tile_is_one_row_only_where_no_sequence_of_a_graph_has_more(block_size):
+    sizes = settle_graph_sizes(64, block_size, 48, draft_graphs=True, spare=0)
+    for num_seqs, width in itertools.product(sizes.seqs, sizes.widths):
+        at = geometry(num_seqs + 1, sizes.rows(num_seqs, width), 4, 8, torch.bfloat16, multiprocessors=132)
+        assert at.rows > 1 or width == 1
+        assert at.tiles >= num_seqs and at.rows * at.tiles >= sizes.rows(num_seqs, width)
+
+
+def test_long_groups_of_rows_have_tiles_enough_without_splits():
+    for num_seqs, rows in ((1, 2048), (4, 512)):
+        assert geometry(num_seqs, num_seqs * rows, 4, 8, torch.bfloat16, multiprocessors=132).splits == 1
+    assert geometry(1, 64, 4, 8, torch.bfloat16, multiprocessors=132).splits == 8
+
+
+def test_start_up_checks_pass_and_find_a_draft_attention_that_stays_causal(backend):
+    decoder = DecoderConfig(16, 16, 2, 4, 2, 16, 10, 1e-6, 1e4, 64, False, "float32")
+
+    class Causal(CudaBackend):
+        def attention(self, q_thd: torch.Tensor, kv: LayerKv, meta: AttnMeta) -> torch.Tensor:
+            return super().attention(q_thd, kv, replace(meta, causal=True))
+
+    for rows in (1, 16):
+        for dtype in TOLERANCES:
+            check_attention(backend, decoder, 16, rows, dtype)
+    with pytest.raises(UnsupportedError, match="bidirectional attention"):
+        check_attention(Causal(CPU), decoder, 16, 16, torch.float32)
+
+
+def test_what_the_kernels_cannot_do_is_refused_by_name(backend):
+    backend.check(128, 16, 16, torch.bfloat16)
+    for head_dim, block_size, said in (
+        (96, 16, "head_dim 96"),
+        (128, 17, "block of 17 rows.*--num-speculative-tokens 15"),
+    ):
+        with pytest.raises(UnsupportedError, match=said):
+            backend.check(head_dim, block_size, 16, torch.bfloat16)

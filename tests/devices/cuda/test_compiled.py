@@ -1,0 +1,48 @@
+"""Every kernel compiles for an H200 (sm_90) in the sizes of the published models, and fits; that takes no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from app.doctor.report.random_weights import TARGETS
+from tests import ROOT
+
+SHARED_MEMORY = 227 << 10
+"""Bytes that a program may have on sm_90."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
+KERNELS = "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin".split()
+
+
+@pytest.fixture(scope="module", params=[["qwen3-8b"], pytest.param(list(TARGETS), marks=pytest.mark.slow)], ids=len)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """In a process of its own, for here kernels are interpreted."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.devices.cuda.compiled", *request.param]
+    root = ROOT
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_for_sm_90(kernels: list[dict[str, Any]]) -> None:
+    assert {kernel["kernel"] for kernel in kernels} == set(KERNELS)
+
+
+def test_none_spills_and_all_fit(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        print(kernel)
+        assert kernel["stack"] == kernel["local"] == 0, kernel
+        assert kernel["shared"] <= SHARED_MEMORY, kernel
+        assert kernel["registers"] * kernel["warps"] * 32 <= REGISTERS, kernel
+
+
+def test_attention_over_whole_blocks_is_on_the_tensor_cores_own_instructions(kernels: list[dict[str, Any]]) -> None:
+    attends = [kernel for kernel in kernels if kernel["kernel"] == "attend" and kernel["model"] == "qwen3-8b"]
+    assert sum(kernel["wgmma"] for kernel in attends) == 6  # causal and both ways, in 16 parts, in 2 and in 1
+    assert all(2 * kernel["shared"] <= SHARED_MEMORY for kernel in attends), "two programs stand beside one another"

@@ -1,0 +1,120 @@
+"""The whole engine on device "npu:0": its tokens are the CPU engine's.
+
+`OnNpu` is the torch backend moved there, to prove the harness; `NpuBackend` is the server's own.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import app.engine.build.engine as build
+from app.engine.backend.base import Backend, Defaults
+from app.engine.backend.torch import TorchBackend
+from app.engine.build.config import EngineConfig
+from app.engine.errors import UnsupportedError
+from app.engine.npu.backend import NpuBackend
+from app.engine.sequence import Request
+from tests.devices.npu.null_device import traced
+from tests.devices.npu.numerics import Numerics
+from tests.fast.engine.pairs import Pair, make_pair
+
+PAGE = 128
+
+
+class OnNpu(TorchBackend):
+    def __init__(self, device: torch.device) -> None:
+        Backend.__init__(self, device)
+        self.defaults = Defaults(dtype=torch.float32, page_size=PAGE, max_num_seqs=4)
+
+    upload = NpuBackend.upload
+    start_download = NpuBackend.start_download
+    memory = NpuBackend.memory
+    peak_memory = NpuBackend.peak_memory
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return make_pair(tmp_path, head_dim=64, num_layers=3, draft_layers=1, taps=(0, 1))
+
+
+def engine(pair: Pair, **config: Any) -> Any:
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "float32"}
+    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **sizes | config)).core
+
+
+def requests() -> list[Request]:
+    prompts = [tuple(range(1, 12)), tuple(range(30, 75)), (5, 6, 5, 6, 5, 6), tuple(range(1, 90))]
+    return [
+        Request(f"r{i}", prompt, max_tokens=12, temperature=0.7 * (i == 2), seed=i) for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("backend", [OnNpu, NpuBackend])
+def test_tokens_on_the_null_device_are_the_cpu_engines(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, backend: type[Backend]
+) -> None:
+    wanted = engine(pair, device="cpu").run(requests())
+    monkeypatch.setattr(build, "make_backend", lambda name, **_: backend(torch.device(name)))
+    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
+    with torch.inference_mode(), Numerics(lift=["N7"]):
+        assert engine(pair, device="npu:0").run(requests()) == wanted
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_cann_that_cannot_write_pages_scatters_rows_to_the_same_tokens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    def missing(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("aclnnScatterPaKvCache or aclnnScatterPaKvCacheGetWorkspaceSize not in libopapi.so")
+
+    with torch.inference_mode(), Numerics():
+        wanted = engine(pair, device="npu:0", dtype="bfloat16").run(requests())
+        monkeypatch.setattr("torch_npu.npu_scatter_pa_kv_cache", missing)
+        core = engine(pair, device="npu:0", dtype="bfloat16", enforce_eager=eager)
+        with traced() as trace:
+            assert core.run(requests()) == wanted
+    assert any("ScatterNd" in name for name in trace.launches)
+
+
+def test_every_rule_holds_for_the_engine_in_bfloat16(pair: Pair) -> None:
+    with torch.inference_mode(), Numerics():
+        tokens = engine(pair, device="npu:0", dtype="bfloat16").run(requests())
+    assert {len(ids) for ids in tokens.values()} == {12}
+
+
+def test_the_fused_operators_are_what_an_eager_step_launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
+    with torch.inference_mode(), Numerics(lift=["N7"]):
+        core = engine(pair, device="npu:0", enforce_eager=True)
+        for request in requests():
+            core.add(request)
+        while core.step().kind != "decode":
+            pass
+        with traced() as trace:
+            core.step()
+    layers = 3 + 1
+    assert trace.launches["aclnnFusedInferAttentionScoreV3"] == layers
+    assert trace.launches["aclnnSwiGlu"] == layers
+    assert [wait for wait in trace.waits if wait.startswith("d2h")] == []
+    assert trace.waits.count("aclrtSynchronizeEvent") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"dtype": "float16"}, "--dtype float16"),
+        ({"dtype": "bfloat16", "page_size": 64}, "--page-size 64"),
+        ({"dtype": "bfloat16", "device": "npu:3"}, "sees 1 NPUs"),
+    ],
+)
+def test_what_the_operators_cannot_do_is_refused_by_name(pair: Pair, config: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        engine(pair, **{"device": "npu:0"} | config)
+
+
+def test_a_block_above_sixteen_rows_is_refused_by_name(tmp_path: Path) -> None:
+    wide = make_pair(tmp_path, head_dim=64, num_layers=3, draft_layers=1, taps=(0, 1), block_size=20)
+    with pytest.raises(UnsupportedError, match="--num-speculative-tokens 15"):
+        engine(wide, device="npu:0", dtype="bfloat16", max_num_batched_tokens=128)

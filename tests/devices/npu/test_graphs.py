@@ -1,0 +1,307 @@
+"""NPUGraph with numbers: what was captured is computed at every replay. Checked with torch_npu 2.13.0."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import Tensor
+
+from app.engine.npu.check import ContractError, check_update
+from tests.devices.npu.calls import BLOCK, Sequences, causal_mask, normal
+from tests.devices.npu.null_device import traced
+from tests.devices.npu.numerics import NumericsError, recorded
+
+pytestmark = pytest.mark.usefixtures("numerics")
+
+HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 128, 2
+
+
+class Step:
+    """Two layers of (write K/V, attend, project) for 2 sequences of 2 rows, from buffers that stay where they are."""
+
+    def __init__(self) -> None:
+        device = torch.device("npu:0")
+        self.x = torch.zeros(4, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        self.slots = torch.arange(4, dtype=torch.int32, device=device)
+        self.table = torch.tensor([[2, 1], [4, 3]], dtype=torch.int32, device=device)
+        shape = (LAYERS, 5, BLOCK, KV_HEADS, DIM)
+        self.caches = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        self.weights = [(normal(HEADS * DIM, HEADS * DIM, seed=i) * 0.05).to(device) for i in range(LAYERS)]
+        self.mask = causal_mask()
+
+    def fill(self, turn: int) -> list[int]:
+        """New rows behind `turn` and 2 * `turn` rows; the KV lengths of the two sequences."""
+        starts = [126 + turn, 3 * turn]
+        slots = [
+            int(block) * BLOCK + place for s, start in enumerate(starts) for block, place in self._places(s, start)
+        ]
+        self.x.copy_(normal(4, HEADS, DIM, seed=turn))
+        self.slots.copy_(torch.tensor(slots, dtype=torch.int32))
+        return [start + 2 for start in starts]
+
+    def _places(self, sequence: int, start: int) -> list[tuple[int, int]]:
+        blocks = [[2, 1], [4, 3]][sequence]
+        return [(blocks[i // BLOCK], i % BLOCK) for i in (start, start + 1)]
+
+    def run(self, kv_lens: list[int], q_lens: tuple[int, int] = (2, 2)) -> Tensor:
+        x = self.x
+        for layer, weight in enumerate(self.weights):
+            k, v = (cache[layer] for cache in self.caches)
+            kv_rows = x[:, :KV_HEADS].contiguous()
+            torch_npu.npu_scatter_pa_kv_cache(kv_rows, kv_rows, k, v, self.slots, cache_mode="Norm")
+            o, _ = torch_npu.npu_fused_infer_attention_score(
+                x,
+                k.view(-1, BLOCK, KV_HEADS * DIM),
+                v.view(-1, BLOCK, KV_HEADS * DIM),
+                atten_mask=self.mask,
+                actual_seq_lengths=list(accumulate(q_lens)),
+                actual_seq_lengths_kv=kv_lens,
+                block_table=self.table,
+                num_heads=HEADS,
+                num_key_value_heads=KV_HEADS,
+                scale=DIM**-0.5,
+                input_layout="TND",
+                sparse_mode=3,
+                block_size=BLOCK,
+            )
+            x = F.linear(o.view(4, -1), weight).view(4, HEADS, DIM)
+        return x
+
+    def capture(self) -> tuple[torch.npu.NPUGraph, Tensor]:
+        """Captured with lengths that no later step has."""
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph, auto_dispatch_capture=True):
+            y = self.run([2, 2])
+        return graph, y
+
+
+def lengths(kv_lens: list[int]) -> list[dict[str, list[int]]]:
+    """One entry for each recorded attention call."""
+    return [{"actual_seq_lengths": [2, 4], "actual_seq_lengths_kv": list(kv_lens)} for _ in range(LAYERS)]
+
+
+@pytest.mark.parametrize("update_first", [True, False], ids=["update, replay", "replay, update"])
+def test_replays_with_updated_lengths_equal_eager_steps(update_first: bool) -> None:
+    captured, eager = Step(), Step()
+    graph, y = captured.capture()
+    for turn in range(4):
+        kv_lens = captured.fill(turn)
+        if update_first:
+            graph.update(lengths(kv_lens))
+            graph.replay()
+        else:
+            graph.replay()
+            graph.update(lengths(kv_lens))
+        eager.fill(turn)
+        assert torch.equal(y.cpu(), eager.run(kv_lens).cpu())
+    for mine, other in zip(captured.caches, eager.caches, strict=True):
+        assert torch.equal(mine.cpu(), other.cpu())
+
+
+def test_a_capture_computes_nothing() -> None:
+    step = Step()
+    step.fill(0)
+    _, y = step.capture()
+    assert not step.caches[0].cpu().any()
+    assert y.cpu().isnan().any()
+
+
+def test_addresses_stay_from_replay_to_replay() -> None:
+    step = Step()
+    graph, y = step.capture()
+    address = y.data_ptr()
+    for turn in range(2):
+        graph.update(lengths(step.fill(turn)))
+        graph.replay()
+        assert y.data_ptr() == address and not y.cpu().isnan().any()
+
+
+def test_a_replay_is_one_launch_and_an_update_one_for_each_attention() -> None:
+    step = Step()
+    graph, _ = step.capture()
+    kv_lens = step.fill(1)
+    with traced() as trace:
+        graph.update(lengths(kv_lens))
+        graph.replay()
+    attention = ("update", "aclnnFusedInferAttentionScoreV3")
+    assert trace.lines[:-1] == [attention] * LAYERS and trace.lines[-1][0] == "replay"
+    with traced() as trace:
+        step.run(kv_lens)
+    assert trace.launches["aclnnFusedInferAttentionScoreV3"] == LAYERS == trace.launches["aclnnScatterPaKvCache"]
+
+
+def test_what_was_recorded_can_be_looked_at() -> None:
+    step = Step()
+    with traced() as trace:
+        graph, _ = step.capture()
+    assert trace.of("capture").count("aclnnScatterPaKvCache") == LAYERS
+    graph.update(lengths(step.fill(3)))
+    attention = [call for call in recorded() if "attention_score.out" in str(call.func)]
+    assert [call.kwargs["actual_seq_lengths_kv"] for call in attention] == [[131, 11]] * LAYERS
+
+
+def test_layers_keep_the_lengths_that_they_were_given() -> None:
+    """Draft and target lengths differ: each recorded call gets its own entry, in the order of capture."""
+    captured, eager = Step(), Step()
+    graph, y = captured.capture()
+    kv_lens = captured.fill(2)
+    eager.fill(2)
+    different = lengths(kv_lens)
+    different[1]["actual_seq_lengths_kv"] = [kv_lens[0], 2]
+    graph.update(different)
+    graph.replay()
+    assert not torch.equal(y.cpu(), eager.run(kv_lens).cpu())
+
+
+def test_a_replay_whose_update_never_comes_is_an_error_and_not_a_hang() -> None:
+    step = Step()
+    graph, y = step.capture()
+    kv_lens = step.fill(0)
+    graph.replay()
+    with pytest.raises(RuntimeError, match="507046"):
+        torch.npu.synchronize()
+    with pytest.raises(NumericsError, match="waits for its update"):
+        y + 1
+    graph.update(lengths(kv_lens))
+    assert not y.cpu().isnan().any()
+
+
+def test_lengths_of_before_are_not_used_again_in_silence() -> None:
+    """Each replay waits for an update of its own."""
+    step = Step()
+    graph, _ = step.capture()
+    kv_lens = step.fill(0)
+    graph.update(lengths(kv_lens))
+    graph.replay()
+    graph.replay()
+    with pytest.raises(RuntimeError, match="507046"):
+        torch.npu.synchronize()
+    graph.update(lengths(kv_lens))
+    torch.npu.synchronize()
+
+
+def test_the_number_of_updates_is_the_number_of_recorded_calls() -> None:
+    step = Step()
+    graph, _ = step.capture()
+    with pytest.raises(RuntimeError, match="need to be updated"):
+        graph.update(lengths(step.fill(0)) * 2)
+    with pytest.raises(ContractError, match="N22"):
+        check_update(lengths([2, 2])[:1], recorded=LAYERS)
+    with pytest.raises(ContractError, match="N1:"):
+        check_update([{"actual_seq_lengths": torch.tensor([2, 4])}], recorded=1)
+    check_update(lengths([2, 2]), recorded=LAYERS)
+
+
+@pytest.mark.parametrize("wrong", [[200, 2], [300, 2], [0, 2]], ids=["foreign", "too long", "empty"])
+def test_rules_hold_for_updates_and_replays_too(wrong: list[int]) -> None:
+    step = Step()
+    graph, _ = step.capture()
+    step.fill(0)
+    step.table.copy_(torch.tensor([[2, 9], [4, 3]], dtype=torch.int32))
+    with pytest.raises((ContractError, RuntimeError), match=r"N3:|N13:"):
+        graph.update(lengths(wrong))
+        graph.replay()
+
+
+def test_a_captured_request_has_no_more_rows_than_a_block() -> None:
+    """Nothing is prefilled in a graph: 17 causal rows are a block that is too long (N12)."""
+    sequences, graph = Sequences([17], [20]), torch.npu.NPUGraph()
+    arguments = sequences.arguments(causal=True)
+    with torch.npu.graph(graph, auto_dispatch_capture=True):
+        torch_npu.npu_fused_infer_attention_score(**arguments)
+    graph.update([{"actual_seq_lengths": [17], "actual_seq_lengths_kv": [20]}])
+    with pytest.raises(RuntimeError, match="N12:"):
+        graph.replay()
+
+
+def test_the_host_cannot_wait_inside_a_capture() -> None:
+    step = Step()
+    with pytest.raises(RuntimeError, match="107030"), torch.npu.graph(torch.npu.NPUGraph()):
+        step.x.sum().item()
+
+
+def test_a_size_that_depends_on_values_cannot_be_captured() -> None:
+    step = Step()
+    with pytest.raises(NumericsError, match="depends on values"), torch.npu.graph(torch.npu.NPUGraph()):
+        step.x[step.x > 0]
+
+
+def test_a_number_that_an_operator_uploads_by_itself_cannot_be_captured() -> None:
+    step = Step()
+    with pytest.raises(NumericsError, match="uploads a scalar"), torch.npu.graph(torch.npu.NPUGraph()):
+        step.slots >> 3
+
+
+def test_an_upload_from_pageable_memory_cannot_be_captured() -> None:
+    step = Step()
+    with pytest.raises(RuntimeError, match="107030"), torch.npu.graph(torch.npu.NPUGraph()):
+        step.slots.copy_(torch.arange(4, dtype=torch.int32))
+
+
+def test_a_captured_upload_reads_its_pinned_memory_at_each_replay() -> None:
+    host, graph = torch.zeros(4, dtype=torch.int32, pin_memory=True), torch.npu.NPUGraph()
+    slots = torch.zeros(4, dtype=torch.int32, device="npu:0")
+    with torch.npu.graph(graph):
+        slots.copy_(host, non_blocking=True)
+        doubled = slots * 2
+    for turn in range(2):
+        host.fill_(turn)
+        graph.replay()
+        assert doubled.tolist() == [2 * turn] * 4
+
+
+def test_the_manual_protocol_has_numbers_too() -> None:
+    """Task groups and external events by hand, as vllm-ascend does it."""
+    captured = Step()
+    graph, update_stream, event = torch.npu.NPUGraph(), torch.npu.Stream(), torch.npu.ExternalEvent()
+    k, v = (cache[0].view(-1, BLOCK, KV_HEADS * DIM) for cache in captured.caches)
+    out = [torch.empty_like(captured.x), torch.empty(1, device="npu:0")]
+    fixed = {
+        "block_table": captured.table,
+        "num_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "scale": DIM**-0.5,
+        "input_layout": "TND",
+        "block_size": BLOCK,
+        "out": out,
+    }
+
+    def attend(kv_lens: list[int]) -> None:
+        torch_npu.npu_fused_infer_attention_score.out(
+            captured.x, k, v, actual_seq_lengths=[2, 4], actual_seq_lengths_kv=kv_lens, **fixed
+        )
+
+    with torch.npu.graph(graph):
+        stream = torch.npu.current_stream()
+        event.wait(stream)
+        event.reset(stream)
+        torch.npu.graph_task_group_begin(stream)
+        attend([2, 2])
+        handle = torch.npu.graph_task_group_end(stream)
+        y = out[0] * 2
+    for turn in range(2):
+        kv_lens = captured.fill(turn)
+        captured.run(kv_lens)
+        graph.replay()
+        with torch.npu.stream(update_stream):
+            torch.npu.graph_task_update_begin(update_stream, handle)
+            attend(kv_lens)
+            torch.npu.graph_task_update_end(update_stream)
+            event.record(update_stream)
+        found = y.cpu()
+        attend(kv_lens)
+        assert torch.equal(found, (out[0] * 2).cpu())
+
+
+def test_a_reset_graph_is_forgotten() -> None:
+    step = Step()
+    graph, _ = step.capture()
+    graph.update(lengths(step.fill(0)))
+    with traced() as trace:
+        graph.replay()
+    (number,) = trace.of("replay")
+    assert recorded(int(number))
+    graph.reset()
+    assert not recorded(int(number))

@@ -1,0 +1,150 @@
+"""Plain PyTorch on "npu:0" gives the CPU's numbers, bit for bit. Checked with torch_npu 2.13.0."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.devices.npu.null_device import traced
+from tests.devices.npu.numerics import Numerics, NumericsError
+
+pytestmark = pytest.mark.usefixtures("numerics")
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+W = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+ROWS = torch.tensor([4, 0, 2])
+
+
+def put(x: Tensor, places: Tensor) -> Tensor:
+    x = x.clone()
+    x[places] = 7.0
+    x[:, 2:4] = -1.0
+    return x
+
+
+OPERATORS: dict[str, Callable[..., object]] = {
+    "linear": lambda x, w, rows: F.linear(x, w),
+    "matmul of a transposed view": lambda x, w, rows: x.t() @ x,
+    "bfloat16 linear": lambda x, w, rows: F.linear(x.bfloat16(), w.bfloat16()),
+    "argmax": lambda x, w, rows: x.argmax(-1),
+    "max with indices": lambda x, w, rows: x.max(-1),
+    "softmax": lambda x, w, rows: x.softmax(-1),
+    "embedding": lambda x, w, rows: F.embedding(rows, x),
+    "index_select": lambda x, w, rows: x.index_select(0, rows),
+    "advanced index": lambda x, w, rows: x[rows, 1:3],
+    "index_put": lambda x, w, rows: put(x, rows),
+    "boolean index_put": lambda x, w, rows: put(x, x[:, 0] > 0),
+    "boolean index": lambda x, w, rows: x[x > 0],
+    "nonzero": lambda x, w, rows: (x > 0).nonzero(),
+    "where": lambda x, w, rows: torch.where(x > 0, x, -x),
+    "cat and chunk": lambda x, w, rows: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "cumsum": lambda x, w, rows: x.cumsum(0),
+    "integer hash": lambda x, w, rows: (rows.int() * 0x45D9F3B) ^ (rows.int() >> 3),
+    "arange and comparison": lambda x, w, rows: torch.arange(6, device=x.device)[:, None] < rows,
+    "repeat_interleave": lambda x, w, rows: x.repeat_interleave(2, 0),
+    "repeat_interleave by values": lambda x, w, rows: x[:3].repeat_interleave(rows, 0),
+    "contiguous of a strided view": lambda x, w, rows: x[1:, ::2].contiguous(),
+    "reshape that copies": lambda x, w, rows: x.t().reshape(-1),
+    "in place on a view": lambda x, w, rows: x.clone()[:, 1:3].mul_(2.0),
+    "rms_norm": lambda x, w, rows: F.rms_norm(x, (8,), w[0], 1e-6),
+    "silu": lambda x, w, rows: F.silu(x),
+    "attention": lambda x, w, rows: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "a shape of nothing": lambda x, w, rows: x[:0] + 1,
+    "cast and back": lambda x, w, rows: x.bfloat16().float(),
+    "zeros, full, ones_like": lambda x, w, rows: torch.full((2,), 3.0, device=x.device) + torch.ones_like(x)[0, :2],
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_equals_the_cpus(name: str) -> None:
+    computed = OPERATORS[name](X.to("npu:0"), W.to("npu:0"), ROWS.to("npu:0"))
+    wanted = OPERATORS[name](X, W, ROWS)
+    for found, expected in zip(_tensors(computed), _tensors(wanted), strict=True):
+        assert found.device.type == "npu" and found.dtype == expected.dtype
+        assert torch.equal(found.cpu(), expected)
+
+
+def _tensors(result: object) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)  # type: ignore
+
+
+def test_a_module_moves_to_the_device_whole() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 3))
+    wanted = model(X)
+    assert torch.equal(model.to("npu:0")(X.to("npu:0")).cpu(), wanted)
+
+
+def test_work_on_a_side_stream_counts() -> None:
+    x, stream = X.to("npu:0"), torch.npu.Stream()
+    with torch.npu.stream(stream):
+        y = x * 2
+    torch.npu.current_stream().wait_stream(stream)
+    assert torch.equal((y + x).cpu(), X * 2 + X)
+
+
+def test_strided_and_cast_reads_are_right() -> None:
+    x = X.to("npu:0")
+    assert torch.equal(x.t()[1:].cpu(), X.t()[1:])
+    assert torch.equal(x.to("cpu", torch.float64), X.double())
+    assert x[2, 3].item() == X[2, 3].item() and x[0].tolist() == X[0].tolist()
+
+
+def test_a_strided_read_into_pinned_memory_is_right() -> None:
+    host = torch.zeros(8, 6, pin_memory=True)
+    host.copy_(X.to("npu:0").t(), non_blocking=True)
+    torch.npu.synchronize()
+    assert torch.equal(host, X.t())
+
+
+def test_the_one_read_of_a_step_overlaps_until_its_event_is_waited_for() -> None:
+    ids = X.to("npu:0").argmax(-1)
+    host = torch.zeros(6, dtype=torch.int64, pin_memory=True)
+    copied = torch.npu.Event()
+    with traced() as trace:
+        host.copy_(ids, non_blocking=True)
+        copied.record()
+    assert trace.waits == [] and host.tolist() == [-1] * 6
+    copied.synchronize()
+    assert torch.equal(host, X.argmax(-1))
+
+
+def test_launches_are_counted_as_torch_npu_makes_them() -> None:
+    x, w = X.to("npu:0"), W.to("npu:0")
+    with traced() as trace:
+        F.linear(x, w).softmax(-1).argmax(-1)
+    assert trace.launches == {"aclnnMatmul": 1, "aclnnSoftmax": 1, "aclnnArgMax": 1}
+
+
+def test_a_size_that_depends_on_values_is_a_wait() -> None:
+    x = X.to("npu:0")
+    with traced() as trace:
+        x[x > 0]
+    assert trace.waits == ["aten.index.Tensor"]
+
+
+def test_memory_that_nothing_wrote_is_nan() -> None:
+    for make in (torch.empty, lambda *shape, **more: torch.ones(3, device="npu:0").new_empty(*shape)):
+        assert make(4, device="npu:0").cpu().isnan().all()
+    assert torch.empty(4, dtype=torch.int32, device="npu:0").tolist() == [-1] * 4
+
+
+def test_tensors_can_be_printed() -> None:
+    assert repr(torch.arange(3).to("npu:0")) == "tensor([0, 1, 2], device='npu:0')"
+
+
+def test_a_fallback_to_the_cpu_raises() -> None:
+    with pytest.raises(RuntimeError, match="would execute its main computation on CPU"):
+        torch.linalg.eigvals(torch.ones(3, 3, device="npu:0"))
+
+
+def test_tensors_of_two_devices_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match="device"):
+        F.linear(X.to("npu:0"), W)
+
+
+def test_a_queue_in_another_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
+    with pytest.raises(NumericsError, match="TASK_QUEUE_ENABLE=0"):
+        Numerics().__enter__()

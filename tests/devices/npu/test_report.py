@@ -1,0 +1,374 @@
+"""`dflash-server npu-report` on the stubs: right numbers where the harness computes, and words where something fails.
+
+Times mean nothing on the null device, so none is looked at.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.doctor.op_count import Launches
+from app.doctor.report.npu import demo_pair, engine, open_points, operators, roofline, step
+from app.doctor.report.npu.chips import Chip, figures
+from app.doctor.report.npu.part import Part, Prompts, Result, answer
+from app.doctor.report.npu_page import page
+from app.engine.backend.base import AttnMeta, Backend, LayerKv
+from app.engine.npu.backend import NpuBackend
+from tests.devices.npu import demo
+from tests.devices.npu.null_device import Trace, traced
+from tests.devices.npu.numerics import Numerics
+
+SMALL = operators.Extent(
+    heads=((4, 2, 64), (8, 2, 128)),
+    rows=(1, 2, 16),
+    edges=(16, 127, 128, 129, 257),
+    long=(513,),
+    chunk=40,
+    hidden=256,
+    intermediate=384,
+    vocab=3000,
+    num_rows=(1, 20),
+)
+FEW = open_points.Extent(heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4)
+TINY = roofline.Extent(
+    copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16, 32), layers=2, repeats=1
+)
+UNKNOWN = ["N6", "N7", "N9", "N11", "N12", "N16"]
+"""Rules that the open points break on purpose."""
+
+
+@pytest.fixture
+def backend() -> Iterator[NpuBackend]:
+    with torch.inference_mode(), Numerics(lift=UNKNOWN):
+        yield NpuBackend(torch.device("npu:0"))
+
+
+# ---- operators --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", operators.cases(SMALL))
+def test_every_operator_is_right_and_its_errors_are_told(backend: NpuBackend, name: str) -> None:
+    found = answer(Part(name, partial(operators.compare, backend, operators.cases(SMALL)[name])))
+    assert found["status"] == "ok", found
+    for case in found["result"]["cases"]:
+        assert 0 <= case["relative"] <= case["tolerance"] and case["absolute"] >= 0
+    exact = {"write_kv", "argmax", "integers", "places", "verify"}
+    assert (name in exact) == all(case["tolerance"] == 0 for case in found["result"]["cases"])
+
+
+class Wrong(NpuBackend):
+    """Mistakes that a kernel could make."""
+
+    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+        plan = super().plan_attention(meta, group)
+        plan.kv_lens[-1] = max(1, plan.kv_lens[-1] - 1) if not meta.causal else plan.kv_lens[-1]
+        return plan
+
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
+        super().write_kv(k_thd, v_thd, kv, slots.flip(0))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return super().rms_norm(x, weight, 0.1)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return super().linear(x, weight) * float("nan")
+
+
+@pytest.mark.parametrize("name", ["attention, bidirectional", "write_kv", "rms_norm", "linear"])
+def test_an_operator_that_does_something_else_has_failed_with_its_error(backend: NpuBackend, name: str) -> None:
+    wrong = Wrong(torch.device("npu:0"))
+    found = answer(Part(name, partial(operators.compare, wrong, operators.cases(SMALL)[name])))
+    assert found["status"] == "failed" and "error" not in found
+    worst = next(case for case in found["result"]["cases"] if not case["passed"])
+    assert (worst["relative"] is None) == (name == "linear")
+    assert name == "linear" or worst["relative"] > worst["tolerance"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_an_operator_that_is_refused_has_failed_with_the_meaning_of_the_code(backend: NpuBackend) -> None:
+    def refuse(backend: Backend, inputs: Any) -> tuple[Tensor, ...]:
+        raise RuntimeError("NPU function error: call aclnnRmsNorm failed, error code is 561002\nEZ9999")
+
+    found = answer(Part("rms_norm", partial(operators.compare, backend, [operators.Case("[1]", refuse)])))
+    assert found["status"] == "failed" and "tiling" in found["error"]["meaning"]
+    assert found["error"]["says"].endswith("561002") and "refuse" in found["error"]["traceback"]
+
+
+# ---- open points ------------------------------------------------------------------------------------------------
+
+
+def point(name: str, backend: Backend) -> Result:
+    return answer(Part(name, partial(open_points.answered, name, lambda: backend, FEW)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("combination", "chip Ascend910B3, torch 2.13.0"),
+        ("slots of -1", "Not skipped: 2 slots hold what nobody asked for"),
+        ("float16", "Float16 is taken, and the result is right"),
+        ("padding of few tokens", "for the others the result is right"),
+        ("partly filled pages", "the result is right"),
+        ("more than 16 rows", "the result is right"),
+        ("order of heads", "The order by heads is taken, and the result is right"),
+        ("updates of a graph", "3 updates take the host"),
+        ("captures", "5 of 5 graphs were captured."),
+    ],
+)
+def test_every_open_point_is_answered_in_a_sentence(backend: NpuBackend, name: str, said: str) -> None:
+    found = point(name, backend)
+    assert found["status"] == "ok" and "error" not in found, found
+    assert said in found["result"]["found"] and found["result"]["found"].endswith(".")
+    assert set(open_points.POINTS) >= set(open_points.RELIED_ON)
+
+
+class Other(NpuBackend):
+    """The other answers."""
+
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+        return super().attention(q_thd, kv, meta) * 1.5
+
+
+@pytest.mark.parametrize("name", ["float16", "padding of few tokens", "partly filled pages", "more than 16 rows"])
+def test_attention_that_is_taken_and_wrong_is_said_to_be_wrong(backend: NpuBackend, name: str) -> None:
+    found = point(name, Other(torch.device("npu:0")))
+    assert "the result is WRONG, to " in found["result"]["found"]
+    assert found["status"] == ("failed" if name in open_points.RELIED_ON else "ok")
+
+
+def test_slots_that_are_skipped_are_said_to_be(backend: NpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def skip(k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
+        given = (slots >= 0).cpu().nonzero()[:, 0].to(slots.device)
+        backend.write_kv(k_thd[given], v_thd[given], kv, slots[given])
+
+    monkeypatch.setattr(open_points.trials, "write_pages", skip)
+    assert point("slots of -1", backend)["result"]["found"].startswith("Rows with slot -1 are skipped")
+
+
+class Refusing(NpuBackend):
+    """What a card says to a call that it does not take."""
+
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+        raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002\nmore")
+
+
+@pytest.mark.parametrize("name", [name for name in open_points.POINTS if name not in ("combination", "captures")])
+def test_a_refusal_is_an_answer_and_ends_the_process(
+    backend: NpuBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = Refusing(torch.device("npu:0"))
+    monkeypatch.setattr(open_points.trials, "attention_of_heads", lambda q, kv, meta: refusing.attention(q, kv, meta))
+    monkeypatch.setattr(open_points.trials, "write_pages", lambda k, v, kv, slots: refusing.attention(k, kv, slots))
+    found = point(name, refusing)
+    assert found["result"]["found"].startswith("It is refused: RuntimeError: ") and "error" in found
+    assert "(561002: " in found["result"]["found"]
+    assert found["status"] == ("failed" if name in open_points.RELIED_ON else "ok")
+
+
+def test_captures_stop_at_the_first_failure_with_its_words(
+    backend: NpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, done = NpuBackend.capture, []
+
+    def limited(self: NpuBackend, *args: Any) -> Any:
+        if len(done) == 3:
+            raise RuntimeError("[Error]: Alloc sq cq fail, error code is 207005")
+        done.append(1)
+        return capture(self, *args)
+
+    monkeypatch.setattr(NpuBackend, "capture", limited)
+    found = point("captures", backend)
+    assert found["status"] == "failed" and (found["result"]["captured"], found["result"]["wanted"]) == (3, 5)
+    assert "3 of 5 graphs were captured; the next one failed: " in found["result"]["found"]
+    assert "--max-graphs" in found["error"]["meaning"]
+
+
+def test_every_replay_of_the_update_point_gives_all_calls_anew(backend: NpuBackend) -> None:
+    with traced() as trace:
+        assert point("updates of a graph", backend)["status"] == "ok"
+    assert len(trace.of("update")) == FEW.calls * FEW.repeats and len(trace.of("replay")) == FEW.repeats
+
+
+# ---- engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[engine.Runs]:
+    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
+    with torch.inference_mode(), Numerics(lift=["N7"]):
+        yield engine.Runs("npu:0", demo.prompts(4), "float32")
+
+
+def test_texts_and_acceptance_are_the_cpus_in_every_way(in_float32: engine.Runs) -> None:
+    for way in engine.WAYS:
+        found = answer(Part(way, partial(in_float32.against_cpu, way)))
+        assert found["status"] == "ok" and found["result"]["identical"] == found["result"]["prompts"] == 4
+        lengths = found["result"]["acceptance_length"]
+        assert lengths["device"] == (1.0 if way == "plain" else lengths["CPU float32"])
+    assert in_float32.against_eager("graphs")["same_acceptance_in_every_step"]
+    assert in_float32.against_eager("plain")["identical"] == 4
+
+
+def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(
+    in_float32: engine.Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Causal(NpuBackend):
+        def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+            plan = super().plan_attention(meta, group)
+            return plan if meta.causal else super().plan_attention(causal(meta), group)
+
+    monkeypatch.setattr(demo_pair.build, "check_attention", lambda *_: None)
+    make = demo_pair.build.make_backend
+    monkeypatch.setattr(
+        demo_pair.build,
+        "make_backend",
+        lambda name, **_: Causal(torch.device(name)) if name == "npu:0" else make(name),
+    )
+    found = answer(Part("eager", partial(in_float32.against_cpu, "eager")))
+    assert found["status"] == "failed" and found["result"]["identical"] == 4
+    assert found["result"]["acceptance_length"]["device"] < found["result"]["acceptance_length"]["CPU float32"]
+
+
+def causal(meta: AttnMeta) -> AttnMeta:
+    return AttnMeta(meta.cu_q, meta.kv_len, meta.page_table, meta.q_lens, meta.kv_lens, meta.page_size, True)
+
+
+def test_a_text_that_leaves_the_others_is_told_with_its_place_and_gap() -> None:
+    runs = engine.Runs("cpu", demo.prompts(1), "float32")
+    text = runs._on_cpu("float32").texts["r0"]
+    other = demo_pair.Run({"r0": [*text[:5], (text[5] + 1) % 2560, *text[6:]]})
+    found = runs._compared(runs._on_cpu("float32"), other)
+    assert found["identical"] == 0 and not found["passed"]
+    assert [(d["prompt"], d["token"]) for d in found["differences"]] == [(0, 5)]
+    assert found["differences"][0]["gap"] > engine.MAX_GAP
+    shorter = runs._compared(runs._on_cpu("float32"), demo_pair.Run({"r0": text[:-1]}))
+    assert shorter["differences"] == [{"prompt": 0, "token": len(text) - 1, "gap": None}] and not shorter["passed"]
+
+
+# ---- step and launches ------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Launches at the dispatcher and on the null device, of the same code."""
+
+    def __init__(self) -> None:
+        self.launches, self.trace = Launches("npu"), Trace()
+
+    def __enter__(self) -> None:
+        self._traced = traced()
+        self.trace = self._traced.__enter__()
+        self.launches.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.launches.__exit__(*error)
+        self._traced.__exit__(*error)
+
+
+def test_operators_that_are_counted_are_the_kernels_of_an_eager_step() -> None:
+    """But for casts that torch_npu adds: page_table[owner, page] has an int64 and an int32 index, once a forward."""
+    with torch.inference_mode(), Numerics():
+        steps, counted = step.Steps("npu:0", demo.prompts(2), max_num_seqs=2), Counted()
+        list(step.decode_steps(steps._core("eager"), demo.prompts(2), 2, 1, counted))
+    operators, kernels = counted.launches.operators, counted.trace.launches
+    copies = ("aten.copy_", "aten.clone", "aten.contiguous", "aten._to_copy")
+    casts = kernels["aclnnInplaceCopy"] - sum(operators[name] for name in copies)
+    assert 0 <= casts <= 2 and counted.launches.total == kernels.total() - casts
+    assert counted.launches.copies.total() == len(counted.trace.of("copy")) == 3
+    assert operators["npu.npu_fused_infer_attention_score"] == kernels["aclnnFusedInferAttentionScoreV3"] == 5 + 3
+
+
+@pytest.mark.parametrize("way", step.WAYS)
+def test_a_step_is_timed_in_parts_and_its_launches_are_counted(way: str) -> None:
+    with torch.inference_mode(), Numerics():
+        found = step.Steps("npu:0", demo.prompts(2), max_num_seqs=2).measured(way, 2, repeats=2)
+    assert found["steps"] == 2 and {"median_ms", "p90_ms"} == set(found["step"]) == set(found["launch"])
+    if way == "graphs":
+        assert found["most"] == {"npu.npu_fused_infer_attention_score.out": 5 + 3} and found["operators"] == 8
+    else:
+        assert 100 < found["operators"] < 250
+
+
+def test_views_memory_and_questions_are_no_launches() -> None:
+    with torch.inference_mode(), Launches("cpu") as counted:
+        x = torch.empty(4, 6)
+        x.view(2, 12).t()[0].reshape(2, 1)
+        assert x.shape[0] == 4 and not counted.total
+        x.t().contiguous()
+        torch.nn.functional.linear(x, x)
+    assert counted.total == 2 and sum(name.startswith("aten.clone") for name in counted.operators) == 1
+
+
+# ---- roofline ---------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_of_the_chips_assumed_figures(backend: NpuBackend) -> None:
+    chip = roofline.chip_of(backend)
+    assert chip is not None and roofline.assumed(backend)["source"] == roofline.ASSUMED
+    assert roofline.assumed(backend)["GB_s"] == chip.bandwidth / 1e9
+    found = roofline.layers(backend, Chip(1e9, 1e9), TINY)
+    elements = 2 * (80 * 64 + 64 * 64 + 192 * 64 + 64 * 96)
+    assert found["weight_bytes"] == 2 * elements
+    assert [case["rows"] for case in found["cases"]] == [1, 16]
+    assert found["cases"][0]["floor_ms"] == pytest.approx(2e3 * elements / 1e9, rel=1e-3)
+    assert found["cases"][1]["floor_ms"] == pytest.approx(2e3 * 16 * elements / 1e9, rel=1e-3)
+
+
+def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline.trials, "chip", lambda index: "Ascend310P3")
+    assert roofline.chip_of(backend) is None and "nothing is known" in roofline.assumed(backend)["source"]
+    assert roofline.copy(backend, None, TINY)["share"] is None
+    assert {case["share_of_GB_s"] for case in roofline.matmul(backend, None, TINY)["cases"]} == {None}
+    assert figures("Ascend910_9391") is not None and figures("Ascend910B1") is None
+
+
+# ---- the process ------------------------------------------------------------------------------------------------
+
+
+def section(name: str, device: str, skip: int) -> list[Any]:
+    """The lines that the section's process writes, on a device that computes nothing."""
+    said = json.dumps({"prompts": [[1, 2, 3]], "stop_token_ids": []})
+    command = [sys.executable, "-m", "app.doctor.report.npu", name, device, str(skip)]
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_part_with_an_error_ends_the_process_and_the_next_one_goes_on_behind_it() -> None:
+    names, *parts = section("operators", "npu:4", 0)
+    assert names == list(operators.cases(operators.Extent())) and [part["name"] for part in parts] == names[:1]
+    assert "sees 1 NPUs" in parts[0]["error"]["says"]
+    again, *parts = section("operators", "npu:4", len(names) - 1)
+    assert again == names and [part["name"] for part in parts] == names[-1:]
+
+
+def test_a_section_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    names, part = section("open_points", "npu:0", 0)
+    assert names == ["start"] and part["status"] == "failed" and "ImportError" in part["error"]["says"]
+
+
+def test_the_page_shows_what_the_sections_found(backend: NpuBackend) -> None:
+    parts: dict[str, list[Result]] = {
+        "operators": [answer(Part("rope", partial(operators.compare, backend, operators.cases(SMALL)["rope"])))],
+        "open_points": [point("float16", backend)],
+        "roofline": [answer(Part("matmul", lambda: roofline.matmul(backend, Chip(1e12, 1e14), TINY)))],
+    }
+    sections = {name: {"seconds": 1.0, "parts": some} for name, some in parts.items()}
+    text = page({"server": "0", "time": "now", "device": "npu:0", "failed": 0, "sections": sections})
+    for case in parts["operators"][0]["result"]["cases"]:
+        assert f"| rope | {case['shape']} | {case['absolute']:g} |" in text
+    assert "Float16 is taken" in text and "| rows | ms |" in text
+
+
+def test_nothing_is_made_before_it_is_asked_for() -> None:
+    prompts = Prompts([(1,)], frozenset())
+    sections: list[Callable[..., list[Part]]] = [m.parts for m in (operators, open_points, engine, step, roofline)]
+    for parts in sections:
+        assert len({part.name for part in parts("npu:9", prompts)}) == len(parts("npu:9", prompts)) > 1

@@ -1,0 +1,209 @@
+"""Every rule of docs/npu-contract.md catches a wrong call, and right calls pass. One entry a wrong call."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from torch import Tensor
+
+from app.engine.npu.check import ContractError
+from tests.devices.npu.calls import BLOCK, Sequences, normal
+from tests.devices.npu.null_device import traced
+from tests.devices.npu.numerics import Numerics
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="npu:0")
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="npu:0")
+
+
+def attention() -> dict[str, Any]:
+    return Sequences([3, 16], [140, 20]).arguments(causal=True)
+
+
+def draft_attention() -> dict[str, Any]:
+    return Sequences([3, 16], [140, 20]).arguments(causal=False)
+
+
+def write() -> dict[str, Any]:
+    rows, cache = normal(3, 2, 128).to("npu:0"), new(4, BLOCK, 2, 128)
+    slots = ints(130, 5, 383)
+    more = {"slot_mapping": slots, "cache_mode": "Norm"}
+    return {"key": rows, "value": rows.clone(), "key_cache": cache, "value_cache": cache.clone(), **more}
+
+
+def scatter() -> dict[str, Any]:
+    return {"input": new(512, 2, 128), "indices": ints(130, 5, 383)[:, None], "updates": new(3, 2, 128)}
+
+
+def norm() -> dict[str, Any]:
+    return {"input": new(3, 64), "gamma": new(64)}
+
+
+def add_norm() -> dict[str, Any]:
+    return {"x1": new(3, 64), "x2": new(3, 64), "gamma": new(64)}
+
+
+def swiglu() -> dict[str, Any]:
+    return {"input": new(3, 64)}
+
+
+def rotary() -> dict[str, Any]:
+    return {"input": new(3, 2, 128), "r1": new(3, 1, 128), "r2": new(3, 1, 128)}
+
+
+def rotary_both() -> dict[str, Any]:
+    tables = {"cos": new(3, 1, 128), "sin": new(3, 1, 128), "layout": "TND"}
+    return {"query": new(3, 4, 128), "key": new(3, 2, 128), **tables}
+
+
+OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
+    attention: "npu_fused_infer_attention_score",
+    draft_attention: "npu_fused_infer_attention_score",
+    write: "npu_scatter_pa_kv_cache",
+    scatter: "npu_scatter_nd_update_",
+    norm: "npu_rms_norm",
+    add_norm: "npu_add_rms_norm",
+    swiglu: "npu_swiglu",
+    rotary: "npu_rotary_mul",
+    rotary_both: "npu_apply_rotary_pos_emb",
+}
+
+
+def with_(**changed: Any) -> Change:
+    return lambda call: call.update(changed)
+
+
+def on(name: str, change: Callable[[Any], Any]) -> Change:
+    return lambda call: call.update({name: change(call[name])})
+
+
+def set_block(block: int) -> Change:
+    return lambda call: call["block_table"][0].__setitem__(1, block)
+
+
+def rows_of_one_request(rows: int) -> Change:
+    return lambda call: call.update(
+        query=normal(rows, 4, 128).to("npu:0"),
+        actual_seq_lengths=[rows],
+        actual_seq_lengths_kv=[rows],
+        block_table=call["block_table"][:1],
+    )
+
+
+WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
+    ("N1", attention, "lengths as a tensor", on("actual_seq_lengths_kv", lambda it: torch.tensor(it))),
+    ("N1", attention, "lengths left out", lambda call: call.pop("actual_seq_lengths")),
+    ("N2", attention, "lengths instead of ends", with_(actual_seq_lengths=[3, 16])),
+    ("N2", attention, "ends that do not grow", with_(actual_seq_lengths=[19, 19])),
+    ("N3", attention, "cumulative KV lengths", with_(actual_seq_lengths_kv=[140, 300])),
+    ("N3", draft_attention, "a request without KV", with_(actual_seq_lengths_kv=[140, 0])),
+    ("N4", attention, "a padding request in one list only", with_(actual_seq_lengths=[3, 18, 19])),
+    ("N4", attention, "block table of int64", on("block_table", Tensor.long)),
+    ("N4", attention, "a block row too many", on("block_table", lambda it: torch.cat((it, it[:1])))),
+    ("N5", attention, "heads that are not the query's", with_(num_heads=8)),
+    ("N5", attention, "a strided query", on("query", lambda it: it.transpose(0, 1).contiguous().transpose(0, 1))),
+    ("N5", attention, "heads that do not divide", with_(num_key_value_heads=3)),
+    ("N6", attention, "a 4-D cache", on("key", lambda it: it.view(-1, BLOCK, 2, 128))),
+    ("N6", attention, "half the width", on("value", lambda it: it[..., :128].contiguous())),
+    ("N6", attention, "a strided cache", on("key", lambda it: torch.cat((it, it), -1)[..., :256])),
+    ("N7", attention, "float16", lambda call: call.update({n: call[n].half() for n in ("query", "key", "value")})),
+    ("N8", lambda: Sequences([3], [9], dim=96).arguments(causal=True), "head size 96", with_()),
+    ("N9", attention, "not the cache's block size", with_(block_size=256)),
+    ("N9", attention, "no block size", lambda call: call.pop("block_size")),
+    ("N10", draft_attention, "a mask in mode 0", with_(atten_mask=new(2048, 2048, dtype=torch.int8))),
+    ("N10", attention, "mode 3 without a mask", lambda call: call.pop("atten_mask")),
+    ("N10", attention, "a mask of rows by tokens", with_(atten_mask=new(19, 140, dtype=torch.int8))),
+    ("N10", attention, "a mask the other way round", on("atten_mask", lambda it: 1 - it)),
+    ("N11", attention, "more causal rows than KV", with_(actual_seq_lengths_kv=[140, 15])),
+    ("N12", draft_attention, "a draft block of 17", rows_of_one_request(17)),
+    ("N13", attention, "a block that does not exist", set_block(99)),
+    ("N13", attention, "a block below zero", set_block(-1)),
+    ("N14", attention, "scale left out", lambda call: call.pop("scale")),
+    ("N14", attention, "layout left out", lambda call: call.pop("input_layout")),
+    ("N15", write, "cache mode left out", lambda call: call.pop("cache_mode")),
+    ("N15", write, "slots of int64", on("slot_mapping", Tensor.long)),
+    ("N15", write, "strided rows", on("key", lambda it: torch.cat((it, it), 1)[:, ::2])),
+    ("N15", write, "caches as attention sees them", on("key_cache", lambda it: it.view(4, BLOCK, 256))),
+    ("N15", write, "rows of another dtype", lambda call: call.update({n: call[n].half() for n in ("key", "value")})),
+    ("N16", write, "a slot behind the last block", with_(slot_mapping=ints(1, 2, 4 * BLOCK))),
+    ("N16", write, "a slot of -1", with_(slot_mapping=ints(1, 2, -1))),
+    ("N16", write, "a slot twice", with_(slot_mapping=ints(1, 2, 1))),
+    ("N16", scatter, "a place twice", with_(indices=ints(1, 2, 1)[:, None])),
+    ("N17", scatter, "indices of one axis", on("indices", lambda it: it[:, 0])),
+    ("N17", scatter, "updates of another shape", on("updates", lambda it: it[:2])),
+    ("N18", norm, "gamma of another size", with_(gamma=new(32))),
+    ("N18", norm, "gamma of another dtype", on("gamma", Tensor.half)),
+    ("N18", add_norm, "a residual in float32", on("x2", Tensor.float)),
+    ("N19", swiglu, "an odd axis", with_(input=new(3, 63))),
+    ("N19", swiglu, "a strided input", with_(input=new(64, 3).t())),
+    ("N20", rotary, "half a table", on("r1", lambda it: it[..., :64])),
+    ("N20", rotary, "a table in float32", on("r1", Tensor.float)),
+    ("N20", rotary, "pairs side by side", with_(rotary_mode="interleave")),
+    ("N21", rotary_both, "layout left out", lambda call: call.pop("layout")),
+]
+
+
+def run(make: Callable[[], dict[str, Any]], call: dict[str, Any]) -> None:
+    getattr(torch_npu, OPERATORS.get(make, "npu_fused_infer_attention_score"))(**call)
+
+
+@pytest.mark.parametrize(("rule", "make", "what", "spoil"), WRONG, ids=[f"{rule} {what}" for rule, _, what, _ in WRONG])
+def test_a_wrong_call_is_caught(
+    numerics: Numerics, rule: str, make: Callable[[], dict[str, Any]], what: str, spoil: Change
+) -> None:
+    call = make()
+    spoil(call)
+    with pytest.raises(ContractError) as caught:
+        run(make, call)
+    assert caught.value.rule == rule
+
+
+@pytest.mark.parametrize("make", OPERATORS, ids=lambda make: make.__name__)
+def test_a_right_call_passes(numerics: Numerics, make: Callable[[], dict[str, Any]]) -> None:
+    run(make, make())
+
+
+def test_a_prefill_chunk_may_have_more_rows_than_a_block(numerics: Numerics) -> None:
+    call = attention()
+    rows_of_one_request(17)(call)
+    run(attention, call)
+
+
+def test_a_padding_request_may_have_more_rows_than_a_block(numerics: Numerics) -> None:
+    call = draft_attention()
+    rows_of_one_request(17)(call)
+    call["block_table"].zero_()
+    run(draft_attention, call)
+
+
+def test_a_lifted_rule_is_not_held() -> None:
+    with torch.inference_mode(), Numerics(lift=["N7"]):
+        Sequences([3], [9], dtype=torch.float32).attend(causal=True)
+        with pytest.raises(ContractError, match="N2"):
+            Sequences([3], [9], dtype=torch.float32).attend(causal=True, actual_seq_lengths=[2])
+
+
+def test_a_tensor_of_lengths_would_be_read_by_waiting() -> None:
+    """Why N1 is a rule: torch_npu itself takes the tensor without a word."""
+    call = draft_attention()
+    call["actual_seq_lengths_kv"] = ints(*call["actual_seq_lengths_kv"])
+    with traced() as trace:
+        torch_npu.npu_fused_infer_attention_score(**call)
+    assert trace.waits
+
+
+def test_every_rule_of_the_contract_has_a_wrong_call() -> None:
+    written = re.findall(r"^\| (N\d+) \|.*\| (.+) \|$", Path("docs/npu-contract.md").read_text(), re.MULTILINE)
+    assert [rule for rule, _ in written] == [f"N{i + 1}" for i in range(len(written))]
+    held = {rule for rule, *_ in WRONG} | {"N22"}
+    assert {rule for rule, how in written if how.strip() == "held"} == held

@@ -1,0 +1,290 @@
+"""The engine's graphs on the null device: what is given anew at every step, what stays, and what the host waits for."""
+
+import gc
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+
+import app.engine.build.engine as build
+from app.engine.build.config import EngineConfig
+from app.engine.core import EngineCore
+from app.engine.errors import UnsupportedError
+from app.engine.npu import graph as npu_graph
+from app.engine.npu.backend import NpuBackend
+from app.engine.npu.check import SCRATCH_BLOCK, Checked
+from app.engine.sequence import Request
+from tests.devices.npu import demo
+from tests.devices.npu.null_device import traced
+from tests.fast.engine.pairs import Pair, make_pair
+
+pytestmark = pytest.mark.usefixtures("numerics")
+
+HOST_PROCESSOR = {"aclnnSearchSorted", "aclnnCumprod", "aclnnRightShift", "aclnnLeftShift", "aclnnSort", "aclnnNonzero"}
+"""Launched on the card's host processor, not on its cores (N32)."""
+
+Lengths = tuple[list[int], list[int]]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return make_pair(tmp_path, head_dim=64, num_layers=3, draft_layers=1, taps=(0, 1))
+
+
+def engine(pair: Pair, **config: Any) -> EngineCore:
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "bfloat16"}
+    wishes = {"device": "npu:0"} | sizes | config
+    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **wishes)).core
+
+
+def requests(**kwargs: Any) -> list[Request]:
+    prompts = [tuple(range(1, 12)), tuple(range(30, 75)), (5, 6, 5, 6, 5, 6), tuple(range(1, 90))]
+    return [Request(f"r{i}", prompt, max_tokens=30, seed=i, **kwargs) for i, prompt in enumerate(prompts)]
+
+
+class Attended:
+    """The lengths of every attention call: as eager code passes them, and as they are given anew to a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.eager: list[Lengths] = []
+        self.updates: list[list[Lengths]] = []
+        attend, update = torch_npu.npu_fused_infer_attention_score, torch_npu.npu.NPUGraph.update
+
+        def attended(*args: Any, **kwargs: Any) -> Any:
+            self.eager.append((list(kwargs["actual_seq_lengths"]), list(kwargs["actual_seq_lengths_kv"])))
+            return attend(*args, **kwargs)
+
+        def updated(graph: Any, entries: list[dict[str, list[int]]]) -> None:
+            self.updates.append([(e["actual_seq_lengths"], e["actual_seq_lengths_kv"]) for e in entries])
+            update(graph, entries)
+
+        monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", attended)
+        monkeypatch.setattr(torch_npu.npu.NPUGraph, "update", updated)
+
+    def clear(self) -> None:
+        self.eager.clear()
+        self.updates.clear()
+
+
+def test_lengths_given_anew_to_graphs_are_those_that_eager_code_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step, after nothing, a part and all of a draft was accepted; draft and target each have their own."""
+    wanted = demo.requests(24, greedy=True, max_tokens=24)
+    eager, graphs = demo.engine("npu:0", "bfloat16", enforce_eager=True), demo.engine("npu:0", "bfloat16")
+    for request in wanted:
+        eager.add(request)
+        graphs.add(request)
+    attended, accepted, compared = Attended(monkeypatch), set(), 0
+    while eager.has_work:
+        attended.clear()
+        step = eager.step()
+        calls = list(attended.eager)
+        attended.clear()
+        assert [delta.token_ids for delta in graphs.step().deltas] == [delta.token_ids for delta in step.deltas]
+        calls = calls[: len(calls) - len(attended.eager)]  # behind a mixed step's draft its target is eager in both
+        for entries in attended.updates:
+            own, calls = calls[: len(entries)], calls[len(entries) :]
+            assert len(own) == len(entries), "an update for every call that eager code makes"
+            for call, entry in zip(own, entries, strict=True):
+                check_padded(call, entry)
+                compared += 1
+        if step.kind == "decode":
+            assert not calls and not attended.eager and len(attended.updates) >= 1
+            accepted |= {delta.num_accepted for delta in step.deltas if delta.num_verified}
+    assert compared > 100 and accepted >= {0, 15} and accepted - {0, 15}
+
+
+def check_padded(eager: Lengths, entry: Lengths) -> None:
+    """The same sequences first; padding has a row or more each, and as much KV (N2, N30)."""
+    (q_ends, kv_lens), (all_ends, all_kv) = eager, entry
+    count = len(q_ends)
+    assert (all_ends[:count], all_kv[:count]) == (q_ends, kv_lens)
+    assert [end - start for start, end in pairwise(all_ends[count - 1 :])] == all_kv[count:]
+    assert min(all_kv) > 0
+
+
+def test_draft_and_target_calls_keep_to_their_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = demo.engine("npu:0", "bfloat16")
+    core.add(demo.requests(1, greedy=True)[0])
+    while core.step().kind != "decode":
+        pass
+    attended = Attended(monkeypatch)
+    core.step()
+    draft, target = attended.updates
+    assert (len(draft), len(target)) == (3, 5), "an entry for every layer"
+    assert draft == [draft[0]] * 3 and target == [target[0]] * 5
+    assert draft[0][1][0] == target[0][1][0] and draft[0][0] == [16] and target[0][0] == [16, 17]
+
+
+def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
+    core = engine(pair)
+    graphs = core.runner.graphs
+    assert graphs is not None
+
+    def places() -> list[int]:
+        captured = [*graphs._draft_graphs.values(), *(graph for graph, _ in graphs._target_graphs.values())]
+        tensors = [tensor for c in captured for tensor in (*c.packed.tensors, *c.graph.outputs, c.rows.meta.page_table)]
+        return [tensor.data_ptr() for tensor in (*tensors, graphs.drafts)]
+
+    before = places()
+    core.run(requests())
+    assert places() == before
+
+
+@pytest.mark.parametrize("config", [{}, {"enforce_eager": True}, {"draft_enforce_eager": True}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_host_waits_once_a_step_and_captures_nothing_after_the_start(
+    pair: Pair, config: dict[str, Any], temperature: float
+) -> None:
+    core = engine(pair, **config)
+    for request in requests(temperature=temperature):
+        core.add(request)
+    while core.has_work:
+        with traced() as trace:
+            core.step()
+        assert trace.waits == ["aclrtSynchronizeEvent"], "the one read of the step"
+        assert not HOST_PROCESSOR.intersection(trace.launches)
+        assert not trace.of("capture", "capture-copy")
+        assert len(trace.of("copy")) <= 4, "draft, target and draws in, the result out"
+
+
+def test_a_greedy_decode_step_launches_its_two_graphs_and_nothing_else(pair: Pair) -> None:
+    core = engine(pair)
+    for request in requests():
+        core.add(request)
+    while core.step().kind != "decode":
+        pass
+    with traced() as trace:
+        core.step()
+    assert len(trace.of("replay")) == 2 and not trace.of("launch")
+    assert trace.of("update") == ["aclnnFusedInferAttentionScoreV3"] * (3 + 1)
+
+
+def test_every_size_is_captured_and_replayed_before_the_engine_is_ready(pair: Pair) -> None:
+    seen: list[tuple[str, int, int]] = []
+    with traced() as trace:
+        build.build_engine(
+            EngineConfig(
+                target=pair.target,
+                draft=pair.draft,
+                device="npu:0",
+                dtype="bfloat16",
+                max_num_seqs=4,
+                kv_cache_memory=8 << 20,
+            ),
+            lambda *progress: seen.append(progress),
+        )
+    graphs = [(done, total) for stage, done, total in seen if stage == "graphs"]
+    sizes = 3 * (3 + 4)  # 1, 2 and 4 sequences: drafts of 2, 4 and 8 rows, and targets of 1, 2, 4 and 8
+    assert graphs == [(i + 1, sizes) for i in range(sizes)]
+    assert [stage for stage, _, _ in seen][-1] == "warm-up"
+    assert len(set(trace.of("replay"))) == sizes
+
+
+@pytest.mark.parametrize(("max_graphs", "expected"), [(21, 21), (20, 15), (14, 9), (4, 3), (2, 2)])
+def test_no_more_graphs_are_captured_than_allowed(pair: Pair, max_graphs: int, expected: int) -> None:
+    with traced() as trace:
+        engine(pair, max_graphs=max_graphs)
+    assert len(set(trace.of("replay"))) == expected
+
+
+def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof would see lengths of an earlier step: without the new plan tokens are others."""
+    expected = engine(pair).run(requests())
+    core = engine(pair)
+    monkeypatch.setattr(core.runner.stages, "plan", lambda rows, group: None if rows.meta.plan else plan(rows, group))
+    plan = type(core.runner.stages).plan.__get__(core.runner.stages)
+    assert core.run(requests()) != expected
+
+
+def test_every_operator_call_can_be_checked_in_production_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check holds for the whole process, so this test, which shares its own, ends it."""
+    checks: list[Checked] = []
+    enter = Checked.__enter__
+    monkeypatch.setattr(Checked, "__enter__", lambda check: checks.append(check) or enter(check))
+    expected = engine(pair).run(requests())
+    try:
+        assert engine(pair, npu_check=True).run(requests()) == expected
+    finally:
+        (check,) = checks
+        check.__exit__(None, None, None)
+
+
+def test_padding_finds_slots_and_positions_where_the_context_is_shorter_than_it() -> None:
+    """129 rows of padding at the largest graph, over a page of 128 slots and a context of 40 tokens."""
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 160, "max_model_len": 40}
+    short = [replace(request, token_ids=request.token_ids[:20], max_tokens=20) for request in demo.requests(10)]
+    expected = demo.run(demo.engine("npu:0", "bfloat16", enforce_eager=True, **small), short)
+    found = demo.run(demo.engine("npu:0", "bfloat16", max_graphs=4, **small), short)
+    assert (found.texts, found.accepted) == (expected.texts, expected.accepted)
+
+
+def test_a_single_entry_for_all_calls_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = engine(pair)
+    check = npu_graph.check_update
+    monkeypatch.setattr(npu_graph, "check_update", lambda entries, recorded: check(entries[:1], recorded))
+    with pytest.raises(ValueError, match="N22"):
+        core.run(requests())
+
+
+# Memory
+
+
+@pytest.fixture
+def tidy() -> None:
+    """Nothing of engines before is held."""
+    gc.collect()
+    torch_npu.npu.empty_cache()
+
+
+@pytest.mark.usefixtures("tidy")
+def test_kv_takes_what_the_weights_and_the_widest_step_leave(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_STUB_MEMORY", str(96 << 20))
+    pages = []
+    for share in (0.6, 0.8):
+        wishes = {"kv_cache_memory": None, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
+        core = engine(pair, **wishes, memory_utilization=share, enforce_eager=True)
+        pages.append(core.scheduler.pool.num_pages)
+        free, total = torch_npu.npu.mem_get_info()
+        assert total - free <= total * share
+        del core
+        gc.collect()
+        torch_npu.npu.empty_cache()
+    assert 0 < pages[0] < pages[1]
+
+
+@pytest.mark.usefixtures("tidy")
+def test_a_step_that_does_not_fit_is_refused_with_the_settings_to_change(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_STUB_MEMORY", str(64 << 20))
+    with pytest.raises(UnsupportedError, match="--max-num-batched-tokens 50000"):
+        engine(pair, kv_cache_memory=None, max_num_seqs=256, max_num_batched_tokens=50_000)
+
+
+def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = NpuBackend.capture
+
+    def full(self: NpuBackend, *args: Any) -> Any:
+        torch.empty(1 << 40, device=self.device)
+        return capture(self, *args)
+
+    monkeypatch.setattr(NpuBackend, "capture", full)
+    with pytest.raises(UnsupportedError, match=r"graphs do not fit .* --max-graphs"):
+        engine(pair)
+
+
+@pytest.mark.usefixtures("tidy")
+def test_memory_asked_for_that_is_not_there_is_refused_with_the_numbers(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_STUB_MEMORY", str(256 << 20))
+    with pytest.raises(UnsupportedError, match=r"--kv-cache-memory 250MiB .* free on npu:0"):
+        engine(pair, kv_cache_memory=250 << 20)
+
+
+def test_the_backend_says_that_graphs_are_its_way() -> None:
+    assert NpuBackend.captures and SCRATCH_BLOCK == 0

@@ -1,0 +1,202 @@
+import asyncio
+import json
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from tests.fast.api.served import PATIENCE
+
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]}
+
+
+def test_answer_is_the_text_of_the_engines_tokens_and_usage_counts_the_eos(server):
+    ids = server.ids("the quick brown fox")
+    server.script.plan(ids[:1], ids[1:], [2])
+    answer = server.openai.chat.completions.create(**ASK)
+    assert answer.choices[0].message.content == "the quick brown fox"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(ids) + 1
+    prompt = server.script.see("Submit")["token_ids"]
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.total_tokens == len(prompt) + len(ids) + 1
+
+
+def test_prompt_is_the_rendered_chat_template(server):
+    server.script.plan([2])
+    server.openai.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "developer", "content": "be short"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ],
+    )
+    ids = server.script.see("Submit")["token_ids"]
+    assert server.tokenizer.backend.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("words", ["the quick brown fox", "naïve 漢字 👩‍👩‍👧 e\u0301 done"])
+def test_stream_equals_non_stream(server, words):
+    ids = server.bytes(words)
+    server.script.plan(*[ids[i : i + 3] for i in range(0, len(ids), 3)], [2])
+    whole = server.openai.chat.completions.create(**ASK)
+    with server.openai.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True}) as stream:
+        chunks = list(stream)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content == words
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_tokens_of_one_step_are_one_chunk(server, background):
+    steps = [server.ids("the quick"), server.ids(" brown fox jumps"), server.ids(" over")]
+
+    def first() -> str:
+        request_id = server.script.see("Submit")["request_id"]
+        server.script.emit(request_id, steps[0])
+        return request_id
+
+    started = background.submit(first)
+    with server.http.stream("POST", "/v1/chat/completions", json=ASK | {"stream": True}) as response:
+        request_id = started.result()
+        lines = response.iter_lines()
+        contents = []
+        for line in lines:
+            if not line.startswith("data: {"):
+                continue
+            content = json.loads(line[6:])["choices"][0]["delta"].get("content")
+            if content:
+                contents.append(content)
+                if len(contents) < len(steps):
+                    server.script.emit(request_id, steps[len(contents)])
+                else:
+                    server.script.emit(request_id, [2])
+    assert contents == ["the quick", " brown fox jumps", " over"]
+
+
+def test_stream_is_server_sent_events_ended_by_done(server):
+    server.script.plan(server.ids("hi"), [2])
+    response = server.http.post(
+        "/v1/chat/completions", json=ASK | {"stream": True, "stream_options": {"include_usage": True}}
+    )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 256),
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+    ],
+)
+def test_max_completion_tokens_wins_over_max_tokens_and_absent_means_all_that_fits(server, fields, expected):
+    server.script.plan([2])
+    server.openai.chat.completions.create(**ASK, **fields)
+    submit = server.script.see("Submit")
+    assert submit["max_tokens"] == (expected if fields else 256 - len(submit["token_ids"]))
+
+
+def test_length_is_the_finish_reason_at_max_tokens(server):
+    server.script.plan(server.ids("the quick brown fox jumps"))
+    answer = server.openai.chat.completions.create(**ASK, max_tokens=2)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 2
+
+
+def test_sampling_fields_reach_the_engine(server):
+    server.script.plan([2])
+    server.openai.chat.completions.create(
+        **ASK, temperature=0.25, seed=-1, extra_body={"speculate": False, "stop_token_ids": [7]}
+    )
+    submit = server.script.see("Submit")
+    assert (submit["sampling"]["temperature"], submit["sampling"]["seed"]) == (0.25, 2**64 - 1)
+    assert submit["speculate"] is False
+    assert submit["stop_token_ids"] == [0, 2, 7]
+
+
+def test_absent_temperature_is_the_models_and_absent_seed_is_drawn(server):
+    server.script.plan([2])
+    seeds = set()
+    for _ in range(2):
+        server.openai.chat.completions.create(**ASK)
+        submit = server.script.see("Submit")
+        assert submit["sampling"]["temperature"] == 0.6
+        seeds.add(submit["sampling"]["seed"])
+    assert len(seeds) == 2
+
+
+def test_ignore_eos_leaves_stop_token_ids_in_force(server):
+    server.script.plan([2, *server.ids("on"), 9, 2])
+    answer = server.openai.chat.completions.create(**ASK, extra_body={"ignore_eos": True, "stop_token_ids": [9]})
+    assert server.script.see("Submit")["stop_token_ids"] == [9]
+    assert answer.choices[0].message.content == "on"
+
+
+def test_thirty_two_concurrent_async_streams_each_get_their_own_text(own_server):
+    own_server.script.ready(max_num_seqs=32)
+    own_server.reach("ready")
+    texts = [f"answer number {n}" for n in range(32)]
+
+    async def one(client: AsyncOpenAI, text: str) -> str:
+        pieces = []
+        async with await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": text}], stream=True
+        ) as stream:
+            async for chunk in stream:
+                pieces.append(chunk.choices[0].delta.content or "")
+        return "".join(pieces)
+
+    async def all_of_them() -> list[str]:
+        async with AsyncOpenAI(
+            base_url=f"{own_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        ) as client:
+            return await asyncio.gather(*(one(client, text) for text in texts), asyncio.to_thread(answer_all))
+
+    def answer_all() -> None:
+        requests = [own_server.script.see("Submit") for _ in texts]
+        prompts = {r["request_id"]: own_server.text(r["token_ids"]) for r in requests}
+        for position in range(0, 30, 4):
+            for request_id, prompt in prompts.items():
+                ids = own_server.bytes(prompt.split("\n")[1])[position : position + 4]
+                own_server.script.emit(request_id, ids)
+        for request_id in prompts:
+            own_server.script.emit(request_id, [2])
+
+    assert asyncio.run(all_of_them())[:-1] == texts
+
+
+def test_models_lists_every_served_name(server):
+    assert [model.id for model in server.openai.models.list()] == ["tiny", "also-tiny"]
+    assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 256
+
+
+def test_answers_carry_the_name_that_was_asked_for(server):
+    server.script.plan([2])
+    assert server.openai.chat.completions.create(**ASK | {"model": "also-tiny"}).model == "also-tiny"
+
+
+def test_request_id_is_taken_or_made_and_returned(server):
+    given = server.http.get("/v1/models", headers={"X-Request-Id": "mine-1"})
+    made = server.http.get("/v1/models")
+    bad = server.http.get("/v1/models", headers={"X-Request-Id": "a b"})
+    assert given.headers["x-request-id"] == "mine-1"
+    assert len(made.headers["x-request-id"]) == 32
+    assert bad.headers["x-request-id"] != "a b"
+
+
+def test_body_without_a_content_type_is_read_as_json(server):
+    server.script.plan([2])
+    response = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(ASK), timeout=PATIENCE)
+    assert response.status_code == 200

@@ -1,0 +1,331 @@
+"""Mistakes of every kind get OpenAI's error shape and name what is wrong."""
+
+import asyncio
+import gc
+import json
+import socket
+import time
+
+import pytest
+
+from app.api.body import MAX_BODY_BYTES
+from tests.fast.api.served import PATIENCE, until
+from tests.server.test_disconnect import connection_address
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "tiny", "prompt": "hi"}
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and response.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b"[]", b'"text"'])
+def test_a_body_that_is_no_json_object_is_a_400(server, content):
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert error_of(server.http.post(path, content=content), 400)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages.0"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages.0.content"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0.",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        (
+            {"messages": [{"role": "user", "content": "hi", "tool_calls": [{"id": "1"}]}]},
+            "messages.0.tool_calls.0.function",
+        ),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [5, 512]}, "stop_token_ids.1"),
+        ({"stop_token_ids": [2**64]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"messages": [{"role": "user", "content": "hi"}] * 4097}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}]}, "messages.0.content.0.x"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"speculate": 1}, "speculate"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
+        ({"stream": True, "stream_options": 1}, "stream_options"),
+        ({"model": 5}, "model"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
+    error = error_of(server.http.post("/v1/chat/completions", json=CHAT | fields), 400)
+    assert error["type"] == "invalid_request_error" and error["code"]
+    assert error["param"] == param or (param.endswith(".") and error["param"].startswith(param))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (None, "prompt"),
+        ("", "prompt"),
+        ([], "prompt"),
+        ([[]], "prompt"),
+        (5, "prompt"),
+        ({"a": 1}, "prompt"),
+        ([512], "prompt"),
+        ([-1], "prompt.0"),
+        ([1, "a"], "prompt"),
+        (["a"] * 21, "prompt"),
+        (["a"] * 5000, "prompt"),
+        ([2**64], "prompt"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(server, prompt, param):
+    error = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": prompt}), 400)
+    assert error["param"].startswith(param) and error["code"] == "invalid_value"
+
+
+def test_no_count_at_all_is_no_unsupported_count(server):
+    error = error_of(server.http.post("/v1/completions", json=TEXT | {"n": 0}), 400)
+    assert error["code"] == "invalid_value" and "greater than or equal to 1" in error["message"]
+
+
+def test_a_token_that_the_model_does_not_know_is_a_400_and_the_server_goes_on(own_server):
+    own_server.script.ready(vocab_size=3)
+    own_server.reach("ready")
+    for path, asked, param in (("/v1/completions", TEXT, "prompt"), ("/v1/chat/completions", CHAT, "messages")):
+        error = error_of(own_server.http.post(path, json=asked), 400)
+        assert (error["param"], error["code"]) == (param, "invalid_value") and "tokenizer.json" in error["message"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_body_above_the_limit_is_a_413_whether_its_length_is_told_or_not(server, told):
+    body = b'{"prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
+    content = body if told else iter([body[:100_000]] * (len(body) // 100_000 + 1))
+    error = error_of(server.http.post("/v1/completions", content=content), 413)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
+    assert f"{MAX_BODY_BYTES:,}" in error["message"]
+
+
+def test_a_body_that_is_announced_as_too_large_is_not_waited_for(server):
+    with socket.create_connection(connection_address(server), timeout=PATIENCE) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+        client.sendall(head.encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("content", [b"{}", b"{", b'{"a": 1, "a": 2}'])
+def test_reading_json_does_not_leave_the_collector_off(server, content):
+    server.http.post("/v1/completions", content=content)
+    assert gc.isenabled()
+
+
+def test_a_text_that_is_far_too_long_is_refused_without_tokenising_it(server, monkeypatch):
+    monkeypatch.setattr(server.tokenizer, "backend", None)
+    text = "a" * 1_000_000
+    error = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": text}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    chat = [{"role": "user", "content": text}]
+    error = error_of(server.http.post("/v1/chat/completions", json=CHAT | {"messages": chat}), 400)
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "hello " * 1_300_000}),
+        ("/v1/completions", {"prompt": [["a"] * 1_500_000]}),
+        ("/v1/completions", {"prompt": [[]] * 1_500_000}),
+        ("/v1/completions", {"prompt": [5] * 2_000_000}),
+        ("/v1/completions", {"prompt": "hi", "stop_token_ids": [-1] * 1_500_000}),
+        ("/v1/completions", {"prompt": "hi", "stop": [""] * 1_500_000}),
+        ("/v1/chat/completions", {"messages": [0] * 1_500_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}] * 170_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [0] * 1_500_000}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}] * 300_000}]}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_no_body_freezes_the_server(own_server, path, fields):
+    """/live answers at any time while the largest bodies are read and refused."""
+    own_server.script.ready(max_model_len=2**20)
+    own_server.reach("ready")
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    assert len(body) <= MAX_BODY_BYTES
+    longest = own_server.call(lambda: longest_stall(own_server, path, body))
+    assert longest < max(1.0, 10 * seconds_to_read(body)), "which is more on a slow machine only"
+
+
+def seconds_to_read(body):
+    """What its JSON alone costs a thread."""
+    gc.disable()
+    try:
+        began = time.thread_time()
+        json.loads(body)
+        return time.thread_time() - began
+    finally:
+        gc.enable()
+
+
+async def longest_stall(server, path, body):
+    """The longest that the server's loop was away while it answered 400: seconds that this process computed, whichever
+    of its threads held the interpreter's lock; what else the machine does is none of them."""
+    asking = asyncio.get_running_loop().run_in_executor(None, lambda: server.http.post(path, content=body))
+    longest, last = 0.0, time.process_time()
+    while not asking.done():
+        await asyncio.sleep(0.005)
+        longest, last = max(longest, time.process_time() - last), time.process_time()
+    assert asking.result().status_code == 400
+    return longest
+
+
+def test_what_a_client_sent_is_said_back_only_in_part(server):
+    huge = "x" * 1_000_000
+    for path, fields in (
+        ("/v1/completions", TEXT | {"model": huge}),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "hi", huge: 1}]}),
+        ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {huge: 1}}),
+    ):
+        response = server.http.post(path, json=fields)
+        assert response.status_code in (400, 404) and len(response.content) < 1000
+
+
+def test_a_missing_prompt_is_named(server):
+    error = error_of(server.http.post("/v1/completions", json={"model": "tiny"}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "missing_parameter")
+
+
+@pytest.mark.parametrize(("path", "base"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+def test_an_unknown_model_is_a_404_with_the_names_that_are_served(server, path, base):
+    error = error_of(server.http.post(path, json=base | {"model": "gpt-9"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "gpt-9" in error["message"] and "`tiny`" in error["message"]
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_the_limit_and_the_count(server):
+    ids = [5] * 256
+    error = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": ids}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["message"].count("256") == 2
+    long = [{"role": "user", "content": "x" * 300}]
+    error = error_of(server.http.post("/v1/chat/completions", json=CHAT | {"messages": long}), 400)
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_more_tokens_than_fit_are_refused_if_asked_for_and_clipped_if_only_the_default(server):
+    ids = [5] * 250
+    asked = error_of(server.http.post("/v1/completions", json=TEXT | {"prompt": ids, "max_tokens": 7}), 400)
+    assert asked["code"] == "context_length_exceeded" and "257" in asked["message"]
+    server.script.plan([2])
+    assert server.http.post("/v1/completions", json=TEXT | {"prompt": ids}).status_code == 200
+    assert server.script.see("Submit")["max_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v2/nothing", 404),
+        ("POST", "/v1/chat/completions/", 404),
+        ("POST", "/v1/embeddings", 404),
+    ],
+)
+def test_wrong_methods_and_unknown_paths_have_the_same_shape(server, method, path, status):
+    error_of(server.http.request(method, path), status)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/models/tiny", "GET, HEAD"),
+        ("/", "GET, HEAD"),
+        ("/metrics", "GET, HEAD"),
+        ("/openapi.json", "GET, HEAD"),
+        ("/v1/completions", "POST"),
+    ],
+)
+def test_a_wrong_method_is_told_every_right_one(server, path, allowed):
+    response = server.http.delete(path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    assert f"use {allowed}." in response.json()["error"]["message"]
+
+
+def test_a_bug_of_ours_is_a_500_in_the_same_shape_with_the_request_id(server, monkeypatch):
+    def fail(text, most):
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(server.tokenizer, "encode", fail)
+    error = error_of(server.http.post("/v1/completions", json=TEXT), 500)
+    assert error["type"] == "server_error" and "secret" not in error["message"]
+
+
+def test_too_many_requests_in_flight_are_a_429_and_nothing_is_sent(server, background):
+    texts = [background.submit(lambda: server.http.post("/v1/completions", json=TEXT)) for _ in range(20)]
+    running = [server.script.see("Submit")["request_id"] for _ in texts]
+    response = server.http.post("/v1/completions", json=TEXT)
+    error = error_of(response, 429)
+    assert error["type"] == "rate_limit_error" and int(response.headers["retry-after"]) > 0
+    server.script.emit(running[0], [2])
+    until(lambda: len(server.engine._running) == 19)
+    # One place is free now: of a request for two prompts neither is sent.
+    response = server.http.post("/v1/completions", json=TEXT | {"prompt": ["a", "b"]})
+    error_of(response, 429)
+    last = background.submit(lambda: server.http.post("/v1/completions", json=TEXT | {"prompt": "the last"}))
+    submitted = server.script.see("Submit")
+    assert submitted["token_ids"] == server.ids("the last")
+    for request_id in [*running[1:], submitted["request_id"]]:
+        server.script.emit(request_id, [2])
+    assert all(text.result().status_code == 200 for text in [*texts, last])
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ('{"prompt": "a", "max_tokens": 5, "max_tokens": 500}', "max_tokens"),
+        ('{"prompt": "a", "max_tokens": 5, "max_to\\u006bens": 5}', "max_tokens"),
+        (
+            '{"prompt": "a", "stream": true, "stream_options": {"include_usage": true, "include_usage": null}}',
+            "include_usage",
+        ),
+        ('{"prompt": "a", "metadata": [{"deep": [{"k": 1, "": 2, "k": 3}]}]}', "k"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_by_name(server, body, key):
+    """Parsers differ in which of the two they take: a proxy in front could have checked the other one."""
+    error = error_of(server.http.post("/v1/completions", content=body), 400)
+    assert error["param"] == key and "twice" in error["message"]
+
+
+def test_the_same_key_in_two_objects_is_fine(server):
+    server.script.plan([2])
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": 'role": "user", "role": "b'}]
+    assert server.http.post("/v1/chat/completions", json=CHAT | {"messages": messages}).status_code == 200

@@ -1,0 +1,359 @@
+"""What stands around the API: keys, CORS, a proxy's prefix, keep-alive comments, and what the log may say."""
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from app.api import page, stream
+from app.config.settings import Config
+from tests import ROOT
+from tests.fast.api.served import PATIENCE, Script, Server, serving
+
+KEYS = ["first-key", "second-key", "ключ"]
+BEARER = {"Authorization": "Bearer first-key"}
+ORIGIN = {"Origin": "https://app.example"}
+ASK = {"model": "tiny", "prompt": "hi"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "secret words"}]}
+CLOSED = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("HEAD", "/v1/models"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+    ("GET", "/nothing/here"),
+    ("GET", "//health"),
+    ("GET", "/health/"),
+    ("GET", "/health/../v1/models"),
+    ("GET", "/%2e/metrics"),
+    ("DELETE", "/v1/models"),
+    ("OPTIONS", "/v1/models"),
+]
+
+RUN = """
+import sys
+from pathlib import Path
+from app.api.server import run
+from app.config.settings import Config
+sys.exit(run(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]), None, sys.argv[3:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder: Path) -> Iterator[Server]:
+    with serving(model_folder, app={"api_keys": KEYS, "allowed_origins": [ORIGIN["Origin"]]}) as server:
+        server.script.ready()
+        server.reach("ready")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def proxied_server(model_folder: Path) -> Iterator[Server]:
+    """A server behind a proxy that puts /llm before every path."""
+    with serving(model_folder, app={"root_path": "/llm", "api_keys": KEYS}) as server:
+        server.script.ready()
+        server.reach("ready")
+        yield server
+
+
+@pytest.mark.parametrize(("method", "path"), CLOSED)
+def test_without_a_key_everything_else_is_401_in_openais_shape(server, method, path):
+    response = server.http.request(method, server.url + path, headers={"X-Request-Id": "me-1"})
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.headers["x-request-id"] == "me-1"
+    if method != "HEAD":
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_api_key")
+        assert "Authorization: Bearer" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "Bearer",
+        "Bearer wrong",
+        "Bearer first-ke",
+        "Bearer first-key2",
+        "Bearer FIRST-KEY",
+        "Bearer first-key second-key",
+        "Bearer first-key,second-key",
+        "Bearer\tfirst-key",
+        "Basic first-key",
+        "Basic Zmlyc3Qta2V5Og==",
+        "first-key",
+        "BearerX first-key",
+        b"Bearer \xff\xfe\x80",
+        "Bearer \U0001f600".encode(),
+        "Bearer ключ2".encode(),
+        "Bearer " + "x" * 10_000,
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_what_is_no_key_of_ours_is_401_and_never_reaches_the_engine(server, header):
+    response = httpx.post(f"{server.url}/v1/completions", json=ASK, headers={"Authorization": header})
+    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert "first-key" not in response.text
+    server.script.plan([2])
+    server.openai.with_options(api_key="first-key").completions.create(model="tiny", prompt="mine")
+    assert server.text(server.script.see("Submit")["token_ids"]) == "mine"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "Bearer first-key",
+        "Bearer second-key",
+        "bearer first-key",
+        "BEARER  first-key",
+        "Bearer ключ".encode(),
+    ],
+    ids=repr,
+)
+def test_every_key_opens_whatever_the_case_of_the_scheme(server, header):
+    assert server.http.get("/v1/models", headers={"Authorization": header}).status_code == 200
+
+
+def test_the_sdk_takes_the_key_and_names_the_refusal(server):
+    server.script.plan([*server.ids("fine"), 2])
+    assert server.openai.with_options(api_key="second-key").completions.create(**ASK).choices[0].text == "fine"
+    with pytest.raises(openai.AuthenticationError) as caught:
+        server.openai.completions.create(**ASK)
+    assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/", "/docs", "/openapi.json"])
+def test_probes_and_pages_need_no_key(server, monkeypatch, method, path):
+    monkeypatch.setattr(page, "_html", lambda name: b"<p>page")
+    assert server.http.request(method, path).status_code == 200
+    assert server.http.request(method, path, headers={"Authorization": "Bearer wrong"}).status_code == 200
+
+
+def test_metrics_are_open_to_a_key(server):
+    assert "dflash:" in server.http.get("/metrics", headers=BEARER).text
+
+
+def test_the_document_says_that_a_key_is_needed(server, own_server):
+    document = server.http.get("/openapi.json", headers=BEARER).json()
+    (name,) = document["components"]["securitySchemes"]
+    assert document["security"] == [{name: []}]
+    assert document["paths"]["/live"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/metrics"]["get"]
+    assert "security" not in own_server.http.get("/openapi.json").json()
+
+
+def test_without_keys_any_authorization_passes(own_server):
+    assert own_server.http.get("/v1/models", headers={"Authorization": "Bearer whatever"}).status_code == 200
+
+
+def test_a_refused_body_does_not_spoil_the_connection(server):
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        assert client.post("/v1/completions", content=b"x" * 300_000).status_code == 401
+        assert client.get("/v1/models", headers=BEARER).status_code == 200
+
+
+def test_no_key_is_told_to_the_engine_or_to_the_log(model_folder, tmp_path):
+    (tmp_path / "keys").write_text("filed-key\n")
+    config = Config(
+        model="tiny",
+        port=0,
+        api_key=["given-key"],
+        admin_key=["admin-key"],
+        api_key_file=tmp_path / "keys",
+        log_level="debug",
+    ).model_dump_json()
+    with tempfile.TemporaryDirectory(prefix="dft-") as folder:
+        script = Script(Path(folder))
+        command = [sys.executable, "-c", RUN, config, str(model_folder), *script.command]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        try:
+            started = script.see("started")
+            log = next(line for line in process.stderr if "listening on " in line)
+            url = log.partition("listening on ")[2].split()[0]
+            assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 401
+            for key in ("given-key", "filed-key", "admin-key"):
+                assert key not in json.dumps(started)
+                response = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
+                assert response.status_code == 200
+            process.terminate()
+            log += process.communicate(timeout=PATIENCE)[1]
+            assert not [key for key in ("given-key", "filed-key", "admin-key") if key in log]
+        finally:
+            process.kill()
+            process.communicate()
+            script.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/metrics"])
+def test_a_browser_may_ask_from_an_allowed_origin(server, path):
+    response = server.http.options(
+        path,
+        headers=ORIGIN
+        | {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization, content-type, x-request-id, x-stainless-os",
+        },
+    )
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == ORIGIN["Origin"]
+    assert "POST" in response.headers["access-control-allow-methods"]
+    allowed = response.headers["access-control-allow-headers"].lower()
+    assert {"authorization", "content-type", "x-request-id", "x-stainless-os"} <= set(allowed.split(", "))
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"Origin": "https://evil.example"}, {"Access-Control-Request-Method": "DELETE"}], ids=["origin", "method"]
+)
+def test_a_refused_preflight_is_told_in_openais_shape(server, wrong):
+    response = server.http.options("/v1/models", headers=ORIGIN | {"Access-Control-Request-Method": "POST"} | wrong)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "cors_refused") and "Disallowed CORS" in error["message"]
+    assert "Origin" in response.headers["vary"] and response.headers["x-request-id"]
+
+
+def test_an_allowed_origin_may_read_answers_refusals_and_their_ids(server):
+    for headers in (BEARER, {}):
+        for path in ("/v1/models", "/nothing/here"):
+            response = server.http.get(path, headers=ORIGIN | headers)
+            assert response.headers["access-control-allow-origin"] == ORIGIN["Origin"]
+            assert "x-request-id" in response.headers["access-control-expose-headers"].lower()
+    assert server.http.post("/v1/completions", content=b"{", headers=ORIGIN | BEARER).status_code == 400
+
+
+def test_an_allowed_origin_may_read_a_stream(server):
+    server.script.plan([*server.ids("fine"), 2])
+    response = server.http.post("/v1/completions", json=ASK | {"stream": True}, headers=ORIGIN | BEARER)
+    assert response.headers["access-control-allow-origin"] == ORIGIN["Origin"]
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://app.example", "https://app.example.evil", "null"])
+def test_other_origins_get_no_permission(server, origin):
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in server.http.options("/v1/models", headers=asked).headers
+    response = server.http.get("/v1/models", headers=BEARER | {"Origin": origin})
+    assert response.status_code == 200
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_a_star_allows_all_origins_and_nothing_said_allows_none(model_folder, own_server):
+    with serving(model_folder, app={"allowed_origins": ["*"]}) as server:
+        assert server.http.get("/live", headers=ORIGIN).headers["access-control-allow-origin"] == "*"
+    response = own_server.http.get("/live", headers=ORIGIN)
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_proxy_may_strip_its_prefix_or_leave_it(proxied_server, monkeypatch, prefix):
+    server = proxied_server
+    monkeypatch.setattr(page, "_html", lambda name: b"<p>page")
+    server.script.plan([*server.ids("fine"), 2])
+    answer = server.http.post(f"{prefix}/v1/completions", json=ASK, headers=BEARER)
+    assert answer.json()["choices"][0]["text"] == "fine"
+    assert server.http.get(f"{prefix}/v1/models/tiny", headers=BEARER).json()["id"] == "tiny"
+    assert server.http.get(f"{prefix}/metrics", headers=BEARER).status_code == 200
+    for path in ("/live", "/ready", "/health", "/"):
+        assert server.http.get(prefix + path).status_code == 200
+    for path in ("/v1/models", "/metrics", "/version"):
+        assert server.http.get(prefix + path).status_code == 401
+    assert server.http.get(f"{prefix}/nothing", headers=BEARER).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/llmhealth", "/llm/llm/health", "/llm/v1/models", "/llm//health", "/v1/llm/health"])
+def test_no_path_slips_past_the_keys_by_the_prefix(proxied_server, path):
+    assert proxied_server.http.get(path).status_code == 401
+
+
+def test_the_bare_prefix_leads_to_the_page(proxied_server, monkeypatch):
+    monkeypatch.setattr(page, "_html", lambda name: b"<p>page")
+    for method in ("GET", "HEAD"):
+        response = proxied_server.http.request(method, "/llm")
+        assert (response.status_code, response.headers["location"]) == (307, "/llm/")
+        assert response.headers["x-request-id"]
+    assert proxied_server.http.get("/llm", follow_redirects=True).text == "<p>page"
+    assert proxied_server.http.post("/llm", headers=BEARER).status_code == 404
+    assert proxied_server.http.get("/llm/llm", headers=BEARER).status_code == 404
+
+
+def test_the_document_and_its_page_know_the_prefix(proxied_server):
+    for path in ("/openapi.json", "/llm/openapi.json"):
+        document = proxied_server.http.get(path, headers=BEARER).json()
+        assert document.get("servers") == [{"url": "/llm"}]
+    assert 'fetch("openapi.json")' in proxied_server.http.get("/llm/docs").text
+
+
+def test_a_silent_engine_is_bridged_by_comments_that_no_client_sees(own_server, background, monkeypatch):
+    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.02)
+    own_server.script.ready()
+    own_server.reach("ready")
+
+    def first() -> str:
+        request_id = own_server.script.see("Submit")["request_id"]
+        own_server.script.emit(request_id, own_server.ids("fine"))
+        return request_id
+
+    started = background.submit(first)
+    received = ""
+    with own_server.http.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
+        request_id = started.result()
+        for text in response.iter_text():
+            before, received = received.count(": keep-alive\n\n"), received + text
+            if before < 2 <= received.count(": keep-alive\n\n"):
+                own_server.script.emit(request_id, [*own_server.ids(" again"), 2])
+    events = received.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith(("data: ", ": keep-alive")) for event in events[:-1])
+    told = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in told) == "fine again"
+
+
+def test_the_sdk_reads_over_the_comments(own_server, background, monkeypatch):
+    monkeypatch.setattr(stream, "KEEP_ALIVE_SECONDS", 0.005)
+    own_server.script.ready()
+    own_server.reach("ready")
+
+    def play() -> None:
+        request_id = own_server.script.see("Submit")["request_id"]
+        for letter in "abcdefgh":
+            own_server.script.emit(request_id, own_server.bytes(letter))
+        own_server.script.emit(request_id, [2])
+
+    playing = background.submit(play)
+    with own_server.openai.completions.create(**ASK, stream=True) as chunks:
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "abcdefgh"
+    playing.result()
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_prompts_are_logged_only_if_that_was_asked_for(model_folder, caplog, log_prompts):
+    bodies = {
+        "/v1/chat/completions": [CHAT, CHAT | {"stream": True}, CHAT | {"max_tokens": 10_000}],
+        "/v1/completions": [{"prompt": "secret words"}, {"prompt": ["x", "secret words"]}],
+        "/tokenize": [{"prompt": "secret words"}],
+    }
+    with serving(model_folder, log_prompts=log_prompts) as server, caplog.at_level(logging.DEBUG):
+        server.script.ready()
+        server.reach("ready")
+        server.script.plan([*server.ids("secret answer"), 2])
+        bodies["/v1/completions"].append({"prompt": server.ids("secret words")})
+        for path, asked in bodies.items():
+            for body in asked:
+                server.http.post(path, content=json.dumps(body), headers={"X-Request-Id": "me-1"})
+    prompts = [record for record in caplog.records if "secret words" in record.getMessage()]
+    assert len(prompts) == (5 if log_prompts else 0)
+    assert "secret answer" not in caplog.text

@@ -1,0 +1,188 @@
+"""What the API tells of the prefix cache, and who may flush it."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fast.api.served import Server, serving
+
+CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]})
+TEXT = ("/v1/completions", {"model": "tiny", "prompt": "hello world"})
+FLUSHES = ["/reset_prefix_cache", "/flush_cache"]
+
+
+@pytest.fixture(scope="module")
+def guarded(model_folder: Path) -> Iterator[dict[str, Server]]:
+    """Ready servers by what keys they have."""
+    keys = {
+        "none": {},
+        "api": {"api_keys": ["user"]},
+        "admin": {"admin_keys": ["root", "toor"]},
+        "both": {"api_keys": ["user"], "admin_keys": ["root"], "root_path": "/llm"},
+    }
+    servers = {}
+    managers = {name: serving(model_folder, app=options) for name, options in keys.items()}
+    try:
+        for name, manager in managers.items():
+            servers[name] = manager.__enter__()
+            servers[name].script.ready()
+            servers[name].reach("ready")
+        yield servers
+    finally:
+        for name in servers:
+            managers[name].__exit__(None, None, None)
+
+
+def bearer(key):
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def usages(response, stream):
+    """Every usage that an answer tells, the last one last."""
+    if not stream:
+        return [response.json()["usage"]]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return [event["usage"] for event in events if event.get("usage")]
+
+
+@pytest.mark.parametrize(("path", "base"), [CHAT, TEXT])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cached", [0, 16])
+def test_usage_says_how_much_of_the_prompt_was_cached(server, path, base, stream, cached):
+    server.script.plan(server.ids("fine"), [2], cached_tokens=cached)
+    streamed = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    told = usages(server.http.post(path, json=base | (streamed if stream else {})), stream)
+    assert {usage["prompt_tokens_details"]["cached_tokens"] for usage in told} == {cached}
+
+
+def test_the_sdk_finds_it_where_openai_has_it(server):
+    server.script.plan([2], cached_tokens=16)
+    answer = server.openai.chat.completions.create(**CHAT[1])
+    assert answer.usage.prompt_tokens_details.cached_tokens == 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_are_summed_and_choices_of_a_prompt_count_once(server, background, stream):
+    server.script.by_hand(cached_tokens=16)
+    body = TEXT[1] | {"prompt": ["hello", "world"], "n": 3, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    running = background.submit(lambda: server.http.post(TEXT[0], json=body))
+    for request_id in [server.script.see("Submit")["request_id"] for _ in range(6)]:
+        server.script.emit(request_id, [2])
+    assert usages(running.result(), stream)[-1]["prompt_tokens_details"] == {"cached_tokens": 32}
+
+
+@pytest.mark.parametrize("path", FLUSHES)
+def test_a_flush_is_told_to_the_engine(server, path):
+    response = server.http.post(path)
+    assert (response.status_code, response.json()) == (200, {"success": True})
+    assert server.script.see("FlushCache")["epoch"] == 1
+
+
+def test_a_flush_while_a_request_runs_disturbs_it_in_no_way(server, background):
+    running = background.submit(lambda: server.openai.completions.create(**TEXT[1]))
+    request_id = server.script.see("Submit")["request_id"]
+    assert server.http.post("/reset_prefix_cache").status_code == 200
+    server.script.see("FlushCache")
+    server.script.emit(request_id, [*server.ids("fine"), 2])
+    assert running.result().choices[0].text == "fine"
+
+
+def test_a_flush_reaches_the_engine_before_a_later_request(server, background):
+    server.http.post("/reset_prefix_cache")
+    running = background.submit(lambda: server.http.post(TEXT[0], json=TEXT[1]))
+    request_id = server.script.see("Submit")["request_id"]
+    assert [event["what"] for event in server.script._later if event["what"] != "obeyed"] == ["FlushCache"]
+    server.script.emit(request_id, [2])
+    assert running.result().status_code == 200
+
+
+@pytest.mark.parametrize("path", FLUSHES)
+def test_while_the_engine_loads_or_drains_there_is_nothing_to_flush(own_server, path):
+    refused = own_server.http.post(path)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_loading")
+    assert int(refused.headers["retry-after"]) > 0
+    own_server.script.ready()
+    own_server.reach("ready")
+    own_server.call(lambda: own_server.engine.drain(1))
+    assert own_server.http.post(path).json()["error"]["code"] == "engine_draining"
+
+
+def test_an_engine_that_answered_a_flush_is_idle_again(own_server):
+    own_server.script.ready()
+    own_server.reach("ready")
+    own_server.http.post("/reset_prefix_cache")
+    own_server.script.see("FlushCache")
+
+    async def idle():
+        while own_server.engine._engine_has_work.is_set():
+            await asyncio.sleep(0.01)
+
+    own_server.call(idle)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE"])
+def test_only_a_post_flushes(server, method):
+    response = server.http.request(method, "/reset_prefix_cache")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize(
+    ("has", "key", "status"),
+    [
+        ("none", None, 200),
+        ("none", "whatever", 200),
+        ("api", None, 401),
+        ("api", "wrong", 401),
+        ("api", "user", 200),
+        ("admin", None, 401),
+        ("admin", "wrong", 401),
+        ("admin", "root", 200),
+        ("admin", "toor", 200),
+        ("both", None, 401),
+        ("both", "wrong", 401),
+        ("both", "user", 401),
+        ("both", "root", 200),
+    ],
+)
+@pytest.mark.parametrize("path", FLUSHES)
+def test_who_may_flush(guarded, has, key, status, path):
+    prefixes = ["", "/llm"] if has == "both" else [""]
+    for prefix in prefixes:
+        response = guarded[has].http.post(prefix + path, headers=bearer(key))
+        assert response.status_code == status
+        if status == 401:
+            error = response.json()["error"]
+            assert (error["code"], response.headers["www-authenticate"]) == ("invalid_api_key", "Bearer")
+            assert ("admin" in error["message"]) == (has == "admin" or key == "user")
+        else:
+            guarded[has].script.see("FlushCache")
+
+
+@pytest.mark.parametrize(
+    ("has", "key", "status"),
+    [("admin", None, 200), ("admin", "wrong", 200), ("both", None, 401), ("both", "user", 200), ("both", "root", 200)],
+)
+def test_an_admin_key_opens_what_an_api_key_opens_and_closes_nothing_else(guarded, has, key, status):
+    assert guarded[has].http.get("/v1/models", headers=bearer(key)).status_code == status
+
+
+def test_the_document_says_which_key_a_flush_needs(guarded):
+    schemes = {name: server.http.get("/openapi.json").json() for name, server in guarded.items()}
+    needed = {
+        name: document["paths"]["/reset_prefix_cache"]["post"].get("security", document.get("security"))
+        for name, document in schemes.items()
+    }
+    assert needed == {
+        "none": None,
+        "api": [{"key": []}],
+        "admin": [{"admin_key": []}],
+        "both": [{"admin_key": []}],
+    }
+    for name, document in schemes.items():
+        known = set(document["components"].get("securitySchemes", {}))
+        assert known == {"none": set(), "api": {"key"}, "admin": {"admin_key"}, "both": {"key", "admin_key"}}[name]

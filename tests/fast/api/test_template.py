@@ -1,0 +1,265 @@
+"""What a request, and the server's own settings, may say to the chat template."""
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.text import chat_template
+from tests.fast.api.served import Server, serving, until
+
+QWEN = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- '# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' }}{{- tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(turns=0) %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {%- set ns.turns = ns.turns + 1 %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content is string %}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- if content or not loop.first %}{{- '\\n' }}{%- endif %}
+            {%- if tool_call.function %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- tool_call.arguments if tool_call.arguments is string else tool_call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+"""As Qwen3 has it, shortened."""
+HEAD = "<|im_start|>user\nhello<|im_end|>\n"
+TURN = "<|im_start|>assistant\n"
+NO_THINKING = "<think>\n\n</think>\n\n"
+HELLO = {"role": "user", "content": "hello"}
+ASK = {"model": "tiny", "messages": [HELLO]}
+Start = Callable[..., Server]
+
+
+@contextlib.contextmanager
+def serving_template(model_folder: Path, folder: Path, template: str = QWEN, **services: Any) -> Iterator[Server]:
+    """A ready server whose model has this chat template; `folder` is not there yet."""
+    shutil.copytree(model_folder, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    with serving(folder, **services) as server:
+        server.script.ready(max_model_len=4096)
+        server.reach("ready")
+        server.script.plan([2])
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving_template(model_folder, tmp_path_factory.mktemp("template") / "qwen") as server:
+        yield server
+
+
+@pytest.fixture
+def start(model_folder: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a server of this test's own with a template and Services' options."""
+    with contextlib.ExitStack() as stack:
+        yield lambda template=QWEN, **services: stack.enter_context(
+            serving_template(model_folder, tmp_path / "own", template, **services)
+        )
+
+
+def prompt_of(server: Server, path: str = "/v1/chat/completions", **fields: Any) -> str:
+    """The prompt that the engine was given for a request with these fields."""
+    server.script.plan([2])
+    response = server.http.post(path, json=ASK | fields)
+    assert response.status_code == 200, response.text
+    return server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+
+
+def refusal(server: Server, **fields: Any) -> dict[str, Any]:
+    response = server.http.post("/v1/chat/completions", json=ASK | fields)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "end"),
+    [
+        (None, TURN),
+        ({}, TURN),
+        ({"enable_thinking": True}, TURN),
+        ({"enable_thinking": False}, TURN + NO_THINKING),
+    ],
+)
+def test_chat_template_kwargs_reach_the_template(server, kwargs, end):
+    assert prompt_of(server, chat_template_kwargs=kwargs) == HEAD + end
+
+
+@pytest.mark.parametrize("name", ["thinking", "enable_thinkin", "messages", "tools", "add_generation_prompt", "ns"])
+def test_a_name_that_the_template_does_not_know_is_refused_with_those_it_knows(server, name):
+    error = refusal(server, chat_template_kwargs={name: "on"})
+    assert (error["param"], error["code"]) == (f"chat_template_kwargs.{name}", "unsupported_parameter")
+    assert "`enable_thinking`" in error["message"] and name in error["message"]
+
+
+@pytest.mark.parametrize("value", [None, False])
+@pytest.mark.parametrize("name", ["thinking", "messages", "add_generation_prompt", "namespace", "bos_token"])
+def test_an_unknown_name_that_says_nothing_changes_nothing(server, name, value):
+    assert prompt_of(server, chat_template_kwargs={name: value}) == HEAD + TURN
+
+
+@pytest.mark.parametrize("value", ["no", 5, [True]])
+def test_chat_template_kwargs_must_be_an_object(server, value):
+    assert refusal(server, chat_template_kwargs=value)["param"] == "chat_template_kwargs"
+
+
+def test_what_the_server_says_to_the_template_holds_until_a_request_says_otherwise(start):
+    server = start(template_kwargs={"enable_thinking": False})
+    assert prompt_of(server) == HEAD + TURN + NO_THINKING
+    assert prompt_of(server, chat_template_kwargs={}) == HEAD + TURN + NO_THINKING
+    assert prompt_of(server, chat_template_kwargs={"enable_thinking": False}) == HEAD + TURN + NO_THINKING
+    assert prompt_of(server, chat_template_kwargs={"enable_thinking": True}) == HEAD + TURN
+
+
+def test_a_null_says_nothing_so_the_servers_own_value_stays(start):
+    server = start(template_kwargs={"enable_thinking": False})
+    assert prompt_of(server, chat_template_kwargs={"enable_thinking": None}) == HEAD + TURN + NO_THINKING
+
+
+def test_a_servers_own_name_that_the_template_does_not_know_refuses_nobody(start):
+    assert prompt_of(start(template_kwargs={"thinking": True})) == HEAD + TURN
+
+
+def test_the_names_that_may_be_set_are_those_that_the_template_reads_and_nobody_else_sets(server):
+    assert server.tokenizer.chat_template.switches == ["enable_thinking"]
+
+
+@pytest.mark.parametrize(("value", "end"), [(True, TURN), (None, TURN), (False, "")])
+def test_the_assistants_turn_is_opened_unless_add_generation_prompt_is_false(server, value, end):
+    assert prompt_of(server, add_generation_prompt=value) == HEAD + end
+
+
+@pytest.mark.parametrize("text", ["Once upon a", "Once upon a ", "a\n", " ", "<|im_end|>", "é漢", "</think>"])
+@pytest.mark.parametrize("add_generation_prompt", [None, False])
+def test_a_continued_message_ends_the_prompt_exactly(server, text, add_generation_prompt):
+    messages = [HELLO, {"role": "assistant", "content": text}]
+    prompt = prompt_of(
+        server, messages=messages, continue_final_message=True, add_generation_prompt=add_generation_prompt
+    )
+    assert prompt == HEAD + TURN + text
+
+
+def test_a_message_of_parts_can_be_continued(server):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]
+    messages = [HELLO, {"role": "assistant", "content": parts}]
+    assert prompt_of(server, messages=messages, continue_final_message=True) == HEAD + TURN + "one\ntwo "
+
+
+def test_only_the_final_message_is_continued_when_an_earlier_one_reads_the_same(server):
+    said = {"role": "assistant", "content": "same"}
+    prompt = prompt_of(server, messages=[said, HELLO, said], continue_final_message=True)
+    assert prompt == f"{TURN}same<|im_end|>\n{HEAD}{TURN}same"
+
+
+def test_a_continued_message_that_has_thought_goes_on_behind_its_thoughts(server):
+    said = {"role": "assistant", "content": "So ", "reasoning_content": "hm"}
+    prompt = prompt_of(server, messages=[HELLO, said], continue_final_message=True)
+    assert prompt == f"{HEAD}{TURN}<think>\nhm\n</think>\n\nSo "
+
+
+def test_the_answer_to_a_continued_message_is_what_is_new(server):
+    server.script.plan([*server.bytes(" time"), 2])
+    answer = server.openai.chat.completions.create(
+        model="tiny",
+        messages=[HELLO, {"role": "assistant", "content": "Once upon a"}],
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )
+    assert answer.choices[0].message.content == " time"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        HELLO,
+        {"role": "system", "content": "x"},
+        {"role": "tool", "content": "x", "tool_call_id": "a"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    ],
+    ids=["user", "system", "tool", "empty", "called"],
+)
+def test_only_an_assistants_text_can_be_continued(server, last):
+    error = refusal(server, messages=[HELLO, last], continue_final_message=True)
+    assert error["param"] == "continue_final_message"
+    assert "assistant" in error["message"]
+
+
+def test_a_message_cannot_be_continued_and_a_new_one_opened(server):
+    messages = [HELLO, {"role": "assistant", "content": "x"}]
+    error = refusal(server, messages=messages, continue_final_message=True, add_generation_prompt=True)
+    assert error["param"] == "continue_final_message"
+    assert "add_generation_prompt" in error["message"]
+
+
+def test_a_template_that_leaves_the_final_message_out_cannot_continue_it(start):
+    server = start("{{ messages[0].content }}")
+    messages = [HELLO, {"role": "assistant", "content": "x"}]
+    assert "cannot be continued" in refusal(server, messages=messages, continue_final_message=True)["message"]
+
+
+@pytest.mark.parametrize("field", ["add_generation_prompt", "continue_final_message"])
+@pytest.mark.parametrize("value", ["yes", 1])
+def test_switches_are_true_or_false(server, field, value):
+    assert refusal(server, **{field: value})["param"] == field
+
+
+def test_a_template_that_never_ends_holds_nobody_up(start, background, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(chat_template, "time", clock)
+    server = start("{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}")
+    asked = [background.submit(refusal, server) for _ in range(3)]
+    until(lambda: len(clock.readers) == 3)
+    for _ in range(5):
+        assert server.http.get("/live").status_code == 200
+    assert not any(one.done() for one in asked)
+    clock.now = chat_template.LONGEST_SECONDS + 0.1
+    assert all("longer than 5 s" in one.result()["message"] for one in asked)
+
+
+class Clock:
+    """Stands still until the test moves it on, and knows which threads have looked at it."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.readers = set()
+
+    def monotonic(self):
+        self.readers.add(threading.get_ident())
+        return self.now

@@ -1,0 +1,381 @@
+"""Tools: offered in the prompt, called in the answer, remembered in the conversation."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from app.api.server import services_for
+from app.config.settings import Config
+from tests.fast.api.served import CHATML, Server
+from tests.fast.api.test_template import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template, start
+
+__all__ = ["start"]
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "How it is outside, in 漢字 & <b>",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "day": {"enum": ["now", None], "default": None}},
+            "required": ["city"],
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+OFFER = {"model": "tiny", "messages": [HELLO], "tools": [WEATHER, CLOCK]}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+OUTPUTS = {
+    "one": call("weather", city="Bern"),
+    "two": call("weather", city="東京") + "\n" + call("clock"),
+    "text before": "Let me see.\n\n" + call("weather", city='a < b </tool> "c"'),
+    "text around": "One " + call("clock") + " two " + call("weather", city="x") + " three",
+    "none": "It is fine, 漢字 and <b>bold</b>.",
+    "nothing": "",
+    "not JSON": '<tool_call>\n{"name": "weather", "arguments": {city}}\n</tool_call>',
+    "no name": '<tool_call>\n{"arguments": {}}\n</tool_call> bye',
+    "arguments that are a list": '<tool_call>{"name": "clock", "arguments": [1]}</tool_call>',
+    "never closed": 'Hm <tool_call>\n{"name": "weather"',
+    "one good, one bad": call("clock") + "<tool_call>nonsense</tool_call>",
+}
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving_template(model_folder, tmp_path_factory.mktemp("tools") / "qwen", tool_calls=True) as server:
+        yield server
+
+
+def plan(server: Server, text: str, seed: int) -> None:
+    """The engine answers with `text`, a token a byte, in steps of random sizes."""
+    ids = [*(server.bytes(text) if text else []), 2]
+    random = Random(seed)
+    cuts = sorted(random.choices(range(1, len(ids) + 1), k=random.randrange(len(ids))))
+    steps = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
+    server.script.plan(*[step for step in steps if step])
+
+
+def whole(server: Server, **fields: Any) -> dict[str, Any]:
+    """The only choice of an answer."""
+    return server.openai.chat.completions.create(**OFFER | fields).choices[0].model_dump()
+
+
+def streamed(server: Server, **fields: Any) -> dict[str, Any]:
+    """The choice that a client puts together from the chunks."""
+    content, calls, reasons = "", [], []
+    with server.openai.chat.completions.create(**OFFER | fields, stream=True) as chunks:
+        for chunk in chunks:
+            delta = chunk.choices[0].delta
+            content += delta.content or ""
+            for part in delta.tool_calls or []:
+                assert part.index == len(calls)
+                calls.append(part.model_dump(exclude={"index"}))
+            reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+    (reason,) = reasons
+    return {"content": content, "calls": calls, "finish_reason": reason}
+
+
+def functions(calls: list[dict[str, Any]] | None) -> list[tuple[str, dict[str, Any]]]:
+    assert all(call["type"] == "function" and call["id"] for call in calls or [])
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls or []]
+
+
+def test_offered_tools_reach_the_prompt_as_they_were_sent(server):
+    prompt = prompt_of(server, tools=[WEATHER, CLOCK])
+    offered = prompt.partition("<tools>\n")[2].partition("\n</tools>")[0]
+    assert [json.loads(line) for line in offered.split("\n")] == [WEATHER, CLOCK]
+    assert prompt.endswith(HEAD + TURN)
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "auto"}, {"tool_choice": None}, {"parallel_tool_calls": False}])
+def test_tools_are_offered_unless_tool_choice_is_none(server, fields):
+    assert prompt_of(server, tools=[CLOCK], **fields) == prompt_of(server, tools=[CLOCK])
+
+
+def test_strict_false_says_nothing_and_is_not_in_the_prompt(server):
+    lax = {"type": "function", "function": CLOCK["function"] | {"strict": False, "description": None}}
+    assert prompt_of(server, tools=[lax]) == prompt_of(server, tools=[CLOCK])
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"tools": None}], ids=str)
+def test_without_offered_tools_the_prompt_has_none_and_a_call_is_content(server, fields):
+    text = OUTPUTS["text around"]
+    plan(server, text, 0)
+    answer = whole(server, **fields)
+    assert answer["message"]["content"] == text
+    assert answer["message"]["tool_calls"] is None
+    assert answer["finish_reason"] == "stop"
+    plan(server, text, 1)
+    assert streamed(server, **fields) == {"content": text, "calls": [], "finish_reason": "stop"}
+    assert server.text(server.script.see("Submit")["token_ids"]) == server.text(server.ids(HEAD + TURN))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_streamed_and_whole_answers_agree_wherever_the_steps_end(server, output, seed):
+    plan(server, OUTPUTS[output], 2 * seed)
+    answer = whole(server)
+    plan(server, OUTPUTS[output], 2 * seed + 1)
+    pieces = streamed(server)
+    message = answer["message"]
+    assert pieces["content"] == (message["content"] or "")
+    assert functions(pieces["calls"]) == functions(message["tool_calls"])
+    assert pieces["finish_reason"] == answer["finish_reason"] == ("tool_calls" if message["tool_calls"] else "stop")
+
+
+@pytest.mark.parametrize(
+    ("output", "content", "called"),
+    [
+        ("one", None, [("weather", {"city": "Bern"})]),
+        ("two", None, [("weather", {"city": "東京"}), ("clock", {})]),
+        ("text before", "Let me see.", [("weather", {"city": 'a < b </tool> "c"'})]),
+        ("none", OUTPUTS["none"], []),
+        ("nothing", "", []),
+        ("not JSON", OUTPUTS["not JSON"], []),
+        ("no name", OUTPUTS["no name"], []),
+        ("arguments that are a list", OUTPUTS["arguments that are a list"], []),
+        ("never closed", OUTPUTS["never closed"], []),
+        ("one good, one bad", "<tool_call>nonsense</tool_call>", [("clock", {})]),
+    ],
+)
+def test_calls_are_taken_out_and_what_is_no_call_is_content_as_it_was_written(server, output, content, called):
+    plan(server, OUTPUTS[output], 0)
+    message = whole(server)["message"]
+    assert message["content"] == content
+    assert functions(message["tool_calls"]) == called
+
+
+def test_calls_have_ids_of_their_own_and_are_numbered_in_a_stream(server):
+    ids = []
+    for seed in range(3):
+        plan(server, OUTPUTS["two"], seed)
+        ids += [call["id"] for call in whole(server)["message"]["tool_calls"]]
+        plan(server, OUTPUTS["two"], seed)
+        ids += [call["id"] for call in streamed(server)["calls"]]
+    assert len(set(ids)) == 12
+
+
+def test_calls_of_one_step_are_one_chunk_and_those_of_two_steps_are_numbered_on(server, background):
+    server.script.by_hand()
+
+    def play() -> str:
+        request_id = server.script.see("Submit")["request_id"]
+        server.script.emit(request_id, server.bytes(OUTPUTS["two"]))
+        return request_id
+
+    playing = background.submit(play)
+    indexes = []
+    with server.openai.chat.completions.create(**OFFER, stream=True) as chunks:
+        request_id = playing.result()
+        for chunk in chunks:
+            if calls := chunk.choices[0].delta.tool_calls:
+                indexes.append([call.index for call in calls])
+                server.script.emit(request_id, [*server.bytes(call("clock")), 2])
+    assert indexes == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("output", "content", "called"),
+    [
+        ("two", "", ("weather", {"city": "東京"})),
+        ("text around", "One two three", ("clock", {})),
+        ("one", "", ("weather", {"city": "Bern"})),
+    ],
+)
+def test_without_parallel_calls_the_first_is_kept(server, output, content, called, seed):
+    plan(server, OUTPUTS[output], seed)
+    answer = whole(server, parallel_tool_calls=False)
+    assert functions(answer["message"]["tool_calls"]) == [called]
+    plan(server, OUTPUTS[output], seed + 1)
+    pieces = streamed(server, parallel_tool_calls=False)
+    assert functions(pieces["calls"]) == [called]
+    assert " ".join(pieces["content"].split()) == " ".join((answer["message"]["content"] or "").split()) == content
+    assert pieces["finish_reason"] == answer["finish_reason"] == "tool_calls"
+
+
+def test_a_call_cut_off_by_the_limit_is_content_and_the_reason_is_length(server):
+    text = OUTPUTS["one"]
+    plan(server, text, 0)
+    answer = whole(server, max_tokens=len(server.bytes(text)) - 20)
+    assert answer["finish_reason"] == "length"
+    assert answer["message"]["content"] == text[:-20]
+    assert answer["message"]["tool_calls"] is None
+
+
+def test_an_answer_that_runs_out_behind_a_call_is_incomplete(server):
+    text = OUTPUTS["text around"]
+    plan(server, text, 0)
+    answer = whole(server, max_tokens=len(server.bytes(text)) - 2)
+    assert len(answer["message"]["tool_calls"]) == 2
+    assert answer["finish_reason"] == "length"
+
+
+def test_a_stop_string_inside_a_call_ends_the_answer_before_the_call(server):
+    plan(server, OUTPUTS["text before"], 0)
+    answer = whole(server, stop='"arguments"')
+    assert answer["message"]["content"] == 'Let me see.\n\n<tool_call>\n{"name": "weather", '
+    assert (answer["message"]["tool_calls"], answer["finish_reason"]) == (None, "stop")
+
+
+def test_usage_counts_the_tokens_of_calls(server):
+    plan(server, OUTPUTS["two"], 0)
+    answer = server.openai.chat.completions.create(**OFFER)
+    assert answer.usage.completion_tokens == len(server.bytes(OUTPUTS["two"])) + 1
+
+
+def conversation(arguments: str | None = '{"city": "Bern", "days": 2}') -> list[dict[str, Any]]:
+    function = {"name": "weather"} | ({} if arguments is None else {"arguments": arguments})
+    called = {"id": "call_1", "type": "function", "function": function}
+    return [
+        HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ('{"city":"Bern",   "days":2}', '{"city": "Bern", "days": 2}'),
+        ('{"city": "\\u6771\\u4eac"}', '{"city": "東京"}'),
+        ("{}", "{}"),
+        ("", "{}"),
+    ],
+)
+def test_calls_in_a_conversation_are_rendered_with_arguments_as_an_object(server, sent, shown):
+    prompt = prompt_of(server, messages=conversation(sent))
+    assert prompt == (
+        f'{HEAD}{TURN}<tool_call>\n{{"name": "weather", "arguments": {shown}}}\n</tool_call><|im_end|>\n'
+        f"<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n{TURN}"
+    )
+
+
+def test_templates_may_ask_for_the_members_of_the_arguments(start):
+    server = start("{{ messages[1].tool_calls[0].function.arguments.city }} by {{ messages[2].tool_call_id }}")
+    assert prompt_of(server, messages=conversation()) == "Bern by call_1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, stream):
+    plan(server, OUTPUTS["text around"], 0)
+    if stream:
+        with server.openai.chat.completions.stream(**OFFER) as events:
+            message = events.get_final_completion().choices[0].message
+    else:
+        message = server.openai.chat.completions.create(**OFFER).choices[0].message
+    server.script.see("Submit")
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "12"} for call in message.tool_calls]
+    for sent in (message, message.model_dump(), message.model_dump(exclude_none=True)):
+        server.script.plan([2])
+        server.openai.chat.completions.create(**OFFER | {"messages": [HELLO, sent, *results]})
+        prompt = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+        assert call("clock") in prompt and call("weather", city="x") in prompt
+        assert prompt.count("<tool_response>\n12\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": conversation("not JSON")}, "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": conversation('["a"]')}, "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": conversation('"a"')}, "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": conversation({"city": "Bern"})}, "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": conversation("[" * 100_000)}, "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": conversation('{"city": "\\ud800"}')}, "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": [HELLO | {"tool_call_id": "call_1"}]}, "messages.0.tool_call_id"),
+        ({"messages": [HELLO | {"tool_calls": conversation()[1]["tool_calls"]}]}, "messages.0.tool_calls"),
+        ({"messages": [HELLO | {"reasoning_content": "hm"}]}, "messages.0.reasoning_content"),
+        ({"messages": [HELLO | {"content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": None, "tool_call_id": "a"}]}, "messages.0.content"),
+        ({"messages": [HELLO, {"role": "assistant", "content": None}]}, "messages.1.content"),
+        ({"messages": [HELLO, {"role": "assistant", "content": None, "tool_calls": []}]}, "messages.1.content"),
+        ({"messages": [HELLO, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages.1.tool_calls.0"
+         ".function.name"),
+        ({"tools": [CLOCK, {"type": "function", "function": {"name": "f", "strict": True}}]},
+         "tools.1.function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "tool_choice": "none"},
+         "tools.0.function.strict"),
+        ({"tools": [{"type": "function", "function": {"description": "x"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]},
+         "tools.0.function.parameters"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
+        ({"tools": {"type": "function"}}, "tools"),
+        ({"tools": ["clock"]}, "tools.0"),
+        ({"tools": [CLOCK], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": "clock"}, "tool_choice"),
+        ({"tools": [CLOCK], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_its_dotted_name(server, fields, param):
+    assert refusal(server, **fields)["param"] == param
+
+
+def test_a_strict_function_is_told_why_and_what_to_do(server):
+    error = refusal(server, tools=[{"type": "function", "function": {"name": "f", "strict": True}}])
+    assert error["code"] == "unsupported_parameter"
+    assert "`tools.0.function.strict`" in error["message"] and "Leave `it` out" not in error["message"]
+
+
+@pytest.mark.parametrize("depth", [100, 900, 3000])
+@pytest.mark.parametrize("template", [QWEN, "{{ tools | tojson(indent=4) }}"], ids=["plain", "indented"])
+def test_parameters_are_offered_or_refused_however_deep_they_are(start, template, depth):
+    schema = '{"a": ' * depth + "{}" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tool}]}}'
+    response = start(template).http.post("/v1/chat/completions", content=body)
+    assert response.status_code in (200, 400), response.text
+
+
+def test_a_template_without_a_place_for_tools_refuses_them(start):
+    server = start(CHATML, tool_calls=True)
+    error = refusal(server, tools=[CLOCK])
+    assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+    assert "template" in error["message"]
+    assert prompt_of(server, tools=[CLOCK], tool_choice="none") == HEAD + TURN
+    assert prompt_of(server, tools=[]) == HEAD + TURN
+
+
+def test_a_template_without_a_place_for_calls_refuses_them_too(start):
+    """It would leave out what the assistant did and show the result of nothing."""
+    assert refusal(start(CHATML), messages=conversation())["param"] == "messages.1.tool_calls"
+
+
+def test_with_the_parser_off_a_call_is_content(start):
+    server = start(QWEN)
+    plan(server, OUTPUTS["one"], 0)
+    answer = whole(server)
+    assert (answer["message"]["content"], answer["finish_reason"]) == (OUTPUTS["one"], "stop")
+
+
+@pytest.mark.parametrize(
+    ("said", "template", "on"),
+    [("auto", QWEN, True), ("auto", CHATML, False), ("none", QWEN, False), ("hermes", CHATML, True)],
+)
+def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, tmp_path, said, template, on):
+    with serving_template(model_folder, tmp_path / "own", template) as server:
+        config = Config(tool_call_parser=said)
+        assert services_for(config, server.engine, server.tokenizer, server.metrics).tool_calls is on
+
+
+def test_bare_completions_are_text_even_if_it_reads_like_a_call(server):
+    plan(server, OUTPUTS["two"], 0)
+    answer = server.openai.completions.create(model="tiny", prompt="x", max_tokens=400)
+    assert answer.choices[0].text == OUTPUTS["two"]

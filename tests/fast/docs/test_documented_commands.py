@@ -1,0 +1,57 @@
+"""Every `dflash-server bench ...`, and every `bench PART ...`, that a page names is what the bench takes."""
+
+import argparse
+import importlib
+import re
+import shlex
+
+import pytest
+
+from app import cli
+from app.bench.__main__ import PARTS
+from app.bench.own_server import flags_of
+from app.config.settings import Config
+from tests import ROOT
+
+PERFORMANCE = ROOT / "docs" / "performance.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"(?:(?<=`)|dflash-server |python -m app\.)bench(?: (?:\\\n|[^`\n])*)?(?![\w/])")
+STANDS_FOR = {"NAME=URL": "name=http://127.0.0.1:1", "FILE": "file.jsonl", "FOLDER": "folder"}
+
+
+def documented() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found += [(page.name, command.replace("\\\n", " ").strip()) for command in COMMAND.findall(text)]
+    return found
+
+
+def parsed(command: str) -> tuple[str, argparse.Namespace]:
+    """The part that a command line means, and what it says to it."""
+    words = shlex.split(command.partition("bench")[2], comments=True)
+    part, *arguments = words if words and not words[0].startswith("-") else ["http", *words]
+    parser = importlib.import_module(f"app.bench.{part.replace('-', '_')}")._parser()
+    return part, parser.parse_args([STANDS_FOR.get(argument, argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(("page", "command"), documented())
+def test_a_documented_command_is_understood(page: str, command: str) -> None:
+    part, options = parsed(command)
+    assert part in PARTS
+    for variant in options.compare if part == "http" else ():
+        Config.load(cli.parse_flags([*options.serve_args, *flags_of(variant)]))
+
+
+def test_the_published_tables_have_their_commands() -> None:
+    commands = [command for page, command in documented() if page == PERFORMANCE.name and "gsm8k.jsonl" in command]
+    asked = dict(map(parsed, commands))
+    assert asked.keys() == {"eval", "http"}
+    for options in asked.values():
+        assert options.max_tokens == 2048 and options.temperature == 0 and options.concurrency == [1, 2, 4, 8, 16, 32]
+        assert options.extra_body == {"chat_template_kwargs": {"enable_thinking": False}}
+    assert asked["eval"].expect_acceptance == 6.36 and asked["http"].compare == ["plain", "dflash"]
+    serve = re.search(r"\$ dflash-server serve (Qwen.*)", PERFORMANCE.read_text(encoding="utf-8"))
+    assert serve is not None
+    config = Config.load(cli.parse_flags(shlex.split(serve[1])))
+    assert (config.model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")

@@ -1,0 +1,54 @@
+"""What each target of the Makefile installs: serving is one command, and brings nothing that only tests use."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+SERVING, TESTS = "pip install --editable '.[bench]'", "pip install --editable '.[dev]'"
+
+pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """One in which nothing was made yet."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def commands(checkout: Path, target: str) -> list[str]:
+    """What `make` would run, a line each."""
+    command = ["make", "--dry-run", "--no-print-directory", target, "ARGS=--anything"]
+    done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+def installed(lines: list[str]) -> list[str]:
+    return [what for line in lines for what in (SERVING, TESTS) if what in line]
+
+
+@pytest.mark.parametrize("target", ["serve", "bench"])
+def test_serving_is_one_command_without_what_tests_need(checkout: Path, target: str) -> None:
+    lines = commands(checkout, target)
+    assert installed(lines) == [SERVING]
+    assert lines[-1].split() == [".venv/bin/dflash-server", target, "--anything"]
+
+
+@pytest.mark.parametrize("target", ["test", "check", "proof", "soak", "audit"])
+def test_whatever_looks_at_the_code_has_both_installed_first(checkout: Path, target: str) -> None:
+    assert installed(commands(checkout, target)) == [SERVING, TESTS]
+
+
+def test_what_is_installed_is_installed_once(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / ".installed").touch()
+    assert installed(commands(checkout, "serve")) == [] and installed(commands(checkout, "check")) == [TESTS]
+    (checkout / ".venv" / ".installed-dev").touch()
+    assert installed(commands(checkout, "check")) == []
+    (checkout / "pyproject.toml").touch()
+    assert installed(commands(checkout, "check")) == [SERVING, TESTS]

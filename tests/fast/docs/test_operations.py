@@ -1,0 +1,56 @@
+"""docs/operations.md and SECURITY.md name what there is, and everything that there is of it."""
+
+import re
+
+import yaml
+
+from app.api import body, connection, middleware
+from app.api import schemas as protocol
+from app.config.settings import flag_name, setting_fields
+from app.metrics import TABLE
+from app.text import chat_template
+from tests import ROOT
+
+PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "app" / "api").glob("*.py"))
+
+
+def test_every_code_of_an_error_has_its_row_and_every_row_its_code() -> None:
+    table = PAGE.partition("| status |")[2].partition("\n\n")[0]
+    told = set(re.findall(r"`([a-z]+_[a-z_]+)`", table))
+    assert set(re.findall(r'code="([a-z_]+)"', SOURCES)) - told == {"cors_refused"}
+    phases = {f"engine_{phase}" for phase in ("loading", "restarting", "draining", "dead")}
+    assert [code for code in told - phases if f'"{code}"' not in SOURCES] == []
+
+
+def test_every_alert_has_its_row_and_every_row_its_alert() -> None:
+    groups = yaml.safe_load((ROOT / "docker" / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    assert set(re.findall(r"`(Dflash\w+)`", PAGE)) == alerts
+
+
+def test_every_flag_and_metric_that_is_named_exists() -> None:
+    flags = {flag_name(field) for field in setting_fields()}
+    flags |= {flag.replace("--", "--no-", 1) for flag in flags} | {"--base-url", "--concurrency", "--dataset"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE + SECURITY)) <= flags
+    metrics = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in TABLE}
+    symptoms = PAGE.partition("| symptom |")[2].partition("\n\n")[0]
+    for name in re.findall(r"`((?:num|step|kv|decode|[a-z_]+_total)[a-z_]*)(?:\{[^`]*)?`", symptoms):
+        assert name in metrics, name
+
+
+def test_the_limits_that_are_told_are_the_codes_own() -> None:
+    for told in (
+        f"{middleware.MOST_HEAD_BYTES // 2**10} KiB, {middleware.MOST_HEADERS} headers, whole within "
+        f"{connection.HEAD_SECONDS:g} s",
+        f"{body.MAX_BODY_BYTES // 2**20} MiB (413); {body.BODY_SECONDS:g} s and then "
+        f"{body.SLOWEST_BYTES_A_SECOND // 2**10} KiB a second (408); {body.MOST_BYTES_BEING_READ // 2**20} MiB",
+        f"{protocol.MOST_MESSAGES:,} messages, {protocol.MOST_STOPS} stop strings of {protocol.LONGEST_STOP:,} "
+        f"characters, {protocol.MOST_STOP_IDS:,} stop token ids, {protocol.MOST_BIASES:,} entries in `logit_bias`, "
+        f"{protocol.MOST_CHOICES} choices, {protocol.MOST_TOOLS} tools",
+        f"reads nothing for {connection.STALLED_SECONDS:g} s",
+        f"{chat_template.LONGEST_SECONDS:g} s and {chat_template.MOST_CHARACTERS // 2**20} Mi characters",
+    ):
+        assert told in SECURITY, told
+    assert f"Idle connections are kept for {connection.SETTINGS['timeout_keep_alive']} s" in PAGE

@@ -1,0 +1,116 @@
+"""What must not stand in the code that serves: what runs data as code, and what measures time by a clock that jumps."""
+
+import ast
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.client import link as engine_link
+from tests import ROOT
+
+APP = ROOT / "app"
+OFFLINE = ("bench", "demo", "npu_report")
+RUNS_DATA = re.compile(
+    r"(cP|p)ickle|marshal|shelve|dill|joblib|(builtins\.)?(eval|exec|__import__)"
+    r"|torch\.(load|save|hub\..*|package\..*)|yaml\.(load|load_all|full_load|unsafe_load|Loader|UnsafeLoader)"
+    r"|.*\.(recv_pyobj|send_pyobj|recv_serialized)|np\.load|numpy\.load|os\.(system|popen)"
+)
+WALL_CLOCK = re.compile(r"time\.(time|time_ns)|(datetime\.)*(now|utcnow|today)")
+SAYS_WHEN = {
+    "api/answers.py": 1,  # `created` of an answer
+    "engine/kept_packages.py": 1,  # the age of files
+    "api/services.py": 1,  # `created` of the model
+    "text/chat_template.py": 1,  # strftime_now, for templates that name the day
+}
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(APP.rglob("*.py")):
+        yield str(path.relative_to(APP)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """Everything that is imported, called or passed on, as it is written: "torch.load"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (module + alias.name for alias in node.names)
+            yield module.removesuffix(".")
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def runs_data(tree: ast.AST) -> list[str]:
+    return [name for name in names(tree) if RUNS_DATA.fullmatch(name)]
+
+
+def test_nothing_that_comes_from_outside_is_run() -> None:
+    """But for the training of the demo pair, which reads back its own checkpoints and is no part of serving."""
+    found = {path: names for path, tree in sources() if (names := runs_data(tree))}
+    assert found.keys() <= {"demo/loop.py"}, found
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(p)",
+        "eval(x)",
+        "f(exec)",
+        "yaml.load(f)",
+        "s.recv_pyobj()",
+    ],
+)
+def test_a_planted_one_is_seen(planted: str) -> None:
+    assert runs_data(ast.parse(planted))
+
+
+def test_no_code_of_a_checkpoint_is_asked_for() -> None:
+    for path, tree in sources():
+        keywords = [node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+        assert "trust_remote_code" not in keywords, path
+
+
+def test_durations_are_never_measured_by_a_clock_that_can_be_set() -> None:
+    for path, tree in sources():
+        if not path.startswith(OFFLINE) and "npu_report" not in path:
+            calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+            assert len([call for call in calls if WALL_CLOCK.fullmatch(call)]) == SAYS_WHEN.get(path, 0), path
+
+
+def test_the_sockets_to_the_engine_lie_where_no_other_user_may_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    link = engine_link.EngineLink(1)
+    try:
+        assert stat.S_IMODE(link._folder.stat().st_mode) == 0o700
+        assert all(address.startswith(f"ipc://{link._folder}/") for address in link._addresses)
+    finally:
+        link._commands.close()
+        link._replies.close()
+        link._context.term()
+        link._folder.rmdir()
+
+
+def test_where_no_folder_can_be_written_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "_places", lambda: ["/proc"])
+    with pytest.raises(OSError, match=r"/proc cannot be written to\. Set TMPDIR"):
+        engine_link._private_folder()
+
+
+def test_a_folder_whose_path_is_too_long_for_a_socket_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    folder = engine_link._private_folder()
+    folder.rmdir()
+    assert len(str(folder)) < 80

@@ -1,0 +1,141 @@
+"""Acceptance that is drawn: as long on average as is wished, and nothing else of a step is another."""
+
+import argparse
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import pytest
+
+from app.config.settings import ConfigError
+from app.doctor.report.simulated import SimulatedRunner, even_chance, mean_length, simulate, survival, wish
+from app.engine.core import Step
+from app.engine.schedule.batch import Batch, Delta, Rows, StepResult
+from app.engine.sequence import Request, Sequence
+from app.engine.step.runner import ModelRunner
+from tests.fast.doctor.test_random_weights import tiny_engine
+
+PUBLISHED = (0.861, 0.724, 0.599, 0.504, 0.425, 0.363, 0.307, 0.262)
+
+
+@pytest.mark.parametrize("block_size", [2, 8, 16])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3573, 0.9, 1.0])
+def test_the_chance_of_every_draft_is_solved_for_the_wished_mean(block_size: int, share: float) -> None:
+    length = 1 + share * (block_size - 1)
+    rates = survival([length], block_size)
+    assert mean_length(rates) == pytest.approx(length, abs=1e-9)
+    chance = even_chance(length, block_size)
+    assert rates == pytest.approx([chance**k for k in range(1, block_size)])
+
+
+def test_rates_of_positions_are_taken_as_they_are() -> None:
+    assert survival(PUBLISHED, 16) == [*PUBLISHED, *[0.0] * 7]
+    assert mean_length(survival(PUBLISHED, 16)) == pytest.approx(5.045)
+
+
+@pytest.mark.parametrize(
+    ("wished", "words"),
+    [
+        ([0.5], "block of 16"),
+        ([16.5], "block of 16"),
+        ([0.5, 0.6], "never rise"),
+        ([1.2, 0.6], "between 0 and 1"),
+        ([float("nan"), 0.5], "between 0 and 1"),
+        ([0.5] * 16, "15 drafts"),
+    ],
+)
+def test_what_cannot_be_is_refused(wished: list[float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        survival(wished, 16)
+
+
+def test_a_wish_is_one_number_or_several() -> None:
+    assert wish("6.36") == (6.36,) and wish("0.8,0.5") == (0.8, 0.5)
+    with pytest.raises(argparse.ArgumentTypeError, match="'six'"):
+        wish("six")
+
+
+class Computed:
+    """A runner whose steps accept nothing, and are counted when they are read."""
+
+    stages = None
+
+    def __init__(self) -> None:
+        self.read_steps = 0
+
+    def launch(self, batch: Batch) -> "Computed":
+        self.batch = batch
+        return self
+
+    def read(self) -> StepResult:
+        self.read_steps += 1
+        count = len(self.batch.sampling)
+        return StepResult([list(range(16))] * count, [0] * count)
+
+
+def decoding(*num_drafts: int) -> Batch:
+    seq = Sequence(Request("r", (1, 2), max_tokens=99), arrival=0)
+    return Batch([Rows(seq, 1, 1 + count, samples=True, num_drafts=count) for count in num_drafts])
+
+
+def drawn(rates: list[float], batch: Batch, steps: int, seed: int = 0) -> list[int]:
+    runner = SimulatedRunner(cast(ModelRunner, Computed()), rates, seed)
+    return [accepted for _ in range(steps) for accepted in runner.launch(batch).read().num_accepted]
+
+
+@pytest.mark.parametrize("wished", [(1.0,), (6.36,), (15.0,), (16.0,), PUBLISHED])
+def test_the_mean_and_every_position_are_as_wished_within_sampling_error(wished: tuple[float, ...]) -> None:
+    rates = survival(wished, 16)
+    accepted = drawn(rates, decoding(15, 15), steps=10_000)
+    # A standard error is 0.053 at most: that of lengths that are 1 or 16 by halves.
+    assert 1 + fmean(accepted) == pytest.approx(mean_length(rates), abs=4 * 0.053)
+    for k, rate in enumerate(rates, start=1):
+        assert fmean(count >= k for count in accepted) == pytest.approx(rate, abs=4 * 0.0036)
+
+
+def test_no_more_drafts_are_accepted_than_were_verified() -> None:
+    accepted = drawn(survival((12.0,), 16), decoding(15, 3, 0), steps=500)
+    assert max(accepted[0::3]) == 15 and max(accepted[1::3]) == 3 and set(accepted[2::3]) == {0}
+
+
+def test_a_seed_draws_the_same_again() -> None:
+    rates, batch = survival((6.36,), 16), decoding(15)
+    assert drawn(rates, batch, 50, seed=1) == drawn(rates, batch, 50, seed=1) != drawn(rates, batch, 50, seed=2)
+
+
+def test_every_step_is_computed_and_read_and_its_tokens_are_the_targets() -> None:
+    computed = Computed()
+    result = SimulatedRunner(cast(ModelRunner, computed), survival((16.0,), 16), 0).launch(decoding(15)).read()
+    assert computed.read_steps == 1
+    assert result == StepResult([list(range(16))], [15])
+
+
+def run(folder: Path, wished: float, requests: int, **request: Any) -> tuple[dict[str, list[int]], list[Delta]]:
+    """All requests to their end; after every step lengths and pages are those of the tokens emitted."""
+    engine = tiny_engine(folder, page_size=4)
+    core, deltas = engine.core, []
+    simulate(core, survival((wished,), engine.sizes.block_size))
+
+    def check(step: Step) -> None:
+        deltas.extend(step.deltas)
+        for seq in core.scheduler.running:
+            assert seq.num_computed == seq.num_tokens - 1
+            assert len(set(seq.pages)) == len(seq.pages) >= -(-seq.num_computed // 4)
+
+    emitted = core.run([Request(str(i), (i + 1, 2, 3), **request) for i in range(requests)], check)
+    assert core.scheduler.pool.num_used == 0
+    return emitted, deltas
+
+
+def test_an_engine_that_simulates_keeps_its_lengths_and_emits_what_was_asked_for(tmp_path: Path) -> None:
+    emitted, deltas = run(tmp_path, 6.36, requests=8, max_tokens=400)
+    assert all(len(tokens) == 400 for tokens in emitted.values())
+    whole = [delta.num_accepted for delta in deltas if delta.num_verified == 15]
+    # A length's standard deviation is 4.9, so 4 standard errors.
+    assert len(whole) > 400 and 1 + fmean(whole) == pytest.approx(6.36, abs=4 * 4.9 / len(whole) ** 0.5)
+    assert all(len(delta.token_ids) == delta.num_accepted + 1 for delta in deltas if not delta.finish_reason)
+
+
+def test_plain_requests_are_left_alone(tmp_path: Path) -> None:
+    _, deltas = run(tmp_path, 16.0, requests=2, max_tokens=20, speculate=False)
+    assert {len(delta.token_ids) for delta in deltas} == {1}

@@ -1,0 +1,57 @@
+"""What a decode step asks of a device that knows lengths by itself (device_lengths.py): a graph or two, and copies."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from app.doctor.op_count import Launches
+from app.engine.schedule.batch import Batch
+from app.engine.step.runner import PendingStep
+from tests.fast.engine import test_faults
+from tests.fast.engine.device_lengths import SharedMemoryGraph, device_lengths
+from tests.fast.engine.pairs import make_pair
+
+COPIES = {"aten.copy_", "aten.clone"}
+"""Up, and in the double down."""
+
+
+@pytest.mark.parametrize("verify", [8, 3, 1])
+def test_a_decode_step_replays_a_graph_for_each_forward_and_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: int
+) -> None:
+    pair = make_pair(tmp_path, seed=1, block_size=8)
+    with device_lengths():
+        core = test_faults.engine_of(pair, enforce_eager=False, max_graphs=4, verify=verify).core
+    runner = core.runner
+    launched: list[Batch] = []
+    inside: Counter[str] = Counter()
+    replay, launch = SharedMemoryGraph.replay, runner.launch
+
+    def replayed(graph: SharedMemoryGraph) -> None:
+        before = counted.operators.copy()
+        replay(graph)
+        inside.update(counted.operators - before)
+        inside["replays"] += 1
+
+    def noted(batch: Batch) -> PendingStep:
+        launched.append(batch)
+        return launch(batch)
+
+    monkeypatch.setattr(SharedMemoryGraph, "replay", replayed)
+    monkeypatch.setattr(runner, "launch", noted)
+    for request in test_faults.requests(pair, 3):
+        core.add(request)
+    drafting: list[bool] = []
+    while core.has_work:
+        launched.clear()
+        inside.clear()
+        with Launches("cpu") as counted:
+            core.step()
+        if any(batch.prefills for batch in launched):
+            continue
+        drafts = [batch.num_drafting > 0 for batch in launched]
+        assert inside["replays"] == len(launched) + sum(drafts)
+        assert set(counted.operators - inside) <= COPIES
+        drafting += drafts
+    assert core.overlap and len(drafting) >= 10 and any(drafting) == (verify > 1)

@@ -1,0 +1,369 @@
+"""Every dialect of a DFlash checkpoint is understood; what would run wrongly is refused by the name of its field."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from app.engine.build.config import EngineConfig
+from app.engine.build.engine import Engine, build_engine
+from app.engine.dflash.config import DFlashConfig
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig, read_config
+from app.engine.models.qwen3 import qwen3_config
+from app.engine.sequence import Request
+from tests.fast.engine.pairs import Pair, make_pair
+
+torch.set_num_threads(1)
+
+Json = dict[str, Any]
+
+
+class _No:
+    """A field that is left out."""
+
+    def __repr__(self) -> str:
+        return "NO"
+
+
+NO = _No()
+"""A field that is not there."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"), seed=5)
+
+
+@pytest.fixture(scope="module")
+def target(pair: Pair) -> DecoderConfig:
+    return qwen3_config(read_config(pair.target))
+
+
+def changed(raw: Json, changes: Json) -> Json:
+    """A copy with some fields changed; "dflash_config.x" is the field x inside it."""
+    raw = deepcopy(raw)
+    for path, value in changes.items():
+        *outer, field = path.split(".")
+        inner = raw
+        for name in outer:
+            inner = inner[name]
+        if value is NO:
+            inner.pop(field, None)
+        else:
+            inner[field] = value
+    return raw
+
+
+def build(pair: Pair, block_size: int | None = None) -> Engine:
+    wishes = {"block_size": block_size, "max_model_len": 64, "max_num_seqs": 2, "page_size": 4}
+    return build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype="float32", **wishes))
+
+
+# Dialects
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        {},
+        {"block_size": NO, "dflash_config.block_size": 8},
+        {"rope_theta": NO, "rope_scaling": NO, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {"rope_theta": 10000, "rope_scaling": {"type": "default"}},
+        {"dflash_config.mask_token_id": NO, "mask_token_id": 96},
+        {"target_hidden_size": 32, "draft_vocab_size": 97},
+        {"num_target_layers": NO, "vocab_size": NO},
+        {"layer_types": NO, "use_sliding_window": NO, "sliding_window": None},
+        {"use_sliding_window": False, "sliding_window": 4096},
+        {"is_causal": None, "quantization_config": None, "final_logit_softcapping": None},
+        {"model_type": NO, "architectures": NO},
+        {"torch_dtype": NO, "dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_every_dialect_is_read_as_the_same_draft(pair, target, dialect):
+    raw = read_config(pair.draft)
+    expected = DFlashConfig.from_json(raw, target)
+    assert (expected.block_size, expected.taps, expected.mask_token_id) == (8, (1, 2), 96)
+    assert (expected.decoder.num_layers, expected.decoder.rope_theta) == (2, 10000.0)
+    assert DFlashConfig.from_json(changed(raw, dialect), target) == expected
+
+
+def test_rope_theta_is_read_from_either_place(pair, target):
+    raw = read_config(pair.draft)
+    for dialect in (
+        {"rope_theta": 5e5},
+        {"rope_theta": NO, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_theta": 5e5}},
+    ):
+        assert DFlashConfig.from_json(changed(raw, dialect), target).decoder.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        {"shards": 3},
+        {"draft_prefix": "model."},
+        {"block_size_in": "dflash_config", "rope_dialect": "rope_parameters"},
+    ],
+    ids=str,
+)
+def test_every_dialect_of_files_drafts_the_same(tmp_path, pair, dialect):
+    def drafts(pair: Pair) -> list[list[int]]:
+        """All that the draft proposes: a random one is hardly ever right, so the text says nothing about it."""
+        runner, seen = (core := build(pair).core).runner, []
+        propose = runner.stages.drafter.propose
+        runner.stages.drafter.propose = lambda *inputs: seen.append(out := propose(*inputs)) or out
+        core.run([Request("r", (5, 9, 2, 60), 24)])
+        return torch.cat(seen).tolist()
+
+    expected = drafts(pair)
+    assert len({tuple(block) for block in expected}) > 5
+    assert drafts(make_pair(tmp_path, seed=5, **dialect)) == expected
+    assert drafts(make_pair(tmp_path, seed=5, **dialect, rope_theta=100.0)) != expected
+
+
+@pytest.mark.parametrize(
+    ("draft_layers", "target_layers", "taps"),
+    [(5, 36, (1, 9, 17, 25, 33)), (5, 64, (1, 16, 31, 46, 61)), (5, 24, (1, 6, 11, 16, 21)), (1, 8, (4,))],
+)
+def test_taps_that_no_checkpoint_names_are_those_of_the_published_ones(tmp_path, draft_layers, target_layers, taps):
+    pair = make_pair(
+        tmp_path, num_layers=target_layers, draft_layers=draft_layers, taps=taps, name_taps=False, hidden_size=8,
+        intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8,
+    )  # fmt: skip
+    config = DFlashConfig.from_json(read_config(pair.draft), qwen3_config(read_config(pair.target)))
+    assert config.taps == taps
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 7, 8])
+def test_a_smaller_block_than_the_trained_one_may_be_asked_for(pair, target, wanted):
+    assert DFlashConfig.from_json(read_config(pair.draft), target, wanted).block_size == wanted
+
+
+def test_a_checkpoint_that_names_no_block_takes_the_asked_one(pair, target):
+    raw = changed(read_config(pair.draft), {"block_size": NO})
+    assert DFlashConfig.from_json(raw, target, 5).block_size == 5
+
+
+def test_more_taps_than_draft_layers_are_fine(pair, target):
+    raw = changed(read_config(pair.draft), {"dflash_config.target_layer_ids": [0, 1, 2]})
+    assert DFlashConfig.from_json(raw, target).taps == (0, 1, 2)
+
+
+# Refusals
+
+VARIANTS: list[tuple[Json, str]] = [
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+    ({"use_sliding_window": True}, "sliding_window"),
+    ({"use_sliding_window": NO, "sliding_window": 2048}, "sliding_window"),
+    ({"is_causal": False}, "is_causal"),
+    ({"is_causal": True}, "is_causal"),
+    ({"dflash_config.is_causal": False}, "is_causal"),
+    ({"dflash_config.conv_kernel_size": 4}, "conv_kernel_size"),
+    ({"dflash_config.selector_top_k": 8}, "selector_top_k"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"mlp_bias": True}, "mlp_bias"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"num_experts": 8}, "num_experts"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
+    ({"model_type": "llama"}, "model_type"),
+    ({"architectures": ["Eagle3Model"]}, "architectures"),
+    ({"dflash_config": NO}, "dflash_config"),
+    ({"dflash_config": None}, "dflash_config"),
+]
+MISFITS: list[tuple[Json, str]] = [
+    ({"hidden_size": 64}, "hidden_size is 64, .* 32"),
+    ({"target_hidden_size": 64}, "target_hidden_size is 64, .* 32"),
+    ({"num_target_layers": 5}, "num_target_layers is 5, .* 4"),
+    ({"vocab_size": 96}, "vocab_size is 96, .* 97"),
+    ({"draft_vocab_size": 32}, "draft_vocab_size is 32, .* 97"),
+    ({"dflash_config.target_layer_ids": [2, 1]}, "target_layer_ids .*ascend"),
+    ({"dflash_config.target_layer_ids": [1, 1]}, "target_layer_ids .*ascend"),
+    ({"dflash_config.target_layer_ids": [-1, 1]}, r"target_layer_ids .*0\.\.2"),
+    ({"dflash_config.target_layer_ids": [1, 4]}, r"target_layer_ids .*0\.\.2"),
+    ({"dflash_config.target_layer_ids": [1, 3]}, "target_layer_ids .*the last layer"),
+    ({"dflash_config.target_layer_ids": "1,2"}, "target_layer_ids"),
+    ({"dflash_config.target_layer_ids": [1.0, 2.0]}, "target_layer_ids"),
+    ({"dflash_config.target_layer_ids": NO}, "target_layer_ids"),  # 2 draft layers over 4: the default would be 1, 1
+    ({"dflash_config.mask_token_id": 97}, "mask_token_id .*97"),
+    ({"dflash_config.mask_token_id": -1}, "mask_token_id .*97"),
+    ({"dflash_config.mask_token_id": NO}, "mask_token_id"),
+    ({"dflash_config.mask_token_id": "<mask>"}, "mask_token_id"),
+    ({"block_size": NO}, "block_size; give --num-speculative-tokens"),
+    ({"block_size": 1}, "block_size"),
+    ({"block_size": "16"}, "block_size"),
+    ({"block_size": 8, "dflash_config.block_size": 4}, "block_size is 8 .* 4"),
+    ({"rope_theta": "abc"}, "rope_theta"),
+    ({"rope_scaling": "x"}, "rope_scaling"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"layer_types": 5}, "layer_types"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    ({"num_attention_heads": NO}, "num_attention_heads"),
+    ({"num_attention_heads": 3}, "num_attention_heads 3 .*num_key_value_heads 2"),
+    ({"head_dim": 15}, "head_dim 15"),
+]
+
+
+def test_a_null_rope_theta_beside_rope_parameters_is_no_mistake(pair, target):
+    raw = changed(read_config(pair.draft), {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}})
+    assert DFlashConfig.from_json(raw, target).decoder.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(("changes", "names"), VARIANTS + MISFITS, ids=[str(c) for c, _ in VARIANTS + MISFITS])
+def test_a_draft_that_would_run_wrongly_is_refused_by_field(pair, target, changes, names):
+    with pytest.raises(UnsupportedError, match=f"draft.*{names}"):
+        DFlashConfig.from_json(changed(read_config(pair.draft), changes), target)
+
+
+@pytest.mark.parametrize("wanted", [9, 16, 1, 0])
+def test_a_block_larger_than_the_trained_one_or_without_drafts_is_refused_with_the_range(pair, target, wanted):
+    with pytest.raises(UnsupportedError, match=rf"num_speculative_tokens {wanted - 1} is outside 1\.\.7"):
+        DFlashConfig.from_json(read_config(pair.draft), target, wanted)
+
+
+def test_a_block_without_drafts_is_refused_even_if_the_checkpoint_names_none(pair, target):
+    with pytest.raises(UnsupportedError, match="--num-speculative-tokens"):
+        DFlashConfig.from_json(changed(read_config(pair.draft), {"block_size": NO}), target, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"model_type": "llama"}, "'llama'"),
+        ({"model_type": "qwen3_moe"}, "'qwen3_moe'"),
+        ({"model_type": NO}, "model_type"),
+        ({"use_sliding_window": True}, "sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"vocab_size": NO}, "vocab_size"),
+        ({"hidden_size": "32"}, "hidden_size"),
+    ],
+    ids=str,
+)
+def test_a_target_that_would_run_wrongly_is_refused_by_field(pair, changes, names):
+    with pytest.raises(UnsupportedError, match=f"target.*{names}"):
+        qwen3_config(changed(read_config(pair.target), changes))
+
+
+# Files
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Pair:
+    """A pair of the test's own, to be damaged."""
+    return make_pair(tmp_path, seed=5)
+
+
+def edit(folder: Path, *, drop: str = "", **tensors: torch.Tensor) -> None:
+    """Leave out a tensor and put in others; "__" in a keyword stands for a dot."""
+    file = folder / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if name != drop}
+    assert not drop or len(kept) < len(load_file(file))
+    save_file(kept | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, file)
+
+
+@pytest.mark.parametrize(
+    ("where", "tensor"),
+    [
+        ("target", "model.layers.3.mlp.up_proj.weight"),
+        ("target", "model.norm.weight"),
+        ("target", "lm_head.weight"),
+        ("draft", "fc.weight"),
+        ("draft", "hidden_norm.weight"),
+        ("draft", "layers.1.self_attn.k_norm.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named_with_its_folder(own, where, tensor):
+    folder = getattr(own, where)
+    edit(folder, drop=tensor)
+    with pytest.raises(UnsupportedError, match=f"{folder}.*{tensor.removeprefix('model.')} is missing"):
+        build(own)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(own):
+    edit(own.draft, fc__weight=torch.zeros(32, 96))
+    with pytest.raises(UnsupportedError, match=r"fc\.weight has shape \[32, 96\], the config wants \[32, 64\]"):
+        build(own)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    ["d2t", "layers__0__self_attn__q_proj__bias", "layers__0__conv__weight", "selector__weight", "fc__bias"],
+)
+def test_a_draft_with_tensors_of_another_variant_is_refused_before_any_weight_is_read(own, tensor):
+    """Run without them it would say the right text, and lose its acceptance silently."""
+    edit(own.draft, **{tensor: torch.zeros(4)})
+    read: list[str] = []
+    config = EngineConfig(own.target, own.draft, device="cpu", dtype="float32", max_model_len=64)
+    with pytest.raises(UnsupportedError, match=tensor.replace("__", ".")):
+        build_engine(config, on_progress=lambda stage, done, total: read.append(stage))
+    assert not read
+
+
+@pytest.mark.parametrize(
+    ("where", "tensor"),
+    [("draft", "layers__2__mlp__up_proj__weight"), ("target", "model__layers__4__mlp__up_proj__weight")],
+)
+def test_layers_that_the_config_does_not_count_are_refused(own, where, tensor):
+    edit(getattr(own, where), **{tensor: torch.zeros(64, 32)})
+    with pytest.raises(UnsupportedError, match=tensor.replace("__", ".").removeprefix("model.")):
+        build(own)
+
+
+def test_a_tied_target_may_carry_its_head_twice(tmp_path):
+    pair = make_pair(tmp_path, seed=5, tied=True)
+    plain = build(pair).core.run([Request("r", (5, 9), 8)])
+    edit(pair.target, lm_head__weight=load_file(pair.target / "model.safetensors")["model.embed_tokens.weight"].clone())
+    assert build(pair).core.run([Request("r", (5, 9), 8)]) == plain
+
+
+@pytest.mark.parametrize("where", ["target", "draft"])
+def test_a_folder_without_weights_says_what_was_looked_for(own, where):
+    folder = getattr(own, where)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedError, match=f"{folder}.*model.safetensors.*model.safetensors.index.json"):
+        build(own)
+
+
+@pytest.mark.parametrize("where", ["target", "draft"])
+def test_a_shard_that_the_index_names_and_nobody_has_is_named(tmp_path, where):
+    pair = make_pair(tmp_path, seed=5, shards=3)
+    shard = getattr(pair, where) / "model-00002-of-00003.safetensors"
+    shard.unlink()
+    with pytest.raises(UnsupportedError, match=f"{shard.parent}: .*{shard.name}"):
+        build(pair)
+
+
+@pytest.mark.parametrize("where", ["target", "draft"])
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_config_that_is_missing_or_no_object_is_named(own, where, content):
+    file = getattr(own, where) / "config.json"
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(UnsupportedError, match=str(file)):
+        build(own)
+
+
+def test_a_refusal_by_config_comes_before_any_weight_is_read(own):
+    (own.target / "model.safetensors").write_bytes(b"not weights")
+    raw = read_config(own.draft)
+    (own.draft / "config.json").write_text(json.dumps(changed(raw, {"is_causal": False})))
+    with pytest.raises(UnsupportedError, match="is_causal"):
+        build(own)
+
+
+def test_a_draft_head_tied_to_its_own_embedding_is_refused(tmp_path):
+    pair = make_pair(tmp_path, seed=5, own_embedding=True)
+    raw = read_config(pair.draft)
+    assert build(pair).draft is not None
+    (pair.draft / "config.json").write_text(json.dumps(changed(raw, {"tie_word_embeddings": True})))
+    with pytest.raises(UnsupportedError, match="tied"):
+        build(pair)

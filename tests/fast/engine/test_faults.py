@@ -1,0 +1,507 @@
+"""What goes wrong with one sequence ends that one, with an error that says what; its neighbours say the same."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine.build.engine import Engine
+from app.engine.core import EngineCore
+from app.engine.npu.check import ContractError
+from app.engine.sampling.penalties import TokenCounts
+from app.engine.schedule.batch import Delta
+from app.engine.sequence import Request, Sequence
+from app.engine.step import inputs as step_inputs
+from tests.fast.engine.lossless import LUCKY, make_engine
+from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.steady import steady_costs
+from tests.fast.schedule.scheduler_harness import check_pages
+
+PAGE = 4
+BAD_TOKEN = 50
+NAN = float("nan")
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 0.8, "seed": 7},
+    "filtered": {"temperature": 0.8, "seed": 7, "top_k": 20, "top_p": 0.9},
+    "penalised": {"temperature": 0.6, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"), seed=1, block_size=8)
+
+
+@pytest.fixture(scope="module")
+def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Its drafts are accepted now and then."""
+    return make_pair(tmp_path_factory.mktemp("lucky"), **LUCKY)
+
+
+def engine_of(pair: Pair, **settings: Any) -> Engine:
+    sizes = {"page_size": PAGE, "block_size": 8, "max_model_len": 96, "max_num_seqs": 4, "enforce_eager": True}
+    engine = make_engine(pair.target, pair.draft, **sizes | {"prefix_caching": False} | settings)
+    if pair.vocab_size > BAD_TOKEN:
+        target = engine.core.runner.stages.target
+        with torch.inference_mode():
+            target.embedding[BAD_TOKEN] = NAN
+            target.lm_head[BAD_TOKEN] = 0.0  # nobody says it by himself
+    return engine
+
+
+def requests(pair: Pair, count: int, *, max_tokens: int = 24, **asked: Any) -> list[Request]:
+    rng = random.Random(5)
+    tokens = [token for token in range(pair.vocab_size) if token != BAD_TOKEN]
+    prompts = [tuple(rng.choices(tokens, k=rng.randint(5, 30))) for _ in range(count)]
+    return [Request(f"r{i}", prompt, max_tokens, **asked) for i, prompt in enumerate(prompts)]
+
+
+class Run:
+    """An engine that is stepped until nothing is left, and what came out of it."""
+
+    def __init__(self, engine: Engine, asked: list[Request]) -> None:
+        self.engine, self.core, self.scheduler = engine, engine.core, engine.core.scheduler
+        self.texts: dict[str, list[int]] = {request.request_id: [] for request in asked}
+        self.ends: dict[str, Delta] = {}
+        for request in asked:
+            self.core.add(request)
+
+    def step(self) -> None:
+        for delta in self.core.step().deltas:
+            assert delta.request_id not in self.ends
+            self.texts[delta.request_id] += delta.token_ids
+            if delta.finish_reason:
+                self.ends[delta.request_id] = delta
+        check_pages(self.scheduler)
+
+    def until(self, told: int, request_id: str = "r1") -> "Run":
+        """Until a request has said so many tokens."""
+        while len(self.texts[request_id]) < told:
+            self.step()
+        return self
+
+    def to_the_end(self) -> "Run":
+        while self.core.has_work:
+            self.step()
+        assert self.scheduler.pool.num_used == 0
+        assert set(self.ends) == set(self.texts)
+        return self
+
+    def sequence(self, request_id: str) -> Sequence:
+        return next(seq for seq in self.scheduler.running if seq.request.request_id == request_id)
+
+    def poison(self, pages: list[int]) -> None:
+        """NaN in the target's memory, as of a device that has erred."""
+        kv = self.core.runner.pools[0].layers[1]
+        with torch.inference_mode():
+            kv.k[pages] = NAN
+            kv.v[pages] = NAN
+
+    def errors(self) -> dict[str, str]:
+        return {name: str(delta.error) for name, delta in self.ends.items() if delta.finish_reason == "error"}
+
+
+def undisturbed(engine: Engine, asked: list[Request]) -> dict[str, list[int]]:
+    return Run(engine, asked).to_the_end().texts
+
+
+# Logits that are not finite
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pair: Pair, way: str, graphs: bool):
+    scratch = -(-(4 * 8 + 1) // PAGE) if graphs else 1
+    settings: dict[str, Any] = {"enforce_eager": not graphs, "kv_pages": 48 + scratch}
+    asked = requests(pair, 12, **WAYS[way])
+    plain = undisturbed(engine_of(pair, **settings), asked)
+    run = Run(engine_of(pair, **settings), asked).until(6)
+    run.poison(run.sequence("r1").pages[:1].tolist())
+    run.to_the_end()
+    assert list(run.errors()) == ["r1"] and "not finite" in run.errors()["r1"]
+    said = run.texts.pop("r1")
+    assert 6 <= len(said) < 24 and said == plain.pop("r1")[: len(said)]
+    assert run.texts == plain, "eight later ones have had its pages"
+    assert (run.scheduler.num_not_finite, run.scheduler.num_faults) == (1, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_that_gives_nan_gets_no_token(pair: Pair, way: str):
+    good = requests(pair, 4, **WAYS[way])
+    bad = Request("bad", (3, 4, BAD_TOKEN, 5), 9, **WAYS[way])
+    plain = undisturbed(engine_of(pair, kv_pages=40), good)
+    run = Run(engine_of(pair, kv_pages=40), [good[0], bad, *good[1:]]).to_the_end()
+    assert list(run.errors()) == ["bad"] and "0 tokens into the answer" in run.errors()["bad"]
+    assert run.texts.pop("bad") == []
+    assert run.texts == plain
+
+
+def test_the_pages_of_who_leaves_before_its_logits_are_known_are_scrubbed_too(pair: Pair):
+    good = requests(pair, 6)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 32, "kv_pages": 40}
+    plain = undisturbed(engine_of(pair, **settings), good)
+    run = Run(engine_of(pair, **settings), [Request("bad", (BAD_TOKEN,) * 60, 9)])
+    run.step()
+    assert run.sequence("bad").num_computed == 32
+    run.core.abort("bad")
+    del run.texts["bad"]
+    for request in good:
+        run.texts[request.request_id] = []
+        run.core.add(request)
+    run.to_the_end()
+    assert run.errors() == {} and run.texts == plain
+
+
+def test_pages_that_may_hold_nan_are_found_by_nobody(pair: Pair):
+    """They were cached when the prompt's first chunks were computed, before anyone could know."""
+    engine = engine_of(pair, max_num_batched_tokens=32, prefix_caching=True)
+    bad = Request("bad", (1, 2, BAD_TOKEN) * 16, 9)
+    run = Run(engine, [bad])
+    run.step()
+    assert run.scheduler.pool._page_of
+    run.to_the_end()
+    assert list(run.errors()) == ["bad"] and not run.scheduler.pool._page_of
+
+
+@pytest.mark.parametrize("still_running", [True, False])
+def test_who_shares_pages_with_nan_is_computed_anew_and_says_what_it_would_have_said(pair: Pair, still_running: bool):
+    first, second = (
+        Request(name, (*range(20), last), 12, temperature=0.7, seed=4) for name, last in (("first", 30), ("second", 31))
+    )
+    plain = undisturbed(engine_of(pair, prefix_caching=True), [second])
+    run = Run(engine_of(pair, prefix_caching=True), [first]).until(3, "first")
+    pages = run.sequence("first").pages[:5].tolist()
+    if not still_running:
+        run.to_the_end()
+    run.poison(pages)
+    run.texts["second"] = []
+    run.core.add(second)
+    run.to_the_end()
+    assert run.scheduler.prefix_cache_hits == 20
+    assert list(run.errors()) == (["first"] if still_running else [])
+    assert run.texts["second"] == plain["second"]
+    assert run.scheduler.num_not_finite == still_running
+
+
+def test_features_that_are_not_finite_spoil_no_drafts_but_their_own(lucky: Pair):
+    asked = requests(lucky, 10, max_tokens=40)
+
+    def accepted(spoil: bool) -> tuple[dict[str, list[int]], dict[str, int]]:
+        engine = engine_of(lucky, kv_pages=60)
+        drafter = engine.core.runner.stages.drafter
+        write = drafter.write_context
+
+        def spoilt(features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            if spoil and any(seq.request.request_id == "r1" for seq in engine.core.scheduler.running):
+                (seq,) = (seq for seq in engine.core.scheduler.running if seq.request.request_id == "r1")
+                own = torch.isin(slots // PAGE, torch.tensor(seq.pages.tolist()))
+                features = features.masked_fill(own[:, None], NAN)
+            write(features, positions, slots)
+
+        drafter.write_context = spoilt
+        found = dict.fromkeys((request.request_id for request in asked), 0)
+        texts: dict[str, list[int]] = {request.request_id: [] for request in asked}
+        for request in asked:
+            engine.core.add(request)
+        while engine.core.has_work:
+            for delta in engine.core.step().deltas:
+                found[delta.request_id] += delta.num_accepted
+                texts[delta.request_id] += delta.token_ids
+        return texts, found
+
+    texts, found = accepted(False)
+    spoilt_texts, spoilt = accepted(True)
+    assert spoilt_texts == texts
+    assert {**spoilt, "r1": 0} == {**found, "r1": 0} and sum(found.values()) > 50
+
+
+# Exceptions
+
+
+class Planted(Exception):
+    pass
+
+
+Plant = Callable[[pytest.MonkeyPatch, EngineCore], None]
+
+
+def names(rows: list[Any]) -> set[str]:
+    return {r.seq.request.request_id for r in rows}
+
+
+def in_build(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
+    build = step_inputs.build
+
+    def spoilt(batch: Any, *args: Any, **settings: Any) -> Any:
+        if "bad" in names(batch.rows):
+            raise Planted("in build")
+        return build(batch, *args, **settings)
+
+    patch.setattr(step_inputs, "build", spoilt)
+
+
+def during(method: str, *, behind: bool = False) -> Plant:
+    """In a method of the stages, before or after its work, whenever "bad" has rows in the step."""
+
+    def plant(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
+        runner, now = core.runner, set[str]()
+        launch, real = runner.launch, getattr(runner.stages, method)
+
+        def launched(batch: Any) -> Any:
+            now.clear()
+            now.update(names(batch.rows))
+            return launch(batch)
+
+        def spoilt(*args: Any, **kwargs: Any) -> Any:
+            if "bad" in now and not behind:
+                raise Planted(f"in {method}")
+            found = real(*args, **kwargs)
+            if "bad" in now:
+                raise Planted(f"behind {method}")
+            return found
+
+        patch.setattr(runner, "launch", launched)
+        patch.setattr(runner.stages, method, spoilt)
+
+    return plant
+
+
+def in_context(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
+    """Whenever rows of "bad" are among those that are written, of whatever step they are."""
+    write = core.runner.stages.drafter.write_context
+
+    def spoilt(features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        own = {page for seq in core.scheduler.running if seq.request.request_id == "bad" for page in seq.pages}
+        if own & set((slots // PAGE).tolist()):
+            raise Planted("in write_context")
+        write(features, positions, slots)
+
+    patch.setattr(core.runner.stages.drafter, "write_context", spoilt)
+
+
+def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
+    launch = core.runner.launch
+
+    def launched(batch: Any) -> Any:
+        pending = launch(batch)
+        if "bad" in names(batch.rows):
+            pending._wait = lambda: 1 / 0
+        return pending
+
+    patch.setattr(core.runner, "launch", launched)
+
+
+def in_counts(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
+    add = TokenCounts._add
+
+    def spoilt(counts: TokenCounts, arrays: Any) -> Any:
+        if any(seq.request.request_id == "bad" for seq, _ in counts._counted.values()):
+            raise Planted("behind the notes of who is counted")
+        return add(counts, arrays)
+
+    patch.setattr(TokenCounts, "_add", spoilt)
+
+
+def of_scheduler(method: str) -> Plant:
+    def plant(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
+        real = getattr(core.scheduler, method)
+
+        def spoilt(it: Any, *args: Any) -> Any:
+            if getattr(it, "seq", it).request.request_id == "bad":
+                raise Planted(f"in {method}")
+            return real(it, *args)
+
+        patch.setattr(core.scheduler, method, spoilt)
+
+    return plant
+
+
+PHASES: dict[str, Plant] = {
+    "admission": of_scheduler("_find"),
+    "more pages": of_scheduler("_grow"),
+    "chunk": of_scheduler("_chunk"),
+    "build": in_build,
+    "draft": during("draft"),
+    "choose": during("choose"),
+    "behind choose": during("choose", behind=True),
+    "context": in_context,
+    "verify": during("verify"),
+    "behind verify": during("verify", behind=True),
+    "counts": in_counts,
+    "read": in_read,
+    "accept": of_scheduler("_accept"),
+    "publish": of_scheduler("_publish"),
+}
+
+
+@pytest.mark.parametrize(
+    ("phase", "speculate"),
+    [(phase, True) for phase in PHASES] + [(phase, False) for phase in PHASES if phase != "draft"],
+)
+def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
+    pair: Pair, phase: str, speculate: bool, monkeypatch: pytest.MonkeyPatch
+):
+    asked = {"speculate": speculate, **WAYS["penalised"]}
+    good = requests(pair, 6, **asked)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 40, "prefix_caching": True}
+    plain = undisturbed(engine_of(pair, **settings), good)
+    engine = engine_of(pair, **settings)
+    bad = Request("bad", (9, 8, 7) * 10, 30, **asked)
+    run = Run(engine, good[:2])
+    run.until(5)
+    PHASES[phase](monkeypatch, engine.core)
+    for request in (bad, *good[2:]):
+        run.texts[request.request_id] = []
+        run.core.add(request)
+    run.to_the_end()
+    assert list(run.errors()) == ["bad"]
+    assert "dropped because its step failed" in run.errors()["bad"]
+    del run.texts["bad"]
+    assert run.texts == plain
+    assert (run.scheduler.num_faults, run.scheduler.num_not_finite) == (1, 0)
+
+
+def test_context_kv_that_waits_survives_the_step_that_fails(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    """It is of steps that were committed. Two decode plainly, so that it waits, and one raises; then the other's
+    context is whole."""
+    engine = engine_of(lucky)
+    with torch.inference_mode():
+        engine.core.runner.pools[1].all_layers.k.zero_()  # what the warm-up has left
+    asked = [Request(name, (1, 2, 3), 20, speculate=False) for name in ("r0", "bad")]
+    run = Run(engine, asked).until(6, "r0")
+    stages = engine.core.runner.stages
+    assert stages.num_waiting > 2
+    with monkeypatch.context() as patch:
+        during("choose", behind=True)(patch, engine.core)
+        run.step()
+    stages.write_context()
+    seq = run.sequence("r0")
+    slots = torch.tensor([seq.pages[p // PAGE] * PAGE + p % PAGE for p in range(seq.num_computed)])
+    k = engine.core.runner.pools[1].layers[0].k.flatten(0, 1)
+    assert k[slots].flatten(1).any(dim=1).all()
+    run.to_the_end()
+
+
+def test_several_that_raise_at_once_are_all_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    good, settings = requests(pair, 2), {"max_num_seqs": 8}
+    plain = undisturbed(engine_of(pair, **settings), good)
+    engine = engine_of(pair, **settings)
+    build = step_inputs.build
+
+    def spoilt(batch: Any, *args: Any, **settings: Any) -> Any:
+        if any(name.startswith("bad") for name in names(batch.rows)):
+            raise Planted
+        return build(batch, *args, **settings)
+
+    monkeypatch.setattr(step_inputs, "build", spoilt)
+    bad = [Request(f"bad {i}", (1, 2), 4) for i in range(5)]
+    run = Run(engine, [*bad[:3], good[0], bad[3], good[1], bad[4]]).to_the_end()
+    assert len(run.errors()) == 5
+    assert {name: run.texts[name] for name in plain} == plain
+
+
+def test_an_engine_whose_warm_up_fails_does_not_start(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step_inputs, "build", lambda *_, **settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine_of(pair)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_exception_that_everyone_raises_ends_the_engine(pair: Pair, count: int, monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of(pair)
+
+    def broken(*_: Any, **settings: Any) -> Any:
+        raise Planted("all is lost")
+
+    monkeypatch.setattr(step_inputs, "build", broken)
+    with pytest.raises(Planted, match="all is lost"):
+        for i in range(3):
+            for request in requests(pair, count):
+                engine.core.add(Request(f"{i} {request.request_id}", request.token_ids, 3))
+            engine.core.step()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        MemoryError(),
+        ContractError("N22", "NPUGraph.update", "one entry for three calls"),
+        RuntimeError("NPU function error: AclrtSynchronizeDevice, error code is 507015"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_the_device_ends_the_engine_at_once(pair: Pair, error: Exception, monkeypatch: pytest.MonkeyPatch):
+    engine = engine_of(pair)
+    launches = []
+
+    def broken(batch: Any, *_: Any, **settings: Any) -> Any:
+        launches.append(batch)
+        raise error
+
+    monkeypatch.setattr(step_inputs, "build", broken)
+    for request in requests(pair, 4):
+        engine.core.add(request)
+    with pytest.raises(type(error)):
+        engine.core.step()
+    assert len(launches) == 1
+
+
+# Whoever leaves
+
+
+@pytest.fixture(params=["plenty", "scarce"])
+def crowded(request: pytest.FixtureRequest, lucky: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    steady_costs(monkeypatch)
+    pages = {"plenty": None, "scarce": 30}[request.param]
+    yield engine_of(lucky, kv_pages=pages, prefix_caching=True, max_num_batched_tokens=40, verify="auto")
+
+
+def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
+    """Queued, in the midst of a prompt, decoding plainly or in blocks, preempted, then running again, and waiting for a
+    sibling's pages."""
+    core, scheduler, rng = crowded.core, crowded.core.scheduler, random.Random(1)
+    live: list[str] = []
+    aborted = count = 0
+    phases, ever_preempted = set[str](), set[str]()
+    while aborted < 1000:
+        for _ in range(rng.choice((0, 0, 1, 3))):
+            prompt = tuple(rng.choices(range(5), k=3)) * rng.choice((1, 1, 2, 5, 20))
+            for sibling in range(rng.choice((1, 1, 3))):
+                live.append(f"{count} {sibling}")
+                core.add(Request(live[-1], prompt, 30, seed=sibling, temperature=0.7, speculate=rng.random() < 0.7))
+            count += 1
+        if core.has_work:
+            ended = {delta.request_id for delta in core.step().deltas if delta.finish_reason}
+            live = [name for name in live if name not in ended]
+        preempted = [seq.request.request_id for seq in scheduler.waiting if seq.num_cached is not None]
+        ever_preempted.update(preempted)
+        gone = rng.sample(live, min(len(live), rng.choice((0, 0, 0, 1, 2)) if len(live) < 40 else len(live)))
+        for name in dict.fromkeys((*gone, *(name for name in preempted if rng.random() < 0.5))):
+            seq = next(seq for seq in (*scheduler.running, *scheduler.waiting) if seq.request.request_id == name)
+            place = "preempted" if seq.num_cached is not None and seq.seat < 0 else "queued"
+            phases.add(place if seq.seat < 0 else "decoding" if seq.is_decoding else "prefilling")
+            if seq.seat >= 0 and name in ever_preempted:
+                phases.add("resumed")
+            used, owned = scheduler.pool.num_used, set(seq.pages)
+            others = {page for other in scheduler.running if other is not seq for page in other.pages}
+            core.abort(name)
+            live.remove(name)
+            aborted += 1
+            assert scheduler.pool.num_used == used - len(owned - others)
+        check_pages(scheduler)
+    for name in live:
+        core.abort(name)
+    scarce = scheduler.pool.num_usable < 50
+    assert phases == {"queued", "prefilling", "decoding"} | ({"preempted", "resumed"} if scarce else set())
+    assert scheduler.prefix_cache_hits > 0
+    assert not core.has_work and scheduler.pool.num_used == 0
+    assert sorted(scheduler._free_seats) == list(range(scheduler.max_num_seqs))
+    policy = scheduler.policy
+    assert not (policy._of or policy._decided or policy._last_probe or policy._probed or policy._risen)
+    good = Request("last", (1, 2, 3), 5)
+    assert len(core.run([good])["last"]) == 5

@@ -1,0 +1,522 @@
+"""A step is launched before the one before it is read, where a device knows lengths by itself, and nobody can tell.
+
+The device is a double, see device_lengths.py; that no token changes under any setting is in test_lossless.py.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from app.doctor.report.simulated import simulate, survival
+from app.engine.build.engine import Engine
+from app.engine.core import EngineCore
+from app.engine.schedule.batch import Batch, Delta
+from app.engine.sequence import NOT_FINITE, Request
+from tests.fast.engine import test_faults
+from tests.fast.engine.device_lengths import device_lengths
+from tests.fast.engine.lossless import LUCKY
+from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.steady import steady_costs
+from tests.fast.engine.test_faults import BAD_TOKEN, NAN, PHASES, Planted, Run, names, undisturbed
+from tests.fast.engine.test_one_read import NoReads
+from tests.fast.engine.test_prefix_cache import watch
+from tests.fast.schedule.scheduler_harness import check_pages
+
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Five tokens, and its drafts are accepted now and then, to every depth."""
+    return make_pair(tmp_path_factory.mktemp("lucky"), **LUCKY)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"), seed=1, block_size=BLOCK)
+
+
+def eager(pair: Pair, **settings: Any) -> Engine:
+    return test_faults.engine_of(pair, **settings)
+
+
+def overlapping(pair: Pair, **settings: Any) -> Engine:
+    with device_lengths():
+        engine = eager(pair, **{"enforce_eager": False, "max_graphs": 4} | settings)
+    assert engine.core.overlap
+    return engine
+
+
+def requests(count: int, vocab_size: int = 5, **asked: Any) -> list[Request]:
+    rng = random.Random(3)
+    prompts = [tuple(rng.choices(range(min(vocab_size, BAD_TOKEN)), k=rng.randint(2, 30))) for _ in range(count)]
+    return [Request(f"r{i}", prompt, **{"max_tokens": 24} | asked) for i, prompt in enumerate(prompts)]
+
+
+class Log:
+    """What was launched and read of which step, in order: ("launch", 3), ("read", 2); and the batches."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.batches: list[Batch] = []
+        launch = core.runner.launch
+
+        def launched(batch: Batch) -> Any:
+            number = len(self.batches)
+            self.batches.append(batch)
+            self.events.append(("launch", number))
+            pending = launch(batch)
+            read = pending.read
+
+            def noted() -> Any:
+                self.events.append(("read", number))
+                return read()
+
+            pending.read = noted  # type: ignore[method-assign]
+            return pending
+
+        core.runner.launch = launched  # type: ignore[method-assign]
+
+    @property
+    def overlapped(self) -> list[int]:
+        """The steps that were launched before the one before them was read."""
+        at = {event: place for place, event in enumerate(self.events)}
+        numbers = range(1, len(self.batches))
+        return [n for n in numbers if at["launch", n] < at.get(("read", n - 1), -1)]
+
+
+def test_the_next_step_is_launched_before_a_step_is_read(lucky: Pair):
+    engine = overlapping(lucky)
+    log = Log(engine.core)
+    (request,) = requests(1)
+    run = Run(engine, [request]).to_the_end()
+    last = len(log.batches) - 1
+    assert last >= 5 and log.batches[0].prefills and log.overlapped == list(range(2, last + 1))
+    reads = [event for event in log.events if event[0] == "read"]
+    assert reads[:last] == [("read", n) for n in range(last)], "in order, and each once"
+    assert run.texts == undisturbed(eager(lucky), [request])
+
+
+def test_every_step_accepts_what_it_would_have_accepted_alone(lucky: Pair):
+    """Wrong drafts change no token, so a draft that began elsewhere would only show in how many are accepted."""
+
+    def steps(engine: Engine) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for request in requests(4, max_tokens=60):
+            engine.core.run([request], lambda step: [said(found, delta) for delta in step.deltas])
+        return found
+
+    def said(found: dict[str, list[int]], delta: Delta) -> None:
+        found.setdefault(delta.request_id, []).append(len(delta.token_ids))
+
+    found = steps(overlapping(lucky))
+    assert found == steps(eager(lucky)) and max(map(max, found.values())) >= 5
+
+
+def test_without_graphs_nothing_overlaps(lucky: Pair):
+    for settings in ({"enforce_eager": True}, {"draft_enforce_eager": True}):
+        with device_lengths():
+            assert not eager(lucky, **{"enforce_eager": False, "max_graphs": 4} | settings).core.overlap
+    assert not eager(lucky, enforce_eager=False, max_graphs=4).core.overlap, "lengths are the host's"
+
+
+def test_every_call_says_what_a_step_did(lucky: Pair):
+    """The one that begins a stretch, too: it launches two steps and reads one."""
+    run = Run(overlapping(lucky), requests(3))
+    while run.core.has_work:
+        step = run.core.step()
+        assert step.deltas and step.seconds > 0
+        for delta in step.deltas:
+            run.texts[delta.request_id] += delta.token_ids
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_who_draws_his_tokens_or_counts_them_is_waited_for(lucky: Pair, speculate: bool):
+    greedy, drawn = requests(2, speculate=speculate)
+    drawn = Request(drawn.request_id, drawn.token_ids, 8, temperature=0.8, seed=1, frequency_penalty=0.3)
+    engine = overlapping(lucky)
+    log = Log(engine.core)
+    run = Run(engine, [greedy, drawn]).to_the_end()
+    both = [n for n, batch in enumerate(log.batches) if len(batch.rows) == 2]
+    assert log.overlapped and not set(both) & set(log.overlapped)
+    assert run.texts == undisturbed(eager(lucky), [greedy, drawn])
+
+
+# Ends, which are known a step late
+
+
+def test_a_stop_token_wherever_it_lies_leaks_nothing(lucky: Pair):
+    asked = requests(6)
+    texts = undisturbed(eager(lucky), asked)
+    engine = overlapping(lucky)
+    log = Log(engine.core)
+    inside = 0
+    for stop in range(lucky.vocab_size):
+        stopped = [Request(r.request_id, r.token_ids, 24, stop_token_ids=frozenset([stop])) for r in asked]
+        run = Run(engine, stopped).to_the_end()
+        for name, text in texts.items():
+            cut = text[: text.index(stop) + 1] if stop in text else text
+            assert run.texts[name] == cut
+            assert run.ends[name].finish_reason == ("stop" if stop in text else "length")
+            inside += stop in text and len(run.ends[name].token_ids) <= run.ends[name].num_accepted
+    assert inside >= 2 and len(log.overlapped) > 20
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_max_tokens_are_never_passed(lucky: Pair, speculate: bool):
+    (longest,) = requests(1, max_tokens=21)
+    (text,) = undisturbed(eager(lucky), [longest]).values()
+    engine = overlapping(lucky)
+    for most in range(1, 21):
+        asked = [Request(f"{i}", longest.token_ids, most, speculate=speculate) for i in range(2)]
+        run = Run(engine, asked).to_the_end()
+        assert list(run.texts.values()) == [text[:most]] * 2
+        assert all(delta.finish_reason == "length" for delta in run.ends.values())
+
+
+def test_who_is_sure_to_end_is_not_launched_again(lucky: Pair):
+    engine = overlapping(lucky)
+    log = Log(engine.core)
+    short, long = (Request(name, (1, 2, 3), most, speculate=False) for name, most in (("short", 4), ("long", 12)))
+    Run(engine, [short, long]).to_the_end()
+    assert sum("short" in names(batch.rows) for batch in log.batches) == 4
+    assert sum("long" in names(batch.rows) for batch in log.batches) == 12
+
+
+# Who comes and who leaves
+
+
+def test_a_newcomer_ends_the_overlap_and_is_admitted_in_the_next_step(lucky: Pair):
+    first, second = requests(2)
+    expected = undisturbed(eager(lucky), [first, second])
+    engine = overlapping(lucky)
+    log = Log(engine.core)
+    run = Run(engine, [first]).until(6, "r0")
+    ahead = len(log.batches) - 1
+    run.texts["r1"] = []
+    run.core.add(second)
+    run.step()
+    assert log.events[-1] == ("read", ahead) and len(log.batches) == ahead + 1, "nothing is launched behind it"
+    run.step()
+    assert names(log.batches[ahead + 1].prefills) == {"r1"}
+    run.to_the_end()
+    assert run.texts == expected and log.overlapped[-1] > ahead + 2
+
+
+def test_who_cannot_be_admitted_leaves_the_overlap_alone(lucky: Pair):
+    asked = requests(4)
+    engine = overlapping(lucky, max_num_seqs=2)
+    log = Log(engine.core)
+    run = Run(engine, asked).until(8, "r0")
+    assert run.scheduler.waiting and log.overlapped
+    assert run.to_the_end().texts == undisturbed(eager(lucky), asked)
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pair, everyone: bool):
+    asked = requests(5, max_tokens=50)
+    expected = undisturbed(eager(lucky), asked)
+    engine = overlapping(lucky, kv_pages=66 + 9)  # so few that whoever comes later gets those
+    log, run = Log(engine.core), Run(engine, asked[:3]).until(6)
+    gone = ["r0", "r1", "r2"] if everyone else ["r1"]
+    assert run.core._ahead is not None
+    for name in gone:
+        pages = set(run.sequence(name).pages)
+        used = run.scheduler.pool.num_used
+        run.core.abort(name)
+        assert run.scheduler.pool.num_used == used - len(pages)
+        check_pages(run.scheduler)
+        del run.texts[name]
+    assert run.core.has_work != everyone
+    for request in asked[3:]:
+        run.texts[request.request_id] = []
+        run.core.add(request)
+    run.step()
+    assert bool(log.batches[-1].prefills) == everyone, "nobody waits for a step that is for nobody"
+    run.to_the_end()
+    assert run.texts == {name: text for name, text in expected.items() if name not in gone}
+
+
+@pytest.mark.parametrize("verify", ["full", "auto"])
+def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify: str, monkeypatch: pytest.MonkeyPatch):
+    """With aborts, flushes, preemption, shared prefixes and stop tokens, at random."""
+    steady_costs(monkeypatch)
+    rng = random.Random(7)
+    alone = eager(lucky, prefix_caching=False)
+    engine = overlapping(lucky, kv_pages=44, prefix_caching=True, max_num_batched_tokens=40, verify=verify)
+    watch(engine)
+    core, scheduler, log = engine.core, engine.core.scheduler, Log(engine.core)
+    asked: dict[str, Request] = {}
+    texts: dict[str, list[int]] = {}
+    live: list[str] = []
+    aborted = set[str]()
+    while len(asked) < 80 or core.has_work:
+        if len(asked) < 80 and len(live) < 8 and rng.random() < 0.3:
+            prompt = tuple(rng.choices(range(2), k=3)) * rng.choice((1, 2, 8, 9))
+            name = f"{len(asked)}"
+            stop = frozenset([rng.randrange(5)] if rng.random() < 0.3 else [])
+            asked[name] = Request(name, prompt, rng.randint(1, 40), stop_token_ids=stop, speculate=rng.random() < 0.8)
+            texts[name] = []
+            live.append(name)
+            core.add(asked[name])
+        if live and rng.random() < 0.05:
+            aborted.add(name := rng.choice(live))
+            live.remove(name)
+            core.abort(name)
+        if rng.random() < 0.02:
+            core.flush_cache()
+        if core.has_work:
+            for delta in core.step().deltas:
+                assert delta.request_id in live and delta.error is None
+                texts[delta.request_id] += delta.token_ids
+                if delta.finish_reason:
+                    live.remove(delta.request_id)
+        check_pages(scheduler)
+    assert scheduler.pool.num_used == 0 and sorted(scheduler._free_seats) == list(range(scheduler.max_num_seqs))
+    expected = undisturbed(alone, list(asked.values()))
+    for name, text in texts.items():
+        assert text == (expected[name][: len(text)] if name in aborted else expected[name])
+    assert len(log.overlapped) > 50 and aborted and scheduler.num_preemptions and scheduler.prefix_cache_hits
+    policy = scheduler.policy
+    assert not (policy._of or policy._decided or policy._last_probe or policy._probed or policy._risen)
+
+
+def test_where_pages_are_short_it_waits_and_nobody_is_preempted_on_top_of_a_step_in_flight(lucky: Pair):
+    asked = requests(6, max_tokens=50)
+    engine = overlapping(lucky, kv_pages=29 + 9)
+    log, preempt = Log(engine.core), engine.core.scheduler._preempt
+
+    def watched(seq: Any) -> None:
+        assert engine.core._ahead is None
+        preempt(seq)
+
+    engine.core.scheduler._preempt = watched  # type: ignore[method-assign]
+    run = Run(engine, asked).to_the_end()
+    assert run.scheduler.num_preemptions > 0 and log.overlapped
+    assert run.texts == undisturbed(eager(lucky), asked)
+
+
+# Faults
+
+
+def test_a_sequence_whose_logits_are_nan_ends_and_never_spreads(pair: Pair):
+    asked = requests(12, pair.vocab_size)
+    settings = {"kv_pages": 48 + 9}
+    expected = undisturbed(eager(pair, **settings), asked)
+    engine = overlapping(pair, **settings)
+    log = Log(engine.core)
+    run = Run(engine, asked).until(6)
+    assert run.core._ahead is not None
+    run.poison(run.sequence("r1").pages[:1].tolist())
+    run.to_the_end()
+    assert list(run.errors()) == ["r1"] and "not finite" in run.errors()["r1"] and log.overlapped
+    said = run.texts.pop("r1")
+    assert 6 <= len(said) < 24 and said == expected.pop("r1")[: len(said)]
+    assert run.texts == expected, "eight later ones have had its pages"
+
+
+def test_who_shares_pages_with_nan_is_computed_anew(pair: Pair):
+    first, second = (Request(name, (*range(20), last), 16) for name, last in (("first", 30), ("second", 31)))
+    plain = undisturbed(eager(pair), [second])
+    run = Run(overlapping(pair, prefix_caching=True), [first]).until(3, "first")
+    run.texts["second"] = []
+    run.core.add(second)
+    run.until(4, "second")
+    assert run.core._ahead is not None and run.scheduler.prefix_cache_hits == 20
+    run.poison(run.sequence("first").pages[:5].tolist())
+    run.to_the_end()
+    assert list(run.errors()) == ["first"] and run.texts["second"] == plain["second"]
+
+
+def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    """Now and then the drafts of "r1" leave NaN where they are refused; the step behind is in flight by then, and has
+    written its own KV there."""
+    asked = requests(12, pair.vocab_size)
+    settings = {"kv_pages": 48 + 9}
+    expected = undisturbed(eager(pair, **settings), asked)
+    engine = overlapping(pair, **settings)
+    runner, scheduler, log, scrubbed = engine.core.runner, engine.core.scheduler, Log(engine.core), set[int]()
+    launch, scrub, ends = runner.launch, runner.scrub, [0]
+    run = Run(engine, asked)
+
+    def spoilt(batch: Batch) -> Any:
+        pending = launch(batch)
+        line = next((i for i, rows in enumerate(batch.decodes) if rows.seq.request.request_id == "r1"), None)
+        if line is None or batch.prefills:
+            return pending
+        rows, verified = batch.decodes[line], runner.graphs.verified
+        start = ends[0] if rows.line >= 0 else rows.start
+        accepted = int(verified[line, -1])
+        ends[0] = start + accepted + 1
+        if len(log.batches) % 3 == 0 and accepted < rows.num_drafts:
+            pages = rows.seq.pages
+            places = [pages[p // 4] * 4 + p % 4 for p in range(ends[0], len(pages) * 4)]
+            for pool in runner.pools:
+                pool.layers[0].k.flatten(0, 1)[places] = NAN
+                pool.layers[0].v.flatten(0, 1)[places] = NAN
+            read = pending.read
+
+            def not_finite() -> Any:
+                result = read()
+                result.tokens[line][accepted + 1 :] = [NOT_FINITE] * (rows.num_drafts - accepted)
+                return result
+
+            pending.read = not_finite
+        return pending
+
+    def noted(slots: list[int]) -> None:
+        known = {seq.pages[p // 4] * 4 + p % 4 for seq in scheduler.running for p in range(seq.num_computed)}
+        assert not known & set(slots)
+        scrubbed.update(slots)
+        scrub(slots)
+
+    monkeypatch.setattr(runner, "launch", spoilt)
+    monkeypatch.setattr(runner, "scrub", noted)
+    run.to_the_end()
+    assert run.errors() == {} and run.texts == expected
+    assert scrubbed and log.overlapped
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "counts"])
+def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
+    lucky: Pair, phase: str, monkeypatch: pytest.MonkeyPatch
+):
+    good = requests(6)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 40, "prefix_caching": True}
+    expected = undisturbed(eager(lucky, **settings), good)
+    engine = overlapping(lucky, **settings)
+    log = Log(engine.core)
+    run = Run(engine, good[:2]).until(5)
+    PHASES[phase](monkeypatch, engine.core)
+    for request in (Request("bad", (1, 0) * 15, 30), *good[2:]):
+        run.texts[request.request_id] = []
+        run.core.add(request)
+    run.to_the_end()
+    assert list(run.errors()) == ["bad"] and log.overlapped
+    del run.texts["bad"]
+    assert run.texts == expected
+    assert run.scheduler.num_faults == 1
+
+
+@pytest.mark.parametrize("where", ["launch", "read"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["the step ahead", "the one that is read"])
+def test_a_fault_that_passes_costs_nobody_a_token(
+    lucky: Pair, where: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+):
+    asked = requests(4)
+    expected = undisturbed(eager(lucky), asked)
+    engine = overlapping(lucky)
+    log, run = Log(engine.core), Run(engine, asked).until(5)
+    launch, planted = engine.core.runner.launch, []
+
+    def once(batch: Batch) -> Any:
+        pending = launch(batch)
+        if not planted and (batch.decodes[0].line >= 0) == ahead and not batch.prefills:
+            planted.append(batch)
+            if where == "launch":
+                raise Planted
+            pending.read = broken
+        return pending
+
+    def broken() -> Any:
+        if behind := engine.core._ahead:  # it stands on what there will never be
+            behind.pending.read = lambda: pytest.fail("is read all the same")  # type: ignore[method-assign]
+        raise Planted
+
+    if not ahead:
+        run.core.add(Request("late", (1, 2), 3))  # so that a step begins with nothing in flight
+        run.texts["late"] = []
+    monkeypatch.setattr(engine.core.runner, "launch", once)
+    run.to_the_end()
+    assert planted and run.errors() == {} and log.overlapped[-1] > log.batches.index(planted[0]) + 1
+    run.texts.pop("late", None)
+    assert run.texts == expected
+
+
+def test_who_runs_alone_is_not_blamed_for_a_step_that_cannot_be_launched_ahead(
+    lucky: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    asked = requests(1)
+    run = Run(overlapping(lucky), asked).until(4, "r0")
+    launch, failed = run.core.runner.launch, []
+
+    def spoilt(batch: Batch) -> Any:
+        if batch.decodes and batch.decodes[0].line >= 0:
+            failed.append(batch)
+            raise Planted
+        return launch(batch)
+
+    monkeypatch.setattr(run.core.runner, "launch", spoilt)
+    assert run.to_the_end().texts == undisturbed(eager(lucky), asked) and failed and not run.errors()
+
+
+def test_an_error_of_the_device_behind_a_step_in_flight_ends_the_engine(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    run = Run(overlapping(lucky), requests(2)).until(4)
+
+    def broken(_: Batch) -> Any:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(run.core.runner, "launch", broken)
+    with pytest.raises(torch.AcceleratorError):
+        run.step()
+
+
+# One read a step
+
+
+def test_a_launch_reads_nothing_and_a_step_is_one_download(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    engine = overlapping(lucky)
+    log, downloads = Log(engine.core), []
+    launch, start = engine.core.runner.launch, engine.core.runner._backend.start_download
+
+    def guarded(batch: Batch) -> Any:
+        with NoReads():
+            return launch(batch)
+
+    def counted(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        downloads.append(x.shape)
+        return start(x)
+
+    monkeypatch.setattr(engine.core.runner, "launch", guarded)
+    monkeypatch.setattr(engine.core.runner._backend, "start_download", counted)
+    run = Run(engine, requests(5)).to_the_end()
+    assert not run.errors() and len(downloads) == len(log.batches) and log.overlapped
+
+
+# Simulated acceptance
+
+
+def test_simulated_lengths_are_the_devices_too(lucky: Pair):
+    """Else blocks would begin elsewhere on the device than here: so what the device attends to is looked at."""
+    engine = overlapping(lucky)
+    log = Log(engine.core)
+    core = engine.core
+    starts: list[list[int]] = []
+    stages = core.runner.stages
+    choose = stages.choose
+
+    def noted(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        (rows, *_) = inputs.groups
+        starts.append(rows.offsets.tolist() if len(inputs.groups) == 1 else [])
+        return choose(inputs, *args, **kwargs)
+
+    stages.choose = noted
+    simulate(core, survival([3.0], BLOCK))
+    found: list[tuple[list[int], list[int]]] = []
+    commit = core.scheduler.commit
+
+    def compared(batch: Batch, result: Any) -> Any:
+        number = next(n for n, known in enumerate(log.batches) if known is batch)
+        deltas = commit(batch, result)
+        if not batch.prefills:
+            found.append((starts[number][: len(batch.decodes)], [rows.start for rows in batch.decodes]))
+        return deltas
+
+    core.scheduler.commit = compared  # type: ignore[method-assign]
+    Run(engine, requests(1, max_tokens=60)).to_the_end()
+    assert len(found) > 10 and all(device == host for device, host in found) and log.overlapped

@@ -1,0 +1,168 @@
+"""The engine process hears nonsense, loses its parent, or gets a request that cannot run: it says so, or ends."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from app.client.child_process import engine_environment
+from app.config.settings import Config
+from app.engine.build.engine import Engine
+from app.engine.process import Link, serve
+from app.messages import Abort, Ready, Reply, Sampling, Shutdown, StepOutput, Submit, TokenDelta
+from tests.fast.engine.lossless import make_engine
+from tests.fast.engine.pairs import Pair, make_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def engine(pair: Pair) -> Engine:
+    return make_engine(pair.target, pair.draft, max_model_len=64, max_num_seqs=4, page_size=4)
+
+
+class Parent:
+    """Both sockets as the API process has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.addresses = [f"ipc://{folder / name}" for name in ("commands", "replies")]
+        self._context = zmq.Context()
+        self.commands, self.replies = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        self.commands.bind(self.addresses[0])
+        self.replies.bind(self.addresses[1])
+        self.replies.rcvtimeo = 300_000
+
+    def send(self, *commands: Any) -> None:
+        for command in commands:
+            self.commands.send(command if isinstance(command, bytes) else msgspec.msgpack.encode(command))
+
+    def replied(self) -> Iterator[Reply]:
+        """Each as it comes. Raises zmq.Again where none comes for minutes."""
+        while True:
+            yield msgspec.msgpack.decode(self.replies.recv(), type=Reply)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
+    parent = Parent(tmp_path_factory.mktemp("ipc"))
+    yield parent
+    parent.close()
+
+
+def submit(request_id: str, **changed: Any) -> Submit:
+    fields = {"token_ids": [1, 2, 3], "sampling": Sampling(), "stop_token_ids": [], "max_tokens": 4}
+    return Submit(**{"request_id": request_id, "epoch": 1} | fields | changed)
+
+
+class PatientLink(Link):
+    """Without work it hears that it has to leave, once it has heard all of so many commands."""
+
+    def __init__(self, parent: Parent, count: int) -> None:
+        super().__init__(*parent.addresses, 1)
+        self._left = count
+
+    def receive(self, *, wait: bool) -> Any:
+        if wait and not self._left:
+            return [Shutdown()]
+        heard = super().receive(wait=wait)
+        self._left -= len(heard)
+        return heard
+
+
+def answers(parent: Parent, engine: Engine, *commands: Any) -> dict[str, TokenDelta]:
+    """The last delta of each request, of an engine that hears `commands`, one for each, and leaves when all is done."""
+    link = PatientLink(parent, len(commands))
+    try:
+        parent.send(*commands)
+        serve(link, engine)
+    finally:
+        link._commands.close()
+        link._replies.close(linger=60_000)
+    ended: dict[str, TokenDelta] = {}
+    deltas = (delta for reply in parent.replied() if isinstance(reply, StepOutput) for delta in reply.deltas)
+    while len(ended) < len(commands):
+        if (delta := next(deltas)).finish_reason:
+            ended[delta.request_id] = delta
+    return ended
+
+
+def as_it_came(command: Submit, **changed: Any) -> bytes:
+    return msgspec.msgpack.encode({"type": "Submit"} | msgspec.to_builtins(command) | changed)
+
+
+def test_a_message_of_one_request_that_cannot_be_read_is_that_requests_error(parent: Parent, engine: Engine):
+    good = submit("good")
+    ended = answers(
+        parent,
+        engine,
+        as_it_came(submit("wrong"), token_ids="1, 2"),
+        as_it_came(submit("wrong too"), max_tokens=None),
+        good,
+    )
+    assert ended["wrong"].finish_reason == ended["wrong too"].finish_reason == "error"
+    assert "cannot read" in str(ended["wrong"].error) and "token_ids" in str(ended["wrong"].error)
+    assert ended["good"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("nonsense", [b"", b"\xc1", b"\x93\x01\x02", msgspec.msgpack.encode({"type": "Submit"})])
+def test_a_message_that_nobody_could_be_told_of_ends_the_engine_by_name(
+    parent: Parent, engine: Engine, nonsense: bytes
+):
+    with pytest.raises(msgspec.DecodeError):
+        answers(parent, engine, nonsense)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"max_tokens": 62}, "prompt of 3 tokens and max_tokens 62 .* at most 64"),
+        ({"token_ids": [1] * 64, "max_tokens": 1}, "prompt of 64 tokens and max_tokens 1 .* at most 64"),
+        ({"token_ids": []}, "prompt of 0 tokens"),
+        ({"token_ids": [1, 97]}, r"in 0\.\.96"),
+        ({"token_ids": [1, -1]}, r"in 0\.\.96"),
+        ({"sampling": Sampling(logit_bias=[(97, 1.0)])}, r"logit_bias .* in 0\.\.96"),
+        ({"sampling": Sampling(min_tokens=2), "stop_token_ids": [1000]}, r"stop_token_ids .* in 0\.\.96"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_and_the_next_one_is_served(
+    parent: Parent, engine: Engine, changed: dict[str, Any], why: str
+):
+    ended = answers(parent, engine, submit("bad", **changed), submit("good"))
+    assert ended["bad"].finish_reason == "error" and re.search(why, str(ended["bad"].error))
+    assert ended["good"].finish_reason == "length"
+
+
+def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Parent, pair: Pair):
+    config = Config(model=str(pair.target), device="cpu", max_model_len=500, max_num_seqs=4).model_dump(mode="json")
+    settings = {"config": config, "target": str(pair.target), "draft": str(pair.draft)}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses, "1"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=engine_environment(),
+    )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.flush()
+        assert any(isinstance(reply, Ready) for reply in parent.replied())
+        parent.send(*(submit(str(i), max_tokens=480) for i in range(4)), Abort("nobody", 1))
+        assert isinstance(next(parent.replied()), StepOutput)
+        process.stdin.close()
+        assert process.wait(timeout=600) == 1
+    finally:
+        process.kill()
+        process.wait()

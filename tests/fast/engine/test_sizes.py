@@ -1,0 +1,170 @@
+"""Sizes the user left open are derived, and those that cannot work are refused with the number to use."""
+
+import gc
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from app.engine.backend.base import Defaults
+from app.engine.build.config import MIN_MODEL_LEN, EngineConfig, Sizes, settle_pages, settle_sizes
+from app.engine.build.engine import build_engine
+from app.engine.errors import UnsupportedError
+from app.engine.schedule.page_pool import SCRATCH_PAGES
+from app.engine.sequence import Request
+from tests.fast.engine.pairs import make_pair
+
+DEFAULTS = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
+LIMIT = 1000
+MIB = 2**20
+
+
+def asked(**wishes: int) -> EngineConfig:
+    return EngineConfig(target=Path("somewhere"), **wishes)
+
+
+def settled(block_size: int = 8, **wishes: int) -> Sizes:
+    return settle_sizes(asked(**wishes), block_size, LIMIT, DEFAULTS)
+
+
+# Sizes
+
+
+def test_with_no_wishes_the_device_and_the_model_decide():
+    assert settled(block_size=8) == Sizes(8, LIMIT, 32, 2048, 16)
+
+
+def test_the_derived_budget_lets_every_sequence_verify_a_block_and_prefill_go_on_beside():
+    assert settled(block_size=16, max_num_seqs=200).max_num_batched_tokens == 200 * 16 + 512
+    assert settled(block_size=16, max_num_seqs=2).max_num_batched_tokens == 2048
+
+
+@pytest.mark.parametrize(("tokens", "seqs"), [(64, 8), (63, 7), (8, 1), (100_000, 32)])
+def test_the_number_of_sequences_is_derived_from_the_budget(tokens, seqs):
+    sizes = settled(block_size=8, max_num_batched_tokens=tokens)
+    assert (sizes.max_num_seqs, sizes.max_num_batched_tokens) == (seqs, tokens)
+
+
+def test_wishes_that_fit_are_kept():
+    wishes = {"max_model_len": 500, "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 128}
+    assert settled(block_size=8, **wishes) == Sizes(8, 500, 4, 32, 128)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 32), st.integers(1, 300), st.integers(1, 3000))
+def test_a_budget_too_small_is_refused_and_either_number_it_names_will_do(block_size, seqs, tokens):
+    assume(block_size <= tokens < seqs * block_size)
+    with pytest.raises(UnsupportedError, match=rf"--max-num-batched-tokens {tokens} is too small") as refusal:
+        settled(block_size, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    at_least, at_most = map(int, re.findall(r"at least (\d+), or --max-num-seqs (\d+) at most", str(refusal.value))[0])
+    assert at_least == seqs * block_size
+    assert settled(block_size, max_num_seqs=seqs, max_num_batched_tokens=at_least).max_num_seqs == seqs
+    assert settled(block_size, max_num_seqs=at_most, max_num_batched_tokens=tokens).max_num_seqs == at_most
+    with pytest.raises(UnsupportedError):
+        settled(block_size, max_num_seqs=at_most + 1, max_num_batched_tokens=tokens)
+
+
+def test_a_budget_below_one_block_is_refused_with_the_least_that_works():
+    with pytest.raises(UnsupportedError, match="give at least 16"):
+        settled(block_size=16, max_num_batched_tokens=15)
+
+
+@pytest.mark.parametrize("length", [LIMIT + 1, MIN_MODEL_LEN - 1])
+def test_a_context_longer_than_the_models_or_too_short_for_any_answer_is_refused_with_the_range(length):
+    with pytest.raises(UnsupportedError, match=rf"--max-model-len {length} .*{LIMIT}"):
+        settled(max_model_len=length)
+    assert settled(max_model_len=LIMIT).max_model_len == LIMIT
+
+
+@pytest.mark.parametrize(("page_size", "pages"), [(1, 516), (16, 33), (128, 5)])
+def test_tables_reach_two_blocks_past_the_context_limit(page_size, pages):
+    sizes = settled(block_size=8, max_model_len=500, page_size=page_size)
+    assert sizes.padded_len == 516
+    assert sizes.pages_per_sequence == pages
+
+
+# Pages
+
+
+def test_pages_are_as_many_as_the_memory_holds():
+    config = asked(max_model_len=100)
+    sizes = settle_sizes(config, 8, LIMIT, DEFAULTS)  # pages of 16 tokens, 8 pages a sequence
+    assert settle_pages(config, sizes, 20 * 16 * 64 + 63, 64) == (sizes, 20)
+
+
+def test_pages_are_never_more_than_all_sequences_can_use():
+    config = asked(max_model_len=100, max_num_seqs=3)
+    sizes = settle_sizes(config, 8, LIMIT, DEFAULTS)
+    assert settle_pages(config, sizes, 1 << 40, 64) == (sizes, 3 * 8 + SCRATCH_PAGES)
+
+
+def test_one_sequence_of_the_asked_length_must_fit_and_the_refusal_names_the_memory_it_takes():
+    config = asked(max_model_len=100)
+    sizes = settle_sizes(config, 8, LIMIT, DEFAULTS)
+    token_bytes = 3 * MIB // 16 + 7  # no whole number of MiB
+    page_bytes = 16 * token_bytes
+    enough = (8 + SCRATCH_PAGES) * page_bytes
+    assert settle_pages(config, sizes, enough, token_bytes) == (sizes, 8 + SCRATCH_PAGES)
+    with pytest.raises(UnsupportedError, match="--max-model-len 100") as refusal:
+        settle_pages(config, sizes, enough - 1, token_bytes)
+    (mebibytes,) = re.findall(r"--kv-cache-memory (\d+)MiB", str(refusal.value))
+    assert settle_pages(config, sizes, int(mebibytes) * MIB, token_bytes)[1] >= 8 + SCRATCH_PAGES
+    assert int(mebibytes) * MIB < enough + MIB
+
+
+def test_memory_that_is_already_overspent_is_refused_too():
+    config = asked(max_model_len=100)
+    with pytest.raises(UnsupportedError, match="--kv-cache-memory"):
+        settle_pages(config, settle_sizes(config, 8, LIMIT, DEFAULTS), -5 * MIB, 64)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 16), st.sampled_from([1, 3, 16, 128]), st.integers(0, 3000))
+def test_a_length_nobody_asked_for_is_the_longest_that_fits(block_size, page_size, kv_tokens):
+    config = asked(page_size=page_size)
+    sizes = settle_sizes(config, block_size, LIMIT, DEFAULTS)
+    pages = kv_tokens // page_size
+    room = (pages - SCRATCH_PAGES) * page_size - 2 * block_size
+    if room < MIN_MODEL_LEN:
+        with pytest.raises(UnsupportedError):
+            settle_pages(config, sizes, kv_tokens * 10, 10)
+        return
+    shorter, found = settle_pages(config, sizes, kv_tokens * 10, 10)
+    assert shorter.max_model_len == min(LIMIT, room)
+    assert shorter.pages_per_sequence + SCRATCH_PAGES <= found <= pages
+    assert shorter.max_num_seqs == sizes.max_num_seqs
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 128])
+def test_padding_has_slots_and_positions_in_the_largest_graphs(tmp_path: Path, page_size: int) -> None:
+    """More padding rows than the context has positions, and page tables wider than a sequence needs."""
+    pair = make_pair(tmp_path, block_size=16)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 20, "page_size": page_size}
+    requests = [Request(f"r{i}", tuple(range(1, 6 + i % 6)), max_tokens=9, seed=i) for i in range(11)]
+    texts = [
+        build_engine(
+            EngineConfig(target=pair.target, draft=pair.draft, device="cpu", enforce_eager=eager, **sizes)
+        ).core.run(requests)
+        for eager in (True, False)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_runner_that_nobody_holds_gives_its_memory_back_at_once(tmp_path: Path):
+    """The profile run's is dropped before KV memory is sized: a cycle would keep its pools until some collection."""
+    pair = make_pair(tmp_path)
+    engine = build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype="float32", kv_cache_memory=1 << 20))
+    pools = [weakref.ref(pool) for pool in engine.core.runner.pools]
+    gc.disable()
+    try:
+        del engine
+        assert [pool() for pool in pools] == [None, None]
+    finally:
+        gc.enable()

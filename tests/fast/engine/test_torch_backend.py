@@ -1,0 +1,541 @@
+"""The torch backend, and the CPU's on top of it, against the formulas; the sampler's noise against the reference."""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.backend.base import AttnMeta, Backend, LayerKv
+from app.engine.backend.factory import make_backend
+from app.engine.backend.torch import TorchBackend
+from app.engine.build.self_test import check_attention
+from app.engine.cpu.backend import CpuBackend
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
+from app.engine.models.kv_pool import KvPool
+from app.engine.models.layers import RotaryTable, with_pairs_adjacent
+from app.engine.sampling.noise import noise_states
+from app.engine.sampling.sampler import Draws, Sampler
+from app.engine.step.forward import Rows, places
+from tests.fast.engine.reference import choose, gumbel
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+GARBAGE = 1e4
+
+
+@pytest.fixture(scope="module", params=[TorchBackend, CpuBackend])
+def backend(request) -> TorchBackend:
+    return request.param(CPU)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed))
+
+
+# Attention
+
+
+@dataclass
+class Ragged:
+    """Sequences of `kv_lens` tokens of which the last `q_lens` are queried, over shuffled pages full of garbage."""
+
+    q_lens: list[int]
+    kv_lens: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    page_size: int = 4
+    causal: bool = True
+    seed: int = 0
+    garbage: float = GARBAGE
+    extra_columns: int = 0
+
+    def __post_init__(self) -> None:
+        generator = seeded(self.seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        counts = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
+        ids = (torch.randperm(sum(counts) + 5, generator=generator) + 1).tolist()  # page 0 is scratch
+        self.pages = [[ids.pop() for _ in range(count)] for count in counts]
+        self.q = [draw(q_len, self.heads, self.dim) for q_len in self.q_lens]
+        self.k, self.v = ([draw(n, self.kv_heads, self.dim) for n in self.kv_lens] for _ in range(2))
+        shape = (sum(counts) + 6, self.page_size, self.kv_heads, self.dim)
+        self.kv = LayerKv(torch.full(shape, self.garbage), torch.full(shape, self.garbage))
+        for pages, k, v in zip(self.pages, self.k, self.v, strict=True):
+            for position in range(len(k)):
+                page, offset = pages[position // self.page_size], position % self.page_size
+                self.kv.k[page, offset], self.kv.v[page, offset] = k[position], v[position]
+        width = max(counts) + self.extra_columns
+        self.meta = AttnMeta(
+            cu_q=torch.tensor([0, *accumulate(self.q_lens)], dtype=torch.int32),
+            kv_len=torch.tensor(self.kv_lens, dtype=torch.int32),
+            page_table=torch.tensor([pages + [0] * (width - len(pages)) for pages in self.pages], dtype=torch.int32),
+            q_lens=self.q_lens,
+            kv_lens=self.kv_lens,
+            page_size=self.page_size,
+            causal=self.causal,
+        )
+
+    def expected(self) -> Tensor:
+        """One softmax per sequence, head and row, in float64."""
+        out = []
+        for q, k, v in zip(self.q, self.k, self.v, strict=True):
+            for row in range(len(q)):
+                seen = len(k) - len(q) + row + 1 if self.causal else len(k)
+                heads = []
+                for head in range(self.heads):
+                    kv_head = head // (self.heads // self.kv_heads)
+                    keys, values = k[:seen, kv_head].double(), v[:seen, kv_head].double()
+                    weights = (keys @ q[row, head].double() / math.sqrt(self.dim)).softmax(dim=0)
+                    heads.append(weights @ values)
+                out.append(torch.stack(heads))
+        return torch.stack(out).float()
+
+    def run(self, backend: TorchBackend) -> Tensor:
+        self.meta.plan = backend.plan_attention(self.meta, self.heads // self.kv_heads)
+        return backend.attention(torch.cat(self.q), self.kv, self.meta)
+
+    def check(self, backend: TorchBackend) -> None:
+        torch.testing.assert_close(self.run(backend), self.expected(), atol=2e-5, rtol=2e-5)
+
+
+LENGTHS = {
+    "one whole prompt": ([7], [7]),
+    "one block over its context": ([5], [22]),
+    "one row": ([1], [9]),
+    "rows of equal length": ([3, 3, 3], [8, 8, 8]),
+    "plain decoding": ([1, 1, 1], [5, 17, 1]),
+    "plain decoding at equal lengths": ([1, 1], [6, 6]),
+    "blocks at different lengths": ([4, 4, 4], [9, 30, 4]),
+    "ragged widths": ([1, 5, 2, 4], [16, 5, 33, 12]),
+    "ragged widths at equal lengths": ([1, 3], [12, 12]),
+    "chunks of prompts": ([12, 3, 7], [12, 20, 8]),
+    "a sequence without rows": ([4, 1, 0], [9, 30, 0]),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths, causal):
+    Ragged(*lengths, causal=causal).check(backend)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize(("scores", "tokens", "small"), [(40, 10**6, 0), (10**6, 30, 0), (60, 40, 20), (1, 1, 1)])
+def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, scores, tokens, small, causal):
+    """Long prompts are cut by rows, and sequences of different sizes go to different calls."""
+    for name, bound in (("MAX_SCORES", scores), ("SMALL_CALL", small)):
+        monkeypatch.setattr(f"app.engine.backend.torch.{name}", bound)
+    monkeypatch.setattr(backend, "gathered_at_once", tokens)
+    num_calls = []
+    for q_lens, kv_lens in LENGTHS.values():
+        case = Ragged(q_lens, kv_lens, causal=causal)
+        case.check(backend)
+        num_calls.append(len(case.meta.plan))
+    assert max(num_calls) > 1
+
+
+def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(backend, monkeypatch):
+    monkeypatch.setattr(backend, "gathered_at_once", 64)
+    monkeypatch.setattr("app.engine.backend.torch.SMALL_CALL", 0)
+    alike = Ragged([2] * 6, [30, 28, 32, 29, 31, 27])
+    alike.check(backend)
+    assert [(call.rows, call.places) for call in alike.meta.plan] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]
+    mixed = Ragged([2] * 6, [4, 60, 4, 60, 4, 60])
+    mixed.check(backend)
+    assert [call.num_pieces for call in mixed.meta.plan] == [3, 1, 1, 1]
+
+
+def test_one_long_prompt_beside_many_short_rows_is_not_padded_to_all_of_them(backend):
+    """64 rows of decoding beside a chunk of 500 would be 64 x 500 x 600 scores in one call."""
+    case = Ragged([500, *[1] * 64], [600, *range(20, 84)], heads=2, kv_heads=1, page_size=16)
+    case.check(backend)
+    assert len(case.meta.plan) > 1
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_attention_knows_any_page_size_and_a_page_table_wider_than_needed(backend, page_size, causal):
+    for extra_columns in (0, 3):
+        Ragged([2, 4, 1], [18, 16, 17], page_size=page_size, causal=causal, extra_columns=extra_columns).check(backend)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (6, 3), (8, 1)])
+@pytest.mark.parametrize("q_lens", [[3, 3], [2, 5]], ids=str)
+def test_query_heads_share_kv_heads_in_neighbouring_groups(backend, heads, kv_heads, q_lens):
+    for causal in (True, False):
+        Ragged(q_lens, [9, 9], heads=heads, kv_heads=kv_heads, causal=causal).check(backend)
+
+
+def test_what_others_left_in_unused_slots_and_pages_changes_no_bit(backend):
+    for causal in (True, False):
+        for q_lens, kv_lens in LENGTHS.values():
+            outputs = []
+            for garbage in (0.0, GARBAGE, -1e18):
+                case = Ragged(q_lens, kv_lens, causal=causal, garbage=garbage, extra_columns=1)
+                outputs.append(case.run(backend))
+            assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+def test_one_meta_serves_every_layer(backend):
+    first, second = (Ragged([2, 4], [9, 14], seed=seed) for seed in (0, 1))
+    first.check(backend)
+    moved = LayerKv(torch.zeros_like(second.kv.k), torch.zeros_like(second.kv.v))
+    for mine, theirs in zip(first.pages, second.pages, strict=True):
+        moved.k[mine], moved.v[mine] = second.kv.k[theirs], second.kv.v[theirs]
+    found = backend.attention(torch.cat(second.q), moved, first.meta)
+    torch.testing.assert_close(found, second.expected(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("lengths", "calls"), [(([40, 7], [60, 7]), 1), (([3, 300, 5], [9, 900, 9]), 2)])
+def test_no_copy_of_a_prompts_plan_is_waited_for(monkeypatch, lengths, calls):
+    """As one of `torch.tensor(..., device=...)` is."""
+    case, backend, uploads, make = Ragged(*lengths), TorchBackend(CPU), [], torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda values: make(values))
+    monkeypatch.setattr(TorchBackend, "upload", lambda self, host, to: uploads.append(to.copy_(host)))
+    assert len(backend.plan_attention(case.meta, 2)) == calls and uploads
+
+
+def test_the_block_of_a_draft_sees_itself_both_ways_and_a_verify_row_never_what_follows(backend):
+    both, causal = (Ragged([4], [10], causal=causal) for causal in (False, True))
+    changed, changed_causal = (Ragged([4], [10], causal=causal) for causal in (False, True))
+    for case in (changed, changed_causal):
+        page, offset = case.pages[0][9 // 4], 9 % 4
+        case.kv.k[page, offset] += 1.0
+        case.kv.v[page, offset] += 1.0
+    before, after = both.run(backend), changed.run(backend)
+    assert ((before - after).abs().amax(dim=(1, 2)) > 1e-3).all()
+    before, after = causal.run(backend), changed_causal.run(backend)
+    assert torch.equal(before[:3], after[:3]) and not torch.equal(before[3], after[3])
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_start_up_refuses_a_device_whose_draft_attention_stays_causal_or_reads_the_wrong_pages(page_size):
+    decoder = DecoderConfig(16, 16, 2, 4, 2, 8, 10, 1e-6, 1e4, 64, False, "float32")
+
+    class Causal(TorchBackend):
+        def plan_attention(self, meta: AttnMeta, group: int) -> object:
+            return super().plan_attention(replace(meta, causal=True), group)
+
+    class Sorted(TorchBackend):
+        def plan_attention(self, meta: AttnMeta, group: int) -> object:
+            return super().plan_attention(replace(meta, page_table=meta.page_table.sort(dim=1).values), group)
+
+    for wrong, said in ((Causal, "bidirectional"), (Sorted, "causal")):
+        with pytest.raises(UnsupportedError, match=f"{said} attention .*pages of {page_size}"):
+            check_attention(wrong(CPU), decoder, page_size, rows=8, dtype=torch.float32)
+    for rows in (1, 8):
+        for dtype in (torch.float32, torch.bfloat16):
+            check_attention(TorchBackend(CPU), decoder, page_size, rows, dtype)
+
+
+# KV memory
+
+
+def test_write_kv_fills_the_named_slots_and_no_others(backend):
+    kv = LayerKv(normal(5, 4, 2, 8, seed=1), normal(5, 4, 2, 8, seed=2))
+    expected_k, expected_v = kv.k.clone(), kv.v.clone()
+    fused = normal(6, 4, 8, seed=3)  # as in the layer: K and V are views into one projection
+    k, v = fused.split_with_sizes([2, 2], dim=1)
+    slots = [19, 0, 7, 8, 5, 12]
+    for row, slot in enumerate(slots):
+        expected_k[slot // 4, slot % 4], expected_v[slot // 4, slot % 4] = k[row], v[row]
+    backend.write_kv(k, v, kv, torch.tensor(slots, dtype=torch.int32))
+    assert torch.equal(kv.k, expected_k) and torch.equal(kv.v, expected_v)
+
+
+def test_a_write_to_all_layers_at_once_lands_in_the_same_slots_of_each(backend):
+    config = DecoderConfig(16, 16, 3, 2, 2, 8, 10, 1e-6, 1e4, 64, False, "float32")
+    pool = KvPool(config, num_pages=5, page_size=4, dtype=torch.float32, device=CPU)
+    slots = torch.tensor([6, 19, 4], dtype=torch.int32)
+    k, v = normal(3 * 3, 2, 8, seed=1), normal(3 * 3, 2, 8, seed=2)
+    backend.write_kv(k, v, pool.all_layers, pool.slots_in_all_layers(slots))
+    for layer, kv in enumerate(pool.layers):
+        expected_k, expected_v = torch.zeros_like(kv.k), torch.zeros_like(kv.v)
+        expected_k.view(-1, 2, 8)[slots] = k[layer::3]
+        expected_v.view(-1, 2, 8)[slots] = v[layer::3]
+        assert torch.equal(kv.k, expected_k) and torch.equal(kv.v, expected_v)
+
+
+# Rows
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (5, 4, 8)], ids=str)
+def test_rms_norm_is_over_the_last_axis_with_its_weight(backend, shape):
+    x, weight = normal(*shape) * 0.01, normal(shape[-1], seed=1)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(backend.rms_norm(x, weight, 1e-5), expected.float(), atol=1e-6, rtol=1e-5)
+
+
+def test_add_rms_norm_returns_the_norm_and_the_stream_it_is_of(backend):
+    x, residual, weight = normal(5, 32), normal(5, 32, seed=1), normal(32, seed=2)
+    normed, stream = backend.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(stream, x + residual)
+    assert torch.equal(normed, backend.rms_norm(x + residual, weight, 1e-6))
+
+
+def test_rope_turns_pair_i_by_position_times_theta_to_the_minus_2i_over_d(backend):
+    dim, theta = 16, 5000.0
+    positions = torch.tensor([0, 1, 2, 77, 511])
+    x = normal(5, 3, dim)
+    found = backend.rope(x, RotaryTable(dim, theta, 512, torch.float32, backend).at(positions))
+    angles = positions.double()[:, None] * theta ** (-2 * torch.arange(dim // 2).double() / dim)
+    pair_axis = -1 if backend.pairs_adjacent else -2
+    turned = torch.complex(*x.double().unflatten(-1, (-1, 2) if pair_axis == -1 else (2, -1)).unbind(pair_axis))
+    turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
+    expected = torch.stack((turned.real, turned.imag), dim=pair_axis).flatten(-2).float()
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    assert torch.equal(found[0], x[0])
+
+
+def test_rope_makes_scores_depend_on_the_distance_alone(backend):
+    table = RotaryTable(16, 10000.0, 200, torch.float32, backend)
+    q, k = normal(1, 1, 16), normal(1, 1, 16, seed=1)
+
+    def score(at: int, to: int) -> float:
+        turned = [backend.rope(x, table.at(torch.tensor([position]))) for x, position in ((q, at), (k, to))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(10, 3) == pytest.approx(score(150, 143), abs=1e-4)
+    assert score(10, 3) != pytest.approx(score(10, 4), abs=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_q_k_and_v_are_what_their_operators_give_one_by_one(backend, dtype):
+    qkv, slots = normal(5, 4 + 2 * 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0], dtype=torch.int32)
+    norms = [1 + normal(8, seed=seed).to(dtype) for seed in (1, 2)]
+    rotation = RotaryTable(8, 1e4, 50, dtype, backend).at(torch.tensor([0, 7, 3, 49, 20]))
+    results = []
+    for way in (backend.qkv_into_kv, Backend.qkv_into_kv.__get__(backend)):
+        kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)))
+        results.append((way(qkv.clone(), *norms, 1e-6, rotation, kv, slots), kv.k, kv.v))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_context_of_all_layers_is_what_its_operators_give_one_by_one(backend, dtype):
+    rows, slots = normal(2, 3, 2, 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0, 19], dtype=torch.int32)
+    norms, ones = 1 + normal(3, 8, seed=1).to(dtype), torch.ones(8, dtype=dtype)
+    rotation = RotaryTable(8, 1e4, 50, dtype, backend).at(torch.tensor([49, 3]))
+    results = []
+    for way in (backend.context_into_kv, Backend.context_into_kv.__get__(backend)):
+        kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)))
+        way(rows.clone(), norms, ones, 1e-6, rotation, kv, slots)
+        results.append((kv.k, kv.v))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_with_its_pairs_side_by_side_gives_the_same_scores():
+    """As the layers load them: rows of q and k, and of their norms, in the order that the backend turns them in."""
+    q, k, norm = normal(3 * 8, 6), normal(3 * 8, 6, seed=1), 1 + normal(8, seed=2)
+    x, positions = normal(4, 6, seed=3), torch.tensor([5, 0, 9, 2])
+    scores = []
+    for backend in (TorchBackend(CPU), CpuBackend(CPU)):
+        rotation = RotaryTable(8, 100.0, 10, torch.float32, backend).at(positions)
+        if backend.pairs_adjacent:
+            q, k, norm = (with_pairs_adjacent(part, 8) for part in (q, k, norm))
+        heads = (backend.rms_norm((x @ part.T).view(4, 3, 8), norm, 1e-6) for part in (q, k))
+        turned_q, turned_k = (backend.rope(part, rotation) for part in heads)
+        scores.append(torch.einsum("thd,shd->hts", turned_q, turned_k))
+    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_weight_that_was_laid_out_gives_the_same(backend, rows):
+    x, weight = normal(rows, 6), normal(10, 6, seed=1)
+    laid = backend.lay_out(weight)
+    assert torch.equal(laid, weight)
+    torch.testing.assert_close(backend.linear(x, laid), x @ weight.T)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_the_cpus_places_are_the_stages_own(page_size):
+    owners = torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32)
+    offsets = torch.tensor([9, 12, 40], dtype=torch.int32)
+    table = torch.randperm(36, generator=seeded()).to(torch.int32).view(3, 12)
+    meta = AttnMeta(offsets, offsets, table, [3, 1, 2], [12, 16, 46], page_size, causal=True)
+    numbers = torch.arange(6, dtype=torch.int32)
+    found = CpuBackend(CPU).fused_places(owners, offsets, numbers, table, page_size)
+    for got, expected in zip(found, places(Rows(owners, offsets, meta), numbers), strict=True):
+        assert got.dtype == torch.int32 and torch.equal(got, expected)
+
+
+def test_pages_that_lie_in_a_row_are_read_where_they_are():
+    """And scattered ones of a single sequence, or several sequences', are gathered."""
+    backend = CpuBackend(CPU)
+    for pages, in_a_row in (([3, 4, 5], True), ([3, 5, 4], False), ([5, 4, 3], False)):
+        table = torch.tensor([pages], dtype=torch.int32)
+        meta = AttnMeta(table, table, table, [1], [10], 4, causal=True)
+        (call,) = backend.plan_attention(meta, group=2)
+        assert isinstance(call.pages, slice) == in_a_row
+        kv = LayerKv(normal(8, 4, 2, 8), normal(8, 4, 2, 8, seed=1))
+        meta.plan = [call]
+        found = backend.attention(normal(1, 4, 8, seed=2), kv, meta)
+        meta.plan = TorchBackend(CPU).plan_attention(meta, group=2)
+        torch.testing.assert_close(found, TorchBackend(CPU).attention(normal(1, 4, 8, seed=2), kv, meta))
+
+
+def test_gated_mlp_takes_the_gate_first(backend):
+    x, gate, up, down = normal(5, 8), normal(12, 8, seed=1), normal(12, 8, seed=2), normal(8, 12, seed=3)
+    a, b = x.double() @ gate.double().T, x.double() @ up.double().T
+    expected = (a / (1 + (-a).exp()) * b) @ down.double().T
+    found = backend.gated_mlp(x, torch.cat((gate, up)), down)
+    torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)
+
+
+def test_linear_has_the_weight_as_rows_of_outputs(backend):
+    x, weight = normal(3, 4), normal(6, 4, seed=1)
+    torch.testing.assert_close(backend.linear(x, weight), torch.einsum("ti,oi->to", x, weight))
+
+
+def test_memory_is_some_and_no_more_than_there_is(backend):
+    free, total = backend.memory()
+    assert 0 < free <= total
+
+
+def test_a_device_that_is_not_here_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device in ("npu", "npu:1", "cuda", "cuda:0"):
+        with pytest.raises(UnsupportedError, match=f"--device {device}"):
+            make_backend(device)
+    assert make_backend("auto").device == make_backend("cpu").device == CPU
+
+
+# The target's own choice
+
+VOCAB = 97
+DRAWS = [(0, 0), (0, 1), (1, 0), (2**32 - 1, 5), (2**32, 5), (2**64 - 1, 2**20), (0x1234_5678_9ABC_DEF0, 4097)]
+
+
+def states(draws: list[tuple[int, int]]) -> Tensor:
+    """The noise states of (seed, index of the token drawn)."""
+    return torch.tensor([int(noise_states(seed, index, 1)[0]) for seed, index in draws], dtype=torch.int32)
+
+
+def draws_of(rows: list[int], temperatures: list[float], draws: list[tuple[int, int]]) -> Draws:
+    return Draws(rows, torch.tensor(rows, dtype=torch.int32), torch.tensor(temperatures), states(draws))
+
+
+def test_gumbel_noise_equals_the_reference_bit_for_bit(backend):
+    found = Sampler(VOCAB, backend).gumbel(states(DRAWS))
+    for row, (seed, position) in zip(found, DRAWS, strict=True):
+        assert torch.equal(row, gumbel(seed, position, VOCAB))
+    assert found.isfinite().all()
+    assert len({tuple(row.tolist()) for row in found}) == len(DRAWS), "every bit of seed and position counts"
+
+
+def test_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary(backend):
+    small, large = (Sampler(size, backend).gumbel(states(DRAWS)) for size in (64, 4096))
+    assert torch.equal(small, large[:, :64])
+
+
+def test_noise_is_gumbel_distributed(backend):
+    noise = Sampler(4096, backend).gumbel(states([(7, p) for p in range(50)]))
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.02)
+    assert float(noise.std()) == pytest.approx(math.pi / math.sqrt(6), abs=0.02)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 12, 100])
+def test_choices_do_not_depend_on_the_chunks_logits_are_made_in(backend, monkeypatch, chunk):
+    """Sampled rows stand first, last, on both sides of every border, and some chunks have none."""
+    monkeypatch.setattr("app.engine.sampling.sampler.LOGITS_CHUNK_BYTES", chunk * 4 * VOCAB + 3)
+    hidden, lm_head = normal(12, 16), normal(VOCAB, 16, seed=1) * 0.5
+    logits = F.linear(hidden, lm_head)
+    for rows in ([], [0], [11], [2, 3], [0, 2, 3, 5, 6, 9, 11], [4, 5], list(range(12))):
+        temperatures = [0.3 + 0.2 * (row % 5) for row in rows]
+        draws = [(2**40 + row % 3, 30 + row) for row in rows]
+        noise = [draws_of(rows, temperatures, draws)] if rows else []
+        expected = logits.argmax(dim=-1).tolist()
+        for row, temperature, (seed, position) in zip(rows, temperatures, draws, strict=True):
+            expected[row] = choose(logits[row], position, temperature, seed)
+        found = Sampler(VOCAB, backend).choose(hidden, lm_head, noise)
+        assert found.dtype == torch.int64
+        assert found.tolist() == expected
+
+
+def test_logits_are_never_made_for_more_rows_than_a_chunk_has(backend, monkeypatch):
+    monkeypatch.setattr("app.engine.sampling.sampler.LOGITS_CHUNK_BYTES", 3 * 4 * VOCAB)
+    counting = Counting(CPU)
+    Sampler(VOCAB, counting).choose(normal(8, 4), normal(VOCAB, 4))
+    assert counting.made == [3, 3, 2]
+
+
+def test_an_accelerator_reads_the_lm_head_once_for_32_whole_blocks_unless_rows_are_drawn():
+    counting = Counting(CPU)
+    counting.device = torch.device("meta")
+    vocab_size, rows = 151_936, 32 * 16 + 1
+    sampler = Sampler(vocab_size, counting)
+    hidden, lm_head = (torch.empty(size, 4, device="meta") for size in (rows, vocab_size))
+    drawn = torch.ones(1, device="meta")
+    draws = Draws([rows - 1], drawn.long(), temperature=drawn, state=drawn.int())
+    sampler.choose(hidden, lm_head)
+    sampler.propose(hidden, lm_head)
+    sampler.choose(hidden, lm_head, [draws])
+    assert counting.made == [rows, rows, 441, 72]
+
+
+class Counting(TorchBackend):
+    """Remembers how many rows each `linear` is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.made: list[int] = []
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        self.made.append(x.shape[0])
+        return super().linear(x, weight)
+
+
+def test_greedy_ties_go_to_the_lowest_id(backend):
+    lm_head = torch.zeros(VOCAB, 4)
+    lm_head[[3, 40, 90], 0] = 1.0
+    assert Sampler(VOCAB, backend).choose(torch.ones(2, 4), lm_head).tolist() == [3, 3]
+
+
+def test_sampled_tokens_come_with_the_frequency_of_their_probability(backend):
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    count = 4000
+    noise = [draws_of(list(range(count)), [0.8] * count, [(5, p) for p in range(count)])]
+    found = Sampler(4, backend).choose(torch.ones(count, 1), logits[:, None], noise)
+    frequencies = torch.bincount(found, minlength=4) / count
+    torch.testing.assert_close(frequencies, (logits / 0.8).softmax(dim=0), atol=0.025, rtol=0)
+
+
+def test_no_rows_yield_no_choices(backend):
+    assert Sampler(VOCAB, backend).choose(torch.empty(0, 4), normal(VOCAB, 4)).tolist() == []
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("accepted", "asked"),
+    [
+        ((-3, -1), [(-3, 1 << 30), (-1, 2**31 - 1)]),
+        ((), [(-3, 1 << 30), (-3, 32 << 20)]),
+    ],
+)
+def test_glibc_is_asked_to_keep_what_a_step_gives_back(monkeypatch, accepted, asked):
+    """First large blocks are to come from the heap; only where that is granted is the heap not to be trimmed."""
+    calls = []
+    glibc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)) or int(name in accepted))
+    monkeypatch.setattr("app.engine.cpu.backend.ctypes.CDLL", lambda _: glibc)
+    make_backend("cpu").keep_step_memory()
+    assert calls == asked

@@ -1,0 +1,91 @@
+"""Context KV of a plain stretch waits, and is written for many steps at once: before anyone drafts, and before its
+slots can be anyone else's."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine.build.engine import Engine
+from app.engine.sequence import Request
+from app.engine.step import forward as stages_module
+from tests.fast.engine.lossless import LUCKY, make_engine, random_prompts
+from tests.fast.engine.pairs import Pair, make_pair
+
+PROMPTS = 14
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("lucky"), **LUCKY)
+
+
+def engine_of(pair: Pair, **settings: Any) -> Engine:
+    sizes = {"page_size": 4, "block_size": 8, "max_model_len": 192, "max_num_seqs": 4, "enforce_eager": True}
+    return make_engine(pair.target, pair.draft, **sizes | settings)
+
+
+def requests(pair: Pair, plain: str) -> list[Request]:
+    return [
+        Request(
+            str(i), prompt.token_ids, prompt.max_tokens, speculate=plain == "none" or (plain == "some" and i % 3 == 0)
+        )
+        for i, prompt in enumerate(random_prompts(pair.vocab_size, PROMPTS))
+    ]
+
+
+def slots_of(waiting: list[tuple[torch.Tensor, ...]]) -> set[int]:
+    return {slot for _, _, slots in waiting for slot in slots.tolist()}
+
+
+@pytest.mark.parametrize("kv_pages", [None, 56], ids=["roomy", "preempted"])
+@pytest.mark.parametrize("plain", ["all", "some"])
+def test_no_slot_that_waits_is_written_by_another_and_nobody_drafts_before(
+    pair: Pair, plain: str, kv_pages: int | None
+):
+    engine = engine_of(pair, kv_pages=kv_pages)
+    stages, most = engine.core.runner.stages, 0
+    choose, draft = stages.choose, stages.draft
+
+    def watched_choose(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal most
+        owed = slots_of(stages._waiting)
+        written = {slot for rows in inputs.groups for slot in stages._places(rows)[1].tolist()}
+        assert not owed & written
+        found = choose(inputs, *args, **kwargs)
+        most = max(most, len(stages._waiting))
+        return found
+
+    def watched_draft(inputs: Any) -> Any:
+        assert not stages._waiting
+        return draft(inputs)
+
+    stages.choose, stages.draft = watched_choose, watched_draft
+    engine.core.run(requests(pair, plain))
+    assert most > 1
+    assert bool(engine.core.scheduler.num_preemptions) == (kv_pages is not None)
+
+
+@pytest.mark.parametrize(("budget", "num_requests", "steps"), [(512, 1, 32), (32, 2, 16)])
+def test_no_more_steps_wait_than_allowed_nor_more_rows_than_the_widest_step_has(
+    pair: Pair, budget: int, num_requests: int, steps: int
+):
+    engine = engine_of(pair, max_num_batched_tokens=budget)
+    stages, waited = engine.core.runner.stages, []
+    write = stages.write_context
+    stages.write_context = lambda: (waited.append(len(stages._waiting)), write())
+    engine.core.run(requests(pair, "all")[:num_requests])
+    assert max(waited) == steps
+
+
+def test_what_is_written_later_is_what_would_have_been_written_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    pools = []
+    for most in (stages_module.MOST_WAITING, 1):
+        monkeypatch.setattr(stages_module, "MOST_WAITING", most)
+        engine = engine_of(pair)
+        engine.core.run(requests(pair, "all")[:4])
+        engine.core.runner.stages.write_context()
+        pools.append(engine.core.runner.stages.drafter._pool.all_layers)
+    late, at_once = pools
+    assert at_once.k.any() and torch.allclose(late.k, at_once.k, atol=1e-5)
+    assert torch.allclose(late.v, at_once.v, atol=1e-5)

@@ -1,0 +1,201 @@
+"""The step that is launched behind one that nobody has read: who is in it, on which pages, and what of it counts."""
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from app.engine.dflash.policy import Policy
+from app.engine.schedule.batch import Batch, Delta, StepResult
+from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
+from app.engine.schedule.scheduler import Scheduler
+from app.engine.sequence import NOT_FINITE, Request, Sequence
+from tests.fast.schedule.scheduler_harness import check_pages
+
+BLOCK = 4
+
+
+class Flight:
+    """A scheduler with `count` sequences that decode, "a", "b" and so on, each with 3 tokens of which 2 are prompt; a
+    page has a token."""
+
+    def __init__(
+        self,
+        count: int = 1,
+        *,
+        pages: int = 200,
+        max_tokens: int = 30,
+        max_num_seqs: int = 4,
+        prefix_caching: bool = False,
+        stop: Collection[int] = (),
+        **asked: Any,
+    ) -> None:
+        self.pool = PagePool(SCRATCH_PAGES + pages, 1)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=40,
+            max_model_len=40,
+            block_size=BLOCK,
+            prefix_caching=prefix_caching,
+        )
+        for name in "abcd"[:count]:
+            self.scheduler.add(
+                Request(name, (1, 2), max_tokens, stop_token_ids=frozenset(stop), cache_salt=name, **asked)
+            )
+        self.commit(self.scheduler.schedule(), [[3]] * count, [0] * count)
+        self.batch = self.scheduler.schedule()
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return self.scheduler.running
+
+    def behind(self) -> Batch | None:
+        return self.scheduler.continuation(self.batch)
+
+    def commit(self, batch: Batch, tokens: list[list[int]], accepted: list[int]) -> list[Delta]:
+        deltas = self.scheduler.commit(batch, StepResult(tokens, accepted))
+        check_pages(self.scheduler)
+        return deltas
+
+
+def test_rows_begin_where_they_must_at_least_and_own_pages_for_where_they_may_end():
+    flight = Flight(2)
+    behind = flight.behind()
+    assert behind is not None and behind.kind == "decode"
+    (seq, _) = flight.seqs
+    rows = behind.decodes[0]
+    assert (rows.start, rows.slack, rows.count, rows.num_drafts) == (3, 3, 4, 3)
+    assert [rows.line for rows in behind.decodes] == [0, 1]
+    assert len(seq.pages) == 3 + 4 + BLOCK - 1, "tokens read, tokens in flight, and a block's drafts"
+    flight.commit(flight.batch, [[10, 11, 12, 13]] * 2, [2, 0])
+    a, b = flight.commit(behind, [[20, 21, 22, 23], [30, 31, 32, 33]], [1, 3])
+    assert (a.token_ids, b.token_ids) == ([20, 21], [30, 31, 32, 33])
+    assert [rows.start for rows in behind.decodes] == [5, 3]
+    assert all(seq.is_decoding for seq in flight.seqs)
+
+
+def test_no_more_rows_than_may_be_emitted_and_none_of_who_is_sure_to_end():
+    flight = Flight(max_tokens=4)  # 3 are left
+    assert [rows.count for rows in flight.batch.decodes] == [3]
+    behind = flight.behind()
+    assert behind is not None and [rows.count for rows in behind.decodes] == [2]
+    flight = Flight(max_tokens=2)
+    assert flight.behind() is None
+
+
+@pytest.mark.parametrize(
+    "asked", [{"temperature": 0.7}, {"presence_penalty": 0.5}, {"min_tokens": 2}, {"logit_bias": ((1, 2.0),)}], ids=str
+)
+def test_nobody_goes_on_whose_tokens_are_drawn_or_counted(asked: dict[str, Any]):
+    assert Flight(**asked).behind() is None
+
+
+def test_a_newcomer_is_waited_for_but_not_one_who_cannot_be_admitted():
+    flight = Flight(2, max_num_seqs=3)
+    flight.scheduler.add(Request("new", (1,), 5))
+    assert flight.behind() is None
+    assert flight.scheduler.waiting, "he is admitted by the next schedule"
+    full = Flight(2, max_num_seqs=2)
+    full.scheduler.add(Request("new", (1,), 5))
+    assert full.behind() is not None
+    tight = Flight(1, pages=20)
+    tight.scheduler.add(Request("new", (1,) * 20, 5))
+    assert tight.behind() is not None
+
+
+def test_nobody_goes_on_while_somebody_prefills():
+    flight = Flight(1)
+    flight.commit(flight.batch, [[5, 6, 7, 8]], [0])
+    flight.scheduler.add(Request("new", (1,) * 5, 5))
+    flight.batch = flight.scheduler.schedule()
+    assert flight.batch.kind == "mixed" and flight.behind() is None
+
+
+def test_where_pages_are_short_none_are_taken():
+    flight = Flight(2, pages=18)
+    used = flight.pool.num_used
+    assert flight.behind() is None and flight.pool.num_used == used
+    check_pages(flight.scheduler)
+
+
+def test_pages_that_one_owns_already_are_not_another_ones():
+    """A sequence that owns more than it needs does not make up for one that owns less."""
+    flight = Flight(2, pages=26)
+    (a, _) = flight.seqs
+    flight.pool.grow(a.pages, 20)
+    assert flight.pool.num_free == 0 and flight.behind() is None
+
+
+def test_of_who_has_ended_nothing_counts_and_its_neighbours_get_their_own_lines(monkeypatch: pytest.MonkeyPatch):
+    flight = Flight(3, stop=[9])
+    behind = flight.behind()
+    assert behind is not None
+    seen: list[Any] = []
+    monkeypatch.setattr(Policy, "observe", lambda _, *outcome: seen.append(outcome))
+    a, b, c = flight.commit(flight.batch, [[10, 9, 11, 12], [20, 21, 22, 23], [30, 31, 32, 33]], [3, 1, 0])
+    assert (a.finish_reason, a.token_ids) == ("stop", [10, 9]) and not b.finish_reason and not c.finish_reason
+    flight.scheduler.abort("c")
+    seen.clear()
+    (only,) = flight.commit(behind, [[50, 51, 52, 53], [60, 61, 62, 63], [70, 71, 72, 73]], [3, 2, 1])
+    assert (only.request_id, only.token_ids) == ("b", [60, 61, 62])
+    assert [seq.request.request_id for seq, *_ in seen] == ["b"]
+
+
+def test_who_is_computed_anew_gets_no_token_of_the_step_in_flight():
+    flight = Flight(2, prefix_caching=True)
+    flight.seqs[1].num_found = 1
+    behind = flight.behind()
+    assert behind is not None
+    flight.commit(flight.batch, [[10, 11, 12, 13], [NOT_FINITE] * 4], [0, 0])
+    again = flight.seqs[1]
+    assert (again.num_tokens, again.num_computed) == (3, 0)
+    (delta,) = flight.commit(behind, [[20, 21, 22, 23], [0, 0, 0, 0]], [0, 0])
+    assert delta.request_id == "a" and (again.num_tokens, again.num_computed) == (3, 0)
+    assert not flight.pool.find([again.digest(page, 1) for page in range(2)])
+
+
+def test_what_a_step_in_flight_may_still_write_is_scrubbed_and_what_is_known_is_not():
+    flight = Flight(1, stop=[9], prefix_caching=True)
+    flight.behind()
+    (seq,) = flight.seqs
+    pages = seq.pages[:]
+    flight.commit(flight.batch, [[10, 9, 11, 12]], [3])  # 5 tokens, and KV of 4
+    assert flight.pool._suspects == set(pages[4:]) and len(pages) == 10
+    assert list(flight.pool.find([seq.digest(page, 1) for page in range(4)])) == list(pages[:4])
+
+
+def test_nobody_goes_on_before_what_refused_drafts_left_is_scrubbed_behind_the_step_in_flight():
+    flight = Flight(1)
+    behind = flight.behind()
+    assert behind is not None
+    flight.commit(flight.batch, [[10, 11, NOT_FINITE, NOT_FINITE]], [1])
+    (seq,) = flight.seqs
+    assert flight.scheduler.continuation(behind) is None and not seq.is_sound
+    flight.commit(behind, [[20, 21, 22, 23]], [3])
+    assert not seq.is_sound
+    known = set(seq.pages[: seq.num_computed])
+    batch = flight.scheduler.schedule()
+    assert seq.num_computed == 8 and batch.scrub and not known & set(batch.scrub)
+    flight.commit(batch, [[30, 31, 32, 33]], [0])
+    assert seq.is_sound
+
+
+def test_a_step_that_is_forgotten_may_have_written():
+    flight = Flight(1)
+    flight.behind()
+    flight.scheduler.forget_unread()
+    (seq,) = flight.seqs
+    flight.commit(flight.batch, [[10, 11, 12, 13]], [1])
+    assert not seq.is_sound
+    assert set(seq.pages[seq.num_computed :]) <= set(flight.scheduler.schedule().scrub)
+
+
+def test_a_flush_lets_nothing_of_the_step_in_flight_be_cached():
+    flight = Flight(1, prefix_caching=True)
+    behind = flight.behind()
+    assert behind is not None
+    flight.commit(flight.batch, [[10, 11, 12, 13]], [3])
+    flight.scheduler.flush_cache()
+    flight.commit(behind, [[20, 21, 22, 23]], [3])
+    assert not flight.pool._digest_of

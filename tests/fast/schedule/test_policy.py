@@ -1,0 +1,505 @@
+"""The policy replayed on traces of acceptance, with planted costs: no clock and no model, so every figure is exact.
+
+A made-up trace says for every step of a sequence how many drafts would be accepted if all were verified; one recorded
+from the demo pair says so for every token of an answer, wherever a step begins (`tests.golden.record_traces`).
+Whole loads, with prompts and ends of answers, are replayed in test_policy_loads.py.
+"""
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.build.time_steps import Shape, shapes, table
+from app.engine.dflash.policy import (
+    _FOR_WHOLE_BLOCKS,
+    _HOLDS_FOR,
+    _WEIGHTS,
+    _WORTH_DRAFTING,
+    CostTable,
+    Outcomes,
+    Policy,
+    allot,
+    chances,
+    counts,
+    surprise,
+    usual,
+)
+from tests import GOLDEN
+
+BLOCK = 16
+STEPS = 400
+WIDTHS = (1, 2, 4, 8, 16)
+COSTS: dict[str, tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {
+    # draft ms by whole blocks, target ms by rows: dispatch alone, memory-bound, and a machine that pays for every row
+    "flat": ([(1, 0.5), (64, 0.5)], [(1, 10.0), (1024, 10.5)]),
+    "accelerator": ([(1, 2.0), (16, 2.4), (64, 4.0)], [(1, 11.0), (64, 12.0), (256, 16.0), (1024, 50.0)]),
+    "cpu": ([(1, 1.4), (4, 2.6), (16, 6.0), (32, 11.5)], [(1, 2.0), (16, 3.0), (64, 5.5), (256, 15.0), (512, 29.0)]),
+}
+CHANCES = {"easy": 0.97, "ok": 0.85, "mid": 0.7, "hard": 0.3, "hopeless": 0.03}
+
+
+def planted(name: str) -> CostTable:
+    """Costs by rows of draft blocks and by target rows, whatever sequences these are of."""
+    draft, target = COSTS[name]
+    sizes, ms = zip(*target, strict=True)
+
+    def target_ms(rows: int) -> float:
+        return float(np.interp(rows, sizes, ms)) * max(1.0, rows / sizes[-1])
+
+    seqs = [1, 2, 4, 8, 16, 32, 64]
+    blocks, draft_ms = zip(*draft, strict=True)
+    verify = [[(drafts, target_ms(n + drafts) - target_ms(n)) for drafts in range(n * (BLOCK - 1) + 1)] for n in seqs]
+    drafting = {
+        rows: [(n, float(np.interp(n * rows / BLOCK, blocks, draft_ms))) for n in seqs] for rows in (4, 8, BLOCK)
+    }
+    return CostTable([(n, target_ms(n)) for n in seqs], drafting, verify)
+
+
+def work_of(chosen: Sequence[int]) -> tuple[int, int, int, int]:
+    """Sequences, blocks, their rows and drafts of a step that verifies so many of each."""
+    return len(chosen), sum(map(bool, chosen)), 1 + max(chosen, default=0), sum(chosen)
+
+
+def trace(kind: str, random: Random) -> list[int]:
+    """`kind` is one of CHANCES, or "changing N": easy and hopeless by turns of 60 steps, from step N of two on."""
+    drafts = []
+    for step in range(STEPS):
+        now = ("hopeless", "easy")[(step + int(kind[9:])) // 60 % 2] if kind.startswith("changing") else kind
+        accepted = 0
+        while accepted < BLOCK - 1 and random.random() < CHANCES[now]:
+            accepted += 1
+        drafts.append(accepted)
+    return drafts
+
+
+def replay(traces: Sequence[Sequence[int]], costs: str, width: int | None) -> float:
+    """Tokens per millisecond."""
+    true = planted(costs)
+    policy = Policy(BLOCK, planted(costs), width)
+    tokens, ms = 0, 0.0
+    for step in range(len(traces[0])):
+        chosen = policy.drafts([(i, BLOCK - 1) for i in range(len(traces))])
+        for i, drafts in enumerate(chosen):
+            accepted = min(traces[i][step], drafts)
+            tokens += accepted + 1
+            policy.observe(i, drafts, accepted)
+        took = float(true.step_ms(*work_of(chosen)))
+        policy.took(*work_of(chosen), took)
+        ms += took
+    return tokens / ms
+
+
+def compared(kinds: Sequence[str], costs: str, seed: int = 0) -> tuple[float, float, dict[int, float]]:
+    """(auto, the best fixed width, all fixed widths), tokens per millisecond."""
+    random = Random(seed)
+    traces = [trace(kind, random) for kind in kinds]
+    fixed = {width: replay(traces, costs, width) for width in WIDTHS}
+    return replay(traces, costs, None), max(fixed.values()), fixed
+
+
+@cache
+def recorded() -> dict[str, list[list[int]]]:
+    """Traces of the answers of each kind of text, where whole blocks fit, and of half math, half hopeless."""
+    texts = json.loads((GOLDEN / "acceptance_traces.json").read_text())
+    traces = {
+        load: [[int(digit, 16) for digit in answer[:112]] for answer in some["answers"][:32] if answer]
+        for load, some in texts.items()
+    }
+    mixed = itertools.chain.from_iterable(zip(traces["math"], traces["prose at T = 3"], strict=True))
+    return traces | {
+        "mixed": list(mixed),
+        "all": [trace for some in zip(*traces.values(), strict=True) for trace in some],
+    }
+
+
+@cache
+def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) -> float:
+    """Tokens per millisecond of many answers, so many at once; the next begins where one has ended."""
+    true = planted(costs)
+    policy = Policy(BLOCK, planted(costs), width)
+    waiting = deque(enumerate(recorded()[load] * max(1, concurrency // 2)))
+    running: dict[int, deque[int]] = {}
+    tokens, ms = 0, 0.0
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            name, trace = waiting.popleft()
+            running[name] = deque(trace)
+        chosen = policy.drafts([(name, BLOCK - 1) for name in running])
+        for (name, left), drafts in zip(list(running.items()), chosen, strict=True):
+            emitted = min(left[0] + 1, drafts + 1, len(left))
+            accepted = min(left[0], drafts, emitted)
+            policy.observe(name, drafts, accepted)
+            for _ in range(emitted):
+                left.popleft()
+                tokens += 1
+            if not left:
+                del running[name]
+                policy.forget(name)
+        took = float(true.step_ms(*work_of(chosen)))
+        policy.took(*work_of(chosen), took)
+        ms += took
+    return tokens / ms
+
+
+@pytest.mark.parametrize("concurrency", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 16])
+@pytest.mark.parametrize("costs", [pytest.param(c, marks=pytest.mark.slow) if c == "flat" else c for c in COSTS])
+@pytest.mark.parametrize("load", recorded())
+def test_on_recorded_text_it_is_as_good_as_the_best_fixed_width(load: str, costs: str, concurrency: int) -> None:
+    fixed = {width: replay_recorded(load, costs, width, concurrency) for width in WIDTHS}
+    assert replay_recorded(load, costs, None, concurrency) >= 0.97 * max(fixed.values()), fixed
+
+
+@pytest.mark.parametrize(
+    ("costs", "concurrency"),
+    [("flat", 1), ("accelerator", 1), ("accelerator", 4), ("accelerator", 16), ("cpu", 1), ("cpu", 4)],
+)
+@pytest.mark.parametrize("load", ["mixed", pytest.param("all", marks=pytest.mark.slow)])
+def test_on_recorded_mixed_text_it_beats_every_fixed_width(load: str, costs: str, concurrency: int) -> None:
+    """Where a row costs most, and 16 of them are shared by answers of 40 to 128 tokens, there is too little to gain
+    by finding out which are which: there it is as good as plain decoding, which the test above says."""
+    fixed = {width: replay_recorded(load, costs, width, concurrency) for width in WIDTHS}
+    assert replay_recorded(load, costs, None, concurrency) > max(fixed.values()), fixed
+
+
+LOADS = [["easy"], ["mid"], ["hopeless"], ["ok"] * 4, ["hard"] * 4, ["easy"] * 16, ["mid"] * 32, ["hopeless"] * 16]
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("kinds", LOADS, ids=lambda kinds: f"{kinds[0]}-{len(kinds)}")
+def test_on_text_of_one_kind_it_is_as_good_as_the_best_fixed_width(costs: str, kinds: list[str]) -> None:
+    auto, best, _ = compared(kinds, costs)
+    assert auto >= 0.97 * best
+
+
+@pytest.mark.parametrize("costs", ["accelerator", "cpu"])
+def test_on_a_mixed_load_it_beats_every_fixed_width(costs: str) -> None:
+    auto, best, fixed = compared(["easy"] * 8 + ["hopeless"] * 8, costs)
+    assert auto > best, fixed
+    assert auto >= 1.05 * fixed[1] and auto >= 1.05 * fixed[BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("costs", "least"),
+    [
+        ("accelerator", 0.88),
+        *(pytest.param(name, least, marks=pytest.mark.slow) for name, least in (("flat", 0.97), ("cpu", 0.82))),
+    ],
+)
+def test_text_that_has_become_easy_again_is_found(costs: str, least: float) -> None:
+    """Over several loads, for when a probe comes is chance. Where probes are dear they are rare; turns are short."""
+    shares = []
+    for seed in range(24):
+        auto, _, fixed = compared([f"changing {5 * seed}"] * 4, costs, seed)
+        shares.append(auto / max(fixed[1], fixed[BLOCK]))
+    assert sum(shares) / len(shares) >= least
+
+
+def test_probing_costs_no_more_than_its_share() -> None:
+    auto, _, fixed = compared(["hopeless"] * 8, "cpu")
+    assert 0.96 * fixed[1] <= auto < fixed[1]
+
+
+# Pure parts
+
+
+def test_costs_are_linear_between_sizes_and_proportional_beyond() -> None:
+    verify = [[(0, 0.0), (15, 3.0)], [(0, 0.0), (45, 18.0)]]
+    costs = CostTable([(1, 10.0), (3, 20.0)], {16: [(1, 2.0), (3, 4.0)], 8: [(1, 1.0), (3, 2.0)]}, verify)
+    assert costs.step_ms(1, np.array([0, 1, 2, 3, 6]), 16, 0).tolist() == [10.0, 12.0, 13.0, 14.0, 18.0]
+    assert costs.step_ms(1, 0, 1, np.array([0, 5, 15])).tolist() == [10.0, 11.0, 13.0]
+    assert costs.step_ms(2, 0, 1, np.array([0, 15])).tolist() == pytest.approx([15.0, 15.0 + 3.0 / 2 + 6.0 / 2])
+    assert costs.step_ms(6, 0, 1, np.array([0, 90])).tolist() == [40.0, 40.0 + 36.0]
+    assert float(costs.step_ms(1, 1, 16, 5)) == 13.0
+
+
+def test_blocks_cost_what_the_next_wider_ones_do_that_were_measured() -> None:
+    costs = CostTable([(1, 10.0)], {8: [(1, 1.0)], 4: [(1, 0.5)], 16: [(1, 2.0)]}, [[(0, 0.0)]])
+    assert costs.widths == [4, 8, 16]
+    assert [float(costs.step_ms(1, 1, rows, 0)) for rows in (2, 4, 5, 8, 9, 16)] == [10.5, 10.5, 11, 11, 12, 12]
+
+
+def test_serving_refines_the_costs_near_its_size() -> None:
+    verify = [[(0, 0.0), (15, 4.0)], [(0, 0.0), (960, 40.0)]]
+    costs = CostTable([(1, 10.0), (64, 40.0)], {16: [(1, 1.0), (64, 4.0)]}, verify)
+    for _ in range(400):
+        costs.refine(1, 1, 16, 15, 30.0)
+    assert float(costs.step_ms(1, 1, 16, 15)) == pytest.approx(30.0, rel=0.02)
+    assert float(costs.step_ms(64, 64, 16, 960)) == 84.0, "a size that was not run keeps its cost"
+    before = float(costs.step_ms(1, 1, 16, 15))
+    costs.refine(1, 1, 16, 15, 1e6)
+    assert float(costs.step_ms(1, 1, 16, 15)) < 1.1 * before, "a step that something held up moves little"
+
+
+def test_a_slower_machine_is_slower_at_all_it_could_do() -> None:
+    """Else what is not run would keep its old cost, and the choice would stay as it is."""
+    costs = planted("cpu")
+    plain, block = float(costs.step_ms(4, 0, 0, 0)), float(costs.step_ms(4, 4, 16, 60))
+    for _ in range(200):
+        costs.refine(4, 0, 0, 0, 2 * plain)
+    assert float(costs.step_ms(4, 0, 0, 0)) == pytest.approx(2 * plain, rel=0.01)
+    assert float(costs.step_ms(4, 4, 16, 60)) == pytest.approx(2 * block, rel=0.01)
+
+
+def test_what_drafting_costs_against_plain_steps_is_learned_where_both_are_run() -> None:
+    """Whatever warm-up said, and however fast the machine is meanwhile."""
+    costs = planted("cpu")
+    plain, block = float(costs.step_ms(4, 0, 0, 0)), float(costs.step_ms(4, 4, 16, 60))
+    for step in range(300):
+        slower = 1 + step // 50 % 2
+        costs.refine(4, 0, 0, 0, slower * plain)
+        costs.refine(4, 4, 16, 60, slower * 1.3 * block)
+    ratio = float(costs.step_ms(4, 4, 16, 60)) / float(costs.step_ms(4, 0, 0, 0))
+    assert ratio == pytest.approx(1.3 * block / plain, rel=0.05)
+
+
+def test_warm_up_timings_are_split_into_draft_and_target() -> None:
+    def step(shape: Shape) -> float:
+        seqs, drafting, width, block = shape
+        ragged = 0 < drafting < seqs
+        verified = 5 + 0.5 * (seqs + drafting * (width - 1))
+        return verified + (2 + 0.02 * drafting * block + 1.5 * ragged if drafting else 0.0)
+
+    timed = [shape for n in (1, 2, 4, 8) for shape in shapes(n, BLOCK)]
+    costs = table({shape: step(shape) for shape in timed})
+    assert costs.widths == [4, 8, BLOCK]
+    for shape in timed:
+        found = float(costs.step_ms(shape.seqs, shape.drafting, shape.block, shape.drafting * (shape.rows - 1)))
+        is_whole = shape.rows == shape.block and shape.drafting == shape.seqs
+        assert found == pytest.approx(step(shape), rel=None if is_whole else 0.15), shape
+
+
+def test_warm_up_timings_that_were_held_up_give_costs_that_rise() -> None:
+    costs = table({shape: 5.0 + shape.seqs % 2 + shape.rows % 4 for n in (1, 2, 3) for shape in shapes(n, BLOCK)})
+    for n in (1, 2, 3):
+        for rows in costs.widths:
+            assert (np.diff(costs.step_ms(n, n, rows, np.arange(n * BLOCK))) >= 0).all()
+            assert (np.diff(costs.step_ms(n, np.arange(4), rows, 0)) >= 0).all()
+    assert float(costs.step_ms(2, 0, 0, 0)) >= float(costs.step_ms(1, 0, 0, 0))
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 4, 5])
+def test_a_block_of_few_rows_has_costs_too(block_size: int) -> None:
+    timed = {shape: 5.0 + shape.rows + shape.block for n in (1, 2) for shape in shapes(n, block_size)}
+    costs = table(timed)
+    for n in (1, 2):
+        whole = Shape(n, n, block_size, block_size)
+        assert float(costs.step_ms(n, n, block_size, n * (block_size - 1))) == pytest.approx(timed[whole])
+
+
+def outcomes(*steps: tuple[int, int]) -> Outcomes:
+    """Of (verified, accepted), the last ones last."""
+    found = Outcomes(5)
+    for verified, accepted in steps:
+        found.fade(0.9)
+        found.add(verified, accepted)
+    return found
+
+
+def test_counts_say_what_was_tried_and_kept_and_old_outcomes_fade() -> None:
+    tried, kept = counts([outcomes((4, 1), (2, 2)), Outcomes(5)])
+    assert tried.tolist() == [pytest.approx([0.9 + 1, 0.9 + 1, 0, 0]), [0, 0, 0, 0]]
+    assert kept.tolist() == [pytest.approx([0.9 + 1, 1, 0, 0]), [0, 0, 0, 0]]
+
+
+def test_weights_do_not_grow_for_ever() -> None:
+    few, many = outcomes(*[(4, 1), (4, 4)] * 100), outcomes(*[(4, 1), (4, 4)] * 20_000)
+    assert counts([many])[0].tolist() == [pytest.approx(counts([few])[0][0].tolist())]
+
+
+def own(tried: float, kept: float, expected: float) -> list[float]:
+    return [tried, kept, expected]
+
+
+def test_chances_follow_what_became_of_drafts() -> None:
+    all_ = usual([outcomes(*[(4, 2)] * 50), outcomes(*[(4, 2)] * 50)])
+    assert (all_.at[:, :2] > 0.7).all() and (all_.at[:, 2] < 0.5).all()
+    unknown = chances(all_.at, np.zeros((2, 3)), all_.chance, np.array([3.0]))[0]
+    assert unknown == pytest.approx(all_.at), "a new sequence is like all others"
+
+
+def test_first_blocks_are_told_from_later_ones_and_nothing_is_split() -> None:
+    """Each position's chance is of all blocks, and first ones are better or worse by one shift in odds."""
+    apart = usual([outcomes(*[(4, 4)] * 30), outcomes(*[(4, 1)] * 30)])
+    alike = usual([outcomes(*[(4, 3)] * 30), outcomes(*[(4, 3)] * 30)])
+    assert (apart.at[0] > apart.at[1] + 0.1).all()
+    assert alike.at[0] == pytest.approx(alike.at[1])
+    few = usual([outcomes((4, 0)), outcomes(*[(4, 3)] * 30)])
+    assert few.at[0].mean() > 0.75 * few.at[1].mean(), "one block says little"
+
+
+def test_a_sequence_that_is_worse_than_others_is_worse_at_every_position() -> None:
+    all_ = usual([outcomes(*[(4, 4), (4, 0)] * 30), outcomes(*[(4, 4), (4, 0)] * 30)])
+    well, badly = chances(all_.at, np.array([own(40, 40, 30), own(10, 0, 8)]), all_.chance, np.array([3.0]))[0]
+    assert (well > badly + 0.3).all()
+
+
+def test_a_heavy_weight_believes_all_sequences_to_be_alike() -> None:
+    all_ = usual([outcomes(*[(4, 4), (4, 0)] * 5), outcomes(*[(4, 4), (4, 0)] * 5)])
+    some = np.array([own(20, 20, 16), own(5, 0, 4)])
+    light, heavy = chances(all_.at, some, all_.chance, np.array([1.0, 1000.0]))
+    assert np.abs(heavy[0] - heavy[1]).max() < 0.1 < np.abs(light[0] - light[1]).max()
+
+
+def test_the_surprise_is_the_negative_log_of_what_happened() -> None:
+    foretold = np.array([[[0.9, 0.5, 0.2], [0.8, 0.8, 0.8]]])
+    two_of_three, all_of_two = 0.9 * 0.5 * (1 - 0.2), 0.8 * 0.8
+    found = surprise(foretold, np.array([3, 2]), np.array([2, 2]))
+    assert found.tolist() == pytest.approx([-np.log(two_of_three) - np.log(all_of_two)])
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_how_much_texts_differ_is_found_out(alike: bool) -> None:
+    """Half of the sequences keep every draft and half none, or each does so by turns."""
+    policy = Policy(BLOCK, planted("flat"))
+    for step in range(120):
+        chosen = policy.drafts([(i, BLOCK - 1) for i in range(8)])
+        for i, drafts in enumerate(chosen):
+            good = (step * 5 + i * 3) % 7 < 3 if alike else i % 2 == 0
+            policy.observe(i, drafts, drafts if good else 0)
+        policy.took(8, 8, 16, 120, 10.0)
+    believed = _WEIGHTS[policy._surprise.argmin()]
+    assert believed == (max(_WEIGHTS) if alike else min(_WEIGHTS))
+
+
+def test_a_decision_is_made_anew_when_a_sequence_comes_ends_or_disappoints_and_now_and_then() -> None:
+    policy = Policy(BLOCK, planted("cpu"))
+
+    def decided_anew(*names: str) -> bool:
+        before = policy._foretold
+        policy.drafts([(name, 15) for name in names])
+        return policy._foretold is not before
+
+    policy.drafts([("a", 15)])
+    policy.observe("a", 15, 14)
+    assert not decided_anew("a")
+    policy.observe("a", 15, 2)
+    assert decided_anew("a") and decided_anew("a", "b")
+    policy.forget("a")
+    assert decided_anew("b") and not decided_anew("b")
+    assert any(decided_anew("b") for _ in range(_HOLDS_FOR + 1)), "no decision holds for ever"
+
+
+def test_what_became_of_who_was_left_out_of_a_later_decision_says_nothing() -> None:
+    """Where steps overlap the next decision is there before the outcome, without those that are about to end."""
+    policy = Policy(BLOCK, planted("accelerator"))
+    policy.drafts([("a", 15), ("b", 15)])
+    policy.drafts([("a", 15)])
+    policy.observe("b", 15, 3)
+    policy.observe("a", 15, 3)
+    assert set(policy._of) == {"a"}
+
+
+@pytest.mark.parametrize(("accepted", "risen"), [(0, True), (15, False)])
+def test_a_probe_that_is_accepted_whole_is_news_only_where_that_was_unlikely(accepted: int, risen: bool) -> None:
+    policy = Policy(BLOCK, planted("cpu"))
+    for _ in range(40):
+        policy.drafts([("a", 15), ("b", 15)])
+        policy.observe("b", 15, accepted)
+    policy._of["a"], policy._probed = (15.0, float(accepted), float(accepted)), {"a"}
+    policy.observe("a", 5, 5)
+    assert ("a" in policy._risen) == risen
+
+
+def test_time_for_probes_is_saved_in_steps_that_prefill_too() -> None:
+    policy = Policy(BLOCK, planted("cpu"))
+    policy._credit = -1.0
+    before = float(policy.costs.step_ms(4, 0, 0, 0))
+    for _ in range(100):
+        policy.drafts([(i, 15) for i in range(4)])
+        policy.took(4, 0, 0, 0, 50.0, prefilled=True)
+    assert policy._credit > 0
+    assert float(policy.costs.step_ms(4, 0, 0, 0)) == before, "what prefill costs is no cost of decoding"
+
+
+def test_what_an_answer_ended_with_is_learned_of_all_and_forgotten_of_itself() -> None:
+    policy = Policy(BLOCK, planted("cpu"))
+    policy.drafts([("a", 15)])
+    policy.observe("a", 15, 4)
+    policy.forget("a")
+    policy.drafts([("b", 15)])
+    assert sum(float(counts([blocks])[1].sum()) for blocks in policy._blocks) == 4
+    assert not policy._of
+
+
+def brute(chances: list[list[float]], costs: CostTable) -> float:
+    """The best rate over all numbers of drafts of every sequence."""
+    best = 0.0
+    sizes = [range(len(row) + 1) for row in chances]
+
+    def search(i: int, drafts: list[int]) -> None:
+        nonlocal best
+        if i == len(chances):
+            gain = sum(sum(row[:n]) for row, n in zip(chances, drafts, strict=True))
+            ms = float(costs.step_ms(*work_of(drafts)))
+            best = max(best, (len(drafts) + gain) / ms)
+            return
+        for n in sizes[i]:
+            search(i + 1, [*drafts, n])
+
+    search(0, [])
+    return best
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=3),
+    st.floats(0.03, 1.5),
+    st.floats(0.05, 3.0),
+)
+def test_the_allotment_is_the_best_there_is(rows: list[list[float]], draft_ms: float, row_ms: float) -> None:
+    """Against a search over everything, for few sequences."""
+    survival = np.cumprod(np.array(rows), axis=1)
+    verify = [[(0, 0.0), (24, 24 * row_ms)]]
+    draft = {width: [(1, width * draft_ms), (8, width * draft_ms * 2)] for width in (2, 4)}
+    costs = CostTable([(len(rows), 1.0 + len(rows) * row_ms)], draft, verify)
+    found = allot(survival, costs)
+    gain = sum(float(row[:n].sum()) for row, n in zip(survival, found.drafts, strict=True))
+    ms = float(costs.step_ms(*work_of(found.drafts)))
+    assert (len(rows) + gain) / ms >= brute(survival.tolist(), costs) / max(_FOR_WHOLE_BLOCKS, _WORTH_DRAFTING) * (
+        1 - 1e-9
+    )
+
+
+def test_blocks_are_narrow_where_rows_are_dear_and_wide_where_they_are_free() -> None:
+    survival = np.cumprod(np.full((16, BLOCK - 1), 0.9), axis=1)
+    assert max(allot(survival, planted("flat")).drafts) == BLOCK - 1
+    assert max(allot(survival, planted("cpu")).drafts) == 7
+
+
+def test_no_more_drafts_are_verified_than_a_sequence_may() -> None:
+    policy = Policy(BLOCK, planted("flat"))
+    for _ in range(20):
+        chosen = policy.drafts([("a", 3), ("b", 0), ("c", 15)])
+        assert chosen[0] <= 3 and chosen[1] == 0 and chosen[2] == 15
+        policy.observe("c", 15, 15)
+    assert policy.drafts([]) == []
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1, [0, 0]), (4, [3, 2]), (16, [15, 2]), (None, [15, 2])])
+def test_a_fixed_width_holds_without_costs(width: int | None, expected: list[int]) -> None:
+    assert Policy(BLOCK, None, width).drafts([("a", 15), ("b", 2)]) == expected
+
+
+def test_blocks_are_as_wide_as_was_decided_though_a_sequence_is_at_its_end() -> None:
+    policy = Policy(BLOCK, planted("flat"))
+    assert policy.drafts([("a", 15), ("b", 2)]) == [15, 2] and policy.block_rows == BLOCK
+    assert policy.drafts([("b", 2)]) == [2] and policy.block_rows == BLOCK
+    assert Policy(BLOCK, None, 4).block_rows == 4 and Policy(BLOCK).block_rows == BLOCK
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    policy = Policy(BLOCK, planted("cpu"))
+    for i in range(100):
+        policy.drafts([(i, 15)])
+        policy.observe(i, 15, 0)
+        policy.took(1, 1, 16, 15, 5.0)
+        policy.forget(i)
+    assert not any((policy._of, policy._came, policy._last_probe, policy._decided))

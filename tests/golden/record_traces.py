@@ -1,0 +1,41 @@
+"""Records how many drafts the demo pair would have accepted at every token of its answers:
+`python -m tests.golden.record_traces` writes tests/golden/acceptance_traces.json, which the policy is replayed on.
+
+Every step drafts and verifies a whole block, and then one token is taken, so that the text goes through all places
+where a step could begin. An answer is one hexadecimal digit a token, without its first one, which prefill gives; with
+it goes how long its prompt is. Near the most tokens of an answer blocks are shorter, as they are in serving.
+"""
+
+import json
+from typing import Any
+
+from app.config.checkpoint import DEMO
+from tests import GOLDEN
+from tools.lab import in_process, loads
+
+TRACES = GOLDEN / "acceptance_traces.json"
+REQUESTS = 48
+
+
+def record(load: str) -> dict[str, Any]:
+    core = in_process.engine("full", DEMO / "target", DEMO / "draft", max_num_seqs=REQUESTS)
+    requests = loads.requests(load, REQUESTS)
+    accepted: dict[str, str] = {request.request_id: "" for request in requests}
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        batch = core.scheduler.schedule()
+        result = core.runner.launch(batch).read()
+        for rows, count in zip(batch.decodes, result.num_accepted, strict=False):  # prefills come behind them
+            accepted[rows.seq.request.request_id] += f"{count:x}"
+        result.num_accepted = [0] * len(result.num_accepted)
+        core.scheduler.commit(batch, result)
+    return {"prompts": [len(request.token_ids) for request in requests], "answers": list(accepted.values())}
+
+
+if __name__ == "__main__":
+    traces = {load: record(load) for load in loads.LOADS if load != loads.MIXED}
+    TRACES.write_text(json.dumps(traces, indent=1) + "\n")
+    for load, texts in traces.items():
+        digits = [int(digit, 16) for answer in texts["answers"] for digit in answer]
+        print(f"{load}: {len(digits)} places, {sum(digits) / len(digits):.2f} drafts accepted at a place")

@@ -1,0 +1,190 @@
+"""When the engine process dies nothing hangs: clients are told, and the next epoch serves again."""
+
+import gc
+import json
+import os
+import re
+
+import pytest
+
+from app.client import client as async_engine
+from app.messages import Sampling
+from tests.fast.api.served import Clock, serving
+
+ASK = {"model": "tiny", "prompt": "hi"}
+
+
+def started(server, background, **fields):
+    """A request that is running in the engine, and its id there."""
+    running = background.submit(lambda: server.http.post("/v1/completions", json=ASK | fields))
+    return running, server.script.see("Submit")["request_id"]
+
+
+@pytest.fixture
+def ready_server(own_server):
+    own_server.script.ready()
+    own_server.reach("ready")
+    return own_server
+
+
+def test_death_in_mid_stream_is_an_error_event_and_no_finished_answer(ready_server, background):
+    running, request_id = started(ready_server, background, stream=True)
+    ready_server.script.emit(request_id, ready_server.ids("hello"))
+    ready_server.script.order("die", code=9)
+    events = running.result().text.strip().split("\n\n")
+    assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"] == "hello"
+    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error" and "exit code 9" in error["message"]
+    assert "[DONE]" not in running.result().text
+    assert not any('"finish_reason":"' in event for event in events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_errors_of_all_prompts_of_a_request_are_looked_at(ready_server, background, caplog, stream):
+    running, _ = started(ready_server, background, prompt=["a", "b", "c"], stream=stream)
+    for _ in range(2):
+        ready_server.script.see("Submit")
+    ready_server.script.order("die", code=9)
+    assert running.result().status_code == 503
+    gc.collect()
+    ready_server.http.get("/live")
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_death_before_the_first_token_is_a_503_with_the_reason(ready_server, background, stream):
+    running, _ = started(ready_server, background, stream=stream)
+    ready_server.script.order("die", code=9)
+    response = running.result()
+    assert response.status_code == 503
+    assert "exit code 9" in response.json()["error"]["message"]
+    assert int(response.headers["retry-after"]) > 0
+
+
+def test_after_a_death_ready_says_why_and_then_the_next_epoch_serves(ready_server, background):
+    running, _ = started(ready_server, background)
+    ready_server.script.order("die", code=3)
+    assert running.result().status_code == 503
+    assert ready_server.script.see("started")["epoch"] == 2
+    ready = ready_server.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "loading")
+    assert "exit code 3" in ready.json()["reason"]
+    assert ready_server.http.get("/live").status_code == 200
+    assert ready_server.http.get("/health").status_code == 503
+    refused = ready_server.http.post("/v1/completions", json=ASK)
+    assert refused.status_code == 503 and "exit code 3" in refused.json()["error"]["message"]
+    ready_server.script.order("ready", info=ready_server.script.info)
+    ready_server.reach("ready")
+    ready_server.script.plan([*ready_server.ids("back"), 2])
+    assert ready_server.openai.completions.create(**ASK).choices[0].text == "back"
+
+
+def test_an_error_of_one_request_leaves_the_others_alone(ready_server, background):
+    failing, failing_id = started(ready_server, background)
+    working, working_id = started(ready_server, background)
+    ready_server.script.emit(failing_id, [], finish="error", error="the page is torn")
+    ready_server.script.emit(working_id, [*ready_server.ids("fine"), 2])
+    assert failing.result().status_code == 500
+    assert "the page is torn" in failing.result().json()["error"]["message"]
+    assert working.result().json()["choices"][0]["text"] == "fine"
+
+
+def test_a_message_that_cannot_be_read_counts_as_death(ready_server, background):
+    running, _ = started(ready_server, background)
+    ready_server.script.order("garbage")
+    assert running.result().status_code == 503
+    assert ready_server.script.see("started")["epoch"] == 2
+
+
+def test_a_fatal_user_error_is_not_retried(own_server):
+    own_server.script.see("started")
+    own_server.script.order("fatal", reason="dtype float8 is unknown", user_error=True)
+    own_server.reach("dead")
+    ready = own_server.http.get("/ready")
+    assert (ready.status_code, ready.json()) == (503, {"status": "dead", "reason": "dtype float8 is unknown"})
+    refused = own_server.http.post("/v1/completions", json=ASK)
+    assert refused.status_code == 503 and "float8" in refused.json()["error"]["message"]
+
+
+def test_what_an_engine_says_against_its_first_start_is_final(own_server):
+    own_server.script.see("started")
+    own_server.script.order("fatal", reason="OutOfMemoryError: 5 GiB", user_error=False)
+    own_server.reach("dead")
+    assert "5 GiB" in own_server.http.get("/ready").json()["reason"]
+
+
+def test_what_an_engine_says_after_it_was_ready_is_worth_a_restart(ready_server, background):
+    running, _ = started(ready_server, background)
+    ready_server.script.order("fatal", reason="RuntimeError: a bad step", user_error=False)
+    assert running.result().status_code == 503
+    assert ready_server.script.see("started")["epoch"] == 2
+    ready_server.until_metric("num_requests_running", 0)
+
+
+def test_three_deaths_without_ready_are_enough(own_server):
+    for epoch in (1, 2, 3):
+        assert own_server.script.see("started")["epoch"] == epoch
+        own_server.script.order("die", code=1)
+    own_server.reach("dead")
+
+
+def test_the_pause_before_a_start_doubles_while_starts_fail(model_folder, caplog):
+    with serving(model_folder, engine={"backoff": 0.1}) as server:
+        for _ in range(3):
+            server.script.see("started")
+            server.script.order("die", code=1)
+        server.reach("dead")
+    assert re.findall(r"starting it again in (\S+) s", caplog.text) == ["0.2", "0.4"]
+
+
+@pytest.mark.parametrize(("pause", "phase"), [(29.5, "dead"), (30.5, "ready")])
+def test_three_deaths_within_a_minute_are_enough_even_if_ready_between(own_server, monkeypatch, pause, phase):
+    clock = Clock()
+    monkeypatch.setattr(async_engine, "time", clock)
+    for _ in range(3):
+        own_server.script.ready()
+        own_server.reach("ready")
+        clock.now += pause
+        own_server.script.order("die", code=1)
+        own_server.until(lambda state: state.phase != "ready")
+    if phase == "ready":
+        own_server.script.ready()
+    own_server.reach(phase)
+
+
+def test_an_engine_killed_by_a_signal_is_named_so(ready_server, background):
+    running, _ = started(ready_server, background)
+    ready_server.call(kill(ready_server))
+    assert "killed by SIGKILL" in running.result().json()["error"]["message"]
+
+
+def kill(server):
+    async def killed():
+        server.engine._link._process.kill()
+
+    return killed
+
+
+def test_after_a_death_no_request_has_a_place_though_nobody_has_read_its_end(ready_server):
+    async def generate():
+        return ready_server.engine.generate("unread", [1], Sampling(), [2], 5)
+
+    generation = ready_server.call(generate)
+    ready_server.script.order("die", code=3)
+    assert ready_server.script.see("started")["epoch"] == 2
+    assert (ready_server.engine._running, ready_server.engine._door._inside) == ({}, 0)
+
+    async def read():
+        return (await anext(generation)).error
+
+    assert "exit code 3" in ready_server.call(read)
+
+
+def test_an_engine_is_a_session_of_its_own_and_takes_its_folder_with_it(own_server):
+    """Ctrl-C in a terminal reaches the server alone, which drains; and nothing is left in the temporary folder."""
+    pid = own_server.script.see("started")["pid"]
+    folder = own_server.engine._link._folder
+    assert os.getsid(pid) == pid and folder.is_dir()
+    own_server.script.order("die", code=1)
+    assert own_server.script.see("started")["epoch"] == 2
+    assert not folder.exists() and own_server.engine._link._folder.is_dir()

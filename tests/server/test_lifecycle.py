@@ -1,0 +1,446 @@
+"""The whole server as its own process: signals, exit codes, ports."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import ROOT
+from tests.fast.api.served import PATIENCE, Script, until
+
+MAIN = f"""
+import sys
+from pathlib import Path
+from app.client import client as async_engine
+from app.api import connection, server
+from app.api.server import run
+from app.config.settings import Config
+connection.HEAD_SECONDS = server._LAST_BYTES_SECONDS = async_engine._DEATHS_WINDOW_SECONDS = {PATIENCE}
+port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
+config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout)
+sys.exit(run(config, Path(folder), None, engine))
+"""
+ASK = {"prompt": "hi"}
+
+
+class Process:
+    """`run` in a process of its own, with a scripted engine."""
+
+    def __init__(
+        self,
+        script: Script,
+        model_folder: Path,
+        port: int = 0,
+        shutdown_timeout: float = 10 * PATIENCE,
+        step_timeout: float = 120,
+        main: str = MAIN,
+        cwd: Path = ROOT,
+        **environment: str,
+    ) -> None:
+        self.script = script
+        settings = (str(port), str(shutdown_timeout), str(step_timeout))
+        temporary = {"TMPDIR": str(script.folder)}  # A killed server leaves its sockets behind.
+        log = script.folder / "log"  # A pipe that nobody reads fills up.
+        with log.open("wb") as stderr:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-c", main, *settings, str(model_folder), *script.command],
+                cwd=cwd,
+                env=os.environ | temporary | environment,
+                stderr=stderr,
+            )
+        self._log = log.open()
+
+    def read_url(self) -> str:
+        line = self.read_until("listening on")
+        return re.search(r"http://\S+", line).group()
+
+    def read_until(self, words: str) -> str:
+        for line in self.lines():
+            if words in line:
+                return line
+        raise AssertionError(f"never said {words!r}")
+
+    def lines(self) -> Iterator[str]:
+        """What it says from now on, as it comes, to its end."""
+        line = ""
+        while True:
+            ended = self.popen.poll() is not None
+            line += self._log.readline()
+            if line.endswith("\n"):
+                yield line
+                line = ""
+            elif ended:
+                return
+            else:
+                time.sleep(0.01)
+
+    def wait(self) -> int:
+        return self.popen.wait(PATIENCE)
+
+    def close(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        self._log.close()
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    with tempfile.TemporaryDirectory(prefix="dft-") as folder:
+        script = Script(Path(folder))
+        yield script
+        script.close()
+
+
+@pytest.fixture
+def process(script, model_folder) -> Iterator[Process]:
+    process = Process(script, model_folder)
+    yield process
+    process.close()
+
+
+def ids(model_folder, text: str) -> list[int]:
+    from app.text.tokenizer import Tokenizer
+
+    return Tokenizer(model_folder).encode(text)
+
+
+def test_sigterm_finishes_what_runs_and_exits_0(process, script, model_folder, background):
+    url = process.read_url()
+    script.ready()
+    process.read_until("ready: ")
+    running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
+    request_id = script.see("Submit")["request_id"]
+    process.popen.send_signal(signal.SIGTERM)
+    process.read_until("stopping")
+    assert httpx.get(f"{url}/ready", timeout=PATIENCE).json()["status"] == "draining"
+    assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE).status_code == 503
+    script.emit(request_id, [*ids(model_folder, "done"), 2])
+    assert running.result().json()["choices"][0]["text"] == "done"
+    assert process.wait() == 0
+
+
+def test_a_second_signal_forces_the_end(process, script, background):
+    url = process.read_url()
+    script.ready()
+    process.read_until("ready: ")
+    running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
+    script.see("Submit")
+    process.popen.send_signal(signal.SIGTERM)
+    process.read_until("stopping")
+    process.popen.send_signal(signal.SIGINT)
+    assert process.wait() == 1
+    assert running.exception() is not None or running.result().status_code == 503
+
+
+def test_sigterm_while_loading_exits_0(process, script):
+    process.read_url()
+    script.see("started")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+
+
+def test_sigterm_while_loading_does_not_wait_for_an_engine_that_hears_nothing(process, script):
+    process.read_url()
+    script.see("started")
+    script.order("sleep", seconds=10 * PATIENCE)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+
+
+def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(process, script):
+    process.read_url()
+    script.see("started")
+    script.order("fatal", reason="no such device: npu:9", user_error=True)
+    assert process.read_until("error: ") == "error: no such device: npu:9\n"
+    assert process.wait() == 1
+
+
+def test_the_engine_ends_with_its_parent(process, script):
+    """stdin of the engine closes however the parent dies, so no engine is ever left behind."""
+    process.read_url()
+    script.ready()
+    process.read_until("ready: ")
+    process.popen.kill()
+    process.wait()
+    assert script.see("orphaned")["epoch"] == 1
+
+
+def test_the_setting_says_how_long_an_engine_may_be_silent(script, model_folder):
+    process = Process(script, model_folder, step_timeout=0.5)
+    try:
+        url = process.read_url()
+        script.ready()
+        process.read_until("ready: ")
+        answer = httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
+        assert "no step result within 0.5 s" in answer.json()["error"]["message"]
+        assert script.see("started")["epoch"] == 2
+    finally:
+        process.close()
+
+
+def test_a_port_in_use_is_one_clear_line_and_exit_1(script, model_folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = Process(script, model_folder, port)
+        assert process.wait() == 1
+        said = "".join(process.lines())
+        process.close()
+    assert said.count("\n") == 1 and f"127.0.0.1:{port}" in said and "--port" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", None), ("generation_config.json", '{"temperature": "hot"}'), ("chat_template.json", "[1]")],
+)
+def test_an_unusable_file_of_the_tokenizer_is_one_clear_line_and_exit_2_before_the_port(
+    script, model_folder, tmp_path, name, content
+):
+    folder = shutil.copytree(model_folder, tmp_path / "copy")
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = Process(script, folder, taken.getsockname()[1])
+        assert process.wait() == 2
+        said = "".join(process.lines())
+        process.close()
+    assert said.count("\n") == 1 and name in said
+
+
+def test_a_tokenizer_larger_than_the_model_is_warned_of_at_start(script, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "copy")
+    (folder / "config.json").write_text('{"vocab_size": 100}')
+    process = Process(script, folder)
+    line = process.read_until("config.json")
+    process.close()
+    assert "tokenizer.json" in line and "99" in line
+
+
+class Stream:
+    """A streamed request on a connection of its own, which may serve others before and after."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self.connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+
+    def ask(self, **fields: object) -> None:
+        body = json.dumps(ASK | fields).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.connection.sendall(head.encode() + body)
+
+    def read_to_end(self) -> str:
+        """Until the server closes the connection."""
+        with self.connection:
+            return b"".join(iter(lambda: self.connection.recv(65536), b"")).decode()
+
+
+def test_sigterm_finishes_64_streams_and_refuses_what_comes_then(process, script, model_folder):
+    url = process.read_url()
+    script.ready(max_num_seqs=64)
+    process.read_until("ready: ")
+    streams = [Stream(url) for _ in range(64)]
+    for stream in streams:
+        stream.ask(stream=True, max_tokens=100)
+    request_ids = [script.see("Submit")["request_id"] for _ in streams]
+    hello, world = ids(model_folder, "hello "), [*ids(model_folder, "world"), 2]
+    for request_id in request_ids[:32]:  # The other half has not begun.
+        script.emit(request_id, hello)
+    waiting = Stream(url)  # A connection that is open and idle, as proxies keep them.
+    process.popen.send_signal(signal.SIGTERM)
+    process.read_until("stopping")
+    waiting.ask()
+    refused = waiting.read_to_end()
+    assert refused.startswith("HTTP/1.1 503") and "engine_draining" in refused
+    assert "connection: close" in refused.lower() and "retry-after" in refused.lower()
+    for request_id in request_ids:
+        script.emit(request_id, world)
+    answers = [stream.read_to_end() for stream in streams]
+    assert all('"finish_reason":"stop"' in answer and "data: [DONE]" in answer for answer in answers)
+    assert sum("hello" in answer for answer in answers) == 32 and all("world" in answer for answer in answers)
+    assert process.wait() == 0
+
+
+def test_what_is_not_done_in_time_ends_with_an_error_and_the_exit_code_is_0(script, model_folder):
+    process = Process(script, model_folder, shutdown_timeout=0.2)
+    try:
+        stream = Stream(process.read_url())
+        script.ready()
+        process.read_until("ready: ")
+        stream.ask(stream=True)
+        script.emit(script.see("Submit")["request_id"], ids(model_folder, "hello"))
+        process.popen.send_signal(signal.SIGTERM)
+        answer = stream.read_to_end()
+        assert "shut down before the request was done" in answer
+        assert "[DONE]" not in answer and '"finish_reason":"stop"' not in answer
+        assert process.wait() == 0
+    finally:
+        process.close()
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_server_with_its_reason(process, script):
+    process.read_url()
+    for _ in range(3):
+        script.ready()
+        script.order("die", code=7)
+    assert "exit code 7" in process.read_until("error: ")
+    assert process.wait() == 1
+
+
+READ_ONLY = "/proc"  # Where not even root may make a file.
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_on_a_read_only_file_system_it_serves_from_shared_memory_or_says_what_it_needs(
+    script, model_folder, shared_memory
+):
+    places = f"[{READ_ONLY!r}{', ' + repr(str(script.folder)) if shared_memory else ''}]"
+    main = f"from app import engine_link\nengine_link._places = lambda: {places}\n{MAIN}"
+    read_only = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), READ_ONLY)
+    process = Process(script, model_folder, main=main, cwd=Path(READ_ONLY), PYTHONPATH=str(ROOT), **read_only)
+    try:
+        url = process.read_url()
+        if shared_memory:
+            script.ready()
+            process.read_until("ready: ")
+            script.plan([*ids(model_folder, "fine"), 2])
+            answer = httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
+            assert answer.json()["choices"][0]["text"] == "fine"
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+        else:
+            assert "Set TMPDIR" in process.read_until("error: ")
+            assert process.wait() == 1
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize(("of_one", "most"), [(9, 4), (3, 3)])
+def test_the_settings_of_the_door_reach_it(script, model_folder, of_one, most):
+    settings = f"max_queue=2, max_concurrency_per_key={of_one}, request_timeout=0.2"
+    process = Process(script, model_folder, main=MAIN.replace("Config(", f"Config({settings}, "))
+    try:
+        url = process.read_url()
+        script.ready(max_num_seqs=2)
+        process.read_until("ready: ")
+        refused = httpx.post(f"{url}/v1/completions", json=ASK | {"n": 5}, timeout=PATIENCE).json()
+        assert f"at most {most} may come" in refused["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json=ASK | {"n": most}, timeout=PATIENCE).status_code == 504
+    finally:
+        process.close()
+
+
+@contextlib.contextmanager
+def replica(model_folder: Path) -> Iterator[tuple[str, Process]]:
+    """A server that answers "fine" to all that it is asked."""
+    with tempfile.TemporaryDirectory(prefix="dft-") as folder, contextlib.closing(Script(Path(folder))) as script:
+        process = Process(script, model_folder)
+        try:
+            url = process.read_url()
+            script.ready(max_num_seqs=64)
+            process.read_until("ready: ")
+            script.plan([*ids(model_folder, "fine"), 2])
+            yield url, process
+        finally:
+            process.close()
+
+
+class Proxy:
+    """What docker/haproxy.cfg does: another replica is tried where a connection fails, and on 503; nothing else is."""
+
+    def __init__(self, *urls: str) -> None:
+        self._urls = list(urls)
+        self.clients: list[Future[None]] = []
+        self._answers: list[list[str]] = []
+        self._stopped = False
+
+    def post(self) -> httpx.Response:
+        """What the first replica says that takes the request, or the last one that was tried."""
+        for url in itertools.islice(itertools.cycle(self._urls), 4):
+            with contextlib.suppress(httpx.ConnectError):
+                response = httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
+                if response.status_code != 503:
+                    break
+        return response
+
+    def start_client(self, background: ThreadPoolExecutor) -> None:
+        """One that keeps asking until the proxy is stopped."""
+        answers: list[str] = []
+        self._answers.append(answers)
+
+        def keep_asking() -> None:
+            while not self._stopped:
+                response = self.post()
+                fine = response.status_code == 200
+                answers.append(response.json()["choices"][0]["text"] if fine else response.text)
+
+        self.clients.append(background.submit(keep_asking))
+
+    def let_ask(self, times: int) -> None:
+        """Wait until every client has had so many more answers."""
+        asked = [len(answers) for answers in self._answers]
+
+        def done() -> bool:
+            counts = zip(self._answers, asked, strict=True)
+            return all(len(now) >= then + times for now, then in counts) or any(one.done() for one in self.clients)
+
+        until(done)
+
+    def add(self, url: str) -> None:
+        """It is tried first from now on."""
+        self._urls = [url, *self._urls]
+
+    def remove(self, url: str) -> None:
+        """Nobody asks it any more, nor waits for its answer."""
+        self._urls = [other for other in self._urls if other != url]
+        self.let_ask(1)
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def answers(self) -> set[str]:
+        """The texts of all, whatever their status."""
+        return {text for answers in self._answers for text in answers}
+
+
+def test_a_rolling_restart_behind_a_proxy_loses_no_request(model_folder, background):
+    with contextlib.ExitStack() as stack:
+        replicas = [stack.enter_context(replica(model_folder)) for _ in range(2)]
+        proxy = Proxy(*(url for url, _ in replicas))
+        for _ in range(3):
+            proxy.start_client(background)
+        stack.callback(proxy.stop)
+        for url, process in replicas:
+            proxy.let_ask(5)
+            proxy.remove(url)  # The pause of preStop.
+            process.script.by_hand()  # Somebody is in the midst of an answer when the signal comes.
+            process.script.forget()
+            running = background.submit(httpx.post, f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
+            request_id = process.script.see("Submit")["request_id"]
+            process.popen.send_signal(signal.SIGTERM)
+            process.read_until("stopping")
+            proxy.add(url)  # A proxy that has not looked at /ready yet gets 503.
+            proxy.let_ask(10)
+            assert not running.done()
+            proxy.remove(url)
+            process.script.emit(request_id, [*ids(model_folder, "fine"), 2])
+            assert running.result().json()["choices"][0]["text"] == "fine"
+            assert process.wait() == 0
+            started, _ = stack.enter_context(replica(model_folder))
+            proxy.add(started)
+        proxy.let_ask(10)
+        proxy.stop()
+        for client in proxy.clients:
+            client.result()
+        assert proxy.answers() == {"fine"}

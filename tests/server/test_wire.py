@@ -1,0 +1,119 @@
+"""Bytes as odd clients send them: upgrades, HTTP/1.0, stalled and packed bodies, paths made to forge the log."""
+
+import json
+import logging
+import socket
+
+import pytest
+
+from app.api import body
+from tests.fast.api.served import PATIENCE
+
+ASK = {"model": "tiny", "prompt": "hi"}
+
+
+def exchange(server, head: str, sent: dict) -> bytes:
+    """The whole answer to one raw request, whose connection the server or the request itself closes."""
+    data = json.dumps(sent).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+        lines = head.format(length=len(data)).splitlines()
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
+def test_an_offer_of_h2c_as_javas_client_makes_it_is_passed_over(server):
+    server.script.plan([*server.ids("fine"), 2])
+    head = (
+        "POST /v1/completions HTTP/1.1\nHost: a\nConnection: Upgrade, HTTP2-Settings, close\nUpgrade: h2c\n"
+        "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\nContent-Length: {length}"
+    )
+    answer = exchange(server, head, ASK)
+    assert answer.startswith(b"HTTP/1.1 200") and b'"text":"fine"' in answer
+
+
+def test_a_stream_to_an_http_1_0_client_is_not_chunked(server):
+    server.script.plan([*server.ids("fine"), 2])
+    answer = exchange(
+        server,
+        "POST /v1/completions HTTP/1.0\nContent-Length: {length}\nContent-Type: application/json",
+        ASK | {"stream": True},
+    )
+    head, _, text = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(server, caplog):
+    with caplog.at_level(logging.INFO, logger="app.access"):
+        server.http.get("/a%0aFORGED%1b[31m%00")
+        server.http.get("/version")  # On the same connection: by now the first line is written.
+    assert "FORGED" in caplog.text
+    assert "\nFORGED" not in caplog.text and "\x1b" not in caplog.text and "\0" not in caplog.text
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_forever(server, monkeypatch):
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
+    answer = exchange(server, "POST /v1/completions HTTP/1.1\nHost: a\nContent-Length: 5000", ASK)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"code":"request_timeout"' in answer
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+def test_a_packed_body_is_refused_by_its_header(server, encoding):
+    response = server.http.post("/v1/completions", content=b"\x1f\x8b", headers={"Content-Encoding": encoding})
+    assert response.status_code == 415
+    assert encoding in response.json()["error"]["message"]
+
+
+def test_an_empty_body_is_called_empty(server):
+    error = server.http.post("/v1/completions", content=b"").json()["error"]
+    assert "empty" in error["message"] and error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("digits", [20, 400, 4300])
+def test_a_number_of_any_length_is_a_clear_400(server, path, digits):
+    ask = ASK if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    number = "9" * digits
+    response = server.http.post(path, content=json.dumps(ask | {"max_tokens": 0}).replace(": 0}", f": {number}}}"))
+    error = response.json()["error"]
+    assert response.status_code == 400 and len(error["message"]) < 300
+    assert error["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("depth", [65, 500, 900, 957, 958, 959, 960, 2000])
+def test_arguments_nested_too_deeply_are_a_clear_400(server, depth):
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    response = server.http.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages.1.tool_calls.0.function.arguments"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_is_told_what_this_model_reads(server, kind):
+    part = {"type": kind, kind: {"url": "data:image/png;base64,AA"}}
+    error = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]}).json()[
+        "error"
+    ]
+    assert error["param"] == "messages.0.content.0.type"
+    assert "images" in error["message"]
+
+
+def test_more_tokens_than_the_context_has_names_the_field_that_asks(server):
+    error = server.http.post("/v1/completions", json=ASK | {"max_tokens": 257}).json()["error"]
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    error = server.http.post("/v1/completions", json=ASK | {"max_tokens": 256}).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("value", ["false", 0, "no"])
+def test_a_switch_that_is_no_boolean_is_not_taken_for_true(server, value):
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"enable_thinking": value}}
+    error = server.http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "chat_template_kwargs.enable_thinking"
