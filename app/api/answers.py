@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from fastapi import Response
 
 from app.api.schemas import StreamOptions
 from app.messages import FinishReason
@@ -165,6 +166,10 @@ class CompletionAnswers(_Answers):
 
 
 Answers = ChatAnswers | CompletionAnswers
+
+
+def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers=headers, media_type="application/json")
 
 
 def _delta(index: int, delta: dict[str, Any], reason: Reason | None = None) -> dict[str, Any]:

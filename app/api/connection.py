@@ -19,7 +19,7 @@ _KEEP_ALIVE_SECONDS = 75
 
 class Connection(H11Protocol):
     """A head must be whole HEAD_SECONDS after it, or the connection, began. For bodies see body.py, for clients that
-    do not read `end_stalled_ones`.
+    do not read `set_stall_timeout`.
 
     h11, because httptools loses the bodies of clients that offer h2c (Java's own) and chunks answers to HTTP/1.0.
     """
@@ -77,7 +77,7 @@ SETTINGS: dict[str, Any] = {
 """For uvicorn.Config."""
 
 
-def end_stalled_ones(listener: socket.socket) -> None:
+def set_stall_timeout(listener: socket.socket) -> None:
     """Let the kernel end connections whose client, though alive, has read nothing for STALLED_SECONDS. Linux only."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALLED_SECONDS))

@@ -79,6 +79,6 @@ def first_request(url: str, model: str) -> str:
     return shlex.join(["curl", f"{url}/v1/chat/completions", "-d", body])
 
 
-def complain(message: str) -> None:
-    """The one line that tells why the server cannot go on."""
+def print_error(message: str) -> None:
+    """Print the one line that says why the server cannot go on."""
     print(f"error: {message}", file=sys.stderr, flush=True)

@@ -157,7 +157,7 @@ def head_too_large() -> ApiError:
     )
 
 
-class LastAnswers:
+class CloseWhileDraining:
     """While the server drains, every answer ends its connection: the client's next request goes to another replica, and
     none is on its way when the connection closes."""
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from app.api import openapi
+from app.api.answers import json_response
 from app.api.errors import RETRY_AFTER_SECONDS
 from app.api.middleware import Keys
 from app.api.services import services_of
@@ -19,7 +19,7 @@ router = APIRouter()
 @router.get("/live")
 async def live() -> Response:
     """200 as long as this process answers at all."""
-    return _json(200, {"status": "live"})
+    return json_response({"status": "live"})
 
 
 @router.head("/ready", include_in_schema=False)
@@ -27,7 +27,7 @@ async def live() -> Response:
 async def ready(request: Request) -> Response:
     """200 only when requests are taken; else 503 with the phase, the reason if any, and how far loading is."""
     state = services_of(request).engine.state
-    return _json(200 if state.phase == "ready" else 503, _describe(state))
+    return json_response(_describe(state)) if state.phase == "ready" else _not_ready(state)
 
 
 @router.head("/health", include_in_schema=False)
@@ -37,7 +37,7 @@ async def health(request: Request) -> Response:
     state = services_of(request).engine.state
     if state.phase in ("ready", "draining"):
         return Response(status_code=200)
-    return _json(503, _describe(state))
+    return _not_ready(state)
 
 
 @router.head("/metrics", include_in_schema=False)
@@ -54,7 +54,11 @@ async def reset_prefix_cache(request: Request) -> Response:
     if admin_keys:
         admin_keys.check(request.headers, "An admin key")
     services_of(request).flush_cache()
-    return _json(200, {"success": True})
+    return json_response({"success": True})
+
+
+def _not_ready(state: EngineState) -> Response:
+    return json_response(_describe(state), 503, {"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def _describe(state: EngineState) -> dict[str, Any]:
@@ -65,8 +69,3 @@ def _describe(state: EngineState) -> dict[str, Any]:
         progress = state.progress
         description["progress"] = {"stage": progress.stage, "done": progress.done, "total": progress.total}
     return description
-
-
-def _json(status: int, body: dict[str, Any]) -> Response:
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == 503 else None
-    return Response(msgspec.json.encode(body), status, headers=headers, media_type="application/json")

@@ -24,7 +24,7 @@ class Prompt:
     in_reasoning: bool = False
 
 
-async def of_conversation(
+async def render_and_encode(
     services: Services, asked: TemplatedRequest, info: EngineInfo, *, must_fit: bool = True
 ) -> Prompt:
     """The messages through the chat template, in a thread. Raises ApiError naming the field at fault."""

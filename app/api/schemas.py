@@ -100,8 +100,16 @@ class GenerationRequest(AskedOfModel):
 
     @property
     def choices(self) -> int:
-        """How many answers every prompt gets."""
+        """Number of answers for each prompt."""
         return self.n or 1
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.choices
 
     @property
     def streaming(self) -> StreamOptions:
@@ -263,6 +271,10 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompt_is_one(self) -> bool:
         return isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:

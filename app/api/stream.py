@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -242,7 +242,7 @@ class EventStream(StreamingResponse):
             await self._rest.aclose()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled if the client goes away first: then ClientDisconnect is raised."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(request))

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.api import ops, page, routes
+from app.api.app import ROUTERS
 from app.cli import _serve_parser, parse_flags
 from app.config.settings import PEER_FLAGS, Config, ConfigError, env_name, setting_fields
 from app.engine.npu.error_codes import MEANINGS
@@ -428,7 +428,7 @@ def test_the_build_arguments_in_the_guide_are_the_dockerfiles() -> None:
     assert arguments["CANN_VERSION"] == "9.1.0"
 
 
-PATHS = {route.path for router in (ops.router, page.router, routes.router) for route in router.routes}  # type: ignore[attr-defined]
+PATHS = {route.path for router in ROUTERS for route in router.routes}  # type: ignore[attr-defined]
 
 
 def probed_paths() -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from queue import Queue
 import pytest
 from starlette.requests import ClientDisconnect
 
-from app.api import routes
+from app.api import generate
 from app.api.middleware import RequestIds
 from app.api.stream import EventStream
 from app.client.client import EngineUnavailable
@@ -195,7 +195,7 @@ def test_who_has_left_before_anybody_looks_for_an_answer_is_aborted(server, monk
         work.close()
         raise ClientDisconnect
 
-    monkeypatch.setattr(routes, "unless_gone", gone)
+    monkeypatch.setattr(generate, "unless_gone", gone)
     server.http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": stream})
     submitted = {server.script.see("Submit")["request_id"] for _ in range(2)}
     assert {server.script.see("Abort")["request_id"] for _ in range(2)} == submitted

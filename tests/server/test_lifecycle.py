@@ -29,7 +29,7 @@ from app.client import client as async_engine
 from app.api import connection, server
 from app.api.server import run
 from app.config.settings import Config
-connection.HEAD_SECONDS = server._LAST_BYTES_SECONDS = async_engine._DEATHS_WINDOW_SECONDS = {PATIENCE}
+connection.HEAD_SECONDS = server._GRACEFUL_SECONDS = async_engine._DEATHS_WINDOW_SECONDS = {PATIENCE}
 port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
 config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout)
 sys.exit(run(config, Path(folder), None, engine))

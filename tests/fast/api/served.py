@@ -25,7 +25,7 @@ from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from app.api import body, connection
-from app.api.server import create_app
+from app.api.app import create_app
 from app.api.services import Services
 from app.client.client import AsyncEngine, EngineState
 from app.metrics import Metrics
@@ -137,7 +137,7 @@ class Server:
         self.metrics = Metrics()
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # Slow readers are felt soon.
-        connection.end_stalled_ones(listener)
+        connection.set_stall_timeout(listener)
         listener.setblocking(False)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._listener = listener

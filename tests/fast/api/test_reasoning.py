@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.api.server import services_for
+from app.api.app import services_for
 from app.config.settings import Config
 from tests.fast.api.served import CHATML, Server
 from tests.fast.api.test_template import HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, serving_template, start

@@ -1,0 +1,81 @@
+"""The ASGI application: routers, error handlers and layers. It needs neither uvicorn nor signals."""
+
+import functools
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from app.api import chat, completions, errors, models, openapi, ops, page, tokenize
+from app.api.middleware import ApiKeys, CloseWhileDraining, Cors, HeadLimits, Keys, RequestIds, RootPath
+from app.api.services import Services
+from app.client.client import AsyncEngine
+from app.config.settings import Config
+from app.metrics import Metrics
+from app.text.parsers.qwen3 import CALL, THINK
+from app.text.tokenizer import Tokenizer
+
+ROUTERS = (chat.router, completions.router, tokenize.router, models.router, ops.router, page.router)
+
+
+def create_app(
+    services: Services,
+    *,
+    api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
+    root_path: str = "",
+) -> ASGIApp:
+    """Return the HTTP application. `services.engine` need not be ready.
+
+    With `api_keys`, a request outside OPEN_PATHS must have one of all keys. With `admin_keys`, a request that changes
+    the server must have one of these. `allowed_origins` are for CORS.
+    """
+    app = FastAPI(
+        title="dflash-server",
+        version=version("dflash-server"),
+        description="OpenAI-compatible serving with DFlash block-diffusion speculative decoding.",
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.root_path = root_path
+    app.state.services = services
+    app.state.admin_keys = Keys(admin_keys)
+    errors.install(app)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.openapi = functools.cache(functools.partial(openapi.describe, app, bool(api_keys), bool(admin_keys)))  # type: ignore[method-assign]
+    layers: ASGIApp = app
+    if api_keys:
+        layers = ApiKeys(layers, Keys([*api_keys, *admin_keys]), root_path)
+    if root_path:
+        layers = RootPath(layers, root_path)
+    if allowed_origins:
+        layers = Cors(
+            layers,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return RequestIds(CloseWhileDraining(HeadLimits(layers), services.engine))
+
+
+def services_for(config: Config, engine: AsyncEngine, tokenizer: Tokenizer, metrics: Metrics) -> Services:
+    """Return the settings' Services. A parser set to `auto` is on if the chat template has its marks."""
+    source = tokenizer.chat_template.source or ""
+    parses = {"qwen3": True, "none": False}
+    return Services(
+        engine,
+        tokenizer,
+        config.served_model_name or [config.model],
+        metrics,
+        reasoning=parses.get(config.reasoning_parser, THINK in source),
+        tool_calls=parses.get(config.tool_call_parser, CALL in source),
+        template_kwargs=config.default_chat_template_kwargs,
+        log_prompts=config.log_prompts,
+        request_timeout=config.request_timeout,
+        has_keys=bool(config.api_keys()),
+    )

@@ -1,0 +1,24 @@
+"""POST /v1/chat/completions: a conversation through the chat template to an answer."""
+
+from fastapi import APIRouter, Request, Response
+
+from app.api import openapi, prompts
+from app.api.answers import ChatAnswers
+from app.api.generate import answer, receive, submit
+from app.api.schemas import ChatCompletionRequest
+from app.api.validation import token_budget
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", **openapi.CHAT)
+async def chat_completions(request: Request) -> Response:
+    call = await receive(request, ChatCompletionRequest)
+    body = call.body
+    with call.admit() as places:
+        prompt = await prompts.render_and_encode(call.services, body, call.info)
+        limit = body.max_completion_tokens or body.max_tokens
+        limit_param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+        budget = token_budget("messages", len(prompt.token_ids), limit, None, call.info.max_model_len, limit_param)
+        streams = submit(call, [prompt], [budget], places)
+    return await answer(call, streams, ChatAnswers(call.model_name, body.stream_options), [prompt])

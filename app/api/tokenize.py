@@ -1,0 +1,47 @@
+"""POST /tokenize and /detokenize: prompts to token ids and back, without the engine."""
+
+from fastapi import APIRouter, Request, Response
+
+from app.api import openapi, prompts
+from app.api.answers import json_response
+from app.api.body import parse, read_json
+from app.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from app.api.services import services_of
+
+router = APIRouter()
+
+
+@router.post("/tokenize", **openapi.TOKENIZE)
+async def tokenize(request: Request) -> Response:
+    """The tokens of a bare prompt, or of a conversation as the chat template writes it."""
+    services = services_of(request)
+    raw = await read_json(request)
+    if raw.get("messages") is not None:
+        chat = parse(raw, TokenizeChatRequest, services.metrics)
+        services.served_name(chat.model)
+        info = services.ready_engine()
+        token_ids = (await prompts.render_and_encode(services, chat, info, must_fit=False)).token_ids
+        wants_strings = chat.return_token_strs
+    else:
+        bare = parse(raw, TokenizeRequest, services.metrics)
+        services.served_name(bare.model)
+        info = services.ready_engine()
+        special = bare.add_special_tokens is not False
+        token_ids = await prompts.of_text(
+            services, bare.prompt, "prompt", info, add_special_tokens=special, must_fit=False
+        )
+        wants_strings = bare.return_token_strs
+    strings = services.tokenizer.token_strings(token_ids) if wants_strings else None
+    return json_response(
+        {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": strings}
+    )
+
+
+@router.post("/detokenize", **openapi.DETOKENIZE)
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    services = services_of(request)
+    body = parse(await read_json(request), DetokenizeRequest, services.metrics)
+    services.served_name(body.model)
+    prompts.check_ids("tokens", body.tokens, services.ready_engine())
+    return json_response({"prompt": services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
