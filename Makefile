@@ -8,6 +8,7 @@
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
 #   make bench                                            plain decoding against DFlash over HTTP, by turns, to README.md
 #   make bench ARGS="--concurrency 1,4"                   anything else of `dflash-server bench`, and to no page
+#   .venv/bin/python -m tools.lab step | cpu | widths | api   this server's own code measured, with Transformers for `cpu`
 #   make test-npu | make npu-launches                     the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
 #                                                         (part of `make test`); what a decode step launches there
 #

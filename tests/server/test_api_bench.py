@@ -1,4 +1,4 @@
-"""`dflash-server bench api`: its scripted server says what it should, step by step, and the figures are put together
+"""`python -m tools.lab api`: its scripted server says what it should, step by step, and the figures are put together
 right. What they are is no matter of tests."""
 
 import argparse
@@ -13,13 +13,13 @@ import pytest
 import zmq
 
 from app.bench import traffic
-from app.bench.__main__ import main
 from app.bench.client import Answer, ServerError
 from app.bench.report import Table
 from app.config.checkpoint import DEMO
 from app.text.detokenizer import Detokenizer
 from app.text.tokenizer import Tokenizer
 from tools.lab import api, api_cpu, api_share, api_streaming
+from tools.lab.__main__ import main
 from tools.lab.api_client import STOP, Clients, Moment, Round
 from tools.lab.api_engine import num_steps, steps_of
 from tools.lab.api_split import Split, split

@@ -1,4 +1,4 @@
-"""The way through HTTP: what it costs a token, and how soon it is there: `dflash-server bench api`.
+"""The way through HTTP: what it costs a token, and how soon it is there: `python -m tools.lab api`.
 
 A scripted engine says tokens as fast as they are taken, so that the API process is all there is to measure; the demo
 pair says what that is of a real run. What counts is CPU time, which other work on the machine changes least. Exits with
@@ -32,7 +32,7 @@ PICTURES = {
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "api", *arguments])))
+    return guarded(lambda: bench(options, shlex.join(["python", "-m", "tools.lab", "api", *arguments])))
 
 
 def bench(options: argparse.Namespace, command: str) -> int:
@@ -75,7 +75,7 @@ def _measured(part: str, options: argparse.Namespace, bar: Progress) -> tuple[Ta
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dflash-server bench api", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.lab api", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--parts", type=listed, default=list(PARTS), metavar="PART,...", help=f"[default: {','.join(PARTS)}]"

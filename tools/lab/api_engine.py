@@ -1,4 +1,4 @@
-"""An engine process without a model, for `dflash-server bench api`. It says the same tokens to everyone, in one
+"""An engine process without a model, for `python -m tools.lab api`. It says the same tokens to everyone, in one
 StepOutput a step for the whole batch. Either it takes each step when the clients have the one before: as fast as tokens
 are taken, and never so fast that two steps become one event. Or it waits for the first step only, and runs ahead.
 

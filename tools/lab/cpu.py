@@ -1,5 +1,5 @@
 """What the engine makes of a CPU: the demo pair's math against Transformers' `generate` and against itself, whole
-requests in this process, by turns: `dflash-server bench cpu`.
+requests in this process, by turns: `python -m tools.lab cpu`.
 
 Beside each figure stands its floor: the matrix products alone that one of its runs was made of, run again one after the
 other on the same weights.
@@ -151,7 +151,7 @@ def _speed(run: Callable[[], in_process.Outcome]) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "cpu", *arguments])))
+    return guarded(lambda: bench(options, shlex.join(["python", "-m", "tools.lab", "cpu", *arguments])))
 
 
 def bench(options: argparse.Namespace, command: str) -> int:
@@ -169,7 +169,7 @@ def _draw(path: Path, table: Table) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dflash-server bench cpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.lab cpu", description=__doc__)
     parser.add_argument("--rounds", type=count, default=ROUNDS, metavar="N", help=f"[default: {ROUNDS}]")
     parser.add_argument("--compile", action="store_true", help="what `serve --compile` runs")
     parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")

@@ -1,4 +1,4 @@
-"""What a decode step costs and where the time goes, in this process: `dflash-server bench step`.
+"""What a decode step costs and where the time goes, in this process: `python -m tools.lab step`.
 
 Against the number of sequences and against their context, for plain steps and for whole blocks; a plain step keeps the
 draft's context as well, as it does in serving. Where no model is named it is one of the demo pair's shape, which has
@@ -45,7 +45,7 @@ KV_HELP = "what it does not hold is left out, and told [default: as `serve`, on 
 
 def main(arguments: Sequence[str]) -> int:
     options = settled(arguments)
-    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "step", *arguments])))
+    return guarded(lambda: bench(options, shlex.join(["python", "-m", "tools.lab", "step", *arguments])))
 
 
 def settled(arguments: Sequence[str]) -> argparse.Namespace:
@@ -201,7 +201,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dflash-server bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.lab step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     group = parser.add_argument_group("the models")
     group.add_argument("--model", metavar="NAME", help="demo, a folder or a Hugging Face id")

@@ -1,4 +1,4 @@
-"""The pictures of `bench step`. Needs matplotlib."""
+"""The pictures of `step`. Needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path

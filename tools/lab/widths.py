@@ -1,5 +1,5 @@
 """What `--verify auto` is worth: against plain decoding and whole blocks, on every kind of text, at several
-concurrencies, on the demo pair in this process: `dflash-server bench widths`. Exits with 1 if a bound was missed."""
+concurrencies, on the demo pair in this process: `python -m tools.lab widths`. Exits with 1 if a bound was missed."""
 
 import argparse
 import shlex
@@ -89,7 +89,7 @@ def row(load: str, concurrency: int, comparison: Comparison, auto: in_process.Ou
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "widths", *arguments])))
+    return guarded(lambda: bench(options, shlex.join(["python", "-m", "tools.lab", "widths", *arguments])))
 
 
 def bench(options: argparse.Namespace, command: str) -> int:
@@ -107,7 +107,7 @@ def _draw(path: Path, table: Table) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dflash-server bench widths", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.lab widths", description=__doc__)
     parser.add_argument("--loads", nargs="+", choices=loads.LOADS, default=loads.LOADS, metavar="TEXT")
     parser.add_argument("--concurrency", nargs="+", type=count, default=[1, 4, 16, 32], metavar="N")
     parser.add_argument("--max-rounds", type=count, default=40, metavar="N")

@@ -184,7 +184,7 @@ def test_serve_help_shows_every_flag_its_default_and_its_variable(capsys: pytest
     ],
 )
 def test_help_imports_little(arguments: str, heavy: list[str], most: int) -> None:
-    """What it takes is the time of its imports; `bench api --parts start` says how much that is on a machine."""
+    """Its imports take its time. `python -m tools.lab api --parts start` measures it."""
     code = (
         "import contextlib, sys\n"
         "before = set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""Every `dflash-server bench ...`, and every `bench PART ...`, that a page names is what the bench takes."""
+"""Every command of the bench and of the laboratories that a page names is one that they take."""
 
 import argparse
 import importlib
@@ -12,10 +12,13 @@ from app.bench.__main__ import PARTS
 from app.bench.own_server import flags_of
 from app.config.settings import Config
 from tests import ROOT
+from tools.lab.__main__ import PARTS as LABS
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"(?:(?<=`)|dflash-server |python -m app\.)bench(?: (?:\\\n|[^`\n])*)?(?![\w/])")
+COMMAND = re.compile(
+    r"(?:(?:(?<=`)|dflash-server |python -m app\.)bench|python -m tools\.lab)(?: (?:\\\n|[^`\n])*)?(?![\w/])"
+)
 STANDS_FOR = {"NAME=URL": "name=http://127.0.0.1:1", "FILE": "file.jsonl", "FOLDER": "folder"}
 
 
@@ -28,17 +31,18 @@ def documented() -> list[tuple[str, str]]:
 
 
 def parsed(command: str) -> tuple[str, argparse.Namespace]:
-    """The part that a command line means, and what it says to it."""
-    words = shlex.split(command.partition("bench")[2], comments=True)
+    """Return the part that a command line means, and its options."""
+    package = "tools.lab" if "tools.lab" in command else "app.bench"
+    words = shlex.split(command.partition(package.partition(".")[2])[2], comments=True)
     part, *arguments = words if words and not words[0].startswith("-") else ["http", *words]
-    parser = importlib.import_module(f"app.bench.{part.replace('-', '_')}")._parser()
+    assert part in (LABS if package == "tools.lab" else PARTS)
+    parser = importlib.import_module(f"{package}.{part}")._parser()
     return part, parser.parse_args([STANDS_FOR.get(argument, argument) for argument in arguments])
 
 
 @pytest.mark.parametrize(("page", "command"), documented())
 def test_a_documented_command_is_understood(page: str, command: str) -> None:
     part, options = parsed(command)
-    assert part in PARTS
     for variant in options.compare if part == "http" else ():
         Config.load(cli.parse_flags([*options.serve_args, *flags_of(variant)]))
 

@@ -1,4 +1,4 @@
-"""`bench step` measures the shapes that it says it does, and its verdicts follow from what was found."""
+"""`python -m tools.lab step` measures the shapes that it says it does, and its verdicts follow from what was found."""
 
 import argparse
 import json
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from app.bench import __main__ as parts
 from app.doctor.report.random_weights import write_configs
 from app.engine.build.engine import CPU_KV_BYTES, Engine
 from app.engine.schedule.batch import Batch
 from app.engine.step.runner import ModelRunner, PendingStep
 from tests.fast.doctor.test_random_weights import TINY, tiny_engine
+from tools.lab import __main__ as parts
 from tools.lab import step, step_report, step_timing
 from tools.lab.products import Products
 from tools.lab.step_report import Series, flat_host, linear, series

@@ -1,0 +1,82 @@
+"""`--out` is a folder in every part: JSON of what was measured, and a picture of each table that was printed."""
+
+import json
+import math
+
+import pytest
+
+from app.bench.paired import Comparison
+from app.bench.report import Table
+from tools.lab import api, bar_plots, cpu, widths
+from tools.lab.__main__ import PARTS, main
+from tools.lab.in_process import Outcome
+
+SPEEDS = {"plain": [100.0, 110.0], "k=1": [99.0, 108.0], "full": [250.0, 240.0], "auto": [251.0, 260.0]}
+
+
+def rows_of_cpu(*_: object) -> list[dict[str, object]]:
+    ways = {name: SPEEDS[name] for name in cpu.WAYS}
+    floors = dict.fromkeys(cpu.WAYS, 500.0)
+    alone = Comparison(ways | {cpu.TRANSFORMERS: [50.0, 51.0]}, cpu.CLAIMS[1])
+    return cpu.rows_of(1, alone, floors) + cpu.rows_of(4, Comparison(ways, cpu.CLAIMS[4]), floors)
+
+
+def rows_of_widths(*_: object) -> list[dict[str, object]]:
+    found = [(load, concurrency) for load in ("math", "prose") for concurrency in (1, 4)]
+    return [widths.row(*cell, Comparison(SPEEDS, widths.claims(cell[0])), Outcome()) for cell in found]
+
+
+@pytest.mark.parametrize(("part", "rows"), [(cpu, rows_of_cpu), (widths, rows_of_widths)])
+def test_a_folder_gets_json_and_a_picture_of_the_table(part, rows, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(part, "compare", rows)
+    name = part.__name__.rpartition(".")[2]
+    assert main([name, "--out", str(tmp_path / "new" / "folder")]) == 0
+    printed = capsys.readouterr().out
+    assert part.MEANING in printed and f"| {next(iter(rows()[0]))} |" in printed
+    folder = tmp_path / "new" / "folder"
+    told = json.loads((folder / f"{name}.json").read_text())
+    assert told["rows"] == rows() and told["command"].startswith(f"python -m tools.lab {name} --out ")
+    assert {path.name for path in folder.iterdir()} == {f"{name}.json", f"{name}.png"}
+    assert (folder / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("part", list(PARTS))
+def test_a_file_is_no_folder_and_that_is_said_before_anything_is_measured(part, tmp_path, capsys):
+    (tmp_path / "results.json").write_text("")
+    assert main([part, "--out", str(tmp_path / "results.json")]) == 2
+    assert "results.json: File exists" in capsys.readouterr().err
+
+
+def test_every_part_says_that_it_takes_a_folder(capsys):
+    for part in PARTS:
+        with pytest.raises(SystemExit, match="0"):
+            main([part, "--help"])
+        assert "--out FOLDER" in capsys.readouterr().out, part
+
+
+def test_every_part_of_api_has_its_picture(tmp_path):
+    for name, (heads, columns) in api.PICTURES.items():
+        rows = [dict.fromkeys([*heads, *columns], "1,234"), dict.fromkeys([*heads, *columns], "5.6%")]
+        api._draw(tmp_path, [Table(name, name, "", rows)])
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    assert api.PICTURES.keys() == api.PARTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        ("29,615", 29615),
+        ("0.98 (0.91-1.07)", 0.98),
+        ("12.7%", 12.7),
+        (42, 42),
+        ("-1.5", -1.5),
+        (".5", 0.5),
+        ("57 %", 57),
+    ],
+)
+def test_pictures_show_the_numbers_that_tables_say(cell, says):
+    assert bar_plots.number(cell) == says
+
+
+def test_what_a_table_leaves_open_is_no_bar():
+    assert math.isnan(bar_plots.number("-"))

@@ -1,0 +1,32 @@
+"""`python -m tools.lab PART ...`: measurements of this server's own code, from a source tree."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+PARTS = {
+    "step": "the cost of a decode step and of its parts, against sequences and against context",
+    "api": "the cost of the way through HTTP by token, the share of a run's CPU time, and start-up",
+    "cpu": "the engine on a CPU, against Transformers' `generate` and against matrix products alone",
+    "widths": "`--verify auto` against plain decoding and whole blocks",
+}
+USAGE = (
+    "usage: python -m tools.lab PART ...\n\nparts:\n"
+    + "".join(f"  {name:<8}{text}\n" for name, text in PARTS.items())
+    + "\n`python -m tools.lab PART --help` lists the flags of a part\n"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    part, *rest = arguments or [""]
+    if part in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if part not in PARTS:
+        print(f"python -m tools.lab: no part {part}\n\n{USAGE}", end="", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"tools.lab.{part}").main(rest))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
