@@ -28,7 +28,7 @@ def token_budget(
     return asked or min(room, default or room)
 
 
-def check_together(parsed: Body) -> None:
+def check_fields_together(parsed: Body) -> None:
     """What no single field can tell. Raises ApiError."""
     for where, extra in _extras(parsed):
         _refuse_extra(where, extra)

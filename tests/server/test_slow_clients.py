@@ -71,7 +71,7 @@ def test_a_large_body_over_a_slow_line_gets_more_time(server, monkeypatch):
     """Every 100 bytes that come buy it all the patience there is; without that it would be too late with the rest."""
     asked = json.dumps(TEXT | {"user": "x" * 300}).encode()
     monkeypatch.setattr(body, "BODY_SECONDS", CUT_OFF)
-    monkeypatch.setattr(body, "SLOWEST_BYTES_A_SECOND", 100 / PATIENCE)
+    monkeypatch.setattr(body, "MIN_BYTES_PER_SECOND", 100 / PATIENCE)
     server.script.plan([2])
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(asked)
     with open_connection(server, head + asked[:100]) as client:

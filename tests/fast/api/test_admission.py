@@ -105,7 +105,7 @@ def test_a_full_server_neither_reads_nor_tokenises_what_it_refuses(model_folder,
         server.script.ready(max_num_seqs=1)
         server.reach("ready")
         running, request_id = send(server, background)
-        monkeypatch.setattr(body, "_decode", None)
+        monkeypatch.setattr(body, "_parse_json", None)
         monkeypatch.setattr(server.tokenizer, "encode", None)
         assert error_of(server.http.post(path, json=asked), 429)["code"] == "server_busy"
         server.script.emit(request_id, [2])
@@ -152,7 +152,7 @@ def test_a_refused_prompt_gives_its_places_back(own_server, prompt):
 
 
 def test_bodies_that_are_sent_at_once_have_a_bound_together(server, monkeypatch):
-    monkeypatch.setattr(body, "MOST_BYTES_BEING_READ", 1000)
+    monkeypatch.setattr(body, "MAX_BYTES_BEING_READ", 1000)
     assert error_of(server.http.post("/v1/completions", content=b"x" * 1001), 429)["code"] == "server_busy"
     server.script.plan([2])
     assert server.http.post("/v1/completions", json=TEXT | {"prompt": "a"}).status_code == 200

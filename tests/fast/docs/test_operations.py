@@ -45,7 +45,7 @@ def test_the_limits_that_are_told_are_the_codes_own() -> None:
         f"{middleware.MOST_HEAD_BYTES // 2**10} KiB, {middleware.MOST_HEADERS} headers, whole within "
         f"{connection.HEAD_SECONDS:g} s",
         f"{body.MAX_BODY_BYTES // 2**20} MiB (413); {body.BODY_SECONDS:g} s and then "
-        f"{body.SLOWEST_BYTES_A_SECOND // 2**10} KiB a second (408); {body.MOST_BYTES_BEING_READ // 2**20} MiB",
+        f"{body.MIN_BYTES_PER_SECOND // 2**10} KiB a second (408); {body.MAX_BYTES_BEING_READ // 2**20} MiB",
         f"{protocol.MOST_MESSAGES:,} messages, {protocol.MOST_STOPS} stop strings of {protocol.LONGEST_STOP:,} "
         f"characters, {protocol.MOST_STOP_IDS:,} stop token ids, {protocol.MOST_BIASES:,} entries in `logit_bias`, "
         f"{protocol.MOST_CHOICES} choices, {protocol.MOST_TOOLS} tools",
