@@ -63,9 +63,9 @@ def _rope(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     angles = torch.arange(_ROWS * _HEAD_DIM // 2).view(_ROWS, -1) / _HEAD_DIM
     rotation = tuple(table.unsqueeze(1) for table in backend.rotary_tables(angles, inputs.dtype))
     halves = inputs.normal(_ROWS, _HEADS, 2, _HEAD_DIM // 2)
-    x = halves.transpose(2, 3) if backend.pairs_adjacent else halves
+    x = halves.transpose(2, 3) if backend.interleaved_rope else halves
     turned = backend.rope(x.flatten(2), rotation).view(x.shape)
-    return (turned.transpose(2, 3) if backend.pairs_adjacent else turned,)
+    return (turned.transpose(2, 3) if backend.interleaved_rope else turned,)
 
 
 def _gated_mlp(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:

@@ -59,7 +59,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Raises ValueError, naming what is wrong, for a request that could never run."""
-        vocab_size = self.runner.stages.target.config.vocab_size
+        vocab_size = self.runner.forward.target.config.vocab_size
         added = [token for token, _ in request.logit_bias] + list(request.stop_token_ids if request.min_tokens else ())
         if not all(0 <= token < vocab_size for token in (*request.token_ids, *added)):
             raise ValueError(
@@ -81,7 +81,7 @@ class EngineCore:
         A sequence that alone makes it fail is dropped, and the others go on. Raises what no sequence is to blame for.
         """
         ahead, self._ahead = self._ahead, None
-        if ahead and ahead.batch.is_wanted:
+        if ahead and ahead.batch.has_live_rows:
             started, batch, pending = self._ended, ahead.batch, ahead.pending
         else:
             started, batch, pending = time.perf_counter(), self._schedule(), None
@@ -116,11 +116,11 @@ class EngineCore:
             self._take_back(error)
             self._num_faults += 1
             self._ahead = None
-            batch = batch.still_running
+            batch = batch.live_part
             if len(batch.rows) > 1:
                 first, second = batch.halves
                 deltas = self._run(first)
-                second = second.still_running  # the first one's commit may have preempted some of it
+                second = second.live_part  # the first one's commit may have preempted some of it
                 return deltas + (self._run(second) if second else [])
             return [self.scheduler.drop(rows.seq, error) for rows in batch.rows]
         return self.scheduler.commit(batch, result)
@@ -129,7 +129,7 @@ class EngineCore:
         """The step behind one that is in flight. Where that fails nobody is to blame yet: it will be tried again with
         nothing in flight."""
         try:
-            behind = self.scheduler.continuation(batch)
+            behind = self.scheduler.schedule_ahead(batch)
             if behind is None:
                 return None
             if behind.scrub:
@@ -148,8 +148,8 @@ class EngineCore:
             if meaning := self.runner.backend.explain(error):
                 error.add_note(meaning)
             raise error
-        self.scheduler.forget_unread()
-        self.runner.take_back()
+        self.scheduler.discard_ahead()
+        self.runner.rollback()
 
     def run(self, requests: list[Request], on_step: Callable[[Step], None] | None = None) -> dict[str, list[int]]:
         """Run requests to their end, without a server: request id -> the tokens it emitted. Raises RuntimeError if one

@@ -61,7 +61,7 @@ class Sequence:
 
     With n tokens, `num_computed == n - 1` means decoding: only the last token, the anchor, has no KV yet. Less
     means prefilling (or recomputing after a preemption); there is no other phase. `pages` are int32, in the order of
-    the tokens they hold. While it runs, `seat` is its place in arrays of max_num_seqs; -1 while it waits.
+    the tokens they hold. While it runs, `batch_slot` is its place in arrays of max_num_seqs; -1 while it waits.
     `num_cached` says how many tokens of the prompt were in the cache when it was first admitted, None before that, and
     `num_found` how many tokens stand on pages that were found there this time. Its pages may be found in the cache, and
     enter it, while it is `cacheable`. `is_sound` while the logits of its last rows are known to be finite: then so is
@@ -72,7 +72,7 @@ class Sequence:
     arrival: int
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
-    seat: int = -1
+    batch_slot: int = -1
     pages: "array[int]" = field(default_factory=lambda: array("i"))
     num_cached: int | None = None
     num_found: int = 0

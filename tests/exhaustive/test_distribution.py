@@ -326,11 +326,13 @@ def accept_what_the_target_does_not_say(asked: Asked, bias: float, monkeypatch: 
     verify = CpuBackend.fused_verify
     generator = torch.Generator().manual_seed(0)
 
-    def careless(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_of: Tensor) -> Tensor:
+    def careless(
+        choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_index: Tensor
+    ) -> Tensor:
         if drafts is not None:
             swayed = (num_drafts > 0) & (torch.rand(len(first), generator=generator) < bias)
-            choices[first[swayed]] = drafts[draft_of[swayed], 0].long()
-        return verify(choices, drafts, first, num_drafts, draft_of)
+            choices[first[swayed]] = drafts[draft_index[swayed], 0].long()
+        return verify(choices, drafts, first, num_drafts, draft_index)
 
     monkeypatch.setattr(CpuBackend, "fused_verify", staticmethod(careless))
 

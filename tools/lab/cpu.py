@@ -73,7 +73,7 @@ class Transformers:
 
 def floor(core: EngineCore, run: Callable[[], in_process.Outcome]) -> float:
     """Tokens a second if matrix products were all there is; the best of three."""
-    with by_operators(core.runner.stages), Products() as products:
+    with by_operators(core.runner.forward), Products() as products:
         tokens = run().tokens
     return tokens / min(products.seconds() for _ in range(3))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.step.forward import Stages
+from app.engine.step.forward import Forward
 
 
 class Products(TorchDispatchMode):
@@ -39,11 +39,11 @@ class Products(TorchDispatchMode):
 
 
 @contextmanager
-def by_operators(stages: Stages) -> Iterator[None]:
+def by_operators(forward: Forward) -> Iterator[None]:
     """Without what `--compile` has compiled, in which no product can be seen."""
-    holders: list[tuple[object, str]] = [(stages, "fused_forward"), (stages, "fused_propose")]
-    if isinstance(stages.drafter, DFlashDrafter):
-        holders.append((stages.drafter, "fused_write"))
+    holders: list[tuple[object, str]] = [(forward, "fused_forward"), (forward, "fused_propose")]
+    if isinstance(forward.drafter, DFlashDrafter):
+        holders.append((forward.drafter, "fused_write"))
     compiled = [getattr(holder, name) for holder, name in holders]
     for holder, name in holders:
         setattr(holder, name, None)

@@ -149,7 +149,7 @@ class Bench:
 
     def _products_of(self, shape: Shape) -> Products:
         """Those of the timed steps."""
-        with self._seated(shape), by_operators(self._core.runner.stages):
+        with self._seated(shape), by_operators(self._core.runner.forward):
             self._step(shape)
             with Products() as products:
                 for _ in range(shape.timed):
@@ -195,7 +195,7 @@ class Bench:
 
         def launched() -> PendingStep:
             pending = runner.launch(batch)
-            runner.stages.write_context()
+            runner.forward.write_context()
             return pending
 
         with self._seated(shape):

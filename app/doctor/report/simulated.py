@@ -84,7 +84,7 @@ class SimulatedRunner:
     that too, for the next step begins there before the host has read this one."""
 
     def __init__(self, runner: ModelRunner, rates: Sequence[float], seed: int, *, tell_device: bool = False) -> None:
-        self.stages = runner.stages
+        self.forward = runner.forward
         self._runner = runner
         self._tell_device = tell_device
         self._falling = [-rate for rate in rates]
@@ -97,17 +97,17 @@ class SimulatedRunner:
             self._overwrite(accepted)
         return SimulatedStep(pending, accepted)
 
-    def take_back(self) -> None:
-        self._runner.take_back()
+    def rollback(self) -> None:
+        self._runner.rollback()
 
-    def scrub(self, slots: list[int]) -> None:
-        self._runner.scrub(slots)
+    def scrub(self, slot_mapping: list[int]) -> None:
+        self._runner.scrub(slot_mapping)
 
     @torch.inference_mode()
     def _overwrite(self, accepted: list[int]) -> None:
         """In what the step says on the device; the host's copy is on its way."""
         assert self._runner.graphs is not None
-        (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self.stages.backend).tensors
+        (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self.forward.backend).tensors
         self._runner.graphs.verified[: len(accepted), -1] = numbers
 
     def _draw(self) -> int:

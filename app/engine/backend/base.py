@@ -21,20 +21,22 @@ class LayerKv:
 
 
 @dataclass(slots=True)
-class AttnMeta:
+class AttentionMetadata:
     """What attention reads for the rows of S sequences lying back to back.
 
-    `cu_q` [S + 1], `kv_len` [S] and `page_table` [S, P] are int32 on the device; `q_lens` and `kv_lens` are the same
-    lengths on the host, exact unless the backend has `lengths_on_device`. `kv_lens` include the rows themselves. Causal
-    rows see the tokens up to themselves, others all `kv_len` tokens. `plan` is what `Backend.plan_attention` derived,
+    `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device; `query_lens` and
+    `host_seq_lens` are the same
+    lengths on the host, exact unless the backend has `device_side_lengths`. `host_seq_lens` include the rows
+    themselves. Causal
+    rows see the tokens up to themselves, others all `seq_lens` tokens. `plan` is what `Backend.plan_attention` derived,
     once for all layers.
     """
 
-    cu_q: Tensor
-    kv_len: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
     page_table: Tensor
-    q_lens: list[int]
-    kv_lens: list[int]
+    query_lens: list[int]
+    host_seq_lens: list[int]
     page_size: int
     causal: bool
     plan: Any = None
@@ -57,24 +59,24 @@ class Backend(ABC):
     """The operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D]."""
 
     defaults: Defaults
-    pairs_adjacent = False
+    interleaved_rope = False
     """Whether RoPE turns dims (2i, 2i + 1) of a head together: q and k weights are put in that order when loaded."""
-    prefills_apart = True
+    separate_prefill = True
     """Whether rows of prompts go through an attention call of their own in a step in which others decode."""
     captures = False
     """Whether graphs are the faster way here; `capture` works everywhere."""
-    empty_sequences = False
+    allows_empty_sequences = False
     """Whether attention takes sequences without rows, so that a step that fills a graph needs no padding."""
-    lengths_on_device = False
+    device_side_lengths = False
     """Whether attention takes lengths from the device when it runs, where a decode step is replayed from graphs. Then
     those on the host may be less than the true ones, and a step is launched before the one before it is read."""
 
     fused_places: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None
-    """`stages.places` in one launch, given owners, offsets, numbers, page table and page size; None composes it."""
+    """`forward.places` in one launch, given owners, offsets, numbers, page table and page size; None composes it."""
     fused_verify: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor] | None = None
     """`dflash.verify` in one launch; None composes it."""
     fused_follow: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
-    """`stages.follow` in one launch; None composes it."""
+    """`forward.follow` in one launch; None composes it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -88,11 +90,11 @@ class Backend(ABC):
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(self.device, dtype), angles.sin().to(self.device, dtype)
 
-    def lay_out(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, weight: Tensor) -> Tensor:
         """A weight that `linear` reads, with the same shape and values, laid out in memory as it reads it fastest."""
         return weight
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
         """What `attention` needs of `meta` beyond itself, with `group` query heads to a KV head.
 
         Called once a step, before the forward, so that `attention` itself can be captured in a graph.
@@ -100,15 +102,15 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         """softmax(q k^T / sqrt(D)) v over paged K/V, grouped-query heads. Returns o [T, heads, D].
 
-        Slots past `kv_len` may hold anything finite; nothing of them may show in o.
+        Slots past `seq_lens` may hold anything finite; nothing of them may show in o.
         """
 
     @abstractmethod
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        """Put row t at slot `slots[t]` = page id * page_size + offset; int32, unique in a call.
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        """Put row t at slot `slot_mapping[t]` = page id * page_size + offset; int32, unique in a call.
 
         The rows may be strided views of a wider tensor.
         """
@@ -123,7 +125,7 @@ class Backend(ABC):
 
     @abstractmethod
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
-        """RoPE of each head: dims (i, D/2 + i) turn together, or (2i, 2i + 1) where `pairs_adjacent`."""
+        """RoPE of each head: dims (i, D/2 + i) turn together, or (2i, 2i + 1) where `interleaved_rope`."""
 
     @abstractmethod
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -137,14 +139,14 @@ class Backend(ABC):
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
-        slots: Tensor,
+        slot_mapping: Tensor,
     ) -> Tensor:
         """`qkv` [T, heads + 2 * kv_heads, D]: RMSNorm and RoPE on each head of q and k, then `write_kv`. Returns q."""
         kv_heads = kv.k.shape[-2]
         q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         q = self.rope(self.rms_norm(q, q_norm, eps), rotation)
         k = self.rope(self.rms_norm(k, k_norm, eps), rotation)
-        self.write_kv(k, v, kv, slots)
+        self.write_kv(k, v, kv, slot_mapping)
         return q
 
     def context_into_kv(
@@ -155,14 +157,14 @@ class Backend(ABC):
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
-        slots: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """`kv_tl2hd` [T, layers, 2, kv_heads, D], K before V, of all layers at once: RMSNorm with the weights `k_norm`
-        [layers, D] and RoPE on each head of K, then `write_kv` at `slots` [T * layers]. `ones` are D of them."""
+        [layers, D] and RoPE on each head of K, then `write_kv` at `slot_mapping` [T * layers]. `ones` are D of them."""
         k, v = kv_tl2hd.unbind(2)
         k = self.rms_norm(k, ones, eps) * k_norm[:, None]
         k = self.rope(k.flatten(1, 2), rotation).view(-1, *k.shape[2:])
-        self.write_kv(k, v.flatten(0, 1), kv, slots)
+        self.write_kv(k, v.flatten(0, 1), kv, slot_mapping)
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
         """Rows [D * b, H] of the embedding: of each anchor [D], and of b - 1 masks behind it."""
@@ -178,7 +180,7 @@ class Backend(ABC):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T"""
 
-    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> Graph:
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         """Record what `run` launches, whose attention reads `metas`, planned. It is also run, so that nothing lazy is
         left; the tensors it reads must keep their place."""
         return RerunGraph(run)
@@ -204,7 +206,7 @@ class Backend(ABC):
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
 
-    def keep_step_memory(self) -> None:
+    def retain_allocator_memory(self) -> None:
         """All that stays is allocated: from now on memory that a step gives back may be kept for the next one."""
         return
 

@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, Backend, Defaults, LayerKv, Rotation, download_behind, peak_memory
+from app.engine.backend.base import (
+    AttentionMetadata,
+    Backend,
+    Defaults,
+    LayerKv,
+    Rotation,
+    download_behind,
+    peak_memory,
+)
 from app.engine.backend.host_memory import host_memory
 
 MAX_SCORES = 1 << 24
@@ -23,7 +31,7 @@ SMALL_CALL = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [first, first + q_len) of a batch's rows, of sequence `seq`, seeing the first `kv_len` tokens at most."""
+    """Rows [first, first + q_len) of a batch's rows, of sequence `seq`, seeing the first `seq_lens` tokens at most."""
 
     seq: int
     first: int
@@ -50,7 +58,7 @@ class Call:
 
 
 class TorchBackend(Backend):
-    empty_sequences = True
+    allows_empty_sequences = True
     gathered_at_once = MAX_GATHERED_TOKENS
 
     def __init__(self, device: torch.device) -> None:
@@ -63,14 +71,14 @@ class TorchBackend(Backend):
             dtype=torch.float32 if on_cpu else torch.bfloat16, page_size=16, max_num_seqs=32 if on_cpu else 256
         )
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
         """Few padded calls, none of them mostly padding and none over the memory bounds above."""
         pieces = _pieces(meta, MAX_SCORES // group)
         bins = _bins(pieces, group, self.gathered_at_once)
-        whole = len(bins) == 1 and [piece.seq for piece in pieces] == list(range(len(meta.q_lens)))
+        whole = len(bins) == 1 and [piece.seq for piece in pieces] == list(range(len(meta.query_lens)))
         return [self._call(meta, some, group, whole=whole) for some in bins]
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         return self.attend(q_thd, kv, meta.plan)
 
     def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call]) -> Tensor:
@@ -87,9 +95,9 @@ class TorchBackend(Backend):
             o[call.rows] = self._attend(padded, kv, call)[call.places]
         return o
 
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        kv.k.view(-1, *k_thd.shape[1:])[slots] = k_thd
-        kv.v.view(-1, *v_thd.shape[1:])[slots] = v_thd
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        kv.k.view(-1, *k_thd.shape[1:])[slot_mapping] = k_thd
+        kv.v.view(-1, *v_thd.shape[1:])[slot_mapping] = v_thd
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -140,7 +148,7 @@ class TorchBackend(Backend):
         o = o.view(call.num_pieces, kv_heads, group, call.max_q, dim)
         return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
-    def _call(self, meta: AttnMeta, pieces: list[Piece], group: int, *, whole: bool) -> Call:
+    def _call(self, meta: AttentionMetadata, pieces: list[Piece], group: int, *, whole: bool) -> Call:
         max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
         min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
         pages = meta.page_table[:, : -(-max_kv // meta.page_size)]
@@ -180,18 +188,18 @@ def _gather(pool: Tensor, call: Call) -> Tensor:
     return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
 
 
-def fits_one_call(q_lens: Sequence[int], kv_lens: Sequence[int], group: int, max_gathered: int) -> bool:
+def fits_one_call(query_lens: Sequence[int], host_seq_lens: Sequence[int], group: int, max_gathered: int) -> bool:
     """Whether all rows of all sequences go through attention in one padded call."""
-    scores = list(map(mul, q_lens, kv_lens))
-    size = _Size(len(scores), max(q_lens), max(kv_lens), sum(scores))
+    scores = list(map(mul, query_lens, host_seq_lens))
+    size = _Size(len(scores), max(query_lens), max(host_seq_lens), sum(scores))
     return max(scores) <= MAX_SCORES // group and size.fits(group, max_gathered)
 
 
-def _pieces(meta: AttnMeta, max_scores: int) -> list[Piece]:
+def _pieces(meta: AttentionMetadata, max_scores: int) -> list[Piece]:
     """One piece a sequence, or several where its rows by its tokens pass `max_scores`."""
     pieces = []
-    firsts = accumulate(meta.q_lens, initial=0)
-    for seq, (first, q_len, kv_len) in enumerate(zip(firsts, meta.q_lens, meta.kv_lens, strict=False)):
+    firsts = accumulate(meta.query_lens, initial=0)
+    for seq, (first, q_len, kv_len) in enumerate(zip(firsts, meta.query_lens, meta.host_seq_lens, strict=False)):
         step = max(1, max_scores // max(1, kv_len))
         for offset in range(0, q_len, step):
             rows = min(step, q_len - offset)

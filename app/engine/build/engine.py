@@ -29,7 +29,7 @@ from app.engine.sampling.sampler import Sampler
 from app.engine.schedule.page_pool import PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Request
-from app.engine.step.forward import Stages
+from app.engine.step.forward import Forward
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.runner import ModelRunner
@@ -85,7 +85,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     sizes = settle_sizes(config, block_size, target_config.max_position_embeddings, backend.defaults)
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:
-        sizes = replace(sizes, scratch_pages=-(-graph_sizes.most_rows // sizes.page_size))
+        sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
     decoders = [target_config, *([draft_config.decoder] if draft_config else [])]
     dtype = _dtype(config, target_config, backend)
     for decoder in decoders:
@@ -95,26 +95,26 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     target, draft = _load(config, target_config, draft_config, dtype, backend, on_progress, open_weights)
     sampler = Sampler(target_config.vocab_size, backend)
     counts = TokenCounts(sizes.max_num_seqs, target_config.vocab_size, backend)
-    max_rows = max(sizes.max_num_batched_tokens, graph_sizes.most_rows if graph_sizes else 0)
+    max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
 
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
         rotaries = [RotaryTable(d.head_dim, d.rope_theta, length, dtype, backend) for d in decoders]
         pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
         drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
-        stages = Stages(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
-        return ModelRunner(stages, backend, counts, page_size=sizes.page_size, block_size=block_size, pools=pools)
+        forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
+        return ModelRunner(forward, backend, counts, page_size=sizes.page_size, block_size=block_size, pools=pools)
 
     kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     runner = runner_over(num_pages)
     if config.compile:
-        compile_stages(runner.stages, runner.pools, dtype, lambda done, total: on_progress("compile", done, total))
+        compile_stages(runner.forward, runner.pools, dtype, lambda done, total: on_progress("compile", done, total))
     if graph_sizes:
         try:
             runner.graphs = StepGraphs(
-                runner.stages,
+                runner.forward,
                 backend,
                 graph_sizes,
                 block_size=block_size,
@@ -141,7 +141,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         )
         return EngineCore(scheduler, runner, overlap=_overlaps(runner, backend))
 
-    backend.keep_step_memory()
+    backend.retain_allocator_memory()
     _warm_up(core(Policy(block_size)), sizes, on_progress)
     costs = measure_costs(runner, sizes, num_pages) if config.verify == "auto" and block_size > 1 else None
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
@@ -194,7 +194,7 @@ def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphS
         sizes.block_size,
         config.max_graphs,
         draft_graphs=_draft_graphs(config),
-        spare=0 if backend.empty_sequences else 1,
+        spare=0 if backend.allows_empty_sequences else 1,
     )
 
 
@@ -206,7 +206,7 @@ def _overlaps(runner: ModelRunner, backend: Backend) -> bool:
     """Whether a step may be launched before the one before it is read: all of it comes from graphs then, which take
     from the device what nobody has read."""
     graphs = runner.graphs
-    return backend.lengths_on_device and graphs is not None and (graphs.has_draft or runner.stages.drafter is None)
+    return backend.device_side_lengths and graphs is not None and (graphs.has_draft or runner.forward.drafter is None)
 
 
 def _kv_bytes(

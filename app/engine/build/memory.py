@@ -8,7 +8,7 @@ import torch
 from app.engine.backend.base import Backend
 from app.engine.build.config import Sizes
 from app.engine.errors import UnsupportedError
-from app.engine.schedule.batch import Batch, Rows
+from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Request, Sequence
 from app.engine.step.runner import ModelRunner
 
@@ -41,7 +41,7 @@ def verify_batch(num_seqs: int, width: int, sizes: Sizes, temperature: float = 0
         place, first = i % sharing, i // sharing * of_block
         start = place * sizes.block_size
         seq = _sequence(start + 1, range(first, first + of_block), temperature)
-        batch.decodes.append(Rows(seq, start, width, samples=True, num_drafts=width - 1))
+        batch.decodes.append(ScheduledSequence(seq, start, width, needs_logits=True, num_drafts=width - 1))
     return batch
 
 
@@ -68,7 +68,9 @@ def _widest_step(sizes: Sizes) -> Batch:
     while rest > 0:
         rows = min(rest, sizes.max_model_len)
         first, next_page = next_page, next_page + -(-rows // sizes.page_size)
-        batch.prefills.append(Rows(_sequence(rows, range(first, next_page), 1.0), 0, rows, samples=False))
+        batch.prefills.append(
+            ScheduledSequence(_sequence(rows, range(first, next_page), 1.0), 0, rows, needs_logits=False)
+        )
         rest -= rows
     return batch
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, Backend
+from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
@@ -21,8 +21,8 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
     Raises UnsupportedError if the result is not the attention asked for: a draft under a causal mask, say, would
     still give right text, and no speed.
     """
-    kv_lens = [rows + 1, rows + page_size]
-    width = -(-kv_lens[1] // page_size)
+    host_seq_lens = [rows + 1, rows + page_size]
+    width = -(-host_seq_lens[1] // page_size)
     pages = torch.arange(2 * width) + SCRATCH_PAGES
     tables = torch.stack((pages[1::2].flip(0), pages[::2]))
     pool = KvPool(replace(decoder, num_layers=1), 2 * width + SCRATCH_PAGES, page_size, dtype, backend.device)
@@ -32,19 +32,20 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
         return torch.randn(num_rows, heads, decoder.head_dim, generator=noise).to(backend.device, dtype)
 
     contexts = []
-    for table, kv_len in zip(tables, kv_lens, strict=True):
+    for table, kv_len in zip(tables, host_seq_lens, strict=True):
         k, v = random(kv_len, decoder.num_kv_heads), random(kv_len, decoder.num_kv_heads)
         token = torch.arange(kv_len)
-        slots = table[token // page_size] * page_size + token % page_size
-        backend.write_kv(k, v, pool.layers[0], slots.to(backend.device, torch.int32))
+        slot_mapping = table[token // page_size] * page_size + token % page_size
+        backend.write_kv(k, v, pool.layers[0], slot_mapping.to(backend.device, torch.int32))
         contexts.append((k.float(), v.float()))
     q = random(2 * rows, decoder.num_heads)
 
     for causal in (True, False):
-        cu_q, lengths, page_table = (
-            torch.as_tensor(x, dtype=torch.int32).to(backend.device) for x in ([0, rows, 2 * rows], kv_lens, tables)
+        query_start_loc, lengths, page_table = (
+            torch.as_tensor(x, dtype=torch.int32).to(backend.device)
+            for x in ([0, rows, 2 * rows], host_seq_lens, tables)
         )
-        meta = AttnMeta(cu_q, lengths, page_table, [rows, rows], kv_lens, page_size, causal)
+        meta = AttentionMetadata(query_start_loc, lengths, page_table, [rows, rows], host_seq_lens, page_size, causal)
         meta.plan = backend.plan_attention(meta, decoder.num_heads // decoder.num_kv_heads)
         got = backend.attention(q, pool.layers[0], meta).float()
         parts = torch.split(q.float(), rows)

@@ -30,7 +30,7 @@ _SOURCES = Path(__file__).parents[1]
 
 
 class Compiled:
-    """`function` of the tensors that it is given, of the weights that `owners` hold, and of KV pools, compiled.
+    """`function` of the tensors that it is given, of the weights that `seq_ids` hold, and of KV pools, compiled.
 
     `settings` have all numbers in `function` that are no tensors, and `open_sizes` has for each example of an argument
     the dimensions that differ from call to call.
@@ -41,17 +41,17 @@ class Compiled:
         name: str,
         settings: object,
         function: Callable[..., Any],
-        owners: Sequence[object],
+        seq_ids: Sequence[object],
         pools: Sequence[Tensor],
         examples: Sequence[Tensor],
         open_sizes: Sequence[Sequence[int]],
         folder: Path,
     ) -> None:
         inductor = importlib.import_module("torch._inductor")
-        places = list(_tensors_of(owners))
+        places = list(_tensors_of(seq_ids))
         weights = list({id(place.tensor): place.tensor for place in places}.values())
         numbers = {id(weight): i for i, weight in enumerate(weights)}
-        backends = [(owner, owner._backend) for owner in _objects_of(owners) if hasattr(owner, "_backend")]
+        backends = [(owner, owner._backend) for owner in _objects_of(seq_ids) if hasattr(owner, "_backend")]
 
         class Step(torch.nn.Module):
             def forward(self, arguments: list[Tensor], weights: list[Tensor], pools: list[Tensor]) -> Any:
@@ -119,17 +119,17 @@ class _Place:
         self.holder[self.name] = tensor
 
 
-def _tensors_of(owners: Sequence[object]) -> Iterator[_Place]:
-    for owner in _objects_of(owners):
+def _tensors_of(seq_ids: Sequence[object]) -> Iterator[_Place]:
+    for owner in _objects_of(seq_ids):
         for name, value in vars(owner).items():
             if isinstance(value, Tensor):
                 yield _Place(vars(owner), name, value)
 
 
-def _objects_of(owners: Sequence[object]) -> Iterator[Any]:
+def _objects_of(seq_ids: Sequence[object]) -> Iterator[Any]:
     """The models' own parts, each once: what hangs on them, but not the backend, nor KV, nor configurations."""
     seen: set[int] = set()
-    waiting = list(owners)
+    waiting = list(seq_ids)
     while waiting:
         owner = waiting.pop()
         if isinstance(owner, list | tuple):

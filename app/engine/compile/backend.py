@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.backend.torch import Call, TorchBackend, fits_one_call
 from app.engine.cpu.backend import CpuBackend
 
@@ -21,20 +21,20 @@ class OneCall:
 class CompiledBackend(TorchBackend):
     """Plain operators, which inductor fuses by itself, over weights laid out as a CPU's."""
 
-    prefills_apart = False
+    separate_prefill = False
     gathered_at_once = CpuBackend.gathered_at_once
-    lay_out = CpuBackend.lay_out
-    keep_step_memory = CpuBackend.keep_step_memory
+    pack_weight = CpuBackend.pack_weight
+    retain_allocator_memory = CpuBackend.retain_allocator_memory
     fused_places = CpuBackend.fused_places
     fused_verify = staticmethod(CpuBackend.fused_verify)
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> OneCall | list[Call]:
+    def plan_attention(self, meta: AttentionMetadata, group: int) -> OneCall | list[Call]:
         """What operators one by one need where one call does not do."""
-        if fits_one_call(meta.q_lens, meta.kv_lens, group, self.gathered_at_once):
-            return OneCall(max(meta.q_lens), max(meta.kv_lens))
+        if fits_one_call(meta.query_lens, meta.host_seq_lens, group, self.gathered_at_once):
+            return OneCall(max(meta.query_lens), max(meta.host_seq_lens))
         return super().plan_attention(meta, group)
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         if isinstance(meta.plan, OneCall):  # and yet by operators; all layers have the same plan
             meta.plan = super().plan_attention(meta, q_thd.shape[1] // kv.k.shape[2])
         return self.attend(q_thd, kv, meta.plan)
@@ -56,11 +56,11 @@ class Padded:
 class Exported(CompiledBackend):
     """The same while torch.export watches: K and V of a layer are [slots, kv_heads, D], and a plan is Padded."""
 
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        kv.k.index_put_((slots,), k_thd)
-        kv.v.index_put_((slots,), v_thd)
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        kv.k.index_put_((slot_mapping,), k_thd)
+        kv.v.index_put_((slot_mapping,), v_thd)
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         one: Padded = meta.plan
         heads, dim = q_thd.shape[1:]
         kv_heads, num_seqs = kv.k.shape[-2], one.pages.shape[0]
@@ -70,9 +70,9 @@ class Exported(CompiledBackend):
         if one.places is not None:
             q = q_thd.new_zeros(num_seqs * max_q, heads, dim).index_put((one.places,), q_thd)
         q = q.view(num_seqs, max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, -1, dim)
-        slots = one.pages.unsqueeze(2) * meta.page_size + torch.arange(meta.page_size, dtype=torch.int32)
-        slots = slots.flatten(1)[:, : one.mask.shape[3]]
-        k, v = (pool[slots].transpose(1, 2) for pool in (kv.k, kv.v))
+        slot_mapping = one.pages.unsqueeze(2) * meta.page_size + torch.arange(meta.page_size, dtype=torch.int32)
+        slot_mapping = slot_mapping.flatten(1)[:, : one.mask.shape[3]]
+        k, v = (pool[slot_mapping].transpose(1, 2) for pool in (kv.k, kv.v))
         o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=one.mask)
         o = o.view(num_seqs, kv_heads, group, max_q, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
         return o if one.places is None else o[one.places]

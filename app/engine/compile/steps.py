@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.compile.aot import Compiled, compiler
 from app.engine.compile.backend import OneCall, Padded
 from app.engine.compile.cache import kept_packages
@@ -20,13 +20,13 @@ from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows, rotation_at
 from app.engine.sampling.sampler import greedy
 from app.engine.sequence import NOT_FINITE
-from app.engine.step.forward import DraftTensors, Forwarded, Rows, Stages, TargetTensors, places
+from app.engine.step.forward import AttentionInputs, DraftTensors, Forward, Forwarded, TargetTensors, places
 
 
 def compile_stages(
-    stages: Stages, pools: Sequence[KvPool], dtype: torch.dtype, on_compiled: Callable[[int, int], None]
+    forward: Forward, pools: Sequence[KvPool], dtype: torch.dtype, on_compiled: Callable[[int, int], None]
 ) -> None:
-    """Have `stages`, and the drafter if it is DFlash's, run what is compiled wherever a step's attention is one call.
+    """Have `forward`, and the drafter if it is DFlash's, run what is compiled wherever a step's attention is one call.
 
     Raises UnsupportedError where there is no compiler, and for another dtype than float32.
     """
@@ -36,14 +36,14 @@ def compile_stages(
         raise UnsupportedError(
             "--compile: there is no g++ here: install it, name another compiler in CXX, or leave it out"
         )
-    drafter = stages.drafter if isinstance(stages.drafter, DFlashDrafter) else None
+    drafter = forward.drafter if isinstance(forward.drafter, DFlashDrafter) else None
     total = 3 if drafter else 1
     on_compiled(0, total)
     with kept_packages() as folder:
-        stages.fused_forward = _target(stages, pools[0], folder)
+        forward.fused_forward = _target(forward, pools[0], folder)
         on_compiled(1, total)
         if drafter:
-            stages.fused_propose = _draft(stages, drafter, pools[1], folder)
+            forward.fused_propose = _draft(forward, drafter, pools[1], folder)
             on_compiled(2, total)
             drafter.fused_write = _context(drafter, pools[1], folder)
             on_compiled(3, total)
@@ -58,13 +58,13 @@ class _TargetInputs(NamedTuple):
     """
 
     token_ids: Tensor
-    logit_rows: Tensor
+    logits_indices: Tensor
     choice_rows: Tensor
-    owners: Tensor
-    offsets: Tensor
+    seq_ids: Tensor
+    position_offsets: Tensor
     starts: Tensor
     ends: Tensor
-    kv_len: Tensor
+    seq_lens: Tensor
     pages: Tensor
     queries: Tensor
     tokens: Tensor
@@ -74,90 +74,96 @@ class _DraftInputs(NamedTuple):
     """What `_draft` compiles a function of, likewise; `in_block` [w] are the numbers from 0 on of a block's rows."""
 
     anchors: Tensor
-    offsets: Tensor
-    kv_len: Tensor
+    position_offsets: Tensor
+    seq_lens: Tensor
     pages: Tensor
     in_block: Tensor
     tokens: Tensor
 
 
-def _target(stages: Stages, pool: KvPool, folder: Path) -> Callable[[Tensor, TargetTensors, bool], Forwarded | None]:
-    """`Stages.fused_forward`: it takes steps whose attention is one call."""
-    model, most_rows = stages.target, stages.sampler.most_rows
+def _target(forward: Forward, pool: KvPool, folder: Path) -> Callable[[Tensor, TargetTensors, bool], Forwarded | None]:
+    """`Forward.fused_forward`: it takes steps whose attention is one call."""
+    model, max_rows = forward.target, forward.sampler.max_rows
     config, page_size = model.config, pool.layers[0].k.shape[1]
     group = config.num_heads // config.num_kv_heads
 
-    def forward(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def target_step(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         x = _TargetInputs(*inputs)
         *layers, cos, sin = flat
         numbers = torch.arange(x.token_ids.shape[0], dtype=torch.int32)
-        unseen = x.kv_len.unsqueeze(1) - (x.ends - x.starts).unsqueeze(1)
-        seen = torch.minimum(unseen + x.queries, x.kv_len.unsqueeze(1) - 1)
-        padded_places = x.owners * x.queries.shape[0] + numbers - x.starts[x.owners]
+        unseen = x.seq_lens.unsqueeze(1) - (x.ends - x.starts).unsqueeze(1)
+        seen = torch.minimum(unseen + x.queries, x.seq_lens.unsqueeze(1) - 1)
+        padded_places = x.seq_ids * x.queries.shape[0] + numbers - x.starts[x.seq_ids]
         plan = Padded(x.pages, _mask(seen, x.tokens, group), padded_places)
-        meta = AttnMeta(x.ends, x.kv_len, x.pages, [x.token_ids.shape[0]], [], page_size, causal=True, plan=plan)
-        positions, slots = places(Rows(x.owners, x.offsets, meta), numbers)
-        rows = StepRows(rotation_at((cos, sin), positions), slots, [meta])
+        meta = AttentionMetadata(
+            x.ends, x.seq_lens, x.pages, [x.token_ids.shape[0]], [], page_size, causal=True, plan=plan
+        )
+        positions, slot_mapping = places(AttentionInputs(x.seq_ids, x.position_offsets, meta), numbers)
+        rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
         hidden, features = model.forward(x.token_ids, rows, _Layers.of(layers))
-        hidden = hidden[x.logit_rows]
+        hidden = hidden[x.logits_indices]
         choices, is_lost = greedy(torch.nn.functional.linear(hidden[x.choice_rows], model.lm_head))
-        found = (hidden, choices.masked_fill(is_lost, NOT_FINITE), positions, slots)
+        found = (hidden, choices.masked_fill(is_lost, NOT_FINITE), positions, slot_mapping)
         return found if features is None else (*found, features)
 
     num_seqs, max_q, max_kv = 2, 3, 5 * page_size - 1
     num_rows = num_seqs * max_q
     examples = _TargetInputs(
         token_ids=_zeros(num_rows),
-        logit_rows=_zeros(num_rows - 1),
+        logits_indices=_zeros(num_rows - 1),
         choice_rows=_zeros(num_rows - 2),
-        owners=_zeros(num_rows),
-        offsets=_zeros(num_seqs),
+        seq_ids=_zeros(num_rows),
+        position_offsets=_zeros(num_seqs),
         starts=_zeros(num_seqs),
         ends=_zeros(num_seqs),
-        kv_len=_zeros(num_seqs) + max_kv,
+        seq_lens=_zeros(num_seqs) + max_kv,
         pages=_zeros(num_seqs, -(-max_kv // page_size)),
         queries=_zeros(max_q),
         tokens=_zeros(max_kv),
     )
-    kept = [*_flat(pool), *stages.rotary.tables]
+    kept = [*_flat(pool), *forward.rotary.tables]
     settings = (config, model.taps, page_size)
-    run = Compiled("target", settings, forward, [model], kept, examples, _all_open(examples), folder)
-    numbers = torch.arange(len(stages.rotary.tables[0]), dtype=torch.int32)
+    run = Compiled("target", settings, target_step, [model], kept, examples, _all_open(examples), folder)
+    numbers = torch.arange(len(forward.rotary.tables[0]), dtype=torch.int32)
 
     def fused(token_ids: Tensor, inputs: TargetTensors, chooses: bool) -> Forwarded | None:
         (rows,) = inputs.groups
         meta = rows.meta
         if not isinstance(meta.plan, OneCall):
             return None
-        logit_rows = numbers[: len(token_ids)] if inputs.logit_rows is None else inputs.logit_rows
-        num_logits = len(logit_rows)
-        chooses = chooses and 0 < num_logits <= most_rows
+        logits_indices = numbers[: len(token_ids)] if inputs.logits_indices is None else inputs.logits_indices
+        num_logits = len(logits_indices)
+        chooses = chooses and 0 < num_logits <= max_rows
         step = _TargetInputs(
             token_ids=token_ids,
-            logit_rows=logit_rows if num_logits else numbers[:1],  # there is no function of nothing
+            logits_indices=logits_indices if num_logits else numbers[:1],  # there is no function of nothing
             choice_rows=numbers[: num_logits if chooses else 1],
-            owners=rows.owners,
-            offsets=rows.offsets,
-            starts=meta.cu_q[:-1],
-            ends=meta.cu_q[1:],
-            kv_len=meta.kv_len,
+            seq_ids=rows.seq_ids,
+            position_offsets=rows.position_offsets,
+            starts=meta.query_start_loc[:-1],
+            ends=meta.query_start_loc[1:],
+            seq_lens=meta.seq_lens,
             pages=meta.page_table,
             queries=numbers[: meta.plan.max_q],
             tokens=numbers[: meta.plan.max_kv],
         )
-        hidden, choices, positions, slots, *features = run(*step)
+        hidden, choices, positions, slot_mapping, *features = run(*step)
         return Forwarded(
-            hidden[:num_logits], choices if chooses else None, features[0] if features else None, positions, slots
+            hidden[:num_logits],
+            choices if chooses else None,
+            features[0] if features else None,
+            positions,
+            slot_mapping,
         )
 
     return fused
 
 
 def _draft(
-    stages: Stages, drafter: DFlashDrafter, pool: KvPool, folder: Path
+    forward: Forward, drafter: DFlashDrafter, pool: KvPool, folder: Path
 ) -> Callable[[DraftTensors], Tensor | None]:
-    """`Stages.fused_propose`: it takes steps whose attention is one call."""
-    model, most_rows = drafter.model, stages.sampler.most_rows
+    """`Forward.fused_propose`: it takes steps whose attention is one call."""
+    model, max_rows = drafter.model, forward.sampler.max_rows
     config, page_size = model.config, pool.layers[0].k.shape[1]
     group = config.decoder.num_heads // config.decoder.num_kv_heads
 
@@ -166,19 +172,21 @@ def _draft(
         *layers, cos, sin = flat
         block = x.in_block.shape[0]
         numbers = torch.arange(x.anchors.shape[0] * block, dtype=torch.int32)
-        plan = Padded(x.pages, _mask((x.kv_len - 1).unsqueeze(1).expand(-1, block), x.tokens, group), None)
-        meta = AttnMeta(x.kv_len, x.kv_len, x.pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan)
-        positions, slots = places(Rows(numbers // block, x.offsets, meta), numbers)
-        rows = StepRows(rotation_at((cos, sin), positions), slots, [meta])
-        embedded = stages.backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
+        plan = Padded(x.pages, _mask((x.seq_lens - 1).unsqueeze(1).expand(-1, block), x.tokens, group), None)
+        meta = AttentionMetadata(
+            x.seq_lens, x.seq_lens, x.pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan
+        )
+        positions, slot_mapping = places(AttentionInputs(numbers // block, x.position_offsets, meta), numbers)
+        rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
+        embedded = forward.backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
         hidden = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])[:, 1:]
         return (torch.nn.functional.linear(hidden, model.lm_head).argmax(dim=-1).to(torch.int32),)
 
     num_blocks, num_rows, max_kv = 2, 3, 5 * page_size - 1
     examples = _DraftInputs(
         anchors=_zeros(num_blocks),
-        offsets=_zeros(num_blocks),
-        kv_len=_zeros(num_blocks) + max_kv,
+        position_offsets=_zeros(num_blocks),
+        seq_lens=_zeros(num_blocks) + max_kv,
         pages=_zeros(num_blocks, -(-max_kv // page_size)),
         in_block=_zeros(num_rows),
         tokens=_zeros(max_kv),
@@ -189,10 +197,12 @@ def _draft(
 
     def fused(inputs: DraftTensors) -> Tensor | None:
         rows, meta = inputs.rows, inputs.rows.meta
-        if not isinstance(meta.plan, OneCall) or len(inputs.anchors) * (meta.plan.max_q - 1) > most_rows:
+        if not isinstance(meta.plan, OneCall) or len(inputs.anchors) * (meta.plan.max_q - 1) > max_rows:
             return None
         of_block, tokens = numbers[: meta.plan.max_q], numbers[: meta.plan.max_kv]
-        (drafts,) = run(*_DraftInputs(inputs.anchors, rows.offsets, meta.kv_len, meta.page_table, of_block, tokens))
+        (drafts,) = run(
+            *_DraftInputs(inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, of_block, tokens)
+        )
         return drafts
 
     return fused
@@ -203,14 +213,16 @@ def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Te
     context = drafter.context
     own_pool, layers = context.pool, [part.view(-1, *part.shape[2:]) for part in (pool.all_layers.k, pool.all_layers.v)]
 
-    def write(flat: list[Tensor], features: Tensor, positions: Tensor, slots: Tensor, first_slots: Tensor) -> Tensor:
+    def write(
+        flat: list[Tensor], features: Tensor, positions: Tensor, slot_mapping: Tensor, first_slots: Tensor
+    ) -> Tensor:
         k, v, cos, sin = flat
         context.pool = _AllLayers(LayerKv(k, v), first_slots)
         try:
-            context.write(features, rotation_at((cos, sin), positions), slots)
+            context.write(features, rotation_at((cos, sin), positions), slot_mapping)
         finally:
             context.pool = own_pool
-        return slots
+        return slot_mapping
 
     rows = 6
     first_slots = pool.slots_in_all_layers(torch.zeros(1, dtype=torch.int32))
@@ -223,8 +235,8 @@ def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Te
     open_sizes = [[0], [0], [0], []]
     run = Compiled("context", drafter.model.config, write, [context], kept, examples, open_sizes, folder)
 
-    def fused(features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        run(features, positions, slots, first_slots)
+    def fused(features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+        run(features, positions, slot_mapping, first_slots)
 
     return fused
 
@@ -265,5 +277,5 @@ class _AllLayers:
     all_layers: LayerKv
     first_slots: Tensor
 
-    def slots_in_all_layers(self, slots: Tensor) -> Tensor:
-        return (slots[:, None] + self.first_slots).flatten()
+    def slots_in_all_layers(self, slot_mapping: Tensor) -> Tensor:
+        return (slot_mapping[:, None] + self.first_slots).flatten()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, LayerKv, Rotation
+from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.backend.torch import Call, Piece, TorchBackend
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -24,11 +24,11 @@ _MOST_KEPT = (1 << 30, 32 << 20)
 
 
 class CpuBackend(TorchBackend):
-    pairs_adjacent = True
+    interleaved_rope = True
     gathered_at_once = 1 << 13
     """What was gathered is read again before the caches have lost it."""
 
-    def lay_out(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, weight: Tensor) -> Tensor:
         """Column by column: with few rows that is up to twice as fast, and with many as fast."""
         return weight.t().contiguous().t()
 
@@ -56,18 +56,18 @@ class CpuBackend(TorchBackend):
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
-        slots: Tensor,
+        slot_mapping: Tensor,
     ) -> Tensor:
         """Heads of q and k in the same operators."""
         if qkv.dtype != torch.float32:
-            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slots)
+            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
         kv_heads = kv.k.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
         qk = qkv[:, : heads + kv_heads]
         qk = qk.div(_rms(qk, eps))
         q, k = qk[:, :heads].mul_(q_norm), qk[:, heads:].mul_(k_norm)
         _as_complex(qk).mul_(rotation[0])
-        self.write_kv(k, qkv[:, heads + kv_heads :], kv, slots)
+        self.write_kv(k, qkv[:, heads + kv_heads :], kv, slot_mapping)
         return q
 
     def context_into_kv(
@@ -78,21 +78,21 @@ class CpuBackend(TorchBackend):
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
-        slots: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """All layers' heads in the same operators."""
         if kv_tl2hd.dtype != torch.float32:
-            super().context_into_kv(kv_tl2hd, k_norm, ones, eps, rotation, kv, slots)
+            super().context_into_kv(kv_tl2hd, k_norm, ones, eps, rotation, kv, slot_mapping)
             return
         k, v = kv_tl2hd.unbind(2)
         k = k.div(_rms(k, eps)).mul_(k_norm[:, None])
         _as_complex(k).mul_(rotation[0].unsqueeze(1))
-        self.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, slots)
+        self.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, slot_mapping)
 
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        slots = slots.long()
-        kv.k.view(-1, *k_thd.shape[1:]).index_copy_(0, slots, k_thd)
-        kv.v.view(-1, *v_thd.shape[1:]).index_copy_(0, slots, v_thd)
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        slot_mapping = slot_mapping.long()
+        kv.k.view(-1, *k_thd.shape[1:]).index_copy_(0, slot_mapping, k_thd)
+        kv.v.view(-1, *v_thd.shape[1:]).index_copy_(0, slot_mapping, v_thd)
 
     def fused_places(
         self, owners: Tensor, offsets: Tensor, numbers: Tensor, page_table: Tensor, page_size: int
@@ -101,12 +101,12 @@ class CpuBackend(TorchBackend):
         positions = offsets.index_select(0, owners).add_(numbers)
         pages = positions // page_size
         places = torch.add(pages, owners, alpha=page_table.shape[1])
-        slots = page_table.view(-1).index_select(0, places).sub_(pages).mul_(page_size).add_(positions)
-        return positions, slots
+        slot_mapping = page_table.view(-1).index_select(0, places).sub_(pages).mul_(page_size).add_(positions)
+        return positions, slot_mapping
 
     @staticmethod
     def fused_verify(
-        choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_of: Tensor
+        choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_index: Tensor
     ) -> Tensor:
         """In NumPy, whose calls cost a fraction of PyTorch's."""
         own, rows = choices.numpy(), first.numpy()
@@ -114,7 +114,7 @@ class CpuBackend(TorchBackend):
             out = np.zeros((len(rows), 2), dtype=own.dtype)
             out[:, 0] = own[rows]
             return torch.from_numpy(out)
-        limits, drafted = num_drafts.numpy()[:, None], drafts.numpy()[draft_of.numpy()]
+        limits, drafted = num_drafts.numpy()[:, None], drafts.numpy()[draft_index.numpy()]
         column = np.arange(drafted.shape[1] + 1)
         tokens = own[rows[:, None] + np.minimum(column, limits)]
         kept = (tokens[:, :-1] == drafted) & (column[1:] <= limits)
@@ -123,7 +123,7 @@ class CpuBackend(TorchBackend):
         out[:, -1] = np.where(kept.all(axis=1), len(column) - 1, kept.argmin(axis=1))
         return torch.from_numpy(out)
 
-    def _call(self, meta: AttnMeta, pieces: list[Piece], group: int, *, whole: bool) -> Call:
+    def _call(self, meta: AttentionMetadata, pieces: list[Piece], group: int, *, whole: bool) -> Call:
         """Pages of a single sequence that lie in a row are not gathered."""
         call = super()._call(meta, pieces, group, whole=whole)
         if call.num_pieces == 1 and isinstance(call.pages, Tensor):
@@ -141,7 +141,7 @@ class CpuBackend(TorchBackend):
         gate, up = torch.mm(x, gate_up.t()).chunk(2, dim=-1)
         return torch.mm(F.silu(gate).mul_(up), down.t())
 
-    def keep_step_memory(self) -> None:
+    def retain_allocator_memory(self) -> None:
         """glibc gives large blocks back to the system at once, and each step would fault all its pages in anew: half of
         a wide step's time. With other allocators nothing is changed."""
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

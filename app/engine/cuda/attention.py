@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
 
 TILE_ROWS = 16
@@ -66,7 +66,7 @@ def geometry(
     )
 
 
-def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttnMeta, at: Geometry) -> Tensor:
+def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, at: Geometry) -> Tensor:
     """`Backend.attention`; lengths are those that `meta` has on the device when this runs there."""
     num_rows, heads, dim = q_thd.shape
     page_size, kv_heads = kv.k.shape[1:3]
@@ -83,8 +83,8 @@ def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttnMeta, at: Geometry) ->
         kv.v,
         parts,
         lse,
-        meta.cu_q,
-        meta.kv_len,
+        meta.query_start_loc,
+        meta.seq_lens,
         meta.page_table,
         num_seqs,
         table_width,
@@ -146,7 +146,8 @@ def attend(
         seq = tile
         first = 0
     else:
-        # Sequence i has the tiles from cu_q[i] // ROWS + i on: as many as it needs at most, so some are nobody's.
+        # Sequence i has the tiles from query_start_loc[i] // ROWS + i on: as many as it needs at most, so some are
+        # nobody's.
         seqs = tl.arange(0, BLOCK_S)
         first_tiles = tl.load(cu_q_ptr + seqs, mask=seqs < num_seqs, other=0) // ROWS + seqs
         seq = tl.sum(((first_tiles <= tile) & (seqs < num_seqs)).to(tl.int32)) - 1

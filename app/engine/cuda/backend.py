@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, LayerKv, Rotation
+from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.backend.graph import Graph
 from app.engine.backend.torch import TorchBackend
 from app.engine.cuda import inputs, rows
@@ -29,7 +29,7 @@ class CudaBackend(TorchBackend):
     """
 
     captures = True
-    lengths_on_device = True
+    device_side_lengths = True
     fused_places = staticmethod(inputs.places)
     fused_verify = staticmethod(inputs.verify)
     fused_follow = staticmethod(inputs.follow)
@@ -51,19 +51,19 @@ class CudaBackend(TorchBackend):
                 f"give --num-speculative-tokens {TILE_ROWS - 1}"
             )
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
         """None for our attention, else what PyTorch's needs."""
-        num_seqs, num_rows = len(meta.q_lens), sum(meta.q_lens)
+        num_seqs, num_rows = len(meta.query_lens), sum(meta.query_lens)
         if num_rows > TILE_ROWS * num_seqs:
             return super().plan_attention(meta, group)
         return None
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         if meta.plan is not None:
             return super().attention(q_thd, kv, meta)
         return paged_attention(q_thd, kv, meta, self.geometry(q_thd, kv, meta))
 
-    def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Geometry:
+    def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
         """By shapes alone, so that a graph may hold it."""
         num_seqs, kv_heads = len(meta.page_table), kv.k.shape[2]
         num_rows, heads = q_thd.shape[:2]
@@ -86,9 +86,9 @@ class CudaBackend(TorchBackend):
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
-        slots: Tensor,
+        slot_mapping: Tensor,
     ) -> Tensor:
-        return rows.qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slots)
+        return rows.qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
 
     def context_into_kv(
         self,
@@ -98,14 +98,14 @@ class CudaBackend(TorchBackend):
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
-        slots: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
-        rows.context_into_kv(kv_tl2hd, k_norm, eps, rotation, kv, slots)
+        rows.context_into_kv(kv_tl2hd, k_norm, eps, rotation, kv, slot_mapping)
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
         return inputs.embed_blocks(anchors, mask_token_id, block_size, embedding)
 
-    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> Graph:
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         if self.device.type == "cpu":
             return super().capture(run, metas)
         run()

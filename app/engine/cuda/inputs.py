@@ -16,24 +16,24 @@ FOLLOW_BLOCK = 32
 
 
 def places(
-    owners: Tensor, offsets: Tensor, numbers: Tensor, page_table: Tensor, page_size: int
+    seq_ids: Tensor, position_offsets: Tensor, numbers: Tensor, page_table: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """`stages.places`: (positions, slots) [R] int32 of rows 0 .. R - 1 of sequences `owners` [R]."""
+    """`forward.places`: (positions, slot_mapping) [R] int32 of rows 0 .. R - 1 of sequences `seq_ids` [R]."""
     num_rows = len(numbers)
-    positions, slots = (torch.empty(num_rows, dtype=torch.int32, device=owners.device) for _ in range(2))
+    positions, slot_mapping = (torch.empty(num_rows, dtype=torch.int32, device=seq_ids.device) for _ in range(2))
     place[triton.cdiv(num_rows, PLACES_BLOCK),](
-        owners,
-        offsets,
+        seq_ids,
+        position_offsets,
         page_table,
         positions,
-        slots,
+        slot_mapping,
         num_rows,
         page_table.shape[1],
         PAGE=page_size,
         BLOCK=PLACES_BLOCK,
         num_warps=4,
     )
-    return positions, slots
+    return positions, slot_mapping
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_width"])
@@ -100,7 +100,7 @@ def embed(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + columns, x, mask=inside)
 
 
-def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_of: Tensor) -> Tensor:
+def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_index: Tensor) -> Tensor:
     """`dflash.verify`."""
     num_seqs, width = len(first), 1 if drafts is None else drafts.shape[1] + 1
     out = torch.empty(num_seqs, width + 1, dtype=choices.dtype, device=choices.device)
@@ -112,7 +112,7 @@ def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Te
         choices if drafts is None else drafts,
         first,
         num_drafts,
-        draft_of,
+        draft_index,
         out,
         num_seqs,
         WIDTH=width,
@@ -154,16 +154,18 @@ def accept(
     tl.store(to + WIDTH, accepted.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def follow(verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, offsets: Tensor, kv_len: Tensor) -> None:
-    """`stages.follow`."""
+def follow(
+    verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, position_offsets: Tensor, seq_lens: Tensor
+) -> None:
+    """`forward.follow`."""
     num_seqs = len(lines)
     begin[triton.cdiv(num_seqs, FOLLOW_BLOCK),](
         verified,
         lines,
         token_ids,
         places,
-        offsets,
-        kv_len,
+        position_offsets,
+        seq_lens,
         num_seqs,
         WIDTH=verified.shape[1] - 1,
         BLOCK=FOLLOW_BLOCK,
@@ -194,5 +196,5 @@ def begin(
     tl.store(token_ptr + place, bonus.to(tl.int32), mask=follows)
     offset = tl.load(offset_ptr + seq, mask=follows, other=0)
     tl.store(offset_ptr + seq, offset + accepted.to(tl.int32), mask=follows)
-    kv_len = tl.load(kv_len_ptr + seq, mask=follows, other=0)
-    tl.store(kv_len_ptr + seq, kv_len + accepted.to(tl.int32), mask=follows)
+    seq_lens = tl.load(kv_len_ptr + seq, mask=follows, other=0)
+    tl.store(kv_len_ptr + seq, seq_lens + accepted.to(tl.int32), mask=follows)

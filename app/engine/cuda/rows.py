@@ -115,7 +115,7 @@ def qkv_into_kv(
     eps: float,
     rotation: Rotation,
     kv: LayerKv,
-    slots: Tensor,
+    slot_mapping: Tensor,
 ) -> Tensor:
     """`Backend.qkv_into_kv`."""
     num_rows, all_heads, dim = qkv.shape
@@ -128,7 +128,7 @@ def qkv_into_kv(
         q_norm,
         k_norm,
         *(x.contiguous() for x in rotation),
-        slots,
+        slot_mapping,
         q,
         kv.k,
         kv.v,
@@ -214,7 +214,7 @@ def context_into_kv(
     eps: float,
     rotation: Rotation,
     kv: LayerKv,
-    slots: Tensor,
+    slot_mapping: Tensor,
 ) -> None:
     """`Backend.context_into_kv`."""
     num_rows, layers, _, kv_heads, dim = kv_tl2hd.shape
@@ -224,7 +224,7 @@ def context_into_kv(
         kv_tl2hd.contiguous(),
         k_norm.contiguous(),
         *(x.contiguous() for x in rotation),
-        slots,
+        slot_mapping,
         kv.k,
         kv.v,
         num_lines,

@@ -21,14 +21,14 @@ class ContextKv:
         self._fc = model.fc
         self._hidden_norm = model.hidden_norm
         self._eps = decoder.rms_norm_eps
-        self._kv = backend.lay_out(torch.cat([layer.attention.kv_weight for layer in model.layers]))
+        self._kv = backend.pack_weight(torch.cat([layer.attention.kv_weight for layer in model.layers]))
         self._k_norm = torch.stack([layer.attention.k_norm for layer in model.layers])
         self._ones = torch.ones_like(self._k_norm[0])
         self._shape = (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
         self.pool: Any = pool
         self._backend = backend
 
-    def write(self, features: Tensor, rotation: Rotation, slots: Tensor) -> None:
+    def write(self, features: Tensor, rotation: Rotation, slot_mapping: Tensor) -> None:
         """Features [T, taps * H] of rows, with RoPE at their positions, into the same slots [T] as the target's KV.
 
         What is not finite in them becomes 0, and drafts that are no good; else it would stay on pages that others get.
@@ -37,5 +37,7 @@ class ContextKv:
         context = backend.rms_norm(backend.linear(features, self._fc), self._hidden_norm, self._eps)
         context = context.nan_to_num(0.0, 0.0, 0.0)
         kv_tl2hd = backend.linear(context, self._kv).view(-1, *self._shape)
-        slots = self.pool.slots_in_all_layers(slots)
-        backend.context_into_kv(kv_tl2hd, self._k_norm, self._ones, self._eps, rotation, self.pool.all_layers, slots)
+        slot_mapping = self.pool.slots_in_all_layers(slot_mapping)
+        backend.context_into_kv(
+            kv_tl2hd, self._k_norm, self._ones, self._eps, rotation, self.pool.all_layers, slot_mapping
+        )

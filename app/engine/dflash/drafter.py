@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, Backend
+from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.dflash.context_kv import ContextKv
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.config import DecoderConfig
@@ -21,13 +21,13 @@ class Drafter(Protocol):
     def decoder(self) -> DecoderConfig: ...
 
     def propose(
-        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
+        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
         """Drafts [D, w - 1] of the tokens after each anchor [D]. Blocks of w rows, as many as the trained ones have or
-        fewer, lie at `positions` and `slots` [D * w]."""
+        fewer, lie at `positions` and `slot_mapping` [D * w]."""
         ...
 
-    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         """Take in the features [T, taps * H] of all target rows of the step."""
         ...
 
@@ -51,21 +51,21 @@ class DFlashDrafter:
         self.decoder = model.config.decoder
 
     def propose(
-        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
+        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
-        hidden = self.masked(anchors, positions, slots, meta)
+        hidden = self.masked(anchors, positions, slot_mapping, meta)
         return self._sampler.propose(hidden, self.model.lm_head).view(anchors.shape[0], -1)
 
-    def masked(self, anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta) -> Tensor:
+    def masked(self, anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata) -> Tensor:
         """Hidden states [D * (w - 1), H] of the blocks' rows behind their anchors [D]; arguments as of `propose`."""
         num_blocks, model = anchors.shape[0], self.model
         num_rows = positions.shape[0] // num_blocks
         embedded = self._backend.embed_blocks(anchors, model.config.mask_token_id, num_rows, model.embedding)
-        hidden = model.forward(embedded, StepRows(self.rotary.at(positions), slots, [meta]), self._pool)
+        hidden = model.forward(embedded, StepRows(self.rotary.at(positions), slot_mapping, [meta]), self._pool)
         return hidden.view(num_blocks, num_rows, -1)[:, 1:].flatten(0, 1)
 
-    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         if self.fused_write:
-            self.fused_write(features, positions, slots)
+            self.fused_write(features, positions, slot_mapping)
         else:
-            self.context.write(features, self.rotary.at(positions), slots)
+            self.context.write(features, self.rotary.at(positions), slot_mapping)

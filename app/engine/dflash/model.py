@@ -41,14 +41,14 @@ class DFlashModel:
         decoder = config.decoder
         hidden, vocab = decoder.hidden_size, decoder.vocab_size
         self.config = config
-        self.fc = backend.lay_out(weights.get("fc.weight", hidden, len(config.taps) * hidden))
+        self.fc = backend.pack_weight(weights.get("fc.weight", hidden, len(config.taps) * hidden))
         self.hidden_norm = weights.get("hidden_norm.weight", hidden)
         self.layers = [DecoderLayer(decoder, weights, f"layers.{i}", backend) for i in range(decoder.num_layers)]
         self._norm = weights.get("norm.weight", hidden)
         self.embedding = _own("embed_tokens.weight", weights, embedding, vocab, hidden)
         self.lm_head = _own("lm_head.weight", weights, lm_head, vocab, hidden)
         if self.lm_head is not lm_head:
-            self.lm_head = backend.lay_out(self.lm_head)
+            self.lm_head = backend.pack_weight(self.lm_head)
         if "embed_tokens.weight" in weights and "lm_head.weight" not in weights and decoder.tie_word_embeddings:
             raise UnsupportedError("draft: an lm_head tied to an embedding of its own is not supported yet")
         self._backend = backend

@@ -24,13 +24,13 @@ class KvPool:
         first_slots = torch.arange(config.num_layers, dtype=torch.int32) * (num_pages * page_size)
         self._first_slots = first_slots.to(device)
 
-    def slots_in_all_layers(self, slots: Tensor) -> Tensor:
+    def slots_in_all_layers(self, slot_mapping: Tensor) -> Tensor:
         """Slots [T] of one layer as slots [T * layers] of `all_layers`, those of a row in all layers together."""
-        return (slots[:, None] + self._first_slots).flatten()
+        return (slot_mapping[:, None] + self._first_slots).flatten()
 
-    def clear(self, slots: Tensor) -> None:
+    def clear(self, slot_mapping: Tensor) -> None:
         """Zero the slots [T] int32 of every layer."""
-        places = self.slots_in_all_layers(slots).long()
+        places = self.slots_in_all_layers(slot_mapping).long()
         for kv in (self.all_layers.k, self.all_layers.v):
             kv.flatten(0, 1).index_fill_(0, places, 0)
 

@@ -1,7 +1,7 @@
 """The Qwen3-style decoder layer that the target and the draft share, with fused weights.
 
 In the target a row sees the tokens before it; in the draft it sees its whole block and the context. The layer is the
-same: only `AttnMeta.causal` and the KV lengths differ.
+same: only `AttentionMetadata.causal` and the KV lengths differ.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, Backend, LayerKv, Rotation
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.models.config import DecoderConfig
 from app.engine.models.loader import Weights
 
@@ -33,14 +33,14 @@ def rotation_at(tables: Rotation, positions: Tensor) -> Rotation:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """What every layer of one forward reads besides the hidden states: T rows at `slots` [T].
+    """What every layer of one forward reads besides the hidden states: T rows at `slot_mapping` [T].
 
     Each of `groups` is attention over the next rows in order, one call each.
     """
 
     rotation: Rotation
-    slots: Tensor
-    groups: list[AttnMeta]
+    slot_mapping: Tensor
+    groups: list[AttentionMetadata]
 
 
 class Attention:
@@ -54,10 +54,10 @@ class Attention:
             for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))
         )
         q_norm, k_norm = (weights.get(f"{prefix}.{name}_norm.weight", dim) for name in ("q", "k"))
-        if backend.pairs_adjacent:
+        if backend.interleaved_rope:
             q, k, q_norm, k_norm = (with_pairs_adjacent(x, dim) for x in (q, k, q_norm, k_norm))
-        self.qkv = backend.lay_out(torch.cat((q, k, v)))
-        self.o = backend.lay_out(weights.get(f"{prefix}.o_proj.weight", hidden, q_size))
+        self.qkv = backend.pack_weight(torch.cat((q, k, v)))
+        self.o = backend.pack_weight(weights.get(f"{prefix}.o_proj.weight", hidden, q_size))
         self.q_norm, self.k_norm = q_norm, k_norm
         self._q_size = q_size
         self._head_dim = dim
@@ -72,8 +72,8 @@ class Attention:
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         backend = self._backend
         qkv = backend.linear(x, self.qkv).view(x.shape[0], -1, self._head_dim)
-        q = backend.qkv_into_kv(qkv, self.q_norm, self.k_norm, self._eps, rows.rotation, kv, rows.slots)
-        parts = q.split_with_sizes([sum(meta.q_lens) for meta in rows.groups])
+        q = backend.qkv_into_kv(qkv, self.q_norm, self.k_norm, self._eps, rows.rotation, kv, rows.slot_mapping)
+        parts = q.split_with_sizes([sum(meta.query_lens) for meta in rows.groups])
         o = [backend.attention(part, kv, meta) for part, meta in zip(parts, rows.groups, strict=True)]
         return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), self.o)
 
@@ -85,8 +85,8 @@ class DecoderLayer:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.attention = Attention(config, weights, f"{prefix}.self_attn", backend)
         gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
-        self.gate_up = backend.lay_out(torch.cat((gate, up)))
-        self.down = backend.lay_out(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner))
+        self.gate_up = backend.pack_weight(torch.cat((gate, up)))
+        self.down = backend.pack_weight(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner))
         self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
         self.post_attention_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
         self._eps = config.rms_norm_eps

@@ -33,10 +33,10 @@ class Qwen3:
         self._layers = [DecoderLayer(config, weights, f"layers.{i}", backend) for i in range(config.num_layers)]
         self._norm = weights.get("norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            self.lm_head = self.embedding = backend.lay_out(self.embedding)
+            self.lm_head = self.embedding = backend.pack_weight(self.embedding)
             weights.skip("lm_head.weight")
         else:
-            self.lm_head = backend.lay_out(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
+            self.lm_head = backend.pack_weight(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
         self._backend = backend
 
     def embed(self, token_ids: Tensor) -> Tensor:

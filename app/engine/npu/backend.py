@@ -12,7 +12,15 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, Backend, Defaults, LayerKv, Rotation, download_behind, peak_memory
+from app.engine.backend.base import (
+    AttentionMetadata,
+    Backend,
+    Defaults,
+    LayerKv,
+    Rotation,
+    download_behind,
+    peak_memory,
+)
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
@@ -41,7 +49,7 @@ class NpuBackend(Backend):
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()
-        self._attended: list[AttnMeta] | None = None
+        self._attended: list[AttentionMetadata] | None = None
         self._graph_pool: tuple[int, int] | None = None
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
@@ -59,11 +67,11 @@ class NpuBackend(Backend):
         if head_dim not in HEAD_DIMS:
             raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {' and '.join(map(str, HEAD_DIMS))}")
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> AttentionPlan:
+    def plan_attention(self, meta: AttentionMetadata, group: int) -> AttentionPlan:
         mask, mode = (self._mask, 3) if meta.causal else (None, 0)
-        return AttentionPlan(list(accumulate(meta.q_lens)), list(meta.kv_lens), mask, mode)
+        return AttentionPlan(list(accumulate(meta.query_lens)), list(meta.host_seq_lens), mask, mode)
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         """The one call site for both attentions. Pages go in as [pages, page_size, kv_heads * D]: a 4-D tensor would
         be read as [pages, kv_heads, page_size, D] (N6)."""
         plan: AttentionPlan = meta.plan
@@ -76,7 +84,7 @@ class NpuBackend(Backend):
             kv.v.flatten(2),
             atten_mask=plan.mask,
             actual_seq_lengths=plan.q_ends,
-            actual_seq_lengths_kv=plan.kv_lens,
+            actual_seq_lengths_kv=plan.host_seq_lens,
             block_table=meta.page_table,
             num_heads=q_thd.shape[1],
             num_key_value_heads=kv_heads,
@@ -87,9 +95,9 @@ class NpuBackend(Backend):
         )
         return o
 
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         """`cache_mode` is said in words: by default the operator writes another layout (N15)."""
-        k, v, places = k_thd.contiguous(), v_thd.contiguous(), slots.contiguous()
+        k, v, places = k_thd.contiguous(), v_thd.contiguous(), slot_mapping.contiguous()
         if self._writes_pages:
             torch_npu.npu_scatter_pa_kv_cache(k, v, kv.k, kv.v, places, cache_mode="Norm")
             return
@@ -127,14 +135,14 @@ class NpuBackend(Backend):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
-    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> NpuGraph:
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
         """Captured for the longest KV that the page tables have room for, should workspaces depend on it."""
         plans: list[AttentionPlan] = [meta.plan for meta in metas]
         run()
         for meta, plan in zip(metas, plans, strict=True):
             longest = meta.page_table.shape[1] * meta.page_size
-            meta.plan = replace(plan, kv_lens=[longest] * len(plan.kv_lens))
-        self._attended = attended = list[AttnMeta]()
+            meta.plan = replace(plan, host_seq_lens=[longest] * len(plan.host_seq_lens))
+        self._attended = attended = list[AttentionMetadata]()
         graph = NpuGraph(run, attended, self._graph_pool)
         self._attended, self._graph_pool = None, graph.pool
         for meta, plan in zip(metas, plans, strict=True):

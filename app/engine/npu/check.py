@@ -92,8 +92,8 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 def _attention(hold: _Holder, call: Mapping[str, Any]) -> None:
     query, key, value = call["query"], call["key"], call["value"]
-    q_ends, kv_lens = call.get("actual_seq_lengths"), call.get("actual_seq_lengths_kv")
-    for name, lengths in (("actual_seq_lengths", q_ends), ("actual_seq_lengths_kv", kv_lens)):
+    q_ends, host_seq_lens = call.get("actual_seq_lengths"), call.get("actual_seq_lengths_kv")
+    for name, lengths in (("actual_seq_lengths", q_ends), ("actual_seq_lengths_kv", host_seq_lens)):
         hold("N1", _is_int_list(lengths), f"{name} is {_kind(lengths)}, not a list[int]")
     layout, scale = call.get("input_layout", "BSH"), call.get("scale")
     hold("N14", layout == "TND", f"input_layout is {layout!r}, not 'TND'")
@@ -124,13 +124,17 @@ def _attention(hold: _Holder, call: Mapping[str, Any]) -> None:
     table = call.get("block_table")
     fits = isinstance(table, Tensor) and table.dim() == 2 and table.dtype == torch.int32
     hold("N4", fits, f"block_table is {_kind(table)}, not int32 [S, P]")
-    if not (_is_int_list(q_ends) and _is_int_list(kv_lens) and isinstance(table, Tensor) and fits):
+    if not (_is_int_list(q_ends) and _is_int_list(host_seq_lens) and isinstance(table, Tensor) and fits):
         return
-    counts = {len(q_ends), len(kv_lens), len(table)}
+    counts = {len(q_ends), len(host_seq_lens), len(table)}
     hold("N4", len(counts) == 1 and 0 < len(q_ends) <= MAX_REQUESTS, f"ends, KV lengths, block rows count {counts}")
-    q_lens = [end - start for start, end in pairwise([0, *q_ends])]
-    hold("N2", min(q_lens) > 0 and q_ends[-1] == total, f"ends {q_ends} do not grow to {total} query rows")
-    hold("N3", min(kv_lens) > 0 and max(kv_lens) <= table.shape[1] * size, f"KV {kv_lens} in {table.shape[1]} x {size}")
+    query_lens = [end - start for start, end in pairwise([0, *q_ends])]
+    hold("N2", min(query_lens) > 0 and q_ends[-1] == total, f"ends {q_ends} do not grow to {total} query rows")
+    hold(
+        "N3",
+        min(host_seq_lens) > 0 and max(host_seq_lens) <= table.shape[1] * size,
+        f"KV {host_seq_lens} in {table.shape[1]} x {size}",
+    )
 
     mode, mask = call.get("sparse_mode", 0), call.get("atten_mask")
     hold("N10", (mode, mask is None) in ((0, True), (3, False)), f"sparse_mode {mode} with mask {_kind(mask)}")
@@ -138,15 +142,15 @@ def _attention(hold: _Holder, call: Mapping[str, Any]) -> None:
         fits = mask.dtype == torch.int8 and tuple(mask.shape) == (MASK_SIZE, MASK_SIZE)
         hold("N10", fits, f"mask {mask.dtype} {_shape(mask)} is not int8 [{MASK_SIZE}, {MASK_SIZE}]")
     if mode == 3:
-        short = [(q, kv) for q, kv in zip(q_lens, kv_lens, strict=False) if q > kv]
+        short = [(q, kv) for q, kv in zip(query_lens, host_seq_lens, strict=False) if q > kv]
         hold("N11", not short, f"(rows, KV) with fewer KV than causal rows: {short}")
 
 
 def _attention_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
     table, size, blocks = call["block_table"], call["block_size"], len(call["key"])
-    q_ends, kv_lens = call["actual_seq_lengths"], call["actual_seq_lengths_kv"]
+    q_ends, host_seq_lens = call["actual_seq_lengths"], call["actual_seq_lengths_kv"]
     starts = torch.arange(0, table.shape[1] * size, size, device=table.device)
-    ids = table[starts < torch.tensor(kv_lens, device=table.device)[:, None]]
+    ids = table[starts < torch.tensor(host_seq_lens, device=table.device)[:, None]]
     hold("N13", int(ids.min()) >= 0 and int(ids.max()) < blocks, f"block ids {ids.tolist()} of {blocks} blocks")
     if call.get("sparse_mode", 0) == 3:
         right = torch.equal(call["atten_mask"].cpu(), _causal_mask())
@@ -167,7 +171,7 @@ def _causal_mask() -> Tensor:
 
 
 def _write_kv(hold: _Holder, call: Mapping[str, Any]) -> None:
-    key, slots = call["key"], call["slot_mapping"]
+    key, slot_mapping = call["key"], call["slot_mapping"]
     mode = call.get("cache_mode", "PA_NZ")
     hold("N15", mode == "Norm", f"cache_mode is {mode!r}, not 'Norm'")
     for name in ("key", "value"):
@@ -177,8 +181,10 @@ def _write_kv(hold: _Holder, call: Mapping[str, Any]) -> None:
         fits = cache.dim() == 4 and cache.is_contiguous() and cache.shape[2:] == rows.shape[1:]
         hold("N15", fits, f"{name}_cache {_shape(cache)} is not contiguous [blocks, block_size, *{_shape(rows)[1:]}]")
         hold("N15", cache.dtype == rows.dtype, f"{name} is {rows.dtype}, its cache {cache.dtype}")
-    fits = slots.dtype == torch.int32 and tuple(slots.shape) == (len(key),) and slots.is_contiguous()
-    hold("N15", fits, f"slot_mapping {slots.dtype} {_shape(slots)} is not contiguous int32 [{len(key)}]")
+    fits = (
+        slot_mapping.dtype == torch.int32 and tuple(slot_mapping.shape) == (len(key),) and slot_mapping.is_contiguous()
+    )
+    hold("N15", fits, f"slot_mapping {slot_mapping.dtype} {_shape(slot_mapping)} is not contiguous int32 [{len(key)}]")
 
 
 def _write_kv_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta
+from app.engine.backend.base import AttentionMetadata
 from app.engine.backend.graph import Graph
 from app.engine.npu.check import check_update
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention's own form of an AttnMeta: query lengths cumulative, KV lengths of each sequence, both on the host (N1
+    """Attention's own form of an AttentionMetadata: query lengths cumulative, KV lengths of each sequence, both on
+    the host (N1
     to N3); causal rows have the mask and sparse_mode 3, bidirectional ones no mask and sparse_mode 0 (N10)."""
 
     q_ends: list[int]
-    kv_lens: list[int]
+    host_seq_lens: list[int]
     mask: Tensor | None
     sparse_mode: int
 
@@ -30,7 +31,7 @@ class NpuGraph(Graph):
     call is updated from its own meta, whatever layer or model it belongs to (N22)."""
 
     def __init__(
-        self, run: Callable[[], tuple[Tensor, ...]], attended: list[AttnMeta], pool: tuple[int, int] | None
+        self, run: Callable[[], tuple[Tensor, ...]], attended: list[AttentionMetadata], pool: tuple[int, int] | None
     ) -> None:
         self._graph = torch_npu.npu.NPUGraph()
         with torch_npu.npu.graph(self._graph, pool=pool, auto_dispatch_capture=True):
@@ -51,6 +52,6 @@ class NpuGraph(Graph):
         self._graph.update(entries)
 
 
-def _lengths(meta: AttnMeta) -> dict[str, list[int]]:
+def _lengths(meta: AttentionMetadata) -> dict[str, list[int]]:
     plan: AttentionPlan = meta.plan
-    return {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.kv_lens}
+    return {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.host_seq_lens}

@@ -20,14 +20,15 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class Penalties(NamedTuple):
-    """Of N rows: `presence`, `frequency`, `repetition` fp32 [N]. `seat` [N] is the sequence's in `emitted` [seats, V]
+    """Of N rows: `presence`, `frequency`, `repetition` fp32 [N]. `batch_slot` [N] is the sequence's in `emitted`
+    [seats, V]
     int32, how often it has emitted each token, and in `prompted` [seats, V] bool, whether its prompt has it. A row is
     behind the first `place` [N] of the `drafts` [N, columns], which are None where nobody drafts."""
 
     presence: Tensor
     frequency: Tensor
     repetition: Tensor
-    seat: Tensor
+    batch_slot: Tensor
     place: Tensor
     drafts: Tensor | None
     emitted: Tensor
@@ -35,13 +36,15 @@ class Penalties(NamedTuple):
 
     def within(self, part: slice) -> "Penalties":
         """Of some of the rows."""
-        own = {name: getattr(self, name)[part] for name in ("presence", "frequency", "repetition", "seat", "place")}
+        own = {
+            name: getattr(self, name)[part] for name in ("presence", "frequency", "repetition", "batch_slot", "place")
+        }
         return self._replace(**own, drafts=None if self.drafts is None else self.drafts[part])
 
 
 def penalise(logits: Tensor, of: Penalties) -> Tensor:
     """Logits [N, V] fp32 with the penalties of their rows."""
-    counts, prompted = of.emitted[of.seat], of.prompted[of.seat]
+    counts, prompted = of.emitted[of.batch_slot], of.prompted[of.batch_slot]
     penalised = _penalised(logits, counts, prompted, of)
     if of.drafts is None:
         return penalised
@@ -76,14 +79,14 @@ class TokenCounts:
         cleared: list[int] = []
         prompted, emitted = [_NONE], [_NONE]
         for seq in sequences:
-            owner, done = self._counted.get(seq.seat, (None, 0))
-            row = seq.seat * self._shape[1]
+            owner, done = self._counted.get(seq.batch_slot, (None, 0))
+            row = seq.batch_slot * self._shape[1]
             if owner is not seq:
-                cleared.append(seq.seat)
+                cleared.append(seq.batch_slot)
                 prompted.append(np.array(seq.request.token_ids, dtype=np.int32) + row)
                 done = len(seq.request.token_ids)
             emitted.append(np.array(seq.token_ids[done:], dtype=np.int32) + row)
-            self._counted[seq.seat] = (seq, len(seq.token_ids))
+            self._counted[seq.batch_slot] = (seq, len(seq.token_ids))
         return self._add([np.array(cleared, dtype=np.int32), np.concatenate(prompted), np.concatenate(emitted)])
 
     def forget(self) -> None:
@@ -96,10 +99,10 @@ class TokenCounts:
             counts = torch.zeros(self._shape, dtype=torch.int32, device=device)
             self._counts = counts, torch.zeros(self._shape, dtype=torch.bool, device=device)
         emitted, prompted = self._counts
-        seats, prompt_places, places = (x.long() for x in Packed(arrays, self._backend).tensors)
-        if len(seats):
-            emitted.index_fill_(0, seats, 0)
-            prompted.index_fill_(0, seats, False)
+        batch_slots, prompt_places, places = (x.long() for x in Packed(arrays, self._backend).tensors)
+        if len(batch_slots):
+            emitted.index_fill_(0, batch_slots, 0)
+            prompted.index_fill_(0, batch_slots, False)
             prompted.view(-1).index_fill_(0, prompt_places, True)
         if len(places):
             emitted.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))

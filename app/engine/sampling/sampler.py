@@ -32,7 +32,7 @@ _TOKEN_SALT = 0x85EBCA6B
 
 
 @dataclass(frozen=True, slots=True)
-class Additions:
+class LogitBias:
     """To the logits of row `rows` [M] and token `tokens` [M] `values` [M] are added; `host_rows` are the same rows,
     ascending. int64 and fp32."""
 
@@ -41,14 +41,14 @@ class Additions:
     tokens: Tensor
     values: Tensor
 
-    def within(self, start: int, stop: int) -> "Additions":
+    def within(self, start: int, stop: int) -> "LogitBias":
         part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
         rows = self.rows[part] - start
-        return Additions([row - start for row in self.host_rows[part]], rows, self.tokens[part], self.values[part])
+        return LogitBias([row - start for row in self.host_rows[part]], rows, self.tokens[part], self.values[part])
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingMetadata:
     """N logit rows that are more than argmax, all in the same way: `host_rows` ascending, and `rows` [N] on the device.
 
     `temperature` [N] fp32 is 1 for greedy rows; `state` [N] int32 is the noise's. `drawn` [N] bool is false for
@@ -62,10 +62,10 @@ class Draws:
     state: Tensor
     drawn: Tensor | None = None
     filters: Filters | None = None
-    additions: Additions | None = None
+    additions: LogitBias | None = None
     penalties: Penalties | None = None
 
-    def within(self, start: int, stop: int) -> "Draws | None":
+    def within(self, start: int, stop: int) -> "SamplingMetadata | None":
         """Those of logit rows [start, stop), which are counted from `start` then; None if there are none."""
         part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
         if part.start == part.stop:
@@ -73,7 +73,7 @@ class Draws:
         if part.stop - part.start == len(self.host_rows) and not start:
             return self
 
-        return Draws(
+        return SamplingMetadata(
             [row - start for row in self.host_rows[part]],
             self.rows[part] - start,
             self.temperature[part],
@@ -94,23 +94,23 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 class Sampler:
     def __init__(self, vocab_size: int, backend: Backend) -> None:
         self._backend = backend
-        self.most_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+        self.max_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
         """Whose logits are made at once."""
         on_cpu = backend.device.type == "cpu"
-        self._most_greedy = self.most_rows if on_cpu else max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
+        self._most_greedy = self.max_rows if on_cpu else max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
         tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
         self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
-    def choose(self, hidden: Tensor, lm_head: Tensor, draws: Sequence[Draws] = ()) -> Tensor:
+    def choose(self, hidden: Tensor, lm_head: Tensor, draws: Sequence[SamplingMetadata] = ()) -> Tensor:
         """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id. NOT_FINITE where the best logit is NaN
         or infinite."""
         chunks = []
-        most_rows = self.most_rows if draws else self._most_greedy
-        for i, part in enumerate(torch.split(hidden, most_rows)):
+        max_rows = self.max_rows if draws else self._most_greedy
+        for i, part in enumerate(torch.split(hidden, max_rows)):
             logits = self._backend.linear(part, lm_head)
             choice, is_lost = greedy(logits)
             for some in draws:
-                if own := some.within(i * most_rows, i * most_rows + len(part)):
+                if own := some.within(i * max_rows, i * max_rows + len(part)):
                     choice[own.rows] = self._draw(logits[own.rows].float(), own)
             chunks.append(choice.masked_fill_(is_lost, NOT_FINITE))
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
@@ -131,7 +131,7 @@ class Sampler:
         token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
         return self._mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
 
-    def _draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def _draw(self, logits: Tensor, draws: SamplingMetadata) -> Tensor:
         """Logits [N, V] fp32 of the rows of `draws` -> tokens [N]."""
         if added := draws.additions:
             logits.index_put_((added.rows, added.tokens), added.values, accumulate=True)

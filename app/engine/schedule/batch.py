@@ -9,36 +9,37 @@ FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(slots=True)
-class Rows:
+class ScheduledSequence:
     """A sequence's share of a step: target rows [start, start + count) of its tokens.
 
     A decoding sequence has start = n - 1 and count = its width w: row 0 is the anchor, the `num_drafts` = w - 1
-    rows after it are drafts. A prefilling one has a chunk of its own tokens. `samples` is true when the rows reach
+    rows after it are drafts. A prefilling one has a chunk of its own tokens. `needs_logits` is true when the rows reach
     the last token, so that the step yields the sequence's next one.
 
     Behind a step that nobody has read yet, where the sequence has the line `line` of the result, `start` is the least
-    that it can be, as if no draft were accepted there; it may be up to `slack` more. `line` is -1 where all is known.
+    that it can be, as if no draft were accepted there; it may be up to `max_accepted` more. `line` is -1 where all
+    is known.
     """
 
     seq: Sequence
     start: int
     count: int
-    samples: bool
+    needs_logits: bool
     num_drafts: int = 0
     line: int = -1
-    slack: int = 0
+    max_accepted: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.count
 
-    def settle(self) -> bool:
+    def resolve_start(self) -> bool:
         """Take the true start, now that the step before is committed. False where nothing of these rows counts: their
         sequence has left, or is computed anew."""
         if self.line < 0:
-            return self.seq.seat >= 0
-        self.start, self.line, self.slack = self.seq.num_computed, -1, 0
-        return self.seq.seat >= 0 and self.seq.is_decoding
+            return self.seq.batch_slot >= 0
+        self.start, self.line, self.max_accepted = self.seq.num_computed, -1, 0
+        return self.seq.batch_slot >= 0 and self.seq.is_decoding
 
 
 @dataclass(slots=True)
@@ -49,20 +50,20 @@ class Batch:
     that nothing could be scheduled for. Draft blocks have `least_block` rows at least.
     """
 
-    decodes: list[Rows] = field(default_factory=list)
-    prefills: list[Rows] = field(default_factory=list)
+    decodes: list[ScheduledSequence] = field(default_factory=list)
+    prefills: list[ScheduledSequence] = field(default_factory=list)
     scrub: list[int] = field(default_factory=list)
     dropped: list["Delta"] = field(default_factory=list)
     least_block: int = 0
 
     @property
-    def rows(self) -> list[Rows]:
+    def rows(self) -> list[ScheduledSequence]:
         return self.decodes + self.prefills
 
     @property
-    def sampling(self) -> list[Rows]:
+    def sampling(self) -> list[ScheduledSequence]:
         """The shares that yield tokens, in the order in which the step's result lists them."""
-        return [rows for rows in self.rows if rows.samples]
+        return [rows for rows in self.rows if rows.needs_logits]
 
     @property
     def kind(self) -> str:
@@ -93,15 +94,15 @@ class Batch:
         return first, Batch(self.decodes[middle:], self.prefills[chunks:], least_block=self.least_block)
 
     @property
-    def still_running(self) -> "Batch":
+    def live_part(self) -> "Batch":
         """The rows that still count."""
-        decodes, prefills = ([rows for rows in some if rows.settle()] for some in (self.decodes, self.prefills))
+        decodes, prefills = ([rows for rows in some if rows.resolve_start()] for some in (self.decodes, self.prefills))
         return Batch(decodes, prefills, least_block=self.least_block)
 
     @property
-    def is_wanted(self) -> bool:
+    def has_live_rows(self) -> bool:
         """Whether anybody it is for is still there."""
-        return any(rows.seq.seat >= 0 for rows in self.rows)
+        return any(rows.seq.batch_slot >= 0 for rows in self.rows)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from app.engine.dflash.policy import Policy
-from app.engine.schedule.batch import Batch, Delta, FinishReason, Rows, StepResult
+from app.engine.schedule.batch import Batch, Delta, FinishReason, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import OutOfPages, PagePool
 from app.engine.sequence import NOT_FINITE, Request, Sequence
 
@@ -30,7 +30,7 @@ class Scheduler:
     written to a page that is cached or shared. Queries and hits count the prompt tokens of first admissions.
 
     `running` is in order of arrival, and everything in it is older than everything in `waiting`. A step is committed
-    before the next one is scheduled; but its `continuation` may be launched before that, and then steps are committed
+    before the next one is scheduled; but its `schedule_ahead` may be launched before that, and then steps are committed
     one behind. Who leaves meanwhile, or is computed anew, has rows in a step that nobody has read yet: they are dropped
     at its commit. Such rows are written past the last token that is known here, so past all that is cached, and before
     whatever a later step writes, for a device works in order: the pages may be another's at once. But what is written
@@ -140,14 +140,14 @@ class Scheduler:
         batch.scrub = left_behind + self._reused_slots()
         return batch
 
-    def continuation(self, batch: Batch) -> Batch | None:
+    def schedule_ahead(self, batch: Batch) -> Batch | None:
         """The step behind `batch`, which is in flight: everybody in it goes on from where it will have come to.
 
         None if the next step has to wait for what is read: somebody prefills, may be admitted or draws his tokens,
         pages are short, or KV of somebody here is to be scrubbed. Who is sure to end in the step in flight is left out.
         """
         self._unread = set()
-        here = [(line, rows) for line, rows in enumerate(batch.decodes) if rows.seq.seat >= 0]
+        here = [(line, rows) for line, rows in enumerate(batch.decodes) if rows.seq.batch_slot >= 0]
         if batch.prefills or [rows.seq for _, rows in here] != self.running or self._unclean or self._admits():
             return None
         if not all(seq.is_decoding and seq.request.is_argmax for seq in self.running):
@@ -162,14 +162,16 @@ class Scheduler:
         num_drafts = self.policy.drafts([(rows.seq, self._most_drafts(rows.seq, in_flight=1)) for _, rows in here])
         behind = Batch()
         for (line, rows), reach, drafts in zip(here, reaches, num_drafts, strict=True):
-            seq, start, slack = rows.seq, rows.seq.num_computed + 1, rows.count - 1
+            seq, start, max_accepted = rows.seq, rows.seq.num_computed + 1, rows.count - 1
             self.pool.grow(seq.pages, reach)
-            behind.decodes.append(Rows(seq, start, drafts + 1, True, num_drafts=drafts, line=line, slack=slack))
+            behind.decodes.append(
+                ScheduledSequence(seq, start, drafts + 1, True, num_drafts=drafts, line=line, max_accepted=max_accepted)
+            )
         behind.least_block = self.policy.block_rows
         behind.scrub = self._reused_slots()
         return behind
 
-    def forget_unread(self) -> None:
+    def discard_ahead(self) -> None:
         """The continuation failed, or will not be read; but some of it may have been written."""
         self._unclean |= self._unread
 
@@ -182,7 +184,9 @@ class Scheduler:
         num_drafts = self.policy.drafts([(seq, self._most_drafts(seq)) for seq in decoding])
         batch.least_block = self.policy.block_rows
         for seq, drafts in zip(decoding, num_drafts, strict=True):
-            batch.decodes.append(Rows(seq, seq.num_computed, drafts + 1, samples=True, num_drafts=drafts))
+            batch.decodes.append(
+                ScheduledSequence(seq, seq.num_computed, drafts + 1, needs_logits=True, num_drafts=drafts)
+            )
             budget -= drafts + 1
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
@@ -194,7 +198,7 @@ class Scheduler:
             if not self._may_admit(seq):
                 break
             self.running.append(self.waiting.popleft())
-            seq.seat = self._free_seats.pop()
+            seq.batch_slot = self._free_seats.pop()
             batch.prefills.append(self._chunk(seq, budget))
             budget -= batch.prefills[-1].count
         return batch
@@ -207,11 +211,11 @@ class Scheduler:
         unclear: list[Sequence] = []
         for rows in batch.rows:
             seq = rows.seq
-            tokens, num_accepted = next(results) if rows.samples else ([], 0)
-            if not rows.settle():
+            tokens, num_accepted = next(results) if rows.needs_logits else ([], 0)
+            if not rows.resolve_start():
                 continue
             try:
-                if not rows.samples:
+                if not rows.needs_logits:
                     self._take_chunk(rows)
                 elif (delta := self._take_tokens(rows, tokens, num_accepted)) is None:
                     unclear.append(seq)
@@ -223,19 +227,19 @@ class Scheduler:
             except Exception as error:
                 deltas.append(self.drop(seq, error))
         for seq in unclear:
-            if seq.seat < 0:  # another one's start has preempted it
+            if seq.batch_slot < 0:  # another one's start has preempted it
                 seq.cacheable = False
             else:
                 self._start_over(seq)
         return deltas
 
-    def _take_chunk(self, rows: Rows) -> None:
+    def _take_chunk(self, rows: ScheduledSequence) -> None:
         """No token comes of it yet, and so nothing says whether its KV is finite."""
         rows.seq.num_computed = rows.end
         rows.seq.is_sound = False
         self._publish(rows)
 
-    def _take_tokens(self, rows: Rows, tokens: list[int], num_accepted: int) -> Delta | None:
+    def _take_tokens(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> Delta | None:
         """None where nothing is to be said of a sequence before it was computed anew."""
         seq = rows.seq
         if NOT_FINITE in tokens:  # drafts that were refused leave KV behind the last token
@@ -247,7 +251,7 @@ class Scheduler:
         self._publish(rows)
         return delta
 
-    def _accept_not_finite(self, rows: Rows, tokens: list[int]) -> Delta | None:
+    def _accept_not_finite(self, rows: ScheduledSequence, tokens: list[int]) -> Delta | None:
         """`tokens` are those before the one that cannot be chosen. Nobody may find the sequence's pages any more; if it
         has found some of them itself, then these may be at fault."""
         seq = rows.seq
@@ -261,7 +265,7 @@ class Scheduler:
             delta.error = _NOT_FINITE.format(seq.num_tokens - len(seq.request.token_ids))
         return delta
 
-    def _accept(self, rows: Rows, tokens: list[int], num_accepted: int) -> Delta:
+    def _accept(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> Delta:
         """Stop conditions hold in token order: nothing behind the first is emitted or counted."""
         seq, request = rows.seq, rows.seq.request
         num_verified = rows.num_drafts
@@ -280,7 +284,7 @@ class Scheduler:
         seq.num_computed = seq.num_tokens - 1
         return Delta(request.request_id, emitted, num_verified, num_accepted, finish_reason, seq.num_cached or 0)
 
-    def _publish(self, rows: Rows) -> None:
+    def _publish(self, rows: ScheduledSequence) -> None:
         """Pages that end between the rows' start and what is computed now. KV of refused drafts lies past that."""
         seq, page_size = rows.seq, self.pool.page_size
         if seq.cacheable:
@@ -303,9 +307,9 @@ class Scheduler:
         least are in flight."""
         return min(self.block_size, seq.num_remaining - in_flight) - 1 if seq.request.speculate else 0
 
-    def _chunk(self, seq: Sequence, budget: int) -> Rows:
+    def _chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
         count = min(seq.num_tokens - seq.num_computed, budget)
-        return Rows(seq, seq.num_computed, count, samples=seq.num_computed + count == seq.num_tokens)
+        return ScheduledSequence(seq, seq.num_computed, count, needs_logits=seq.num_computed + count == seq.num_tokens)
 
     def _decoding_with_pages(self) -> list[Sequence]:
         """Decoding sequences that own pages for this step, taken from the newest sequences if need be."""
@@ -403,12 +407,12 @@ class Scheduler:
         self.policy.forget(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        if seq.seat < 0:
+        if seq.batch_slot < 0:
             self.waiting.remove(seq)
         else:
             self.running.remove(seq)
-            self._free_seats.append(seq.seat)
-            seq.seat = -1
+            self._free_seats.append(seq.batch_slot)
+            seq.batch_slot = -1
         self._give_back(seq)
 
     def _give_back(self, seq: Sequence) -> None:

@@ -7,28 +7,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, Backend
+from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.backend.transfer import Packed
 from app.engine.dflash.drafter import Drafter
 from app.engine.dflash.verify import verify
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, StepRows
 from app.engine.models.qwen3 import Qwen3
-from app.engine.sampling.sampler import Draws, Sampler
+from app.engine.sampling.sampler import Sampler, SamplingMetadata
 from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 
-MOST_WAITING = 32
+MAX_PENDING = 32
 """Steps whose context KV may wait: their features are kept until it is written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """A RowGroup on the device: R rows, of sequences `owners` [R]. `offsets` [S] is a row's position less its number in
+class AttentionInputs:
+    """A RowGroup on the device: R rows, of sequences `seq_ids` [R]. `position_offsets` [S] is a row's position less
+    its number in
     the group."""
 
-    owners: Tensor
-    offsets: Tensor
-    meta: AttnMeta
+    seq_ids: Tensor
+    position_offsets: Tensor
+    meta: AttentionMetadata
 
 
 class DraftTensors(NamedTuple):
@@ -37,20 +38,20 @@ class DraftTensors(NamedTuple):
     request_ids: list[str]
     anchors: Tensor
     lines: Tensor
-    rows: Rows
+    rows: AttentionInputs
 
 
 class TargetTensors(NamedTuple):
-    """TargetInputs on the device; `logit_rows` is None where all rows are."""
+    """TargetInputs on the device; `logits_indices` is None where all rows are."""
 
     token_ids: Tensor
-    sources: Tensor
-    logit_rows: Tensor | None
-    first_logit: Tensor
+    token_source: Tensor
+    logits_indices: Tensor | None
+    logits_start: Tensor
     num_drafts: Tensor
-    draft_of: Tensor
+    draft_index: Tensor
     lines: Tensor
-    groups: list[Rows]
+    groups: list[AttentionInputs]
 
 
 class Forwarded(NamedTuple):
@@ -61,10 +62,10 @@ class Forwarded(NamedTuple):
     choices: Tensor | None
     features: Tensor | None
     positions: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
 
 
-class Stages:
+class Forward:
     """Draft, and target with context KV and verify. `max_rows` bounds the rows of a group of rows.
 
     `fused_forward` and `fused_propose` say what `_forward` and `_propose` say, faster; None where there is no such
@@ -101,30 +102,30 @@ class Stages:
 
     def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
         """`inputs` as `packed` holds them; attention has yet to be planned."""
-        token_ids, sources, logit_rows, first_logit, num_drafts, draft_of, lines, *rest = packed.tensors
+        token_ids, token_source, logits_indices, logits_start, num_drafts, draft_index, lines, *rest = packed.tensors
         groups = [self._rows(group, rest[5 * i : 5 * i + 5], causal=True) for i, group in enumerate(inputs.groups)]
-        every_row = len(logit_rows) == len(token_ids)
-        logits = None if every_row else logit_rows, first_logit, num_drafts, draft_of
-        return TargetTensors(token_ids, sources, *logits, lines, groups)
+        every_row = len(logits_indices) == len(token_ids)
+        logits = None if every_row else logits_indices, logits_start, num_drafts, draft_index
+        return TargetTensors(token_ids, token_source, *logits, lines, groups)
 
-    def plan(self, rows: Rows, group: RowGroup) -> None:
+    def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
         """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
 
         The lengths in the meta itself stay as they were made: in a graph they are those of the capture.
         """
         decoder = self.target.config if rows.meta.causal else self._drafter.decoder
-        lengths = replace(rows.meta, q_lens=group.q_lens, kv_lens=group.kv_lens)
+        lengths = replace(rows.meta, query_lens=group.query_lens, host_seq_lens=group.host_seq_lens)
         rows.meta.plan = self.backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
 
-    def follow_draft(self, verified: Tensor, inputs: DraftTensors) -> None:
+    def advance_draft(self, verified: Tensor, inputs: DraftTensors) -> None:
         """See `follow`."""
         places = self._row_numbers[: len(inputs.anchors)]
         self._follow(verified, inputs.lines, inputs.anchors, places, inputs.rows)
 
-    def follow_target(self, verified: Tensor, inputs: TargetTensors) -> None:
+    def advance_target(self, verified: Tensor, inputs: TargetTensors) -> None:
         """See `follow`; of a step in which nobody prefills."""
         (rows,) = inputs.groups
-        self._follow(verified, inputs.lines, inputs.token_ids, rows.meta.cu_q[: len(inputs.lines)], rows)
+        self._follow(verified, inputs.lines, inputs.token_ids, rows.meta.query_start_loc[: len(inputs.lines)], rows)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
@@ -132,23 +133,30 @@ class Stages:
         return self._propose(inputs) if drafts is None else drafts
 
     def choose(
-        self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[Draws], *, context_may_wait: bool = False
+        self,
+        inputs: TargetTensors,
+        drafts: Tensor | None,
+        draws: Sequence[SamplingMetadata],
+        *,
+        context_may_wait: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The target's rows through its layers and into both KV pools.
 
-        If `context_may_wait`, context KV is written by `write_context`, or here after MOST_WAITING steps: until then
+        If `context_may_wait`, context KV is written by `write_context`, or here after MAX_PENDING steps: until then
         nobody may draft, and no row but the next ones of the same sequences may be written.
 
         Returns the hidden states [R, H] of the rows that decide, and the target's choice [R] int64 after each.
         """
         token_ids = inputs.token_ids
         if drafts is not None:
-            token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.sources]
+            token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.token_source]
         forwarded = self.fused_forward(token_ids, inputs, not draws) if self.fused_forward else None
-        hidden, choices, features, positions, slots = forwarded or self._forward(token_ids, inputs)
+        hidden, choices, features, positions, slot_mapping = forwarded or self._forward(token_ids, inputs)
         if self.drafter is not None and features is not None:
-            self._waiting.append((features, positions, slots))
-            most = min(MOST_WAITING, len(self._row_numbers) // len(slots))  # no more rows than the widest step has
+            self._waiting.append((features, positions, slot_mapping))
+            most = min(
+                MAX_PENDING, len(self._row_numbers) // len(slot_mapping)
+            )  # no more rows than the widest step has
             if not context_may_wait or len(self._waiting) >= most:
                 self.write_context()
         if choices is None:
@@ -167,11 +175,11 @@ class Stages:
         """Steps whose context KV waits."""
         return len(self._waiting)
 
-    def keep_waiting(self, count: int) -> None:
+    def truncate_pending(self, count: int) -> None:
         """Forget all steps that wait but the first `count`."""
         del self._waiting[count:]
 
-    def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[Draws]) -> None:
+    def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[SamplingMetadata]) -> None:
         """Overwrite in `choices` [R], which were made greedily, the rows of `draws`."""
         for some in draws:
             numbers = list(range(len(some.host_rows)))
@@ -181,7 +189,7 @@ class Stages:
     def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
         """See `dflash.verify`."""
         fused = self.backend.fused_verify or verify
-        return fused(choices, drafts, inputs.first_logit, inputs.num_drafts, inputs.draft_of)
+        return fused(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index)
 
     @property
     def _drafter(self) -> Drafter:
@@ -191,46 +199,52 @@ class Stages:
 
     def _forward(self, token_ids: Tensor, inputs: TargetTensors) -> Forwarded:
         places = [self._places(rows) for rows in inputs.groups]
-        positions, slots = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
-        rows = StepRows(self.rotary.at(positions), slots, [rows.meta for rows in inputs.groups])
+        positions, slot_mapping = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
+        rows = StepRows(self.rotary.at(positions), slot_mapping, [rows.meta for rows in inputs.groups])
         hidden, features = self.target.forward(token_ids, rows, self._pool)
-        if inputs.logit_rows is not None:
-            hidden = hidden[inputs.logit_rows]
-        return Forwarded(hidden, None, features, positions, slots)
+        if inputs.logits_indices is not None:
+            hidden = hidden[inputs.logits_indices]
+        return Forwarded(hidden, None, features, positions, slot_mapping)
 
     def _propose(self, inputs: DraftTensors) -> Tensor:
-        positions, slots = self._places(inputs.rows)
-        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slots, inputs.rows.meta)
+        positions, slot_mapping = self._places(inputs.rows)
+        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, inputs.rows.meta)
         return drafts.to(torch.int32)
 
-    def _rows(self, group: RowGroup, tensors: Sequence[Tensor], *, causal: bool) -> Rows:
-        owners, offsets, cu_q, kv_len, page_table = tensors
+    def _rows(self, group: RowGroup, tensors: Sequence[Tensor], *, causal: bool) -> AttentionInputs:
+        seq_ids, position_offsets, query_start_loc, seq_lens, page_table = tensors
         table = page_table.view(group.page_table.shape)
-        meta = AttnMeta(cu_q, kv_len, table, list(group.q_lens), list(group.kv_lens), self._page_size, causal)
-        return Rows(owners, offsets, meta)
+        meta = AttentionMetadata(
+            query_start_loc, seq_lens, table, list(group.query_lens), list(group.host_seq_lens), self._page_size, causal
+        )
+        return AttentionInputs(seq_ids, position_offsets, meta)
 
-    def _follow(self, verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, rows: Rows) -> None:
+    def _follow(
+        self, verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, rows: AttentionInputs
+    ) -> None:
         fused, count = self.backend.fused_follow or follow, len(lines)
-        fused(verified, lines, token_ids, places, rows.offsets[:count], rows.meta.kv_len[:count])
+        fused(verified, lines, token_ids, places, rows.position_offsets[:count], rows.meta.seq_lens[:count])
 
-    def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        numbers, meta = self._row_numbers[: len(rows.owners)], rows.meta
+    def _places(self, rows: AttentionInputs) -> tuple[Tensor, Tensor]:
+        numbers, meta = self._row_numbers[: len(rows.seq_ids)], rows.meta
         if fused := self.backend.fused_places:
-            return fused(rows.owners, rows.offsets, numbers, meta.page_table, meta.page_size)
+            return fused(rows.seq_ids, rows.position_offsets, numbers, meta.page_table, meta.page_size)
         return places(rows, numbers)
 
 
-def places(rows: Rows, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def places(rows: AttentionInputs, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """(positions, slots) [R] int32 of rows with these `numbers` 0 .. R - 1. Slots are by the page size that attention
     reads with."""
     meta = rows.meta
-    positions = rows.offsets[rows.owners] + numbers
+    positions = rows.position_offsets[rows.seq_ids] + numbers
     page = positions // meta.page_size
     in_page = positions - page * meta.page_size
-    return positions, torch.add(in_page, meta.page_table[rows.owners, page], alpha=meta.page_size)
+    return positions, torch.add(in_page, meta.page_table[rows.seq_ids, page], alpha=meta.page_size)
 
 
-def follow(verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, offsets: Tensor, kv_len: Tensor) -> None:
+def follow(
+    verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, position_offsets: Tensor, seq_lens: Tensor
+) -> None:
     """Let S sequences begin, in place, where a step has brought them that nobody has read yet.
 
     `verified` [L, w + 1] is what `dflash.verify` said of it, and `lines` [S] which line is whose. A sequence begins as
@@ -243,5 +257,5 @@ def follow(verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, o
     bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and nothing comes of it
     token_ids[places] = torch.where(of_step, bonus, token_ids[places]).to(torch.int32)
     further = torch.where(of_step, accepted.flatten(), 0).to(torch.int32)
-    offsets += further
-    kv_len += further
+    position_offsets += further
+    seq_lens += further

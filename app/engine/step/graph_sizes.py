@@ -43,7 +43,7 @@ class GraphSizes:
         return seqs * width + self.spare
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Of all graphs; while it is captured every row is padding."""
         return self.rows(self.seqs[-1], self.widths[-1])
 

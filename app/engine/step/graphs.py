@@ -10,7 +10,7 @@ from app.engine.backend.base import Backend
 from app.engine.backend.graph import Graph
 from app.engine.backend.transfer import Packed
 from app.engine.step import inputs as step_inputs
-from app.engine.step.forward import Rows, Stages, TargetTensors
+from app.engine.step.forward import AttentionInputs, Forward, TargetTensors
 from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.inputs import DraftInputs, TargetInputs
 
@@ -20,7 +20,7 @@ class _Captured(NamedTuple):
 
     graph: Graph
     packed: Packed
-    rows: Rows
+    rows: AttentionInputs
 
 
 class TargetOutput(NamedTuple):
@@ -44,7 +44,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        stages: Stages,
+        forward: Forward,
         backend: Backend,
         sizes: GraphSizes,
         *,
@@ -54,12 +54,12 @@ class StepGraphs:
         draft_graphs: bool,
         on_graph: Callable[[int, int], None],
     ) -> None:
-        self._stages = stages
+        self._stages = forward
         self._backend = backend
         self._sizes = sizes
         self._pages = pages
         self._scratch_pages = scratch_pages
-        self._hidden = stages.target.embedding.new_empty(sizes.most_rows, stages.target.config.hidden_size)
+        self._hidden = forward.target.embedding.new_empty(sizes.max_rows, forward.target.config.hidden_size)
         self.drafts = None
         if block_size > 1:
             self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
@@ -94,7 +94,7 @@ class StepGraphs:
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Drafts [D, b - 1]; they stay until the next ones."""
-        size = self._sizes.seqs_for(len(inputs.anchors)), inputs.group.q_lens[0]
+        size = self._sizes.seqs_for(len(inputs.anchors)), inputs.group.query_lens[0]
         captured = self._draft_graphs[size]
         self._send(captured, self._pad_draft(inputs, *size))
         captured.graph.replay()
@@ -104,7 +104,7 @@ class StepGraphs:
     def target(self, inputs: TargetInputs) -> TargetOutput:
         """Verify the drafts that were made or kept last; everything stays until the next replay."""
         (group,) = inputs.groups
-        size = self._sizes.target(len(group.q_lens), len(inputs.token_ids))
+        size = self._sizes.target(len(group.query_lens), len(inputs.token_ids))
         captured, tensors = self._target_graphs[size]
         self._send(captured, self._pad_target(inputs, *size))
         captured.graph.replay()
@@ -117,8 +117,8 @@ class StepGraphs:
         tensors = self._stages.draft_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
-            if self._backend.lengths_on_device:
-                self._stages.follow_draft(self.verified, tensors)
+            if self._backend.device_side_lengths:
+                self._stages.advance_draft(self.verified, tensors)
             self.keep(self._stages.draft(tensors))
             return ()
 
@@ -131,12 +131,12 @@ class StepGraphs:
         tensors = self._stages.target_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
-            if self._backend.lengths_on_device:
-                self._stages.follow_target(self.verified, tensors)
+            if self._backend.device_side_lengths:
+                self._stages.advance_target(self.verified, tensors)
             hidden, choices = self._stages.choose(tensors, self.drafts, ())
             self._hidden[:rows] = hidden
             verified = self._stages.verify(tensors, choices, self.drafts)
-            if self._backend.lengths_on_device:
+            if self._backend.device_side_lengths:
                 self.verified[: seqs + 1] = verified
             return choices, verified
 

@@ -1,5 +1,5 @@
 """A batch as arrays: token ids, lengths, page tables, and which rows are sampled. Pure NumPy, no loop over tokens.
-`stages` makes positions and slots of them on the device, after one packed copy.
+`forward` makes positions and slots of them on the device, after one packed copy.
 
 `pad_target` and `pad_draft` bring a step to the size that a graph was captured with, with requests of nobody.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from app.engine.arrays import Floats, Ints
 from app.engine.sampling.noise import noise_states
-from app.engine.schedule.batch import Batch, Rows
+from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence
 
 
@@ -20,23 +20,24 @@ from app.engine.sequence import Sequence
 class RowGroup:
     """Rows of S sequences that go through attention in one call, back to back.
 
-    Sequence i has q_lens[i] rows, from position starts[i] on. `page_table` is [S, P], padded with the scratch page 0.
-    `q_lens` and `kv_lens` (the rows themselves included) are host lists of S.
+    Sequence i has query_lens[i] rows, from position starts[i] on. `page_table` is [S, P], padded with the scratch
+    page 0.
+    `query_lens` and `host_seq_lens` (the rows themselves included) are host lists of S.
     """
 
     starts: Ints
     page_table: Ints
-    q_lens: list[int]
-    kv_lens: list[int]
+    query_lens: list[int]
+    host_seq_lens: list[int]
 
     @property
     def arrays(self) -> list[Ints]:
         """For the device: owners [R], each row's sequence; offsets [S], a row's position less its number in the group;
-        cu_q [S + 1]; kv_len [S]; and the page table, flat."""
-        cu_q = np.array([0, *accumulate(self.q_lens)], dtype=np.int32)
-        kv_len = np.array(self.kv_lens, dtype=np.int32)
-        owners = np.repeat(np.arange(len(self.q_lens), dtype=np.int32), self.q_lens)
-        return [owners, self.starts - cu_q[:-1], cu_q, kv_len, self.page_table.ravel()]
+        query_start_loc [S + 1]; kv_len [S]; and the page table, flat."""
+        query_start_loc = np.array([0, *accumulate(self.query_lens)], dtype=np.int32)
+        kv_len = np.array(self.host_seq_lens, dtype=np.int32)
+        seq_ids = np.repeat(np.arange(len(self.query_lens), dtype=np.int32), self.query_lens)
+        return [seq_ids, self.starts - query_start_loc[:-1], query_start_loc, kv_len, self.page_table.ravel()]
 
 
 @dataclass(slots=True)
@@ -55,36 +56,38 @@ class DraftInputs:
 
 @dataclass(slots=True)
 class TargetInputs:
-    """The target's T rows. `token_ids` [T] has 0 where a draft belongs, and `sources` [T] says where each row's token
+    """The target's T rows. `token_ids` [T] has 0 where a draft belongs, and `token_source` [T] says where each row's
+    token
     is found: among these at its own number, or at T + its place in the flattened drafts.
 
-    `logit_rows` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
-    `first_logit[i] ...`, one and then one per draft; `draft_of[i]` is its row in the drafts, 0 if it has none. Its
+    `logits_indices` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
+    `logits_start[i] ...`, one and then one per draft; `draft_index[i]` is its row in the drafts, 0 if it has none. Its
     anchor and its start come of the line `lines[i]` of the step before, which is on the device alone, or are known: -1;
     a padded step's last sequence, which is nobody's, has none.
     """
 
     token_ids: Ints
-    sources: Ints
-    logit_rows: Ints
-    first_logit: Ints
+    token_source: Ints
+    logits_indices: Ints
+    logits_start: Ints
     num_drafts: Ints
-    draft_of: Ints
+    draft_index: Ints
     lines: Ints
     groups: list[RowGroup]
 
     @property
     def arrays(self) -> list[Ints]:
-        logits = [self.logit_rows, self.first_logit, self.num_drafts, self.draft_of]
-        own = [self.token_ids, self.sources, *logits, self.lines]
+        logits = [self.logits_indices, self.logits_start, self.num_drafts, self.draft_index]
+        own = [self.token_ids, self.token_source, *logits, self.lines]
         return own + [array for group in self.groups for array in group.arrays]
 
 
 @dataclass(slots=True)
-class DrawInputs:
-    """N logit rows, ascending, of requests that are more than argmax and want the same; see `sampler.Draws`.
+class SamplingRows:
+    """N logit rows, ascending, of requests that are more than argmax and want the same; see `sampler.SamplingMetadata`.
 
-    `drawn` [N] is 0 for greedy rows. `seats`, `places` and `draft_rows` [N] say which sequence a row is of, how many
+    `drawn` [N] is 0 for greedy rows. `batch_slots`, `places` and `draft_rows` [N] say which sequence a row is of,
+    how many
     drafts it stands on, and in which row of the drafts these are. `added` [M, 2] are (row of N, token) pairs,
     whose logits get `added_values` [M] on top. `penalised` sequences are those with penalties among them.
     """
@@ -99,7 +102,7 @@ class DrawInputs:
     presence: Floats
     frequency: Floats
     repetition: Floats
-    seats: Ints
+    batch_slots: Ints
     places: Ints
     draft_rows: Ints
     added: Ints
@@ -113,7 +116,16 @@ class DrawInputs:
         floats = (self.temperature, self.top_k, self.top_p, self.min_p)
         penalties = (self.presence, self.frequency, self.repetition)
         as_ints = [x.view(np.int32) for x in (*floats, *penalties, self.added_values)]
-        return [self.rows, self.state, self.drawn, self.seats, self.places, self.draft_rows, *self.added.T, *as_ints]
+        return [
+            self.rows,
+            self.state,
+            self.drawn,
+            self.batch_slots,
+            self.places,
+            self.draft_rows,
+            *self.added.T,
+            *as_ints,
+        ]
 
 
 @dataclass(slots=True)
@@ -123,46 +135,46 @@ class StepInputs:
 
     target: TargetInputs
     draft: DraftInputs | None
-    draws: list[DrawInputs]
+    draws: list[SamplingRows]
 
 
 def build(
-    batch: Batch, page_size: int, block_rows: int, *, draft_columns: int | None = None, prefills_apart: bool = True
+    batch: Batch, page_size: int, block_rows: int, *, draft_columns: int | None = None, separate_prefill: bool = True
 ) -> StepInputs:
     """Arrays of a non-empty batch. Its draft blocks have `block_rows` rows, and its drafts lie in `draft_columns`, if
-    these are not one fewer. With `prefills_apart` its prefills are a group of their own."""
+    these are not one fewer. With `separate_prefill` its prefills are a group of their own."""
     rows, sampling = batch.rows, batch.sampling
     token_ids = _token_ids(rows)
     num_drafts = [share.num_drafts for share in sampling]
-    first_logit = [
+    logits_start = [
         end - count - 1 for end, count in zip(accumulate(n + 1 for n in num_drafts), num_drafts, strict=True)
     ]
     drafting_so_far = accumulate(count > 0 for count in num_drafts)
-    draft_of = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
+    draft_index = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
     every_row = np.arange(len(token_ids), dtype=np.int32)
-    sources = logit_rows = every_row
+    token_source = logits_indices = every_row
     if batch.prefills:
         ends = accumulate(share.count for share in rows)
-        firsts = [end - share.num_drafts - 1 for share, end in zip(rows, ends, strict=True) if share.samples]
-        logit_rows = _ranges(firsts, [count + 1 for count in num_drafts])
+        firsts = [end - share.num_drafts - 1 for share, end in zip(rows, ends, strict=True) if share.needs_logits]
+        logits_indices = _ranges(firsts, [count + 1 for count in num_drafts])
     if any(num_drafts):
-        drafts = _ranges([first + 1 for first in first_logit], num_drafts)
-        sources = every_row.copy()
+        drafts = _ranges([first + 1 for first in logits_start], num_drafts)
+        token_source = every_row.copy()
         columns = block_rows - 1 if draft_columns is None else draft_columns
-        sources[logit_rows[drafts]] = len(every_row) + _ranges([n * columns for n in draft_of], num_drafts)
-    parts = (batch.decodes, batch.prefills) if prefills_apart else (rows,)
+        token_source[logits_indices[drafts]] = len(every_row) + _ranges([n * columns for n in draft_index], num_drafts)
+    parts = (batch.decodes, batch.prefills) if separate_prefill else (rows,)
     target = TargetInputs(
         token_ids=token_ids,
-        sources=sources,
-        logit_rows=logit_rows,
-        first_logit=np.array(first_logit, dtype=np.int32),
+        token_source=token_source,
+        logits_indices=logits_indices,
+        logits_start=np.array(logits_start, dtype=np.int32),
         num_drafts=np.array(num_drafts, dtype=np.int32),
-        draft_of=np.array(draft_of, dtype=np.int32),
+        draft_index=np.array(draft_index, dtype=np.int32),
         lines=_lines(sampling),
         groups=[_group(part, [share.count for share in part], page_size) for part in parts if part],
     )
     draft = _draft_inputs(batch, page_size, block_rows) if any(num_drafts) else None
-    return StepInputs(target, draft, _draws(sampling, first_logit, draft_of))
+    return StepInputs(target, draft, _draws(sampling, logits_start, draft_index))
 
 
 def empty_target() -> TargetInputs:
@@ -184,19 +196,22 @@ def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_p
     decide.
     """
     (group,) = inputs.groups
-    num_rows, num_seqs = len(inputs.token_ids), len(group.q_lens)
+    num_rows, num_seqs = len(inputs.token_ids), len(group.query_lens)
     singles = seqs - num_seqs
     padding = [1] * singles + [rows - num_rows - singles]
-    seats = seqs + 1
+    batch_slots = seqs + 1
     return TargetInputs(
         token_ids=_grown(inputs.token_ids, rows),
-        sources=np.concatenate(
-            (inputs.sources + (inputs.sources >= num_rows) * np.int32(rows - num_rows), np.arange(num_rows, rows))
+        token_source=np.concatenate(
+            (
+                inputs.token_source + (inputs.token_source >= num_rows) * np.int32(rows - num_rows),
+                np.arange(num_rows, rows),
+            )
         ).astype(np.int32),
-        logit_rows=np.arange(rows, dtype=np.int32),
-        first_logit=_grown(inputs.first_logit, seats),
-        num_drafts=_grown(inputs.num_drafts, seats),
-        draft_of=_grown(inputs.draft_of, seats),
+        logits_indices=np.arange(rows, dtype=np.int32),
+        logits_start=_grown(inputs.logits_start, batch_slots),
+        num_drafts=_grown(inputs.num_drafts, batch_slots),
+        draft_index=_grown(inputs.draft_index, batch_slots),
         lines=_grown(inputs.lines, seqs, -1),
         groups=[_pad_group(group, padding, pages, scratch_pages)],
     )
@@ -212,12 +227,14 @@ def pad_draft(inputs: DraftInputs, blocks: int, rows: int, pages: int, scratch_p
 def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:
     """More sequences with `padding` rows. Their rows lie behind one another on the scratch pages, while each attends to
     as many tokens as it has rows, from the first scratch page on: N30 of docs/npu-contract.md."""
-    num_seqs = len(group.q_lens)
+    num_seqs = len(group.query_lens)
     page_table: Ints = np.zeros((num_seqs + len(padding), pages), dtype=np.int32)
     page_table[:num_seqs, : group.page_table.shape[1]] = group.page_table
     page_table[num_seqs:, :scratch_pages] = np.arange(scratch_pages)
     starts = np.array([0, *accumulate(padding[:-1])], dtype=np.int32)[: len(padding)]
-    return RowGroup(np.concatenate((group.starts, starts)), page_table, group.q_lens + padding, group.kv_lens + padding)
+    return RowGroup(
+        np.concatenate((group.starts, starts)), page_table, group.query_lens + padding, group.host_seq_lens + padding
+    )
 
 
 def _grown(x: Ints, size: int, value: int = 0) -> Ints:
@@ -230,7 +247,7 @@ def _no_rows() -> RowGroup:
     return RowGroup(np.zeros(0, dtype=np.int32), np.zeros((0, 0), dtype=np.int32), [], [])
 
 
-def _token_ids(shares: list[Rows]) -> Ints:
+def _token_ids(shares: list[ScheduledSequence]) -> Ints:
     """Of all rows, 0 where a draft belongs."""
     token_ids: list[int] = []
     for rows in shares:
@@ -240,16 +257,16 @@ def _token_ids(shares: list[Rows]) -> Ints:
     return np.array(token_ids, dtype=np.int32)
 
 
-def _draws(sampling: list[Rows], first_logit: list[int], draft_of: list[int]) -> list[DrawInputs]:
-    kinds: dict[tuple[bool, bool], list[tuple[Rows, int, int]]] = {}
-    for rows, first, draft in zip(sampling, first_logit, draft_of, strict=True):
+def _draws(sampling: list[ScheduledSequence], logits_start: list[int], draft_index: list[int]) -> list[SamplingRows]:
+    kinds: dict[tuple[bool, bool], list[tuple[ScheduledSequence, int, int]]] = {}
+    for rows, first, draft in zip(sampling, logits_start, draft_index, strict=True):
         request = rows.seq.request
         if not request.is_argmax:
             kinds.setdefault((request.is_filtered, request.is_penalised), []).append((rows, first, draft))
     return [_draw_inputs(drawn) for drawn in kinds.values()]
 
 
-def _draw_inputs(drawn: list[tuple[Rows, int, int]]) -> DrawInputs:
+def _draw_inputs(drawn: list[tuple[ScheduledSequence, int, int]]) -> SamplingRows:
     """Of (rows, the first of their logit rows, their row of the drafts)."""
     counts = [rows.num_drafts + 1 for rows, _, _ in drawn]
     requests = [rows.seq.request for rows, _, _ in drawn]
@@ -265,7 +282,7 @@ def _draw_inputs(drawn: list[tuple[Rows, int, int]]) -> DrawInputs:
         for (rows, _, _), start in zip(drawn, np.cumsum(counts) - counts, strict=True)
         for pair in _added(rows, int(start))
     ]
-    return DrawInputs(
+    return SamplingRows(
         rows=_ranges([first for _, first, _ in drawn], counts),
         state=np.concatenate([_noise_states(rows) for rows, _, _ in drawn]),
         temperature=floats(1.0 if request.is_greedy else request.temperature for request in requests),
@@ -276,7 +293,7 @@ def _draw_inputs(drawn: list[tuple[Rows, int, int]]) -> DrawInputs:
         presence=floats(request.presence_penalty for request in requests),
         frequency=floats(request.frequency_penalty for request in requests),
         repetition=floats(request.repetition_penalty for request in requests),
-        seats=ints(rows.seq.seat for rows, _, _ in drawn),
+        batch_slots=ints(rows.seq.batch_slot for rows, _, _ in drawn),
         places=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
         draft_rows=ints(draft for _, _, draft in drawn),
         added=np.array([place for place, _ in added], dtype=np.int32).reshape(-1, 2),
@@ -286,7 +303,7 @@ def _draw_inputs(drawn: list[tuple[Rows, int, int]]) -> DrawInputs:
     )
 
 
-def _added(rows: Rows, start: int) -> list[tuple[tuple[int, int], float]]:
+def _added(rows: ScheduledSequence, start: int) -> list[tuple[tuple[int, int], float]]:
     """((row, token), value) that are added to the logits of a sequence's rows, the first of which is `start`."""
     request = rows.seq.request
     emitted = rows.end - rows.num_drafts - len(request.token_ids)
@@ -298,21 +315,21 @@ def _added(rows: Rows, start: int) -> list[tuple[tuple[int, int], float]]:
     return added
 
 
-def _noise_states(rows: Rows) -> Ints:
+def _noise_states(rows: ScheduledSequence) -> Ints:
     """The noise state of the token that each logit row draws: the anchor's row draws the sequence's next token."""
     return noise_states(rows.seq.request.seed, rows.end - rows.num_drafts, rows.num_drafts + 1)
 
 
-def _group(shares: list[Rows], counts: list[int], page_size: int) -> RowGroup:
+def _group(shares: list[ScheduledSequence], counts: list[int], page_size: int) -> RowGroup:
     """`counts[i]` rows from the start of `shares[i]` on, and pages for where they may begin at most."""
     starts = [rows.start for rows in shares]
-    kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-    width = -(-max(kv_len + rows.slack for kv_len, rows in zip(kv_lens, shares, strict=True)) // page_size)
+    host_seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+    width = -(-max(kv_len + rows.max_accepted for kv_len, rows in zip(host_seq_lens, shares, strict=True)) // page_size)
     page_table: Ints = np.zeros((len(shares), width), dtype=np.int32)
     for line, rows in zip(page_table, shares, strict=True):
         pages = np.frombuffer(rows.seq.pages, dtype=np.int32)[:width]
         line[: len(pages)] = pages
-    return RowGroup(np.array(starts, dtype=np.int32), page_table, counts, kv_lens)
+    return RowGroup(np.array(starts, dtype=np.int32), page_table, counts, host_seq_lens)
 
 
 def _draft_inputs(batch: Batch, page_size: int, block_rows: int) -> DraftInputs:
@@ -326,7 +343,7 @@ def _draft_inputs(batch: Batch, page_size: int, block_rows: int) -> DraftInputs:
     )
 
 
-def _lines(shares: list[Rows]) -> Ints:
+def _lines(shares: list[ScheduledSequence]) -> Ints:
     return np.array([rows.line for rows in shares], dtype=np.int32)
 
 

@@ -12,13 +12,13 @@ from app.engine.backend.transfer import Packed
 from app.engine.models.kv_pool import KvPool
 from app.engine.sampling.filters import SHORTLIST, Filters
 from app.engine.sampling.penalties import Penalties, TokenCounts
-from app.engine.sampling.sampler import Additions, Draws
+from app.engine.sampling.sampler import LogitBias, SamplingMetadata
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.sequence import Sequence
 from app.engine.step import inputs as step_inputs
-from app.engine.step.forward import Stages
+from app.engine.step.forward import Forward
 from app.engine.step.graphs import StepGraphs
-from app.engine.step.inputs import DraftInputs, DrawInputs, StepInputs, TargetInputs
+from app.engine.step.inputs import DraftInputs, SamplingRows, StepInputs, TargetInputs
 
 
 class PendingStep:
@@ -42,7 +42,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        stages: Stages,
+        forward: Forward,
         backend: Backend,
         counts: TokenCounts,
         *,
@@ -50,7 +50,7 @@ class ModelRunner:
         block_size: int,
         pools: Many[KvPool] = (),
     ) -> None:
-        self.stages = stages
+        self.forward = forward
         self.pools = pools
         self._counts = counts
         self.graphs: StepGraphs | None = None
@@ -63,36 +63,36 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
-        self._num_owed = self.stages.num_waiting
+        self._num_owed = self.forward.num_waiting
         inputs = self._inputs(batch)
         goes_on = self._goes_on(batch)
-        self._num_owed = self.stages.num_waiting
+        self._num_owed = self.forward.num_waiting
         drafts = self._draft(inputs.draft) if inputs.draft else None
         draws = self._draws(inputs.draws, drafts)
         if self.graphs and not batch.prefills:
             verified = self._replay(self.graphs, inputs.target, draws)
         else:
             verified = self._run(inputs.target, drafts, draws, context_may_wait=goes_on)
-        return PendingStep(verified[: len(inputs.target.first_logit)], self.backend)
+        return PendingStep(verified[: len(inputs.target.logits_start)], self.backend)
 
     def _inputs(self, batch: Batch) -> StepInputs:
         """With graphs blocks are as wide as one that was captured, and drafts lie where those put them."""
-        rows, columns, apart = batch.block_rows, None, self.backend.prefills_apart
+        rows, columns, apart = batch.block_rows, None, self.backend.separate_prefill
         if self.graphs:
             rows, columns = self.graphs.block_rows(rows), self._block_size - 1
-        return step_inputs.build(batch, self._page_size, rows, draft_columns=columns, prefills_apart=apart)
+        return step_inputs.build(batch, self._page_size, rows, draft_columns=columns, separate_prefill=apart)
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """After a step that failed, wherever that was: it may be launched again, whole or in parts."""
-        self.stages.keep_waiting(self._num_owed)
+        self.forward.truncate_pending(self._num_owed)
         self._stretch = []
         self._counts.forget()
 
     @torch.inference_mode()
-    def scrub(self, slots: list[int]) -> None:
+    def scrub(self, slot_mapping: list[int]) -> None:
         """Zero slots of all models' KV, behind what still waits to be written."""
-        self.stages.write_context()
-        (places,) = Packed([np.array(slots, dtype=np.int32)], self.backend).tensors
+        self.forward.write_context()
+        (places,) = Packed([np.array(slot_mapping, dtype=np.int32)], self.backend).tensors
         for pool in self.pools:
             pool.clear(places)
 
@@ -100,9 +100,9 @@ class ModelRunner:
         """Drafts, b - 1 columns wide with graphs, else as wide as the blocks."""
         if self.graphs and self.graphs.has_draft:
             return self.graphs.draft(inputs)
-        tensors = self.stages.draft_tensors(inputs, Packed(inputs.arrays, self.backend))
-        self.stages.plan(tensors.rows, inputs.group)
-        drafts = self.stages.draft(tensors)
+        tensors = self.forward.draft_tensors(inputs, Packed(inputs.arrays, self.backend))
+        self.forward.plan(tensors.rows, inputs.group)
+        drafts = self.forward.draft(tensors)
         return self.graphs.keep(drafts) if self.graphs else drafts
 
     def _goes_on(self, batch: Batch) -> bool:
@@ -111,37 +111,37 @@ class ModelRunner:
         plain = not (self.graphs or batch.prefills or batch.num_drafting)
         seqs = [rows.seq for rows in batch.decodes] if plain else []
         if seqs != self._stretch or not plain:
-            self.stages.write_context()
+            self.forward.write_context()
         self._stretch = seqs
         return plain
 
     def _run(
-        self, inputs: TargetInputs, drafts: Tensor | None, draws: list[Draws], *, context_may_wait: bool
+        self, inputs: TargetInputs, drafts: Tensor | None, draws: list[SamplingMetadata], *, context_may_wait: bool
     ) -> Tensor:
         """The target eagerly; what `verify` says [S, w + 1]."""
-        tensors = self.stages.target_tensors(inputs, Packed(inputs.arrays, self.backend))
+        tensors = self.forward.target_tensors(inputs, Packed(inputs.arrays, self.backend))
         for rows, group in zip(tensors.groups, inputs.groups, strict=True):
-            self.stages.plan(rows, group)
-        _, choices = self.stages.choose(tensors, drafts, draws, context_may_wait=context_may_wait)
-        return self.stages.verify(tensors, choices, drafts)
+            self.forward.plan(rows, group)
+        _, choices = self.forward.choose(tensors, drafts, draws, context_may_wait=context_may_wait)
+        return self.forward.verify(tensors, choices, drafts)
 
-    def _replay(self, graphs: StepGraphs, inputs: TargetInputs, draws: list[Draws]) -> Tensor:
+    def _replay(self, graphs: StepGraphs, inputs: TargetInputs, draws: list[SamplingMetadata]) -> Tensor:
         """The target from a graph, which chooses greedily; rows that are drawn are chosen anew behind it."""
         out = graphs.target(inputs)
         if not draws:
             return out.verified
-        self.stages.redraw(out.hidden, out.choices, draws)
-        return self.stages.verify(out.inputs, out.choices, graphs.drafts)
+        self.forward.redraw(out.hidden, out.choices, draws)
+        return self.forward.verify(out.inputs, out.choices, graphs.drafts)
 
-    def _draws(self, inputs: list[DrawInputs], drafts: Tensor | None) -> list[Draws]:
+    def _draws(self, inputs: list[SamplingRows], drafts: Tensor | None) -> list[SamplingMetadata]:
         """The rows that are drawn, on the device, for the drafts [D, columns] that they stand on."""
         if not inputs:
             return []
         tensors = iter(Packed([array for kind in inputs for array in kind.arrays], self.backend).tensors)
         return [self._drawn(kind, list(islice(tensors, len(kind.arrays))), drafts) for kind in inputs]
 
-    def _drawn(self, inputs: DrawInputs, tensors: list[Tensor], drafts: Tensor | None) -> Draws:
-        rows, state, drawn, seats, places, draft_rows, added_rows, added_tokens, *floats = tensors
+    def _drawn(self, inputs: SamplingRows, tensors: list[Tensor], drafts: Tensor | None) -> SamplingMetadata:
+        rows, state, drawn, batch_slots, places, draft_rows, added_rows, added_tokens, *floats = tensors
         temperature, top_k, top_p, min_p, presence, frequency, repetition, added_values = (
             x.view(torch.float32) for x in floats
         )
@@ -150,12 +150,12 @@ class ModelRunner:
             filters = Filters(top_k, top_p, min_p, short=bool(inputs.top_k.max() <= SHORTLIST))
         if len(inputs.added):
             host_rows = inputs.added[:, 0].tolist()
-            additions = Additions(host_rows, added_rows.long(), added_tokens.long(), added_values)
+            additions = LogitBias(host_rows, added_rows.long(), added_tokens.long(), added_values)
         if inputs.penalised:
             before = None if drafts is None else drafts[draft_rows]
             counts = self._counts.of(inputs.penalised)
-            penalties = Penalties(presence, frequency, repetition, seats, places, before, *counts)
-        return Draws(
+            penalties = Penalties(presence, frequency, repetition, batch_slots, places, before, *counts)
+        return SamplingMetadata(
             inputs.rows.tolist(),
             rows,
             temperature,

@@ -77,8 +77,8 @@ def requests(count: int = 6) -> list[Request]:
 
 def by_operators(core: EngineCore) -> EngineCore:
     """The same engine with all that is compiled taken out; its heads are laid out alike, so that KV can be compared."""
-    stages = core.runner.stages
-    stages.fused_forward = stages.fused_propose = stages.drafter.fused_write = None
+    forward = core.runner.forward
+    forward.fused_forward = forward.fused_propose = forward.drafter.fused_write = None
     return core
 
 
@@ -112,9 +112,10 @@ def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
 def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings):
     """Alone and together, with prompts cut, at widths of a block and less; and what is compiled is what ran."""
     core, other = engine(pair, compile=True, **settings), by_operators(engine(pair, compile=True, **settings))
-    stages = core.runner.stages
+    forward = core.runner.forward
     target, draft, context = (
-        Counted(*of) for of in ((stages, "fused_forward"), (stages, "fused_propose"), (stages.drafter, "fused_write"))
+        Counted(*of)
+        for of in ((forward, "fused_forward"), (forward, "fused_propose"), (forward.drafter, "fused_write"))
     )
     assert core.run(requests()) == other.run(requests()) == engine(pair, **settings).run(requests())
     for request in requests(2):
@@ -174,7 +175,7 @@ def test_prompts_in_pieces_and_more_logits_than_fit_at_once(pair, monkeypatch):
     settings = {"max_num_batched_tokens": 64}
     asked = [*requests(), Request("long", tuple(range(5)) * 36, max_tokens=9)]
     core = engine(pair, compile=True, **settings)
-    target, draft = Counted(core.runner.stages, "fused_forward"), Counted(core.runner.stages, "fused_propose")
+    target, draft = Counted(core.runner.forward, "fused_forward"), Counted(core.runner.forward, "fused_propose")
     assert core.run(asked) == engine(pair, **settings).run(asked)
     assert target.all > 20 and not target.left
     assert 0 < draft.left < draft.all

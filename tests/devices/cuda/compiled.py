@@ -23,7 +23,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from app.doctor.report.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
-from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.cuda.backend import CudaBackend
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -78,7 +78,7 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
     kv = LayerKv(*(empty(4096, 16, kv_heads, dim) for _ in range(2)))
     for num_seqs, rows in SIZES:
         table = numbers(num_seqs, 100)
-        meta = AttnMeta(numbers(num_seqs + 1), numbers(num_seqs), table, [], [], 16, True)
+        meta = AttentionMetadata(numbers(num_seqs + 1), numbers(num_seqs), table, [], [], 16, True)
         rotation = (empty(rows, 1, dim), empty(rows, 1, dim))
         qkv = empty(rows, heads + 2 * kv_heads, dim)
         q = backend.qkv_into_kv(qkv, empty(dim), empty(dim), 1e-6, rotation, kv, numbers(rows))
@@ -88,8 +88,8 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.rms_norm(empty(rows, hidden), empty(hidden), 1e-6)
         backend.gated_mlp(empty(rows, hidden), empty(2 * inner, hidden), empty(hidden, inner))
         context = empty(rows, DRAFT_LAYERS, 2, kv_heads, dim)
-        norms, slots = empty(DRAFT_LAYERS, dim), numbers(rows * DRAFT_LAYERS)
-        backend.context_into_kv(context, norms, empty(dim), 1e-6, rotation, kv, slots)
+        norms, slot_mapping = empty(DRAFT_LAYERS, dim), numbers(rows * DRAFT_LAYERS)
+        backend.context_into_kv(context, norms, empty(dim), 1e-6, rotation, kv, slot_mapping)
         backend.fused_places(numbers(rows), numbers(num_seqs), numbers(rows), table, 16)
         backend.embed_blocks(numbers(num_seqs), 151669, BLOCK_SIZE, empty(config["vocab_size"], hidden))
         choices, drafts = empty(rows, dtype=torch.int64), numbers(num_seqs, BLOCK_SIZE - 1)
@@ -103,7 +103,7 @@ def launch_more(backend: CudaBackend) -> None:
     for heads, kv_heads, dim, dtype in MORE_ATTENTION:
         kv = LayerKv(*(empty(4096, 16, kv_heads, dim, dtype=dtype) for _ in range(2)))
         for num_seqs, rows in SIZES[1:2]:
-            meta = AttnMeta(numbers(num_seqs + 1), numbers(num_seqs), numbers(num_seqs, 100), [], [], 16, True)
+            meta = AttentionMetadata(numbers(num_seqs + 1), numbers(num_seqs), numbers(num_seqs, 100), [], [], 16, True)
             backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta)
 
 

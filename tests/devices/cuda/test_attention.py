@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.build.self_test import check_attention
 from app.engine.cuda.attention import MAX_SPLITS, TILE_ROWS, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
@@ -95,7 +95,7 @@ def test_what_lies_in_unused_slots_and_pages_changes_no_bit(backend):
 def test_lengths_and_pages_are_read_when_the_kernel_runs(backend):
     """Host lengths of another step change nothing, so that a graph may be captured with them."""
     case = Paged([2, 16], [40, 90])
-    meta = replace(case.meta, q_lens=[9, 9], kv_lens=[9, 9])
+    meta = replace(case.meta, query_lens=[9, 9], host_seq_lens=[9, 9])
     torch.testing.assert_close(backend.attention(case.q, case.kv, meta).double(), case.expected, atol=2e-6, rtol=2e-6)
 
 
@@ -152,7 +152,7 @@ def test_start_up_checks_pass_and_find_a_draft_attention_that_stays_causal(backe
     decoder = DecoderConfig(16, 16, 2, 4, 2, 16, 10, 1e-6, 1e4, 64, False, "float32")
 
     class Causal(CudaBackend):
-        def attention(self, q_thd: torch.Tensor, kv: LayerKv, meta: AttnMeta) -> torch.Tensor:
+        def attention(self, q_thd: torch.Tensor, kv: LayerKv, meta: AttentionMetadata) -> torch.Tensor:
             return super().attention(q_thd, kv, replace(meta, causal=True))
 
     for rows in (1, 16):

@@ -101,9 +101,9 @@ def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
 
     class Shapes(Cases):
         def __init__(self) -> None: ...
-        def attention(self, q_lens: list[int], kv_lens: list[int], *, causal: bool) -> Any:
-            shapes.append((q_lens, causal))
-            assert all(q_len <= kv_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True))
+        def attention(self, query_lens: list[int], host_seq_lens: list[int], *, causal: bool) -> Any:
+            shapes.append((query_lens, causal))
+            assert all(q_len <= kv_len for q_len, kv_len in zip(query_lens, host_seq_lens, strict=True))
             return Cases.attention(made, [1], [1], causal=causal)
 
     made = Cases(CudaBackend(torch.device("cpu")), SIZES, torch.float32)
@@ -113,7 +113,7 @@ def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
         some._attentions(32, width)
     for whole in ([1] * 32 + [0], [16] * 32 + [0]):
         assert (whole, True) in shapes
-    (ragged,) = [q_lens for q_lens, _ in shapes if len(set(q_lens)) > 2]
+    (ragged,) = [query_lens for query_lens, _ in shapes if len(set(query_lens)) > 2]
     assert len(ragged) == 33 and sum(ragged) == 512 and max(ragged[:-1]) == 16 and ([16] * 32, False) in shapes
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, Backend, LayerKv, Rotation
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.backend.torch import TorchBackend
 from app.engine.cuda.backend import CudaBackend
 from app.engine.dflash.verify import verify
 from app.engine.models.layers import RotaryTable
-from app.engine.step.forward import Rows, follow, places
+from app.engine.step.forward import AttentionInputs, follow, places
 
 torch.set_num_threads(1)
 
@@ -37,7 +37,7 @@ class Values:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.noise).to(self.dtype)
 
-    def slots(self, count: int, below: int) -> Tensor:
+    def slot_mapping(self, count: int, below: int) -> Tensor:
         return torch.randperm(below, generator=self.noise)[:count].to(torch.int32)
 
 
@@ -94,9 +94,11 @@ def test_qkv_into_kv_norms_turns_and_writes_and_touches_no_other_slot(backend, d
     norms, turns = (values.normal(dim), values.normal(dim)), rotation(dim, rows, dtype, backend)
     kv = LayerKv(*(values.normal(3, 4, kv_heads, dim) for _ in range(2)))
     expected = LayerKv(kv.k.float(), kv.v.float())
-    slots = values.slots(rows, 12)
-    wanted = Backend.qkv_into_kv(REFERENCE, qkv.float(), *(x.float() for x in norms), EPS, wide(turns), expected, slots)
-    assert_close(backend.qkv_into_kv(qkv, *norms, EPS, turns, kv, slots), wanted, dtype)
+    slot_mapping = values.slot_mapping(rows, 12)
+    wanted = Backend.qkv_into_kv(
+        REFERENCE, qkv.float(), *(x.float() for x in norms), EPS, wide(turns), expected, slot_mapping
+    )
+    assert_close(backend.qkv_into_kv(qkv, *norms, EPS, turns, kv, slot_mapping), wanted, dtype)
     assert_close(kv.k, expected.k, dtype)
     assert torch.equal(kv.v.float(), expected.v)
 
@@ -108,11 +110,11 @@ def test_context_of_all_layers_goes_to_the_slots_of_each_in_one_launch(backend, 
     turns = rotation(dim, rows, dtype, backend)
     kv = LayerKv(*(values.normal(6, 4, kv_heads, dim) for _ in range(2)))
     expected = LayerKv(kv.k.float(), kv.v.float())
-    slots = values.slots(rows * layers, 24)
+    slot_mapping = values.slot_mapping(rows * layers, 24)
     Backend.context_into_kv(
-        REFERENCE, kv_tl2hd.float(), k_norm.float(), torch.ones(dim), EPS, wide(turns), expected, slots
+        REFERENCE, kv_tl2hd.float(), k_norm.float(), torch.ones(dim), EPS, wide(turns), expected, slot_mapping
     )
-    backend.context_into_kv(kv_tl2hd, k_norm, torch.ones(dim, dtype=dtype), EPS, turns, kv, slots)
+    backend.context_into_kv(kv_tl2hd, k_norm, torch.ones(dim, dtype=dtype), EPS, turns, kv, slot_mapping)
     assert_close(kv.k, expected.k, dtype)
     assert torch.equal(kv.v.float(), expected.v)
 
@@ -129,13 +131,20 @@ def test_blocks_are_an_anchor_and_masks(backend, dtype, hidden):
 def test_positions_and_slots_of_ragged_rows(backend, dtype, page_size):
     noise = torch.Generator().manual_seed(page_size)
     counts, starts = [1, 16, 3, 130], [0, 15, 40, 7]
-    cu_q = torch.tensor([0, *counts]).cumsum(0)
-    owners = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).to(torch.int32)
-    offsets = (torch.tensor(starts) - cu_q[:-1]).to(torch.int32)
+    query_start_loc = torch.tensor([0, *counts]).cumsum(0)
+    seq_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).to(torch.int32)
+    position_offsets = (torch.tensor(starts) - query_start_loc[:-1]).to(torch.int32)
     table = torch.randint(1 << 20, (4, 140), generator=noise).to(torch.int32)
     numbers = torch.arange(sum(counts), dtype=torch.int32)
-    expected = places(Rows(owners, offsets, AttnMeta(cu_q, cu_q, table, counts, counts, page_size, True)), numbers)
-    found = backend.fused_places(owners, offsets, numbers, table, page_size)
+    expected = places(
+        AttentionInputs(
+            seq_ids,
+            position_offsets,
+            AttentionMetadata(query_start_loc, query_start_loc, table, counts, counts, page_size, True),
+        ),
+        numbers,
+    )
+    found = backend.fused_places(seq_ids, position_offsets, numbers, table, page_size)
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == torch.int32 and torch.equal(got, want)
 
@@ -148,8 +157,8 @@ def test_verify_is_the_reference_whatever_is_accepted(backend, dtype):
         first = (num_drafts + 1).cumsum(0) - num_drafts - 1
         choices = torch.randint(-1, 2, (int((num_drafts + 1).sum()),), generator=noise)
         drafts = torch.randint(2, (4, width - 1), generator=noise).to(torch.int32)
-        draft_of = torch.where(num_drafts > 0, torch.randint(4, (7,), generator=noise), 0)
-        lengths = [x.to(torch.int32) for x in (first, num_drafts, draft_of)]
+        draft_index = torch.where(num_drafts > 0, torch.randint(4, (7,), generator=noise), 0)
+        lengths = [x.to(torch.int32) for x in (first, num_drafts, draft_index)]
         for some in (drafts, None):
             found, expected = backend.fused_verify(choices, some, *lengths), verify(choices, some, *lengths)
             assert found.dtype == expected.dtype and torch.equal(found, expected)
@@ -166,8 +175,8 @@ def test_sequences_begin_where_the_step_before_has_brought_them(backend, dtype):
         places = (torch.arange(num_seqs + 1) * width).to(torch.int32)[:-1]
         before = [torch.randint(90, (size,), generator=noise).to(torch.int32) for size in (700, num_seqs, num_seqs)]
         found, expected = ([x.clone() for x in before] for _ in range(2))
-        for run, (token_ids, offsets, kv_len) in ((backend.fused_follow, found), (follow, expected)):
-            run(verified, lines, token_ids, places, offsets, kv_len)
+        for run, (token_ids, position_offsets, kv_len) in ((backend.fused_follow, found), (follow, expected)):
+            run(verified, lines, token_ids, places, position_offsets, kv_len)
         assert all(map(torch.equal, found, expected))
         tokens, *lengths = found
         for i, line in enumerate(lines.tolist()):

@@ -21,13 +21,14 @@ def causal_mask() -> Tensor:
 
 @dataclass
 class Sequences:
-    """S sequences of `kv_lens` tokens whose last (causal) or newest `q_lens` rows query, over shuffled blocks.
+    """S sequences of `host_seq_lens` tokens whose last (causal) or newest `query_lens` rows query, over shuffled
+    blocks.
 
     Everything that no token owns, block 0 among it, is `garbage`.
     """
 
-    q_lens: list[int]
-    kv_lens: list[int]
+    query_lens: list[int]
+    host_seq_lens: list[int]
     heads: int = 4
     kv_heads: int = 2
     dim: int = 128
@@ -39,9 +40,9 @@ class Sequences:
 
     def __post_init__(self) -> None:
         width = (self.kv_heads, self.dim)
-        self.q = normal(sum(self.q_lens), self.heads, self.dim, seed=1, dtype=self.dtype)
-        self.k, self.v = ([normal(n, *width, seed=s, dtype=self.dtype) for n in self.kv_lens] for s in (2, 3))
-        counts = [-(-n // BLOCK) for n in self.kv_lens]
+        self.q = normal(sum(self.query_lens), self.heads, self.dim, seed=1, dtype=self.dtype)
+        self.k, self.v = ([normal(n, *width, seed=s, dtype=self.dtype) for n in self.host_seq_lens] for s in (2, 3))
+        counts = [-(-n // BLOCK) for n in self.host_seq_lens]
         shuffled = (1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(4))).tolist()
         self.blocks = [[shuffled.pop() for _ in range(n)] for n in counts]
 
@@ -67,8 +68,8 @@ class Sequences:
             "query": self.q.to("npu:0"),
             "key": self.pool(self.k).to("npu:0"),
             "value": self.pool(self.v).to("npu:0"),
-            "actual_seq_lengths": list(accumulate(self.q_lens)),
-            "actual_seq_lengths_kv": list(self.kv_lens),
+            "actual_seq_lengths": list(accumulate(self.query_lens)),
+            "actual_seq_lengths_kv": list(self.host_seq_lens),
             "block_table": self.table().to("npu:0"),
             "num_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
@@ -85,7 +86,7 @@ class Sequences:
     def dense(self, *, causal: bool) -> Tensor:
         """The same in float64, row by row and head by head, from the definition."""
         out, row = torch.zeros(self.q.shape, dtype=torch.float64), 0
-        for s, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+        for s, (q_len, kv_len) in enumerate(zip(self.query_lens, self.host_seq_lens, strict=True)):
             for i in range(q_len):
                 seen = kv_len - q_len + i + 1 if causal else kv_len
                 for head in range(self.heads):

@@ -24,7 +24,7 @@ class Step:
     def __init__(self) -> None:
         device = torch.device("npu:0")
         self.x = torch.zeros(4, HEADS, DIM, dtype=torch.bfloat16, device=device)
-        self.slots = torch.arange(4, dtype=torch.int32, device=device)
+        self.slot_mapping = torch.arange(4, dtype=torch.int32, device=device)
         self.table = torch.tensor([[2, 1], [4, 3]], dtype=torch.int32, device=device)
         shape = (LAYERS, 5, BLOCK, KV_HEADS, DIM)
         self.caches = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -34,30 +34,30 @@ class Step:
     def fill(self, turn: int) -> list[int]:
         """New rows behind `turn` and 2 * `turn` rows; the KV lengths of the two sequences."""
         starts = [126 + turn, 3 * turn]
-        slots = [
+        slot_mapping = [
             int(block) * BLOCK + place for s, start in enumerate(starts) for block, place in self._places(s, start)
         ]
         self.x.copy_(normal(4, HEADS, DIM, seed=turn))
-        self.slots.copy_(torch.tensor(slots, dtype=torch.int32))
+        self.slot_mapping.copy_(torch.tensor(slot_mapping, dtype=torch.int32))
         return [start + 2 for start in starts]
 
     def _places(self, sequence: int, start: int) -> list[tuple[int, int]]:
         blocks = [[2, 1], [4, 3]][sequence]
         return [(blocks[i // BLOCK], i % BLOCK) for i in (start, start + 1)]
 
-    def run(self, kv_lens: list[int], q_lens: tuple[int, int] = (2, 2)) -> Tensor:
+    def run(self, host_seq_lens: list[int], query_lens: tuple[int, int] = (2, 2)) -> Tensor:
         x = self.x
         for layer, weight in enumerate(self.weights):
             k, v = (cache[layer] for cache in self.caches)
             kv_rows = x[:, :KV_HEADS].contiguous()
-            torch_npu.npu_scatter_pa_kv_cache(kv_rows, kv_rows, k, v, self.slots, cache_mode="Norm")
+            torch_npu.npu_scatter_pa_kv_cache(kv_rows, kv_rows, k, v, self.slot_mapping, cache_mode="Norm")
             o, _ = torch_npu.npu_fused_infer_attention_score(
                 x,
                 k.view(-1, BLOCK, KV_HEADS * DIM),
                 v.view(-1, BLOCK, KV_HEADS * DIM),
                 atten_mask=self.mask,
-                actual_seq_lengths=list(accumulate(q_lens)),
-                actual_seq_lengths_kv=kv_lens,
+                actual_seq_lengths=list(accumulate(query_lens)),
+                actual_seq_lengths_kv=host_seq_lens,
                 block_table=self.table,
                 num_heads=HEADS,
                 num_key_value_heads=KV_HEADS,
@@ -77,9 +77,9 @@ class Step:
         return graph, y
 
 
-def lengths(kv_lens: list[int]) -> list[dict[str, list[int]]]:
+def lengths(host_seq_lens: list[int]) -> list[dict[str, list[int]]]:
     """One entry for each recorded attention call."""
-    return [{"actual_seq_lengths": [2, 4], "actual_seq_lengths_kv": list(kv_lens)} for _ in range(LAYERS)]
+    return [{"actual_seq_lengths": [2, 4], "actual_seq_lengths_kv": list(host_seq_lens)} for _ in range(LAYERS)]
 
 
 @pytest.mark.parametrize("update_first", [True, False], ids=["update, replay", "replay, update"])
@@ -87,15 +87,15 @@ def test_replays_with_updated_lengths_equal_eager_steps(update_first: bool) -> N
     captured, eager = Step(), Step()
     graph, y = captured.capture()
     for turn in range(4):
-        kv_lens = captured.fill(turn)
+        host_seq_lens = captured.fill(turn)
         if update_first:
-            graph.update(lengths(kv_lens))
+            graph.update(lengths(host_seq_lens))
             graph.replay()
         else:
             graph.replay()
-            graph.update(lengths(kv_lens))
+            graph.update(lengths(host_seq_lens))
         eager.fill(turn)
-        assert torch.equal(y.cpu(), eager.run(kv_lens).cpu())
+        assert torch.equal(y.cpu(), eager.run(host_seq_lens).cpu())
     for mine, other in zip(captured.caches, eager.caches, strict=True):
         assert torch.equal(mine.cpu(), other.cpu())
 
@@ -121,14 +121,14 @@ def test_addresses_stay_from_replay_to_replay() -> None:
 def test_a_replay_is_one_launch_and_an_update_one_for_each_attention() -> None:
     step = Step()
     graph, _ = step.capture()
-    kv_lens = step.fill(1)
+    host_seq_lens = step.fill(1)
     with traced() as trace:
-        graph.update(lengths(kv_lens))
+        graph.update(lengths(host_seq_lens))
         graph.replay()
     attention = ("update", "aclnnFusedInferAttentionScoreV3")
     assert trace.lines[:-1] == [attention] * LAYERS and trace.lines[-1][0] == "replay"
     with traced() as trace:
-        step.run(kv_lens)
+        step.run(host_seq_lens)
     assert trace.launches["aclnnFusedInferAttentionScoreV3"] == LAYERS == trace.launches["aclnnScatterPaKvCache"]
 
 
@@ -146,25 +146,25 @@ def test_layers_keep_the_lengths_that_they_were_given() -> None:
     """Draft and target lengths differ: each recorded call gets its own entry, in the order of capture."""
     captured, eager = Step(), Step()
     graph, y = captured.capture()
-    kv_lens = captured.fill(2)
+    host_seq_lens = captured.fill(2)
     eager.fill(2)
-    different = lengths(kv_lens)
-    different[1]["actual_seq_lengths_kv"] = [kv_lens[0], 2]
+    different = lengths(host_seq_lens)
+    different[1]["actual_seq_lengths_kv"] = [host_seq_lens[0], 2]
     graph.update(different)
     graph.replay()
-    assert not torch.equal(y.cpu(), eager.run(kv_lens).cpu())
+    assert not torch.equal(y.cpu(), eager.run(host_seq_lens).cpu())
 
 
 def test_a_replay_whose_update_never_comes_is_an_error_and_not_a_hang() -> None:
     step = Step()
     graph, y = step.capture()
-    kv_lens = step.fill(0)
+    host_seq_lens = step.fill(0)
     graph.replay()
     with pytest.raises(RuntimeError, match="507046"):
         torch.npu.synchronize()
     with pytest.raises(NumericsError, match="waits for its update"):
         y + 1
-    graph.update(lengths(kv_lens))
+    graph.update(lengths(host_seq_lens))
     assert not y.cpu().isnan().any()
 
 
@@ -172,13 +172,13 @@ def test_lengths_of_before_are_not_used_again_in_silence() -> None:
     """Each replay waits for an update of its own."""
     step = Step()
     graph, _ = step.capture()
-    kv_lens = step.fill(0)
-    graph.update(lengths(kv_lens))
+    host_seq_lens = step.fill(0)
+    graph.update(lengths(host_seq_lens))
     graph.replay()
     graph.replay()
     with pytest.raises(RuntimeError, match="507046"):
         torch.npu.synchronize()
-    graph.update(lengths(kv_lens))
+    graph.update(lengths(host_seq_lens))
     torch.npu.synchronize()
 
 
@@ -231,21 +231,21 @@ def test_a_size_that_depends_on_values_cannot_be_captured() -> None:
 def test_a_number_that_an_operator_uploads_by_itself_cannot_be_captured() -> None:
     step = Step()
     with pytest.raises(NumericsError, match="uploads a scalar"), torch.npu.graph(torch.npu.NPUGraph()):
-        step.slots >> 3
+        step.slot_mapping >> 3
 
 
 def test_an_upload_from_pageable_memory_cannot_be_captured() -> None:
     step = Step()
     with pytest.raises(RuntimeError, match="107030"), torch.npu.graph(torch.npu.NPUGraph()):
-        step.slots.copy_(torch.arange(4, dtype=torch.int32))
+        step.slot_mapping.copy_(torch.arange(4, dtype=torch.int32))
 
 
 def test_a_captured_upload_reads_its_pinned_memory_at_each_replay() -> None:
     host, graph = torch.zeros(4, dtype=torch.int32, pin_memory=True), torch.npu.NPUGraph()
-    slots = torch.zeros(4, dtype=torch.int32, device="npu:0")
+    slot_mapping = torch.zeros(4, dtype=torch.int32, device="npu:0")
     with torch.npu.graph(graph):
-        slots.copy_(host, non_blocking=True)
-        doubled = slots * 2
+        slot_mapping.copy_(host, non_blocking=True)
+        doubled = slot_mapping * 2
     for turn in range(2):
         host.fill_(turn)
         graph.replay()
@@ -268,9 +268,9 @@ def test_the_manual_protocol_has_numbers_too() -> None:
         "out": out,
     }
 
-    def attend(kv_lens: list[int]) -> None:
+    def attend(host_seq_lens: list[int]) -> None:
         torch_npu.npu_fused_infer_attention_score.out(
-            captured.x, k, v, actual_seq_lengths=[2, 4], actual_seq_lengths_kv=kv_lens, **fixed
+            captured.x, k, v, actual_seq_lengths=[2, 4], actual_seq_lengths_kv=host_seq_lens, **fixed
         )
 
     with torch.npu.graph(graph):
@@ -282,16 +282,16 @@ def test_the_manual_protocol_has_numbers_too() -> None:
         handle = torch.npu.graph_task_group_end(stream)
         y = out[0] * 2
     for turn in range(2):
-        kv_lens = captured.fill(turn)
-        captured.run(kv_lens)
+        host_seq_lens = captured.fill(turn)
+        captured.run(host_seq_lens)
         graph.replay()
         with torch.npu.stream(update_stream):
             torch.npu.graph_task_update_begin(update_stream, handle)
-            attend(kv_lens)
+            attend(host_seq_lens)
             torch.npu.graph_task_update_end(update_stream)
             event.record(update_stream)
         found = y.cpu()
-        attend(kv_lens)
+        attend(host_seq_lens)
         assert torch.equal(found, (out[0] * 2).cpu())
 
 

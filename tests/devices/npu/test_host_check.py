@@ -16,7 +16,7 @@ from app.doctor import device_check
 from app.doctor import npu_host as host_check
 from app.doctor import operators as operator_check
 from app.doctor.probes import Finding, Probe, ok
-from app.engine.backend.base import AttnMeta, LayerKv, Rotation
+from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.npu.backend import NpuBackend
 
 
@@ -169,15 +169,15 @@ def test_attention_is_the_dense_one(backend: NpuBackend) -> None:
 
 
 class AlwaysCausal(NpuBackend):
-    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
         return super().plan_attention(replace(meta, causal=True), group)
 
 
 class Wrong(NpuBackend):
     """Mistakes that a kernel or a call could make, one an operator."""
 
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        super().write_kv(k_thd, v_thd, kv, slots.roll(1))
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        super().write_kv(k_thd, v_thd, kv, slot_mapping.roll(1))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return super().rms_norm(x, weight, 1.0)

@@ -51,12 +51,14 @@ def test_attention_into_given_memory_is_the_same() -> None:
 
 def test_kv_rows_go_to_their_slots_and_nowhere_else() -> None:
     k, v = normal(3, 2, 128, seed=1), normal(3, 2, 128, seed=2)
-    slots = torch.tensor([130, 5, 383], dtype=torch.int32)
+    slot_mapping = torch.tensor([130, 5, 383], dtype=torch.int32)
     caches = [torch.zeros(3, BLOCK, 2, 128, dtype=torch.bfloat16, device="npu:0") for _ in range(2)]
-    torch_npu.npu_scatter_pa_kv_cache(k.to("npu:0"), v.to("npu:0"), *caches, slots.to("npu:0"), cache_mode="Norm")
+    torch_npu.npu_scatter_pa_kv_cache(
+        k.to("npu:0"), v.to("npu:0"), *caches, slot_mapping.to("npu:0"), cache_mode="Norm"
+    )
     for rows, cache in zip((k, v), caches, strict=True):
         wanted = torch.zeros(3 * BLOCK, 2, 128, dtype=torch.bfloat16)
-        wanted[slots.long()] = rows
+        wanted[slot_mapping.long()] = rows
         assert torch.equal(cache.cpu().flatten(0, 1), wanted)
 
 

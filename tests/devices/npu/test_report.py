@@ -19,7 +19,7 @@ from app.doctor.report.npu import demo_pair, engine, open_points, operators, roo
 from app.doctor.report.npu.chips import Chip, figures
 from app.doctor.report.npu.part import Part, Prompts, Result, answer
 from app.doctor.report.npu_page import page
-from app.engine.backend.base import AttnMeta, Backend, LayerKv
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.npu.backend import NpuBackend
 from tests.devices.npu import demo
 from tests.devices.npu.null_device import Trace, traced
@@ -66,13 +66,13 @@ def test_every_operator_is_right_and_its_errors_are_told(backend: NpuBackend, na
 class Wrong(NpuBackend):
     """Mistakes that a kernel could make."""
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
         plan = super().plan_attention(meta, group)
-        plan.kv_lens[-1] = max(1, plan.kv_lens[-1] - 1) if not meta.causal else plan.kv_lens[-1]
+        plan.host_seq_lens[-1] = max(1, plan.host_seq_lens[-1] - 1) if not meta.causal else plan.host_seq_lens[-1]
         return plan
 
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        super().write_kv(k_thd, v_thd, kv, slots.flip(0))
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        super().write_kv(k_thd, v_thd, kv, slot_mapping.flip(0))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return super().rms_norm(x, weight, 0.1)
@@ -132,7 +132,7 @@ def test_every_open_point_is_answered_in_a_sentence(backend: NpuBackend, name: s
 class Other(NpuBackend):
     """The other answers."""
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         return super().attention(q_thd, kv, meta) * 1.5
 
 
@@ -144,9 +144,9 @@ def test_attention_that_is_taken_and_wrong_is_said_to_be_wrong(backend: NpuBacke
 
 
 def test_slots_that_are_skipped_are_said_to_be(backend: NpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def skip(k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
-        given = (slots >= 0).cpu().nonzero()[:, 0].to(slots.device)
-        backend.write_kv(k_thd[given], v_thd[given], kv, slots[given])
+    def skip(k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        given = (slot_mapping >= 0).cpu().nonzero()[:, 0].to(slot_mapping.device)
+        backend.write_kv(k_thd[given], v_thd[given], kv, slot_mapping[given])
 
     monkeypatch.setattr(open_points.trials, "write_pages", skip)
     assert point("slots of -1", backend)["result"]["found"].startswith("Rows with slot -1 are skipped")
@@ -155,7 +155,7 @@ def test_slots_that_are_skipped_are_said_to_be(backend: NpuBackend, monkeypatch:
 class Refusing(NpuBackend):
     """What a card says to a call that it does not take."""
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002\nmore")
 
 
@@ -165,7 +165,9 @@ def test_a_refusal_is_an_answer_and_ends_the_process(
 ) -> None:
     refusing = Refusing(torch.device("npu:0"))
     monkeypatch.setattr(open_points.trials, "attention_of_heads", lambda q, kv, meta: refusing.attention(q, kv, meta))
-    monkeypatch.setattr(open_points.trials, "write_pages", lambda k, v, kv, slots: refusing.attention(k, kv, slots))
+    monkeypatch.setattr(
+        open_points.trials, "write_pages", lambda k, v, kv, slot_mapping: refusing.attention(k, kv, slot_mapping)
+    )
     found = point(name, refusing)
     assert found["result"]["found"].startswith("It is refused: RuntimeError: ") and "error" in found
     assert "(561002: " in found["result"]["found"]
@@ -220,7 +222,7 @@ def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(
     in_float32: engine.Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Causal(NpuBackend):
-        def plan_attention(self, meta: AttnMeta, group: int) -> Any:
+        def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
             plan = super().plan_attention(meta, group)
             return plan if meta.causal else super().plan_attention(causal(meta), group)
 
@@ -236,8 +238,10 @@ def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(
     assert found["result"]["acceptance_length"]["device"] < found["result"]["acceptance_length"]["CPU float32"]
 
 
-def causal(meta: AttnMeta) -> AttnMeta:
-    return AttnMeta(meta.cu_q, meta.kv_len, meta.page_table, meta.q_lens, meta.kv_lens, meta.page_size, True)
+def causal(meta: AttentionMetadata) -> AttentionMetadata:
+    return AttentionMetadata(
+        meta.query_start_loc, meta.seq_lens, meta.page_table, meta.query_lens, meta.host_seq_lens, meta.page_size, True
+    )
 
 
 def test_a_text_that_leaves_the_others_is_told_with_its_place_and_gap() -> None:

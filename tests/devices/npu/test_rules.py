@@ -36,8 +36,8 @@ def draft_attention() -> dict[str, Any]:
 
 def write() -> dict[str, Any]:
     rows, cache = normal(3, 2, 128).to("npu:0"), new(4, BLOCK, 2, 128)
-    slots = ints(130, 5, 383)
-    more = {"slot_mapping": slots, "cache_mode": "Norm"}
+    slot_mapping = ints(130, 5, 383)
+    more = {"slot_mapping": slot_mapping, "cache_mode": "Norm"}
     return {"key": rows, "value": rows.clone(), "key_cache": cache, "value_cache": cache.clone(), **more}
 
 

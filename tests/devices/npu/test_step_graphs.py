@@ -99,9 +99,9 @@ def test_lengths_given_anew_to_graphs_are_those_that_eager_code_passes(monkeypat
 
 def check_padded(eager: Lengths, entry: Lengths) -> None:
     """The same sequences first; padding has a row or more each, and as much KV (N2, N30)."""
-    (q_ends, kv_lens), (all_ends, all_kv) = eager, entry
+    (q_ends, host_seq_lens), (all_ends, all_kv) = eager, entry
     count = len(q_ends)
-    assert (all_ends[:count], all_kv[:count]) == (q_ends, kv_lens)
+    assert (all_ends[:count], all_kv[:count]) == (q_ends, host_seq_lens)
     assert [end - start for start, end in pairwise(all_ends[count - 1 :])] == all_kv[count:]
     assert min(all_kv) > 0
 
@@ -195,8 +195,8 @@ def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monke
     """The proof would see lengths of an earlier step: without the new plan tokens are others."""
     expected = engine(pair).run(requests())
     core = engine(pair)
-    monkeypatch.setattr(core.runner.stages, "plan", lambda rows, group: None if rows.meta.plan else plan(rows, group))
-    plan = type(core.runner.stages).plan.__get__(core.runner.stages)
+    monkeypatch.setattr(core.runner.forward, "plan", lambda rows, group: None if rows.meta.plan else plan(rows, group))
+    plan = type(core.runner.forward).plan.__get__(core.runner.forward)
     assert core.run(requests()) != expected
 
 

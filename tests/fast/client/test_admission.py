@@ -17,7 +17,7 @@ def refused(door: Door, owner: str, count: int) -> type[Busy] | None:
 
 
 def test_every_place_counts_until_its_request_has_ended_or_it_is_not_wanted() -> None:
-    door = Door(most_of_one=3)
+    door = Door(max_of_one=3)
     for _ in range(3):  # Nothing is left over for the next round, and nothing is given back twice.
         places = door.enter("a", 3, MOST)
         assert (refused(door, "a", 1), refused(door, "b", 1), refused(door, "b", 2)) == (OwnerBusy, None, Busy)
@@ -32,7 +32,7 @@ def test_every_place_counts_until_its_request_has_ended_or_it_is_not_wanted() ->
 
 
 def test_who_is_refused_takes_no_place() -> None:
-    door = Door(most_of_one=3)
+    door = Door(max_of_one=3)
     for owner, count, error in (("a", 4, OwnerBusy), ("b", 3, Busy)):
         inside = door.enter("c", 2, MOST)
         for _ in range(3):
@@ -43,7 +43,7 @@ def test_who_is_refused_takes_no_place() -> None:
 
 
 def test_a_client_that_has_left_costs_no_memory() -> None:
-    door = Door(most_of_one=3)
+    door = Door(max_of_one=3)
     for number in range(100):
         refused(door, f"never let in {number}", 4)
         places = door.enter(f"client {number}", 2, MOST)

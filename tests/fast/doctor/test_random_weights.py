@@ -97,7 +97,7 @@ def test_an_engine_runs_on_them_and_only_configs_are_written(tmp_path: Path) -> 
     tokens = core.run([Request("a", (1, 2, 3), max_tokens=40)])["a"]
     assert len(tokens) == 40
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json"}
-    assert core.runner.stages.target.lm_head is core.runner.stages.target.embedding
+    assert core.runner.forward.target.lm_head is core.runner.forward.target.embedding
 
 
 def test_the_same_weights_come_every_time_and_differ_from_tensor_to_tensor() -> None:

@@ -10,7 +10,7 @@ import pytest
 from app.config.settings import ConfigError
 from app.doctor.report.simulated import SimulatedRunner, even_chance, mean_length, simulate, survival, wish
 from app.engine.core import Step
-from app.engine.schedule.batch import Batch, Delta, Rows, StepResult
+from app.engine.schedule.batch import Batch, Delta, ScheduledSequence, StepResult
 from app.engine.sequence import Request, Sequence
 from app.engine.step.runner import ModelRunner
 from tests.fast.doctor.test_random_weights import tiny_engine
@@ -58,7 +58,7 @@ def test_a_wish_is_one_number_or_several() -> None:
 class Computed:
     """A runner whose steps accept nothing, and are counted when they are read."""
 
-    stages = None
+    forward = None
 
     def __init__(self) -> None:
         self.read_steps = 0
@@ -75,7 +75,7 @@ class Computed:
 
 def decoding(*num_drafts: int) -> Batch:
     seq = Sequence(Request("r", (1, 2), max_tokens=99), arrival=0)
-    return Batch([Rows(seq, 1, 1 + count, samples=True, num_drafts=count) for count in num_drafts])
+    return Batch([ScheduledSequence(seq, 1, 1 + count, samples=True, num_drafts=count) for count in num_drafts])
 
 
 def drawn(rates: list[float], batch: Batch, steps: int, seed: int = 0) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from app.bench.tables import markdown
 from app.config.checkpoint import DEMO
-from app.engine.backend.base import AttnMeta
+from app.engine.backend.base import AttentionMetadata
 from app.engine.core import EngineCore
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.sampling.noise import noise_states
@@ -43,10 +43,10 @@ class Coupled:
         self._proposed: dict[str, np.ndarray] = {}
 
     def propose(
-        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
+        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
         model, block = self._real.model, self._real.model.config.block_size
-        hidden = self._real.masked(anchors, positions, slots, meta)
+        hidden = self._real.masked(anchors, positions, slot_mapping, meta)
         logits = F.linear(hidden, model.lm_head).view(len(anchors), block - 1, -1)
         requests = [self._requests[request_id] for request_id in request_ids]
         firsts = (positions.view(-1, block)[:, 0] + 1).tolist()
@@ -69,9 +69,9 @@ class Coupled:
 
 def acceptance(core: EngineCore, requests: list[Request], ratio: float | None) -> tuple[float, dict[str, list[int]]]:
     """Tokens of a step that verified drafts; and the texts."""
-    drafter = core.runner.stages.drafter
+    drafter = core.runner.forward.drafter
     coupled = Coupled(drafter, requests, ratio)
-    core.runner.stages.drafter = coupled
+    core.runner.forward.drafter = coupled
     tokens = steps = 0
 
     def count(step) -> None:
@@ -82,7 +82,7 @@ def acceptance(core: EngineCore, requests: list[Request], ratio: float | None) -
                 coupled.learn(delta)
 
     texts = core.run(requests, count)
-    core.runner.stages.drafter = drafter
+    core.runner.forward.drafter = drafter
     return tokens / steps, texts
 
 

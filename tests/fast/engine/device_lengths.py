@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.backend.torch import TorchBackend
 from app.engine.build import engine as build
@@ -24,35 +24,35 @@ JUNK = -12345
 
 
 class DeviceLengthsBackend(TorchBackend):
-    lengths_on_device = True
+    device_side_lengths = True
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._graphs: list[Graph] = []
 
-    def plan_attention(self, meta: AttnMeta, group: int) -> object:
-        of_prompts = sum(meta.q_lens) > TILE_ROWS * len(meta.q_lens)
+    def plan_attention(self, meta: AttentionMetadata, group: int) -> object:
+        of_prompts = sum(meta.query_lens) > TILE_ROWS * len(meta.query_lens)
         return super().plan_attention(meta, group) if of_prompts else None
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         if meta.plan is not None:
             return super().attention(q_thd, kv, meta)
         rows = torch.arange(len(q_thd), dtype=torch.int32)
-        owners = torch.searchsorted(meta.cu_q, rows, right=True) - 1
-        seen = meta.kv_len[owners]
+        seq_ids = torch.searchsorted(meta.query_start_loc, rows, right=True) - 1
+        seen = meta.seq_lens[seq_ids]
         if meta.causal:
-            seen = seen - (meta.cu_q[owners + 1] - 1 - rows)
+            seen = seen - (meta.query_start_loc[seq_ids + 1] - 1 - rows)
         token = torch.arange(meta.page_table.shape[1] * meta.page_size)
         visible = token < seen[:, None]
         group = q_thd.shape[1] // kv.k.shape[2]
         # What lies past a sequence's tokens may be anything, and is not even loaded.
-        inside = (token < meta.kv_len[:, None])[..., None, None]
+        inside = (token < meta.seq_lens[:, None])[..., None, None]
         k, v = (torch.where(inside, pool[meta.page_table].flatten(1, 2), 0.0) for pool in (kv.k, kv.v))
-        k, v = (x[owners].transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+        k, v = (x[seq_ids].transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
         o = F.scaled_dot_product_attention(q_thd[:, :, None], k, v, attn_mask=visible[:, None, None])
         return o[:, :, 0]
 
-    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttnMeta]) -> Graph:
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         graph = SharedMemoryGraph(run, self._graphs)
         self._graphs.append(graph)
         return graph

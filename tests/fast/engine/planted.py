@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta
+from app.engine.backend.base import AttentionMetadata
 from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, build_engine
 from app.engine.core import Step
@@ -61,17 +61,19 @@ class PlantedDrafter:
         return self.real.decoder
 
     def propose(
-        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slots: Tensor, meta: AttnMeta
+        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
         blocks = positions.view(len(request_ids), -1)
         num_rows = blocks.shape[1]
         assert 2 <= num_rows <= self.block_size
         assert (blocks == blocks[:, :1] + torch.arange(num_rows)).all(), "a block stands in a row"
-        assert slots.unique().numel() == slots.numel() == positions.numel(), "every block row has a slot of its own"
+        assert slot_mapping.unique().numel() == slot_mapping.numel() == positions.numel(), (
+            "every block row has a slot of its own"
+        )
         assert not meta.causal
-        assert meta.q_lens == [num_rows] * len(request_ids)
-        assert meta.kv_lens == (blocks[:, -1] + 1).tolist()
-        for slot in slots.tolist():
+        assert meta.query_lens == [num_rows] * len(request_ids)
+        assert meta.host_seq_lens == (blocks[:, -1] + 1).tolist()
+        for slot in slot_mapping.tolist():
             self.context.pop(slot, None)  # a real draft writes its block's own K and V there
         drafts = []
         for request_id, anchor, position in zip(request_ids, anchors.tolist(), blocks[:, 0].tolist(), strict=True):
@@ -86,25 +88,25 @@ class PlantedDrafter:
             drafts.append(block)
         return torch.tensor(drafts)
 
-    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        assert len(features) == len(positions) == len(slots)
-        assert slots.unique().numel() == slots.numel(), "a slot is written twice in a step"
-        for slot, position, feature in zip(slots.tolist(), positions.tolist(), features, strict=True):
+    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+        assert len(features) == len(positions) == len(slot_mapping)
+        assert slot_mapping.unique().numel() == slot_mapping.numel(), "a slot is written twice in a step"
+        for slot, position, feature in zip(slot_mapping.tolist(), positions.tolist(), features, strict=True):
             self.context[slot] = (position, feature)
-        self.real.write_context(features, positions, slots)
+        self.real.write_context(features, positions, slot_mapping)
 
 
 def plant(engine: Engine, texts: Mapping[str, list[int]], cut: Cut) -> PlantedDrafter:
     """Put a planted drafter in the place of the engine's own, or of the one planted there before: then it begins with
     the context on cached pages, and no other."""
-    stages, pool = engine.core.runner.stages, engine.core.scheduler.pool
-    assert stages.drafter is not None, "an engine without a draft never asks for one"
-    planted = PlantedDrafter(texts, cut, engine.sizes.block_size, engine.target.vocab_size, stages.drafter)
-    if isinstance(stages.drafter, PlantedDrafter):
-        planted.real = stages.drafter.real
-        context = stages.drafter.context.items()
+    forward, pool = engine.core.runner.forward, engine.core.scheduler.pool
+    assert forward.drafter is not None, "an engine without a draft never asks for one"
+    planted = PlantedDrafter(texts, cut, engine.sizes.block_size, engine.target.vocab_size, forward.drafter)
+    if isinstance(forward.drafter, PlantedDrafter):
+        planted.real = forward.drafter.real
+        context = forward.drafter.context.items()
         planted.context = {slot: entry for slot, entry in context if slot // pool.page_size in pool._digest_of}
-    stages.drafter = planted
+    forward.drafter = planted
     return planted
 
 
@@ -214,7 +216,7 @@ class PlannedRun:
         anchored = {seq.request.request_id for seq in self.scheduler.running if seq.num_computed == seq.num_tokens - 1}
         num_proposals = len(self.drafter.proposals)
         step = self.engine.core.step()
-        self.engine.core.runner.stages.write_context()
+        self.engine.core.runner.forward.write_context()
         self.steps.append(step)
         expected_proposals = []
         for delta in step.deltas:
@@ -267,5 +269,5 @@ class PlannedRun:
         """The features [num_computed, taps * H] that a running sequence's context was made of."""
         page_size = self.engine.sizes.page_size
         seq = next(seq for seq in self.scheduler.running if seq.request.request_id == request_id)
-        slots = [seq.pages[p // page_size] * page_size + p % page_size for p in range(seq.num_computed)]
-        return torch.stack([self.drafter.context[slot][1] for slot in slots])
+        slot_mapping = [seq.pages[p // page_size] * page_size + p % page_size for p in range(seq.num_computed)]
+        return torch.stack([self.drafter.context[slot][1] for slot in slot_mapping])

@@ -116,8 +116,8 @@ def test_every_dialect_of_files_drafts_the_same(tmp_path, pair, dialect):
     def drafts(pair: Pair) -> list[list[int]]:
         """All that the draft proposes: a random one is hardly ever right, so the text says nothing about it."""
         runner, seen = (core := build(pair).core).runner, []
-        propose = runner.stages.drafter.propose
-        runner.stages.drafter.propose = lambda *inputs: seen.append(out := propose(*inputs)) or out
+        propose = runner.forward.drafter.propose
+        runner.forward.drafter.propose = lambda *inputs: seen.append(out := propose(*inputs)) or out
         core.run([Request("r", (5, 9, 2, 60), 24)])
         return torch.cat(seen).tolist()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from app.engine.backend.factory import make_backend
 from app.engine.build.engine import Engine
 from app.engine.core import Step
-from app.engine.schedule.batch import Batch, Rows
+from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Request, Sequence
 from tests.fast.engine.lossless import LUCKY, demo_folder, demo_prompts, make_engine
 from tests.fast.engine.pairs import Pair, make_pair
@@ -43,7 +43,7 @@ class Blocks(list[Block]):
 
     def __init__(self, engine: Engine) -> None:
         runner = engine.core.runner
-        drafter = runner.stages.drafter
+        drafter = runner.forward.drafter
         launch, propose, forward = runner.launch, drafter.propose, drafter.model.forward
 
         def recorded_forward(*args) -> Tensor:
@@ -156,7 +156,9 @@ def test_a_block_over_no_context_at_all_equals_the_reference(tmp_path, page_size
     blocks = Blocks(engine)
     seq = Sequence(Request("n = 1", (7,), max_tokens=20), arrival=0)
     engine.core.scheduler.pool.grow(seq.pages, pair.block_size)
-    engine.core.runner.launch(Batch([Rows(seq, 0, pair.block_size, samples=True, num_drafts=pair.block_size - 1)]))
+    engine.core.runner.launch(
+        Batch([ScheduledSequence(seq, 0, pair.block_size, samples=True, num_drafts=pair.block_size - 1)])
+    )
     assert [block.token_ids for block in blocks] == [[7]]
     assert blocks.worst_error(reference(pair)) <= TIGHT
 
@@ -172,11 +174,11 @@ def test_rows_that_were_decoded_without_drafts_are_context_like_any_other(tmp_pa
     for seq in (plain, drafted):
         engine.core.scheduler.pool.grow(seq.pages, seq.num_tokens + b - 1)
     launch = engine.core.runner.launch
-    launch(Batch(prefills=[Rows(plain, 0, 5, samples=False)]))
+    launch(Batch(prefills=[ScheduledSequence(plain, 0, 5, samples=False)]))
     for row in range(5, len(text) - 1):
-        beside = [Rows(drafted, 0, b, samples=True, num_drafts=b - 1)] if row % 2 else []
-        launch(Batch([Rows(plain, row, 1, samples=False), *beside]))
-    launch(Batch([Rows(plain, len(text) - 1, b, samples=True, num_drafts=b - 1)]))
+        beside = [ScheduledSequence(drafted, 0, b, samples=True, num_drafts=b - 1)] if row % 2 else []
+        launch(Batch([ScheduledSequence(plain, row, 1, samples=False), *beside]))
+    launch(Batch([ScheduledSequence(plain, len(text) - 1, b, samples=True, num_drafts=b - 1)]))
     assert blocks[-1].token_ids == text
     assert blocks.worst_error(reference(pair)) <= TIGHT
 
@@ -195,17 +197,17 @@ def rewritten(draft: Path, folder: Path, change: Callable[[dict[str, Tensor]], N
 
 
 def with_taps_off_by_one(engine: Engine) -> None:
-    engine.core.runner.stages.target.taps = tuple(tap + 1 for tap in engine.core.runner.stages.target.taps)
+    engine.core.runner.forward.target.taps = tuple(tap + 1 for tap in engine.core.runner.forward.target.taps)
 
 
 def with_taps_in_another_order(engine: Engine) -> None:
-    drafter = engine.core.runner.stages.drafter
+    drafter = engine.core.runner.forward.drafter
     write = drafter.write_context
     drafter.write_context = lambda tapped, *args: write(tapped.roll(engine.target.hidden_size, dims=-1), *args)
 
 
 def with_mask_for_anchor(engine: Engine) -> None:
-    drafter = engine.core.runner.stages.drafter
+    drafter = engine.core.runner.forward.drafter
     propose = drafter.propose
     drafter.propose = lambda ids, anchors, *args: propose(
         ids, torch.full_like(anchors, engine.draft.mask_token_id), *args
@@ -213,32 +215,32 @@ def with_mask_for_anchor(engine: Engine) -> None:
 
 
 def with_causal_blocks(engine: Engine) -> None:
-    drafter = engine.core.runner.stages.drafter
+    drafter = engine.core.runner.forward.drafter
     propose = drafter.propose
 
-    def causal(ids, anchors, positions, slots, meta):
+    def causal(ids, anchors, positions, slot_mapping, meta):
         meta = replace(meta, causal=True, plan=None)
         decoder = engine.draft.decoder
         meta.plan = make_backend("cpu").plan_attention(meta, decoder.num_heads // decoder.num_kv_heads)
-        return propose(ids, anchors, positions, slots, meta)
+        return propose(ids, anchors, positions, slot_mapping, meta)
 
     drafter.propose = causal
 
 
 def with_blocks_one_position_late(engine: Engine) -> None:
-    drafter = engine.core.runner.stages.drafter
+    drafter = engine.core.runner.forward.drafter
     propose = drafter.propose
     drafter.propose = lambda ids, anchors, positions, *args: propose(ids, anchors, positions + 1, *args)
 
 
 def without_context_of_prompts(engine: Engine) -> None:
     """More rows than a block has are a prompt's here: nothing is written for them."""
-    drafter = engine.core.runner.stages.drafter
+    drafter = engine.core.runner.forward.drafter
     write, block = drafter.write_context, engine.sizes.block_size
 
-    def forgetful(tapped: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def forgetful(tapped: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         if len(positions) <= block:
-            write(tapped, positions, slots)
+            write(tapped, positions, slot_mapping)
 
     drafter.write_context = forgetful
 

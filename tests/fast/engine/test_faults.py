@@ -45,7 +45,7 @@ def engine_of(pair: Pair, **settings: Any) -> Engine:
     sizes = {"page_size": PAGE, "block_size": 8, "max_model_len": 96, "max_num_seqs": 4, "enforce_eager": True}
     engine = make_engine(pair.target, pair.draft, **sizes | {"prefix_caching": False} | settings)
     if pair.vocab_size > BAD_TOKEN:
-        target = engine.core.runner.stages.target
+        target = engine.core.runner.forward.target
         with torch.inference_mode():
             target.embedding[BAD_TOKEN] = NAN
             target.lm_head[BAD_TOKEN] = 0.0  # nobody says it by himself
@@ -166,24 +166,24 @@ def test_pages_that_may_hold_nan_are_found_by_nobody(pair: Pair):
     assert list(run.errors()) == ["bad"] and not run.scheduler.pool._page_of
 
 
-@pytest.mark.parametrize("still_running", [True, False])
-def test_who_shares_pages_with_nan_is_computed_anew_and_says_what_it_would_have_said(pair: Pair, still_running: bool):
+@pytest.mark.parametrize("live_part", [True, False])
+def test_who_shares_pages_with_nan_is_computed_anew_and_says_what_it_would_have_said(pair: Pair, live_part: bool):
     first, second = (
         Request(name, (*range(20), last), 12, temperature=0.7, seed=4) for name, last in (("first", 30), ("second", 31))
     )
     plain = undisturbed(engine_of(pair, prefix_caching=True), [second])
     run = Run(engine_of(pair, prefix_caching=True), [first]).until(3, "first")
     pages = run.sequence("first").pages[:5].tolist()
-    if not still_running:
+    if not live_part:
         run.to_the_end()
     run.poison(pages)
     run.texts["second"] = []
     run.core.add(second)
     run.to_the_end()
     assert run.scheduler.prefix_cache_hits == 20
-    assert list(run.errors()) == (["first"] if still_running else [])
+    assert list(run.errors()) == (["first"] if live_part else [])
     assert run.texts["second"] == plain["second"]
-    assert run.scheduler.num_not_finite == still_running
+    assert run.scheduler.num_not_finite == live_part
 
 
 def test_features_that_are_not_finite_spoil_no_drafts_but_their_own(lucky: Pair):
@@ -191,15 +191,15 @@ def test_features_that_are_not_finite_spoil_no_drafts_but_their_own(lucky: Pair)
 
     def accepted(spoil: bool) -> tuple[dict[str, list[int]], dict[str, int]]:
         engine = engine_of(lucky, kv_pages=60)
-        drafter = engine.core.runner.stages.drafter
+        drafter = engine.core.runner.forward.drafter
         write = drafter.write_context
 
-        def spoilt(features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def spoilt(features: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor) -> None:
             if spoil and any(seq.request.request_id == "r1" for seq in engine.core.scheduler.running):
                 (seq,) = (seq for seq in engine.core.scheduler.running if seq.request.request_id == "r1")
-                own = torch.isin(slots // PAGE, torch.tensor(seq.pages.tolist()))
+                own = torch.isin(slot_mapping // PAGE, torch.tensor(seq.pages.tolist()))
                 features = features.masked_fill(own[:, None], NAN)
-            write(features, positions, slots)
+            write(features, positions, slot_mapping)
 
         drafter.write_context = spoilt
         found = dict.fromkeys((request.request_id for request in asked), 0)
@@ -248,7 +248,7 @@ def during(method: str, *, behind: bool = False) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
         runner, now = core.runner, set[str]()
-        launch, real = runner.launch, getattr(runner.stages, method)
+        launch, real = runner.launch, getattr(runner.forward, method)
 
         def launched(batch: Any) -> Any:
             now.clear()
@@ -264,22 +264,22 @@ def during(method: str, *, behind: bool = False) -> Plant:
             return found
 
         patch.setattr(runner, "launch", launched)
-        patch.setattr(runner.stages, method, spoilt)
+        patch.setattr(runner.forward, method, spoilt)
 
     return plant
 
 
 def in_context(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     """Whenever rows of "bad" are among those that are written, of whatever step they are."""
-    write = core.runner.stages.drafter.write_context
+    write = core.runner.forward.drafter.write_context
 
-    def spoilt(features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def spoilt(features: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         own = {page for seq in core.scheduler.running if seq.request.request_id == "bad" for page in seq.pages}
-        if own & set((slots // PAGE).tolist()):
+        if own & set((slot_mapping // PAGE).tolist()):
             raise Planted("in write_context")
-        write(features, positions, slots)
+        write(features, positions, slot_mapping)
 
-    patch.setattr(core.runner.stages.drafter, "write_context", spoilt)
+    patch.setattr(core.runner.forward.drafter, "write_context", spoilt)
 
 
 def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
@@ -372,16 +372,16 @@ def test_context_kv_that_waits_survives_the_step_that_fails(lucky: Pair, monkeyp
         engine.core.runner.pools[1].all_layers.k.zero_()  # what the warm-up has left
     asked = [Request(name, (1, 2, 3), 20, speculate=False) for name in ("r0", "bad")]
     run = Run(engine, asked).until(6, "r0")
-    stages = engine.core.runner.stages
-    assert stages.num_waiting > 2
+    forward = engine.core.runner.forward
+    assert forward.num_waiting > 2
     with monkeypatch.context() as patch:
         during("choose", behind=True)(patch, engine.core)
         run.step()
-    stages.write_context()
+    forward.write_context()
     seq = run.sequence("r0")
-    slots = torch.tensor([seq.pages[p // PAGE] * PAGE + p % PAGE for p in range(seq.num_computed)])
+    slot_mapping = torch.tensor([seq.pages[p // PAGE] * PAGE + p % PAGE for p in range(seq.num_computed)])
     k = engine.core.runner.pools[1].layers[0].k.flatten(0, 1)
-    assert k[slots].flatten(1).any(dim=1).all()
+    assert k[slot_mapping].flatten(1).any(dim=1).all()
     run.to_the_end()
 
 
@@ -483,9 +483,9 @@ def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
         gone = rng.sample(live, min(len(live), rng.choice((0, 0, 0, 1, 2)) if len(live) < 40 else len(live)))
         for name in dict.fromkeys((*gone, *(name for name in preempted if rng.random() < 0.5))):
             seq = next(seq for seq in (*scheduler.running, *scheduler.waiting) if seq.request.request_id == name)
-            place = "preempted" if seq.num_cached is not None and seq.seat < 0 else "queued"
-            phases.add(place if seq.seat < 0 else "decoding" if seq.is_decoding else "prefilling")
-            if seq.seat >= 0 and name in ever_preempted:
+            place = "preempted" if seq.num_cached is not None and seq.batch_slot < 0 else "queued"
+            phases.add(place if seq.batch_slot < 0 else "decoding" if seq.is_decoding else "prefilling")
+            if seq.batch_slot >= 0 and name in ever_preempted:
                 phases.add("resumed")
             used, owned = scheduler.pool.num_used, set(seq.pages)
             others = {page for other in scheduler.running if other is not seq for page in other.pages}

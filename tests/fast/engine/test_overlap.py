@@ -369,11 +369,11 @@ def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
             pending.read = not_finite
         return pending
 
-    def noted(slots: list[int]) -> None:
+    def noted(slot_mapping: list[int]) -> None:
         known = {seq.pages[p // 4] * 4 + p % 4 for seq in scheduler.running for p in range(seq.num_computed)}
-        assert not known & set(slots)
-        scrubbed.update(slots)
-        scrub(slots)
+        assert not known & set(slot_mapping)
+        scrubbed.update(slot_mapping)
+        scrub(slot_mapping)
 
     monkeypatch.setattr(runner, "launch", spoilt)
     monkeypatch.setattr(runner, "scrub", noted)
@@ -497,15 +497,15 @@ def test_simulated_lengths_are_the_devices_too(lucky: Pair):
     log = Log(engine.core)
     core = engine.core
     starts: list[list[int]] = []
-    stages = core.runner.stages
-    choose = stages.choose
+    forward = core.runner.forward
+    choose = forward.choose
 
     def noted(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         (rows, *_) = inputs.groups
-        starts.append(rows.offsets.tolist() if len(inputs.groups) == 1 else [])
+        starts.append(rows.position_offsets.tolist() if len(inputs.groups) == 1 else [])
         return choose(inputs, *args, **kwargs)
 
-    stages.choose = noted
+    forward.choose = noted
     simulate(core, survival([3.0], BLOCK))
     found: list[tuple[list[int], list[int]]] = []
     commit = core.scheduler.commit

@@ -68,7 +68,7 @@ def watch(engine: Engine) -> None:
     """Assert in every step that it leaves cached and shared pages alone, and that the books of all pages are right."""
     scheduler, runner = engine.core.scheduler, engine.core.runner
     launch, size = runner.launch, engine.sizes.page_size
-    pools = [runner.stages._pool, *([runner.stages.drafter._pool] if runner.stages.drafter else [])]
+    pools = [runner.forward._pool, *([runner.forward.drafter._pool] if runner.forward.drafter else [])]
 
     def kept(pages: torch.Tensor) -> list[torch.Tensor]:
         return [x[pages] for pool in pools for kv in pool.layers for x in (kv.k, kv.v)]
@@ -81,7 +81,7 @@ def watch(engine: Engine) -> None:
             written = set(rows.seq.pages[rows.start // size : (end - 1) // size + 1])
             assert written and not written & untouchable
         pages = torch.tensor(sorted(untouchable), dtype=torch.long)
-        runner.stages.write_context()  # a plain stretch may have left some to be written
+        runner.forward.write_context()  # a plain stretch may have left some to be written
         before = kept(pages)
         pending = launch(batch)
         assert all(map(torch.equal, kept(pages), before)), "a cached page was written"

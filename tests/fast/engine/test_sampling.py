@@ -28,8 +28,8 @@ from app.engine.sampling import filters
 from app.engine.sampling.filters import SHORTLIST, Filters
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.penalties import Penalties, TokenCounts, penalise
-from app.engine.sampling.sampler import Draws, Sampler
-from app.engine.schedule.batch import Batch, Rows
+from app.engine.sampling.sampler import Sampler, SamplingMetadata
+from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Request
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step import inputs as step_inputs
@@ -141,7 +141,7 @@ def test_a_margin_is_the_gap_or_the_distance_to_the_edge_that_would_have_to_move
 
 
 def rows_of(rng: Random, vocab: int) -> Iterator[list[float]]:
-    """Rows sharp and flat, with ties, with tokens that are banned, and with one token that has it all."""
+    """ScheduledSequence sharp and flat, with ties, with tokens that are banned, and with one token that has it all."""
     for scale in (0.01, 0.5, 3.0, 12.0):
         yield [rng.gauss(0, scale) for _ in range(vocab)]
     yield [rng.choice((-1.0, 0.0, 0.5, 2.0)) for _ in range(vocab)]
@@ -341,18 +341,20 @@ class Step:
         self.vocab, self.block = vocab, block
         self.batch = Batch()
         drafts = []
-        seats = rng.sample(range(len(requests) + 3), len(requests))
-        for request, seat in zip(requests, seats, strict=True):
-            seq = EngineSequence(request, arrival=seat, seat=seat, pages=array("i", range(40)))
+        batch_slots = rng.sample(range(len(requests) + 3), len(requests))
+        for request, batch_slot in zip(requests, batch_slots, strict=True):
+            seq = EngineSequence(request, arrival=batch_slot, batch_slot=batch_slot, pages=array("i", range(40)))
             few = [*request.token_ids[:2], rng.randrange(vocab)]
             if rng.random() < 0.8:
                 seq.token_ids += [rng.choice(few) for _ in range(rng.randint(0, 11))]
             n, num_drafts = seq.num_tokens, rng.randrange(block)
             if rng.random() < 0.2:
-                self.batch.prefills.append(Rows(seq, 0, n, samples=rng.random() < 0.9))
+                self.batch.prefills.append(ScheduledSequence(seq, 0, n, samples=rng.random() < 0.9))
                 continue
             seq.num_computed = n - 1
-            self.batch.decodes.append(Rows(seq, n - 1, num_drafts + 1, samples=True, num_drafts=num_drafts))
+            self.batch.decodes.append(
+                ScheduledSequence(seq, n - 1, num_drafts + 1, samples=True, num_drafts=num_drafts)
+            )
             if num_drafts:
                 drafts.append([rng.choice(few) for _ in range(block - 1)])
         self.drafts = torch.tensor(drafts, dtype=torch.int32) if drafts else None
@@ -475,7 +477,7 @@ def test_a_row_with_few_candidates_is_the_same_whether_that_is_known_or_not(back
         found = []
         for short in (True, False):
             of = filters_of([Sampling(top_k=top_k, top_p=0.9)] * count)._replace(short=short)
-            draws = Draws(rows.tolist(), rows, torch.ones(count), states, filters=of)
+            draws = SamplingMetadata(rows.tolist(), rows, torch.ones(count), states, filters=of)
             found.append(sampler.choose(logits, torch.eye(vocab), [draws]).tolist())
         assert found[0] == found[1]
 
@@ -505,7 +507,7 @@ def test_the_rows_of_a_block_worked_out_by_hand():
         presence=torch.full((rows,), 0.5),
         frequency=torch.full((rows,), 0.25),
         repetition=torch.full((rows,), 2.0),
-        seat=torch.ones(rows, dtype=torch.int32),
+        batch_slot=torch.ones(rows, dtype=torch.int32),
         place=torch.arange(rows, dtype=torch.int32),
         drafts=torch.tensor([[2, 1, 2]] * rows, dtype=torch.int32),
         emitted=torch.tensor([[9, 9, 9, 9], [0, 1, 0, 0]], dtype=torch.int32),
@@ -525,9 +527,9 @@ def test_counts_are_right_whoever_comes_goes_and_changes_seats(backend):
     """Sequences emit, wait, return to other seats or their own, end, and make room; some are asked about at every step,
     some once in a while, as where they prefill."""
     rng = Random(1)
-    vocab, seats = 11, 4
-    counts = TokenCounts(seats, vocab, backend)
-    free, running, waiting = set(range(seats)), [], []
+    vocab, batch_slots = 11, 4
+    counts = TokenCounts(batch_slots, vocab, backend)
+    free, running, waiting = set(range(batch_slots)), [], []
     left: dict[EngineSequence, int] = {}
     moved = stayed = 0
     for number in range(3000):
@@ -537,18 +539,18 @@ def test_counts_are_right_whoever_comes_goes_and_changes_seats(backend):
             waiting.append(EngineSequence(Request(f"r{number}", prompt, 99), number))
         elif event < 0.25 and running:
             leaving = running.pop(rng.randrange(len(running)))
-            free.add(leaving.seat)
+            free.add(leaving.batch_slot)
             if rng.random() < 0.6:
                 waiting.append(leaving)
-                left[leaving] = leaving.seat
-            leaving.seat = -1
+                left[leaving] = leaving.batch_slot
+            leaving.batch_slot = -1
         if waiting and free:
             seq = waiting.pop()
-            seq.seat = rng.choice(sorted(free))
-            free.remove(seq.seat)
+            seq.batch_slot = rng.choice(sorted(free))
+            free.remove(seq.batch_slot)
             running.append(seq)
             if seq in left:
-                moved, stayed = moved + (left[seq] != seq.seat), stayed + (left[seq] == seq.seat)
+                moved, stayed = moved + (left[seq] != seq.batch_slot), stayed + (left[seq] == seq.batch_slot)
         for seq in running:
             seq.token_ids += [rng.randrange(vocab) for _ in range(rng.randint(0, 3))]
         asked = [seq for seq in running if rng.random() < 0.7]
@@ -556,8 +558,8 @@ def test_counts_are_right_whoever_comes_goes_and_changes_seats(backend):
         assert (emitted.dtype, prompted.dtype) == (torch.int32, torch.bool)
         for seq in asked:
             answer = Counter(seq.token_ids[len(seq.request.token_ids) :])
-            assert emitted[seq.seat].tolist() == [answer[token] for token in range(vocab)]
-            assert prompted[seq.seat].tolist() == [token in seq.request.token_ids for token in range(vocab)]
+            assert emitted[seq.batch_slot].tolist() == [answer[token] for token in range(vocab)]
+            assert prompted[seq.batch_slot].tolist() == [token in seq.request.token_ids for token in range(vocab)]
     assert moved > 30 and stayed > 10
 
 
@@ -683,10 +685,10 @@ def test_who_takes_an_aborted_requests_seat_inherits_none_of_its_counts(engine_o
         planned.add(request)
     for _ in range(3):
         planned.step()
-    seat = next(seq.seat for seq in engine.core.scheduler.running if seq.request is first)
+    batch_slot = next(seq.batch_slot for seq in engine.core.scheduler.running if seq.request is first)
     engine.core.abort("first")
     planned.step()
-    assert next(seq.seat for seq in engine.core.scheduler.running if seq.request is third) == seat
+    assert next(seq.batch_slot for seq in engine.core.scheduler.running if seq.request is third) == batch_slot
     while engine.core.has_work:
         planned.step()
     assert planned.emitted["third"] == planned.emitted["second"] == text(third)[6:26]

@@ -10,14 +10,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.engine.backend.base import AttnMeta
+from app.engine.backend.base import AttentionMetadata
 from app.engine.errors import UnsupportedError
-from app.engine.schedule.batch import Batch, Rows
+from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Request, Sequence
 from app.engine.step import inputs as step_inputs
-from app.engine.step.forward import Rows as DeviceRows
-from app.engine.step.forward import places
+from app.engine.step.forward import AttentionInputs, places
 from app.engine.step.graph_sizes import settle_graph_sizes
 from app.engine.step.inputs import RowGroup, StepInputs
 
@@ -49,11 +48,11 @@ def batches(draw: st.DrawFn) -> tuple[Batch, int, int]:
 
     batch = Batch()
     for n, width in decodes:
-        batch.decodes.append(Rows(sequence(n), n - 1, width, samples=True, num_drafts=width - 1))
+        batch.decodes.append(ScheduledSequence(sequence(n), n - 1, width, needs_logits=True, num_drafts=width - 1))
     for n, start, count in prefills:
         start = min(start, n - 1)
         count = min(count, n - start)
-        batch.prefills.append(Rows(sequence(n), start, count, samples=start + count == n))
+        batch.prefills.append(ScheduledSequence(sequence(n), start, count, needs_logits=start + count == n))
     return batch, page_size, block_size
 
 
@@ -74,64 +73,74 @@ def slot(seq: Sequence, position: int, page_size: int) -> int:
 
 def on_device(group: RowGroup, page_size: int) -> tuple[list[int], list[int]]:
     """The positions and slots of a group's rows, as the device makes them."""
-    owners, offsets, cu_q, kv_len, table = (torch.from_numpy(array) for array in group.arrays)
-    meta = AttnMeta(cu_q, kv_len, table.view(group.page_table.shape), group.q_lens, group.kv_lens, page_size, True)
-    positions, slots = places(DeviceRows(owners, offsets, meta), torch.arange(len(owners), dtype=torch.int32))
-    assert positions.dtype == slots.dtype == torch.int32, "what Ascend's operators take"
-    return positions.tolist(), slots.tolist()
+    seq_ids, position_offsets, query_start_loc, kv_len, table = (torch.from_numpy(array) for array in group.arrays)
+    meta = AttentionMetadata(
+        query_start_loc,
+        kv_len,
+        table.view(group.page_table.shape),
+        group.query_lens,
+        group.host_seq_lens,
+        page_size,
+        True,
+    )
+    positions, slot_mapping = places(
+        AttentionInputs(seq_ids, position_offsets, meta), torch.arange(len(seq_ids), dtype=torch.int32)
+    )
+    assert positions.dtype == slot_mapping.dtype == torch.int32, "what Ascend's operators take"
+    return positions.tolist(), slot_mapping.tolist()
 
 
 def check_group(group: RowGroup, shares: list[tuple[Sequence, int, int]], page_size: int) -> None:
     """`shares` are (sequence, first position, number of rows)."""
     wanted = [(seq, position) for seq, start, count in shares for position in range(start, start + count)]
-    positions, slots = on_device(group, page_size)
+    positions, slot_mapping = on_device(group, page_size)
     assert positions == [position for _, position in wanted]
-    assert slots == [slot(seq, position, page_size) for seq, position in wanted]
-    assert group.q_lens == [count for _, _, count in shares]
-    assert group.kv_lens == [start + count for _, start, count in shares]
-    assert all(type(length) is int for length in group.q_lens + group.kv_lens), "host lists are of plain ints"
-    width = max(-(-length // page_size) for length in group.kv_lens)
+    assert slot_mapping == [slot(seq, position, page_size) for seq, position in wanted]
+    assert group.query_lens == [count for _, _, count in shares]
+    assert group.host_seq_lens == [start + count for _, start, count in shares]
+    assert all(type(length) is int for length in group.query_lens + group.host_seq_lens), "host lists are of plain ints"
+    width = max(-(-length // page_size) for length in group.host_seq_lens)
     for row, (seq, _, _) in zip(group.page_table.tolist(), shares, strict=True):
         assert row == (seq.pages.tolist() + [0] * width)[:width]
 
 
 def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> None:
     token_ids: list[int] = []
-    logit_rows: list[int] = []
-    first_logit: list[int] = []
+    logits_indices: list[int] = []
+    logits_start: list[int] = []
     num_drafts: list[int] = []
-    draft_of: list[int] = []
+    draft_index: list[int] = []
     drawn: list[tuple[int, float, int]] = []
     request_ids: list[str] = []
     anchors: list[int] = []
-    sources: list[int] = []
+    token_source: list[int] = []
     num_rows = sum(rows.count for rows in batch.rows)
     for rows in batch.decodes + batch.prefills:
         seq, request = rows.seq, rows.seq.request
-        if rows.samples:
-            first_logit.append(len(logit_rows))
+        if rows.needs_logits:
+            logits_start.append(len(logits_indices))
             num_drafts.append(rows.num_drafts)
-            draft_of.append(len(request_ids) if rows.num_drafts else 0)
+            draft_index.append(len(request_ids) if rows.num_drafts else 0)
         for position in range(rows.start, rows.end):
             row = len(token_ids)
             known = position < len(seq.token_ids)
             token_ids.append(seq.token_ids[position] if known else 0)
             draft = len(request_ids) * (block_size - 1) + position - len(seq.token_ids)
-            sources.append(row if known else num_rows + draft)
-            if rows.samples and position >= len(seq.token_ids) - 1:
+            token_source.append(row if known else num_rows + draft)
+            if rows.needs_logits and position >= len(seq.token_ids) - 1:
                 if not request.is_greedy:
-                    drawn.append((len(logit_rows), request.temperature, state_of(request.seed, position + 1)))
-                logit_rows.append(row)
+                    drawn.append((len(logits_indices), request.temperature, state_of(request.seed, position + 1)))
+                logits_indices.append(row)
         if rows.num_drafts:
             request_ids.append(request.request_id)
             anchors.append(seq.token_ids[-1])
 
     assert inputs.target.token_ids.tolist() == token_ids
-    assert inputs.target.sources.tolist() == sources
-    assert inputs.target.logit_rows.tolist() == logit_rows
-    assert inputs.target.first_logit.tolist() == first_logit
+    assert inputs.target.token_source.tolist() == token_source
+    assert inputs.target.logits_indices.tolist() == logits_indices
+    assert inputs.target.logits_start.tolist() == logits_start
     assert inputs.target.num_drafts.tolist() == num_drafts
-    assert inputs.target.draft_of.tolist() == draft_of
+    assert inputs.target.draft_index.tolist() == draft_index
     assert len(inputs.draws) == bool(drawn)
     for draws in inputs.draws:
         assert draws.rows.tolist() == [row for row, _, _ in drawn]
@@ -169,24 +178,27 @@ def test_a_mixed_step_worked_out_by_hand():
     ending = Sequence(Request("c", (30, 31, 32), 9, temperature=2.0, seed=1), 2, pages=array("i", [4, 6]))
     starting = Sequence(Request("d", (40, 41, 42, 43, 44), 9, temperature=1.0), 3, pages=array("i", [1, 7]))
     batch = Batch(
-        [Rows(drafting, 5, 3, samples=True, num_drafts=2), Rows(plain, 1, 1, samples=True)],
-        [Rows(ending, 1, 2, samples=True), Rows(starting, 0, 3, samples=False)],
+        [
+            ScheduledSequence(drafting, 5, 3, needs_logits=True, num_drafts=2),
+            ScheduledSequence(plain, 1, 1, needs_logits=True),
+        ],
+        [ScheduledSequence(ending, 1, 2, needs_logits=True), ScheduledSequence(starting, 0, 3, needs_logits=False)],
     )
     inputs = step_inputs.build(batch, page_size=4, block_rows=4)
     target = inputs.target
     assert target.token_ids.tolist() == [15, 0, 0, 21, 31, 32, 40, 41, 42]
-    assert target.sources.tolist() == [0, 9, 10, 3, 4, 5, 6, 7, 8]
+    assert target.token_source.tolist() == [0, 9, 10, 3, 4, 5, 6, 7, 8]
     verify, prefill = target.groups
     assert on_device(verify, 4) == ([5, 6, 7, 1], [13, 14, 15, 9])
     assert verify.page_table.tolist() == [[8, 3], [2, 9]]
-    assert (verify.q_lens, verify.kv_lens) == ([3, 1], [8, 2])
+    assert (verify.query_lens, verify.host_seq_lens) == ([3, 1], [8, 2])
     assert on_device(prefill, 4) == ([1, 2, 0, 1, 2], [17, 18, 4, 5, 6])
     assert prefill.page_table.tolist() == [[4], [1]]
-    assert (prefill.q_lens, prefill.kv_lens) == ([2, 3], [3, 3])
-    assert target.logit_rows.tolist() == [0, 1, 2, 3, 5]
-    assert target.first_logit.tolist() == [0, 3, 4]
+    assert (prefill.query_lens, prefill.host_seq_lens) == ([2, 3], [3, 3])
+    assert target.logits_indices.tolist() == [0, 1, 2, 3, 5]
+    assert target.logits_start.tolist() == [0, 3, 4]
     assert target.num_drafts.tolist() == [2, 0, 0]
-    assert target.draft_of.tolist() == [0, 0, 0]
+    assert target.draft_index.tolist() == [0, 0, 0]
     (draws,) = inputs.draws
     assert draws.rows.tolist() == [0, 1, 2, 4]
     assert draws.temperature.tolist() == [0.5, 0.5, 0.5, 2.0]
@@ -197,7 +209,7 @@ def test_a_mixed_step_worked_out_by_hand():
     assert (draft.request_ids, draft.anchors.tolist()) == (["a"], [15])
     assert on_device(draft.group, 4) == ([5, 6, 7, 8], [13, 14, 15, 20])
     assert draft.group.page_table.tolist() == [[8, 3, 5]]
-    assert (draft.group.q_lens, draft.group.kv_lens) == ([4], [9])
+    assert (draft.group.query_lens, draft.group.host_seq_lens) == ([4], [9])
 
 
 @settings(max_examples=200)
@@ -211,40 +223,42 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     inputs = step_inputs.build(batch, page_size, block_size)
     num_seqs, num_rows = len(batch.decodes), len(inputs.target.token_ids)
     sizes = settle_graph_sizes(num_seqs + more_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
-    scratch_pages = -(-sizes.most_rows // page_size)
+    scratch_pages = -(-sizes.max_rows // page_size)
     pages = scratch_pages + 40
     seqs, rows = sizes.target(num_seqs, num_rows)
     padded = step_inputs.pad_target(inputs.target, seqs, rows, pages, scratch_pages)
     assert padded.token_ids[:num_rows].tolist() == inputs.target.token_ids.tolist()
-    drafts = np.where(inputs.target.sources < num_rows, inputs.target.sources, inputs.target.sources + rows - num_rows)
-    assert padded.sources.tolist() == [*drafts, *range(num_rows, rows)]
-    for name in ("first_logit", "num_drafts", "draft_of"):
+    drafts = np.where(
+        inputs.target.token_source < num_rows, inputs.target.token_source, inputs.target.token_source + rows - num_rows
+    )
+    assert padded.token_source.tolist() == [*drafts, *range(num_rows, rows)]
+    for name in ("logits_start", "num_drafts", "draft_index"):
         assert getattr(padded, name).tolist()[:num_seqs] == getattr(inputs.target, name).tolist()
         assert len(getattr(padded, name)) == seqs + 1
     assert padded.lines.tolist() == [-1] * seqs
     (own,), (group,) = inputs.target.groups, padded.groups
     check_padded(own, group, rows, pages, scratch_pages, page_size)
-    assert min(group.q_lens[:-1]) > 0 and group.q_lens[-1] >= spare
+    assert min(group.query_lens[:-1]) > 0 and group.query_lens[-1] >= spare
     if inputs.draft:
         blocks = sizes.seqs_for(len(inputs.draft.anchors))
         draft = step_inputs.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
-        assert set(draft.group.q_lens) == {block_size} and len(draft.anchors) == blocks
+        assert set(draft.group.query_lens) == {block_size} and len(draft.anchors) == blocks
         assert draft.lines.tolist() == [-1] * blocks
         check_padded(inputs.draft.group, draft.group, blocks * block_size, pages, scratch_pages, page_size)
 
 
 def check_padded(own: RowGroup, group: RowGroup, rows: int, pages: int, scratch_pages: int, page_size: int) -> None:
     """N2, N3, N11, N16 and N30 of docs/npu-contract.md, and the real sequences' places as they were."""
-    num_seqs, num_rows = len(own.q_lens), sum(own.q_lens)
-    assert group.q_lens[:num_seqs] == own.q_lens and group.kv_lens[:num_seqs] == own.kv_lens
-    assert sum(group.q_lens) == rows
-    assert group.kv_lens[num_seqs:] == group.q_lens[num_seqs:]
-    assert group.page_table.shape == (len(group.q_lens), pages)
+    num_seqs, num_rows = len(own.query_lens), sum(own.query_lens)
+    assert group.query_lens[:num_seqs] == own.query_lens and group.host_seq_lens[:num_seqs] == own.host_seq_lens
+    assert sum(group.query_lens) == rows
+    assert group.host_seq_lens[num_seqs:] == group.query_lens[num_seqs:]
+    assert group.page_table.shape == (len(group.query_lens), pages)
     assert (group.page_table[num_seqs:, 0] == 0).all()
-    positions, slots = on_device(group, page_size)
-    assert (positions[:num_rows], slots[:num_rows]) == on_device(own, page_size)
-    assert len(set(slots[num_rows:])) == rows - num_rows, "a slot for every padding row"
-    assert all(slot < scratch_pages * page_size for slot in slots[num_rows:])
+    positions, slot_mapping = on_device(group, page_size)
+    assert (positions[:num_rows], slot_mapping[:num_rows]) == on_device(own, page_size)
+    assert len(set(slot_mapping[num_rows:])) == rows - num_rows, "a slot for every padding row"
+    assert all(slot < scratch_pages * page_size for slot in slot_mapping[num_rows:])
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 100, 256])
@@ -265,7 +279,7 @@ def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(
             seqs, rows = sizes.target(num_seqs, num_rows)
             assert seqs >= num_seqs and rows >= num_rows + spare + seqs - num_seqs
             assert rows in {sizes.rows(seqs, width) for width in sizes.widths}
-    assert sizes.most_rows == max_num_seqs * block_size + spare, "a full step has no padding but what must be"
+    assert sizes.max_rows == max_num_seqs * block_size + spare, "a full step has no padding but what must be"
 
 
 def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:
@@ -277,21 +291,28 @@ def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_draft_blocks_have_the_rows_they_are_given_however_few_are_verified(page_size):
     seq = Sequence(Request("a", tuple(range(10)), 2), 0, pages=array("i", range(1, 30)))
-    inputs = step_inputs.build(Batch([Rows(seq, 9, 2, samples=True, num_drafts=1)]), page_size, block_rows=8)
+    inputs = step_inputs.build(
+        Batch([ScheduledSequence(seq, 9, 2, needs_logits=True, num_drafts=1)]), page_size, block_rows=8
+    )
     assert inputs.draft is not None
     assert on_device(inputs.draft.group, page_size)[0] == list(range(9, 17))
-    assert inputs.draft.group.kv_lens == [17], "the block is counted once"
-    assert inputs.target.sources.tolist() == [0, 2]
+    assert inputs.draft.group.host_seq_lens == [17], "the block is counted once"
+    assert inputs.target.token_source.tolist() == [0, 2]
 
 
 def test_drafts_are_found_in_lines_that_are_longer_than_blocks():
     seqs = [Sequence(Request(name, (1,) * 10, 40), 0, pages=array("i", range(1, 30))) for name in "ab"]
-    batch = Batch([Rows(seqs[0], 9, 3, samples=True, num_drafts=2), Rows(seqs[1], 9, 2, samples=True, num_drafts=1)])
+    batch = Batch(
+        [
+            ScheduledSequence(seqs[0], 9, 3, needs_logits=True, num_drafts=2),
+            ScheduledSequence(seqs[1], 9, 2, needs_logits=True, num_drafts=1),
+        ]
+    )
     assert batch.block_rows == 3 and Batch(batch.decodes, least_block=5).block_rows == 5 and Batch().block_rows == 0
-    close = step_inputs.build(batch, 4, batch.block_rows).target.sources
+    close = step_inputs.build(batch, 4, batch.block_rows).target.token_source
     apart = step_inputs.build(batch, 4, batch.block_rows, draft_columns=7)
-    assert close.tolist() == [0, 5, 6, 3, 5 + 2] and apart.target.sources.tolist() == [0, 5, 6, 3, 5 + 7]
-    assert apart.draft is not None and apart.draft.group.q_lens == [3, 3]
+    assert close.tolist() == [0, 5, 6, 3, 5 + 2] and apart.target.token_source.tolist() == [0, 5, 6, 3, 5 + 7]
+    assert apart.draft is not None and apart.draft.group.query_lens == [3, 3]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -301,12 +322,15 @@ def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_whe
         Sequence(Request(name, (1,) * 10, 40), 0, pages=array("i", range(1 + 40 * i, 40 + 40 * i)))
         for i, name in enumerate("ab")
     ]
-    rows = [Rows(seqs[0], 10, 4, True, 3, line=2, slack=7), Rows(seqs[1], 10, 1, True, 0, line=0, slack=3)]
+    rows = [
+        ScheduledSequence(seqs[0], 10, 4, True, 3, line=2, max_accepted=7),
+        ScheduledSequence(seqs[1], 10, 1, True, 0, line=0, max_accepted=3),
+    ]
     inputs = step_inputs.build(Batch(rows), page_size, block_rows=8)
     (group,) = inputs.target.groups
-    assert inputs.target.lines.tolist() == [2, 0] and inputs.target.sources.tolist() == [0, 5, 6, 7, 4]
+    assert inputs.target.lines.tolist() == [2, 0] and inputs.target.token_source.tolist() == [0, 5, 6, 7, 4]
     assert inputs.target.token_ids.tolist() == [0] * 5
-    assert (group.starts.tolist(), group.kv_lens) == ([10, 10], [14, 11])
+    assert (group.starts.tolist(), group.host_seq_lens) == ([10, 10], [14, 11])
     assert group.page_table.shape[1] == -(-(10 + 7 + 4) // page_size)
     assert inputs.draft is not None and inputs.draft.lines.tolist() == [2]
     assert inputs.draft.group.page_table.tolist() == [seqs[0].pages[: -(-(10 + 7 + 8) // page_size)].tolist()]
@@ -314,8 +338,12 @@ def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_whe
 
 def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
     seq = Sequence(Request("a", (1, 2, 3, 4), 2, temperature=1.0), 0, pages=array("i", [1]))
-    inputs = step_inputs.build(Batch(prefills=[Rows(seq, 0, 3, samples=False)]), page_size=4, block_rows=4)
+    inputs = step_inputs.build(
+        Batch(prefills=[ScheduledSequence(seq, 0, 3, needs_logits=False)]), page_size=4, block_rows=4
+    )
     target = inputs.target
-    assert target.logit_rows.size == target.first_logit.size == target.num_drafts.size == target.draft_of.size == 0
+    assert (
+        target.logits_indices.size == target.logits_start.size == target.num_drafts.size == target.draft_index.size == 0
+    )
     assert inputs.draws == []
     assert inputs.draft is None

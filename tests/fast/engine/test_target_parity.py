@@ -1,6 +1,6 @@
 """The engine's target computes what Transformers' Qwen3ForCausalLM computes, however its rows are cut and batched.
 
-Rows go through the engine's own runner: a hand-made batch is launched and the target's forward is recorded.
+ScheduledSequence go through the engine's own runner: a hand-made batch is launched and the target's forward is recorded.
 """
 
 import random
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.build.engine import Engine
-from app.engine.schedule.batch import Batch, Rows
+from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Request, Sequence
 from tests.fast.engine.lossless import demo_folder, demo_prompts, make_engine
 from tests.fast.engine.pairs import make_pair
@@ -47,8 +47,8 @@ class Checkpoint:
         settings = {"page_size": 4, "max_model_len": 256, "max_num_seqs": 4} | settings
         engine = make_engine(self.folder, self.draft, **settings)
         if self.draft is None:
-            engine.core.runner.stages.target.taps = self.taps
-        assert engine.core.runner.stages.target.taps == self.taps
+            engine.core.runner.forward.target.taps = self.taps
+        assert engine.core.runner.forward.target.taps == self.taps
         return engine
 
 
@@ -82,7 +82,7 @@ class Feeder:
         self.engine = engine
         self._outputs: dict[Sequence, list[tuple[Tensor, Tensor | None]]] = {}
         self._rng = random.Random(0)
-        target = engine.core.runner.stages.target
+        target = engine.core.runner.forward.target
         forward = target.forward
 
         def recorded(*args):
@@ -112,9 +112,9 @@ class Feeder:
             at += rows.count
         assert at == len(hidden)
 
-    def _rows(self, seq: Sequence, count: int) -> Rows:
+    def _rows(self, seq: Sequence, count: int) -> ScheduledSequence:
         count = min(count, seq.num_tokens - seq.num_computed)
-        return Rows(seq, seq.num_computed, count, samples=seq.num_computed + count == seq.num_tokens)
+        return ScheduledSequence(seq, seq.num_computed, count, samples=seq.num_computed + count == seq.num_tokens)
 
     def feed_whole(self, token_ids: Seq[int], chunk: int | None) -> Sequence:
         seq = self.sequence(token_ids)
@@ -125,7 +125,7 @@ class Feeder:
     def logits(self, seq: Sequence) -> Tensor:
         """[T, V] of everything fed so far."""
         hidden = torch.cat([hidden for hidden, _ in self._outputs[seq]])
-        return F.linear(hidden, self.engine.core.runner.stages.target.lm_head).float()
+        return F.linear(hidden, self.engine.core.runner.forward.target.lm_head).float()
 
     def features(self, seq: Sequence) -> Tensor:
         return torch.cat([tapped for _, tapped in self._outputs[seq]])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttnMeta, Backend, LayerKv
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.backend.factory import make_backend
 from app.engine.backend.torch import TorchBackend
 from app.engine.build.self_test import check_attention
@@ -20,8 +20,8 @@ from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, with_pairs_adjacent
 from app.engine.sampling.noise import noise_states
-from app.engine.sampling.sampler import Draws, Sampler
-from app.engine.step.forward import Rows, places
+from app.engine.sampling.sampler import Sampler, SamplingMetadata
+from app.engine.step.forward import AttentionInputs, places
 from tests.fast.engine.reference import choose, gumbel
 
 torch.set_num_threads(1)
@@ -48,10 +48,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 @dataclass
 class Ragged:
-    """Sequences of `kv_lens` tokens of which the last `q_lens` are queried, over shuffled pages full of garbage."""
+    """Sequences of `host_seq_lens` tokens of which the last `query_lens` are queried, over shuffled pages full of
+    garbage."""
 
-    q_lens: list[int]
-    kv_lens: list[int]
+    query_lens: list[int]
+    host_seq_lens: list[int]
     heads: int = 4
     kv_heads: int = 2
     dim: int = 8
@@ -67,11 +68,11 @@ class Ragged:
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        counts = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
+        counts = [-(-kv_len // self.page_size) for kv_len in self.host_seq_lens]
         ids = (torch.randperm(sum(counts) + 5, generator=generator) + 1).tolist()  # page 0 is scratch
         self.pages = [[ids.pop() for _ in range(count)] for count in counts]
-        self.q = [draw(q_len, self.heads, self.dim) for q_len in self.q_lens]
-        self.k, self.v = ([draw(n, self.kv_heads, self.dim) for n in self.kv_lens] for _ in range(2))
+        self.q = [draw(q_len, self.heads, self.dim) for q_len in self.query_lens]
+        self.k, self.v = ([draw(n, self.kv_heads, self.dim) for n in self.host_seq_lens] for _ in range(2))
         shape = (sum(counts) + 6, self.page_size, self.kv_heads, self.dim)
         self.kv = LayerKv(torch.full(shape, self.garbage), torch.full(shape, self.garbage))
         for pages, k, v in zip(self.pages, self.k, self.v, strict=True):
@@ -79,12 +80,12 @@ class Ragged:
                 page, offset = pages[position // self.page_size], position % self.page_size
                 self.kv.k[page, offset], self.kv.v[page, offset] = k[position], v[position]
         width = max(counts) + self.extra_columns
-        self.meta = AttnMeta(
-            cu_q=torch.tensor([0, *accumulate(self.q_lens)], dtype=torch.int32),
-            kv_len=torch.tensor(self.kv_lens, dtype=torch.int32),
+        self.meta = AttentionMetadata(
+            query_start_loc=torch.tensor([0, *accumulate(self.query_lens)], dtype=torch.int32),
+            kv_len=torch.tensor(self.host_seq_lens, dtype=torch.int32),
             page_table=torch.tensor([pages + [0] * (width - len(pages)) for pages in self.pages], dtype=torch.int32),
-            q_lens=self.q_lens,
-            kv_lens=self.kv_lens,
+            query_lens=self.query_lens,
+            host_seq_lens=self.host_seq_lens,
             page_size=self.page_size,
             causal=self.causal,
         )
@@ -141,8 +142,8 @@ def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, sc
         monkeypatch.setattr(f"app.engine.backend.torch.{name}", bound)
     monkeypatch.setattr(backend, "gathered_at_once", tokens)
     num_calls = []
-    for q_lens, kv_lens in LENGTHS.values():
-        case = Ragged(q_lens, kv_lens, causal=causal)
+    for query_lens, host_seq_lens in LENGTHS.values():
+        case = Ragged(query_lens, host_seq_lens, causal=causal)
         case.check(backend)
         num_calls.append(len(case.meta.plan))
     assert max(num_calls) > 1
@@ -174,18 +175,18 @@ def test_attention_knows_any_page_size_and_a_page_table_wider_than_needed(backen
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (6, 3), (8, 1)])
-@pytest.mark.parametrize("q_lens", [[3, 3], [2, 5]], ids=str)
-def test_query_heads_share_kv_heads_in_neighbouring_groups(backend, heads, kv_heads, q_lens):
+@pytest.mark.parametrize("query_lens", [[3, 3], [2, 5]], ids=str)
+def test_query_heads_share_kv_heads_in_neighbouring_groups(backend, heads, kv_heads, query_lens):
     for causal in (True, False):
-        Ragged(q_lens, [9, 9], heads=heads, kv_heads=kv_heads, causal=causal).check(backend)
+        Ragged(query_lens, [9, 9], heads=heads, kv_heads=kv_heads, causal=causal).check(backend)
 
 
 def test_what_others_left_in_unused_slots_and_pages_changes_no_bit(backend):
     for causal in (True, False):
-        for q_lens, kv_lens in LENGTHS.values():
+        for query_lens, host_seq_lens in LENGTHS.values():
             outputs = []
             for garbage in (0.0, GARBAGE, -1e18):
-                case = Ragged(q_lens, kv_lens, causal=causal, garbage=garbage, extra_columns=1)
+                case = Ragged(query_lens, host_seq_lens, causal=causal, garbage=garbage, extra_columns=1)
                 outputs.append(case.run(backend))
             assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
@@ -227,11 +228,11 @@ def test_start_up_refuses_a_device_whose_draft_attention_stays_causal_or_reads_t
     decoder = DecoderConfig(16, 16, 2, 4, 2, 8, 10, 1e-6, 1e4, 64, False, "float32")
 
     class Causal(TorchBackend):
-        def plan_attention(self, meta: AttnMeta, group: int) -> object:
+        def plan_attention(self, meta: AttentionMetadata, group: int) -> object:
             return super().plan_attention(replace(meta, causal=True), group)
 
     class Sorted(TorchBackend):
-        def plan_attention(self, meta: AttnMeta, group: int) -> object:
+        def plan_attention(self, meta: AttentionMetadata, group: int) -> object:
             return super().plan_attention(replace(meta, page_table=meta.page_table.sort(dim=1).values), group)
 
     for wrong, said in ((Causal, "bidirectional"), (Sorted, "causal")):
@@ -250,27 +251,27 @@ def test_write_kv_fills_the_named_slots_and_no_others(backend):
     expected_k, expected_v = kv.k.clone(), kv.v.clone()
     fused = normal(6, 4, 8, seed=3)  # as in the layer: K and V are views into one projection
     k, v = fused.split_with_sizes([2, 2], dim=1)
-    slots = [19, 0, 7, 8, 5, 12]
-    for row, slot in enumerate(slots):
+    slot_mapping = [19, 0, 7, 8, 5, 12]
+    for row, slot in enumerate(slot_mapping):
         expected_k[slot // 4, slot % 4], expected_v[slot // 4, slot % 4] = k[row], v[row]
-    backend.write_kv(k, v, kv, torch.tensor(slots, dtype=torch.int32))
+    backend.write_kv(k, v, kv, torch.tensor(slot_mapping, dtype=torch.int32))
     assert torch.equal(kv.k, expected_k) and torch.equal(kv.v, expected_v)
 
 
 def test_a_write_to_all_layers_at_once_lands_in_the_same_slots_of_each(backend):
     config = DecoderConfig(16, 16, 3, 2, 2, 8, 10, 1e-6, 1e4, 64, False, "float32")
     pool = KvPool(config, num_pages=5, page_size=4, dtype=torch.float32, device=CPU)
-    slots = torch.tensor([6, 19, 4], dtype=torch.int32)
+    slot_mapping = torch.tensor([6, 19, 4], dtype=torch.int32)
     k, v = normal(3 * 3, 2, 8, seed=1), normal(3 * 3, 2, 8, seed=2)
-    backend.write_kv(k, v, pool.all_layers, pool.slots_in_all_layers(slots))
+    backend.write_kv(k, v, pool.all_layers, pool.slots_in_all_layers(slot_mapping))
     for layer, kv in enumerate(pool.layers):
         expected_k, expected_v = torch.zeros_like(kv.k), torch.zeros_like(kv.v)
-        expected_k.view(-1, 2, 8)[slots] = k[layer::3]
-        expected_v.view(-1, 2, 8)[slots] = v[layer::3]
+        expected_k.view(-1, 2, 8)[slot_mapping] = k[layer::3]
+        expected_v.view(-1, 2, 8)[slot_mapping] = v[layer::3]
         assert torch.equal(kv.k, expected_k) and torch.equal(kv.v, expected_v)
 
 
-# Rows
+# AttentionInputs
 
 
 @pytest.mark.parametrize("shape", [(5, 32), (5, 4, 8)], ids=str)
@@ -294,7 +295,7 @@ def test_rope_turns_pair_i_by_position_times_theta_to_the_minus_2i_over_d(backen
     x = normal(5, 3, dim)
     found = backend.rope(x, RotaryTable(dim, theta, 512, torch.float32, backend).at(positions))
     angles = positions.double()[:, None] * theta ** (-2 * torch.arange(dim // 2).double() / dim)
-    pair_axis = -1 if backend.pairs_adjacent else -2
+    pair_axis = -1 if backend.interleaved_rope else -2
     turned = torch.complex(*x.double().unflatten(-1, (-1, 2) if pair_axis == -1 else (2, -1)).unbind(pair_axis))
     turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
     expected = torch.stack((turned.real, turned.imag), dim=pair_axis).flatten(-2).float()
@@ -316,26 +317,26 @@ def test_rope_makes_scores_depend_on_the_distance_alone(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_q_k_and_v_are_what_their_operators_give_one_by_one(backend, dtype):
-    qkv, slots = normal(5, 4 + 2 * 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0], dtype=torch.int32)
+    qkv, slot_mapping = normal(5, 4 + 2 * 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0], dtype=torch.int32)
     norms = [1 + normal(8, seed=seed).to(dtype) for seed in (1, 2)]
     rotation = RotaryTable(8, 1e4, 50, dtype, backend).at(torch.tensor([0, 7, 3, 49, 20]))
     results = []
     for way in (backend.qkv_into_kv, Backend.qkv_into_kv.__get__(backend)):
         kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)))
-        results.append((way(qkv.clone(), *norms, 1e-6, rotation, kv, slots), kv.k, kv.v))
+        results.append((way(qkv.clone(), *norms, 1e-6, rotation, kv, slot_mapping), kv.k, kv.v))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_context_of_all_layers_is_what_its_operators_give_one_by_one(backend, dtype):
-    rows, slots = normal(2, 3, 2, 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0, 19], dtype=torch.int32)
+    rows, slot_mapping = normal(2, 3, 2, 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0, 19], dtype=torch.int32)
     norms, ones = 1 + normal(3, 8, seed=1).to(dtype), torch.ones(8, dtype=dtype)
     rotation = RotaryTable(8, 1e4, 50, dtype, backend).at(torch.tensor([49, 3]))
     results = []
     for way in (backend.context_into_kv, Backend.context_into_kv.__get__(backend)):
         kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)))
-        way(rows.clone(), norms, ones, 1e-6, rotation, kv, slots)
+        way(rows.clone(), norms, ones, 1e-6, rotation, kv, slot_mapping)
         results.append((kv.k, kv.v))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -348,7 +349,7 @@ def test_a_head_with_its_pairs_side_by_side_gives_the_same_scores():
     scores = []
     for backend in (TorchBackend(CPU), CpuBackend(CPU)):
         rotation = RotaryTable(8, 100.0, 10, torch.float32, backend).at(positions)
-        if backend.pairs_adjacent:
+        if backend.interleaved_rope:
             q, k, norm = (with_pairs_adjacent(part, 8) for part in (q, k, norm))
         heads = (backend.rms_norm((x @ part.T).view(4, 3, 8), norm, 1e-6) for part in (q, k))
         turned_q, turned_k = (backend.rope(part, rotation) for part in heads)
@@ -359,7 +360,7 @@ def test_a_head_with_its_pairs_side_by_side_gives_the_same_scores():
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_weight_that_was_laid_out_gives_the_same(backend, rows):
     x, weight = normal(rows, 6), normal(10, 6, seed=1)
-    laid = backend.lay_out(weight)
+    laid = backend.pack_weight(weight)
     assert torch.equal(laid, weight)
     torch.testing.assert_close(backend.linear(x, laid), x @ weight.T)
 
@@ -369,10 +370,10 @@ def test_the_cpus_places_are_the_stages_own(page_size):
     owners = torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32)
     offsets = torch.tensor([9, 12, 40], dtype=torch.int32)
     table = torch.randperm(36, generator=seeded()).to(torch.int32).view(3, 12)
-    meta = AttnMeta(offsets, offsets, table, [3, 1, 2], [12, 16, 46], page_size, causal=True)
+    meta = AttentionMetadata(offsets, offsets, table, [3, 1, 2], [12, 16, 46], page_size, causal=True)
     numbers = torch.arange(6, dtype=torch.int32)
     found = CpuBackend(CPU).fused_places(owners, offsets, numbers, table, page_size)
-    for got, expected in zip(found, places(Rows(owners, offsets, meta), numbers), strict=True):
+    for got, expected in zip(found, places(AttentionInputs(owners, offsets, meta), numbers), strict=True):
         assert got.dtype == torch.int32 and torch.equal(got, expected)
 
 
@@ -381,7 +382,7 @@ def test_pages_that_lie_in_a_row_are_read_where_they_are():
     backend = CpuBackend(CPU)
     for pages, in_a_row in (([3, 4, 5], True), ([3, 5, 4], False), ([5, 4, 3], False)):
         table = torch.tensor([pages], dtype=torch.int32)
-        meta = AttnMeta(table, table, table, [1], [10], 4, causal=True)
+        meta = AttentionMetadata(table, table, table, [1], [10], 4, causal=True)
         (call,) = backend.plan_attention(meta, group=2)
         assert isinstance(call.pages, slice) == in_a_row
         kv = LayerKv(normal(8, 4, 2, 8), normal(8, 4, 2, 8, seed=1))
@@ -429,8 +430,8 @@ def states(draws: list[tuple[int, int]]) -> Tensor:
     return torch.tensor([int(noise_states(seed, index, 1)[0]) for seed, index in draws], dtype=torch.int32)
 
 
-def draws_of(rows: list[int], temperatures: list[float], draws: list[tuple[int, int]]) -> Draws:
-    return Draws(rows, torch.tensor(rows, dtype=torch.int32), torch.tensor(temperatures), states(draws))
+def draws_of(rows: list[int], temperatures: list[float], draws: list[tuple[int, int]]) -> SamplingMetadata:
+    return SamplingMetadata(rows, torch.tensor(rows, dtype=torch.int32), torch.tensor(temperatures), states(draws))
 
 
 def test_gumbel_noise_equals_the_reference_bit_for_bit(backend):
@@ -484,7 +485,7 @@ def test_an_accelerator_reads_the_lm_head_once_for_32_whole_blocks_unless_rows_a
     sampler = Sampler(vocab_size, counting)
     hidden, lm_head = (torch.empty(size, 4, device="meta") for size in (rows, vocab_size))
     drawn = torch.ones(1, device="meta")
-    draws = Draws([rows - 1], drawn.long(), temperature=drawn, state=drawn.int())
+    draws = SamplingMetadata([rows - 1], drawn.long(), temperature=drawn, state=drawn.int())
     sampler.choose(hidden, lm_head)
     sampler.propose(hidden, lm_head)
     sampler.choose(hidden, lm_head, [draws])
@@ -537,5 +538,5 @@ def test_glibc_is_asked_to_keep_what_a_step_gives_back(monkeypatch, accepted, as
     calls = []
     glibc = SimpleNamespace(mallopt=lambda name, value: calls.append((name, value)) or int(name in accepted))
     monkeypatch.setattr("app.engine.cpu.backend.ctypes.CDLL", lambda _: glibc)
-    make_backend("cpu").keep_step_memory()
+    make_backend("cpu").retain_allocator_memory()
     assert calls == asked

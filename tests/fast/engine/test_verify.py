@@ -20,13 +20,13 @@ class Case:
         random = random or Random(0)
         self.drafts: list[list[int]] = []
         self.choices: list[int] = []
-        self.first, self.num_drafts, self.draft_of = [], [], []
+        self.first, self.num_drafts, self.draft_index = [], [], []
         for width, agreed in zip(widths, agree, strict=True):
             said = [random.randrange(50) for _ in range(width)]
             self.first.append(len(self.choices))
             self.choices += said
             self.num_drafts.append(width - 1)
-            self.draft_of.append(len(self.drafts) if width > 1 else -1)
+            self.draft_index.append(len(self.drafts) if width > 1 else -1)
             if width > 1:
                 # A draft is wrong at `agreed` alone; what stands behind it, and past the rows, is right or tempting.
                 block = (said + [said[-1]] * block_size)[: block_size - 1]
@@ -36,7 +36,7 @@ class Case:
 
     def run(self) -> list[list[int]]:
         drafts = torch.tensor(self.drafts) if self.drafts else None
-        lists = (self.first, self.num_drafts, self.draft_of)
+        lists = (self.first, self.num_drafts, self.draft_index)
         choices, *lengths = (torch.tensor(x, dtype=torch.int64) for x in (self.choices, *lists))
         packed = verify(choices, drafts, *lengths)
         on_cpu = CpuBackend.fused_verify(choices, drafts, *lengths)
@@ -48,7 +48,9 @@ class Case:
         """Compares with the loop; returns the accepted counts."""
         packed = self.run()
         accepted_counts = []
-        for row, first, num_drafts, draft_row in zip(packed, self.first, self.num_drafts, self.draft_of, strict=True):
+        for row, first, num_drafts, draft_row in zip(
+            packed, self.first, self.num_drafts, self.draft_index, strict=True
+        ):
             accepted = 0
             while accepted < num_drafts and self.drafts[draft_row][accepted] == self.choices[first + accepted]:
                 accepted += 1

@@ -35,7 +35,7 @@ def requests(pair: Pair, plain: str) -> list[Request]:
 
 
 def slots_of(waiting: list[tuple[torch.Tensor, ...]]) -> set[int]:
-    return {slot for _, _, slots in waiting for slot in slots.tolist()}
+    return {slot for _, _, slot_mapping in waiting for slot in slot_mapping.tolist()}
 
 
 @pytest.mark.parametrize("kv_pages", [None, 56], ids=["roomy", "preempted"])
@@ -44,23 +44,23 @@ def test_no_slot_that_waits_is_written_by_another_and_nobody_drafts_before(
     pair: Pair, plain: str, kv_pages: int | None
 ):
     engine = engine_of(pair, kv_pages=kv_pages)
-    stages, most = engine.core.runner.stages, 0
-    choose, draft = stages.choose, stages.draft
+    forward, most = engine.core.runner.forward, 0
+    choose, draft = forward.choose, forward.draft
 
     def watched_choose(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        owed = slots_of(stages._waiting)
-        written = {slot for rows in inputs.groups for slot in stages._places(rows)[1].tolist()}
+        owed = slots_of(forward._waiting)
+        written = {slot for rows in inputs.groups for slot in forward._places(rows)[1].tolist()}
         assert not owed & written
         found = choose(inputs, *args, **kwargs)
-        most = max(most, len(stages._waiting))
+        most = max(most, len(forward._waiting))
         return found
 
     def watched_draft(inputs: Any) -> Any:
-        assert not stages._waiting
+        assert not forward._waiting
         return draft(inputs)
 
-    stages.choose, stages.draft = watched_choose, watched_draft
+    forward.choose, forward.draft = watched_choose, watched_draft
     engine.core.run(requests(pair, plain))
     assert most > 1
     assert bool(engine.core.scheduler.num_preemptions) == (kv_pages is not None)
@@ -71,21 +71,21 @@ def test_no_more_steps_wait_than_allowed_nor_more_rows_than_the_widest_step_has(
     pair: Pair, budget: int, num_requests: int, steps: int
 ):
     engine = engine_of(pair, max_num_batched_tokens=budget)
-    stages, waited = engine.core.runner.stages, []
-    write = stages.write_context
-    stages.write_context = lambda: (waited.append(len(stages._waiting)), write())
+    forward, waited = engine.core.runner.forward, []
+    write = forward.write_context
+    forward.write_context = lambda: (waited.append(len(forward._waiting)), write())
     engine.core.run(requests(pair, "all")[:num_requests])
     assert max(waited) == steps
 
 
 def test_what_is_written_later_is_what_would_have_been_written_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     pools = []
-    for most in (stages_module.MOST_WAITING, 1):
-        monkeypatch.setattr(stages_module, "MOST_WAITING", most)
+    for most in (stages_module.MAX_PENDING, 1):
+        monkeypatch.setattr(stages_module, "MAX_PENDING", most)
         engine = engine_of(pair)
         engine.core.run(requests(pair, "all")[:4])
-        engine.core.runner.stages.write_context()
-        pools.append(engine.core.runner.stages.drafter._pool.all_layers)
+        engine.core.runner.forward.write_context()
+        pools.append(engine.core.runner.forward.drafter._pool.all_layers)
     late, at_once = pools
     assert at_once.k.any() and torch.allclose(late.k, at_once.k, atol=1e-5)
     assert torch.allclose(late.v, at_once.v, atol=1e-5)

@@ -64,7 +64,7 @@ def blocks_drafted(core: EngineCore) -> list[tuple[int, int]]:
     def inputs(batch: Batch) -> StepInputs:
         made = build(batch)
         if made.draft:
-            (rows,) = set(made.draft.group.q_lens)
+            (rows,) = set(made.draft.group.query_lens)
             drafted.append((core.scheduler.policy.block_rows, rows))
         return made
 

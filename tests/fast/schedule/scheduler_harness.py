@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
-from app.engine.schedule.batch import Batch, Delta, Rows, StepResult
+from app.engine.schedule.batch import Batch, Delta, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Request, Sequence
@@ -22,7 +22,7 @@ VOCAB = 12
 NONSENSE = -7
 """What a step's result holds past the bonus token."""
 
-Accept = Callable[[Rows], int]
+Accept = Callable[[ScheduledSequence], int]
 
 Place = tuple[str, tuple[int, ...]]
 """What a slot's KV is of: without a cache (request id, (position, token)), with one (salt, the tokens up to it)."""
@@ -214,7 +214,7 @@ class Harness:
                 self.draft_kv[slot] = None
         self.check_own(written)
 
-    def run_rows(self, rows: Rows, accepted: int, result: StepResult) -> None:
+    def run_rows(self, rows: ScheduledSequence, accepted: int, result: StepResult) -> None:
         """Target rows and the context KV of the same rows; then what the target says after those that sample."""
         seq = rows.seq
         assert 0 <= accepted <= rows.num_drafts
@@ -227,7 +227,7 @@ class Harness:
         for row, position in enumerate(range(rows.start, rows.end)):
             place = self.place(seq.request, seq.token_ids[: rows.start] + tokens[: row + 1])
             self.target_kv[self.slot(seq, position)] = self.draft_kv[self.slot(seq, position)] = place
-        if rows.samples:
+        if rows.needs_logits:
             n = rows.end - rows.num_drafts
             said = script[n : n + accepted + 1]
             result.tokens.append(said + [NONSENSE] * (self.block_size - len(said)))
@@ -321,20 +321,20 @@ class Harness:
         for rows in batch.decodes:
             seq = rows.seq
             width = min(self.block_size, seq.num_remaining) if seq.request.speculate else 1
-            assert rows == Rows(seq, seq.num_tokens - 1, width, samples=True, num_drafts=width - 1)
+            assert rows == ScheduledSequence(seq, seq.num_tokens - 1, width, needs_logits=True, num_drafts=width - 1)
         for rows in batch.prefills:
             assert rows.count >= 1 and rows.num_drafts == 0
             assert rows.start == rows.seq.num_computed and rows.end <= rows.seq.num_tokens
-            assert rows.samples == (rows.end == rows.seq.num_tokens)
+            assert rows.needs_logits == (rows.end == rows.seq.num_tokens)
 
         left = self.budget - sum(rows.count for rows in batch.rows)
         if left:  # nobody waits who could have run
             assert len(in_batch) == len(scheduler.running)
-            assert all(rows.samples for rows in batch.prefills)
+            assert all(rows.needs_logits for rows in batch.prefills)
             if scheduler.waiting and len(scheduler.running) < scheduler.max_num_seqs:
                 self.check_waits(scheduler.waiting[0])
         else:  # what is cut short is the last chunk alone
-            assert all(rows.samples for rows in batch.prefills[:-1])
+            assert all(rows.needs_logits for rows in batch.prefills[:-1])
 
         written: set[int] = set()
         for rows in batch.rows:
@@ -354,7 +354,9 @@ class Harness:
         assert being_filled or wanted + len(self.scheduler.running) > self.pool.num_free
 
     def check_deltas(self, batch: Batch, before: dict[str, tuple[int, int]], deltas: list[Delta]) -> None:
-        assert [d.request_id for d in deltas] == [rows.seq.request.request_id for rows in batch.rows if rows.samples]
+        assert [d.request_id for d in deltas] == [
+            rows.seq.request.request_id for rows in batch.rows if rows.needs_logits
+        ]
         for delta in deltas:
             scripted = self.live[delta.request_id]
             scripted.emitted += delta.token_ids

@@ -51,7 +51,7 @@ class Flight:
         return self.scheduler.running
 
     def behind(self) -> Batch | None:
-        return self.scheduler.continuation(self.batch)
+        return self.scheduler.schedule_ahead(self.batch)
 
     def commit(self, batch: Batch, tokens: list[list[int]], accepted: list[int]) -> list[Delta]:
         deltas = self.scheduler.commit(batch, StepResult(tokens, accepted))
@@ -65,7 +65,7 @@ def test_rows_begin_where_they_must_at_least_and_own_pages_for_where_they_may_en
     assert behind is not None and behind.kind == "decode"
     (seq, _) = flight.seqs
     rows = behind.decodes[0]
-    assert (rows.start, rows.slack, rows.count, rows.num_drafts) == (3, 3, 4, 3)
+    assert (rows.start, rows.max_accepted, rows.count, rows.num_drafts) == (3, 3, 4, 3)
     assert [rows.line for rows in behind.decodes] == [0, 1]
     assert len(seq.pages) == 3 + 4 + BLOCK - 1, "tokens read, tokens in flight, and a block's drafts"
     flight.commit(flight.batch, [[10, 11, 12, 13]] * 2, [2, 0])
@@ -171,7 +171,7 @@ def test_nobody_goes_on_before_what_refused_drafts_left_is_scrubbed_behind_the_s
     assert behind is not None
     flight.commit(flight.batch, [[10, 11, NOT_FINITE, NOT_FINITE]], [1])
     (seq,) = flight.seqs
-    assert flight.scheduler.continuation(behind) is None and not seq.is_sound
+    assert flight.scheduler.schedule_ahead(behind) is None and not seq.is_sound
     flight.commit(behind, [[20, 21, 22, 23]], [3])
     assert not seq.is_sound
     known = set(seq.pages[: seq.num_computed])
@@ -184,7 +184,7 @@ def test_nobody_goes_on_before_what_refused_drafts_left_is_scrubbed_behind_the_s
 def test_a_step_that_is_forgotten_may_have_written():
     flight = Flight(1)
     flight.behind()
-    flight.scheduler.forget_unread()
+    flight.scheduler.discard_ahead()
     (seq,) = flight.seqs
     flight.commit(flight.batch, [[10, 11, 12, 13]], [1])
     assert not seq.is_sound

@@ -36,7 +36,7 @@ def test_decoding_sequences_are_served_first_and_prefill_takes_the_rest():
     harness.add(30, 2)
     batch, _ = harness.step()
     assert [rows.count for rows in batch.decodes] == [4, 1]
-    assert [(rows.count, rows.samples) for rows in batch.prefills] == [(12 - 4 - 1, False)]
+    assert [(rows.count, rows.needs_logits) for rows in batch.prefills] == [(12 - 4 - 1, False)]
     assert batch.kind == "mixed"
 
 
@@ -371,7 +371,7 @@ def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypat
     batch = scheduler.schedule()
     scheduler.commit(batch, StepResult([[0, 0]] * 2, [0, 0]))
     assert started == [older] and not newer.pages and not newer.cacheable
-    assert [rows.seq for rows in batch.still_running.rows] == [older]
+    assert [rows.seq for rows in batch.live_part.rows] == [older]
 
 
 # Who waits for whom

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from app.config.checkpoint import DEMO
-from app.engine.step.forward import Stages
+from app.engine.step.forward import Forward
 from tools.lab import in_process, loads
 from tools.lab.products import Products, by_operators
 
@@ -53,17 +53,17 @@ def test_sixteen_bit_weights_have_a_floor_too():
 
 def test_what_is_compiled_is_left_out_for_a_while_and_comes_back():
     core = in_process.engine("full", DEMO / "target", DEMO / "draft", max_num_seqs=1)
-    stages: Stages = core.runner.stages
+    forward: Forward = core.runner.forward
 
     def of_now():
-        return stages.fused_forward, stages.fused_propose, stages.drafter.fused_write
+        return forward.fused_forward, forward.fused_propose, forward.drafter.fused_write
 
-    compiled = stages.fused_forward, stages.fused_propose, stages.drafter.fused_write = (
+    compiled = forward.fused_forward, forward.fused_propose, forward.drafter.fused_write = (
         lambda: 1,
         lambda: 2,
         lambda: 3,
     )
-    with pytest.raises(KeyError), by_operators(stages):
+    with pytest.raises(KeyError), by_operators(forward):
         assert of_now() == (None,) * 3
         raise KeyError
     assert of_now() == compiled

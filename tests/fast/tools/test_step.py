@@ -78,7 +78,7 @@ class Watched:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self.stages = runner.stages
+        self.forward = runner.forward
         self.batches: list[list[tuple[int, int]]] = []
 
     def launch(self, batch: Batch) -> PendingStep:

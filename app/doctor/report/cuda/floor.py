@@ -70,12 +70,12 @@ def step_seconds(target: DecoderConfig, draft: DFlashConfig | None, load: Load) 
     if draft is None:
         return forward(target, seqs, seqs, load.context, logits=seqs).seconds
     rows = seqs * draft.block_size
-    stages = [
+    parts = [
         forward(draft.decoder, rows, seqs, load.context, logits=rows - seqs),
         forward(target, rows, seqs, load.context, logits=rows),
         context_kv(draft, rows),
     ]
-    return sum(stage.seconds for stage in stages)
+    return sum(stage.seconds for stage in parts)
 
 
 def run_seconds(target: DecoderConfig, draft: DFlashConfig | None, load: Load, acceptance_length: float) -> float:

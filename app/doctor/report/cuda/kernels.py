@@ -12,14 +12,14 @@ from torch import Tensor
 
 from app.doctor.report.cuda.floor import BANDWIDTH
 from app.doctor.report.cuda.parts import Part, Row, failure
-from app.engine.backend.base import AttnMeta, Backend, LayerKv, Rotation
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.backend.torch import TorchBackend
 from app.engine.build.self_test import TOLERANCE
 from app.engine.cuda import rows as rows_of_backend
 from app.engine.cuda.backend import CudaBackend
 from app.engine.dflash.verify import verify
 from app.engine.models.layers import RotaryTable
-from app.engine.step.forward import Rows, follow, places
+from app.engine.step.forward import AttentionInputs, follow, places
 
 CALLS = 20
 """Of a kernel in the graph that is timed: a launch from Python costs more than most of them take."""
@@ -67,20 +67,22 @@ class Cases:
             made += self._of_blocks(batch)
         return made
 
-    def attention(self, q_lens: list[int], kv_lens: list[int], *, causal: bool) -> tuple[Tensor, LayerKv, AttnMeta]:
+    def attention(
+        self, query_lens: list[int], host_seq_lens: list[int], *, causal: bool
+    ) -> tuple[Tensor, LayerKv, AttentionMetadata]:
         """q, pages and meta; what is past a sequence's tokens is NaN."""
         sizes, page = self._sizes, 16
-        counts = [-(-kv_len // page) for kv_len in kv_lens]
+        counts = [-(-kv_len // page) for kv_len in host_seq_lens]
         ids = torch.randperm(sum(counts), generator=self._noise, device=self._backend.device).to(torch.int32)
         table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=self._backend.device)
         kv = LayerKv(*(self._normal(sum(counts), page, sizes.kv_heads, sizes.dim) for _ in range(2)))
-        for i, (own, kv_len) in enumerate(zip(ids.split(counts), kv_lens, strict=True)):
+        for i, (own, kv_len) in enumerate(zip(ids.split(counts), host_seq_lens, strict=True)):
             table[i, : len(own)] = own
             for pool in (kv.k, kv.v) if kv_len else ():
                 pool[own[-1].long(), (kv_len - 1) % page + 1 :] = float("nan")
-        cu_q, lengths = (self._ints(x) for x in ([0, *accumulate(q_lens)], kv_lens))
-        q = self._normal(sum(q_lens), sizes.heads, sizes.dim)
-        return q, kv, AttnMeta(cu_q, lengths, table, q_lens, kv_lens, page, causal)
+        query_start_loc, lengths = (self._ints(x) for x in ([0, *accumulate(query_lens)], host_seq_lens))
+        q = self._normal(sum(query_lens), sizes.heads, sizes.dim)
+        return q, kv, AttentionMetadata(query_start_loc, lengths, table, query_lens, host_seq_lens, page, causal)
 
     def _attentions(self, batch: int, width: int) -> list[Case]:
         """Of verification, eagerly, and from a graph, where nobody's sequence has the rows that are left; and of a
@@ -94,9 +96,9 @@ class Cases:
         if width > 1 and batch > 1:
             shapes.append((f"ragged, causal, and nobody's {rest}", [*ragged, rest], [*lengths, rest]))
         made = []
-        for name, q_lens, kv_lens in shapes:
-            q, kv, meta = self.attention(q_lens, kv_lens, causal=name != "both ways")
-            moved = 2 * q.nbytes + 2 * sum(meta.kv_lens) * kv.k[0, 0].nbytes
+        for name, query_lens, host_seq_lens in shapes:
+            q, kv, meta = self.attention(query_lens, host_seq_lens, causal=name != "both ways")
+            moved = 2 * q.nbytes + 2 * sum(meta.host_seq_lens) * kv.k[0, 0].nbytes
             name = f"attention, {batch} x {width} rows, {name}"
             made.append(Case(name, partial(self._own, q, kv, meta), partial(self._dense, q, kv, meta), moved))
         return made
@@ -105,10 +107,10 @@ class Cases:
         """Around the context, each its own."""
         return [max(width, self._sizes.context - 37 * i % (self._sizes.context // 2 + 1)) for i in range(batch)]
 
-    def _own(self, q: Tensor, kv: LayerKv, meta: AttnMeta) -> tuple[Tensor, ...]:
+    def _own(self, q: Tensor, kv: LayerKv, meta: AttentionMetadata) -> tuple[Tensor, ...]:
         return (self._backend.attention(q, kv, meta),)
 
-    def _dense(self, q: Tensor, kv: LayerKv, meta: AttnMeta) -> tuple[Tensor, ...]:
+    def _dense(self, q: Tensor, kv: LayerKv, meta: AttentionMetadata) -> tuple[Tensor, ...]:
         """In fp32, without what is not a number: PyTorch's attention multiplies it by a weight of nothing."""
         wide = LayerKv(*(torch.nan_to_num(pool.float()) for pool in (kv.k, kv.v)))
         plan = self._reference.plan_attention(meta, q.shape[1] // kv.k.shape[2])
@@ -123,12 +125,12 @@ class Cases:
         context = self._normal(rows, sizes.layers, 2, sizes.kv_heads, sizes.dim)
         context_norm, ones = self._normal(sizes.layers, sizes.dim), torch.ones_like(norms[0])
         rotation = RotaryTable(sizes.dim, 1e6, 4096, self._dtype, backend).at(torch.arange(rows, device=x.device))
-        slots, layer_slots = self._slots(rows), self._slots(rows * sizes.layers)
+        slot_mapping, layer_slots = self._slots(rows), self._slots(rows * sizes.layers)
         kv, layers_kv = self._pages(rows), self._pages(rows * sizes.layers)
 
         def qkv_into_kv(on: Backend, cast: Callable[[Tensor], Tensor], turns: Rotation) -> tuple[Tensor, ...]:
             pages = LayerKv(cast(kv.k), cast(kv.v))
-            q = on.qkv_into_kv(cast(qkv), cast(norms[0]), cast(norms[1]), 1e-6, turns, pages, slots)
+            q = on.qkv_into_kv(cast(qkv), cast(norms[0]), cast(norms[1]), 1e-6, turns, pages, slot_mapping)
             return q, pages.k, pages.v
 
         def context_into_kv(on: Backend, cast: Callable[[Tensor], Tensor], turns: Rotation) -> tuple[Tensor, ...]:
@@ -182,10 +184,10 @@ class Cases:
         """Integers and copies: the same bit by bit."""
         backend, sizes = self._backend, self._sizes
         rows, drafts = batch * sizes.block, batch * (sizes.block - 1)
-        owners = self._ints([i // sizes.block for i in range(rows)])
-        offsets = self._ints([self._sizes.context - sizes.block * i for i in range(batch)])
+        seq_ids = self._ints([i // sizes.block for i in range(rows)])
+        position_offsets = self._ints([self._sizes.context - sizes.block * i for i in range(batch)])
         table = self._slots(batch * (sizes.context // 16 + 2)).view(batch, -1)
-        meta = AttnMeta(owners, owners, table, [sizes.block] * batch, [], 16, True)
+        meta = AttentionMetadata(seq_ids, seq_ids, table, [sizes.block] * batch, [], 16, True)
         numbers = self._ints(list(range(rows)))
         embedding, anchors = self._normal(64, sizes.hidden), self._ints([i % 64 for i in range(batch)])
         choices = torch.randint(2, (rows,), generator=self._noise, device=backend.device)
@@ -197,15 +199,15 @@ class Cases:
         lines = self._ints(list(reversed(range(batch))))
 
         def begun(follow: Any) -> tuple[Tensor, ...]:
-            token_ids, starts, kv_len = numbers.clone(), offsets.clone(), offsets.clone()
+            token_ids, starts, kv_len = numbers.clone(), position_offsets.clone(), position_offsets.clone()
             follow(verified, lines, token_ids, lengths[0], starts, kv_len)
             return token_ids, starts, kv_len
 
         return [
             Case(
                 f"places, {rows} rows",
-                lambda: backend.fused_places(owners, offsets, numbers, table, 16),
-                lambda: places(Rows(owners, offsets, meta), numbers),
+                lambda: backend.fused_places(seq_ids, position_offsets, numbers, table, 16),
+                lambda: places(AttentionInputs(seq_ids, position_offsets, meta), numbers),
                 12 * rows,
                 exact=True,
             ),
@@ -232,8 +234,8 @@ class Cases:
             ),
         ]
 
-    def _pages(self, slots: int) -> LayerKv:
-        shape = (-(-slots // 16), 16, self._sizes.kv_heads, self._sizes.dim)
+    def _pages(self, slot_mapping: int) -> LayerKv:
+        shape = (-(-slot_mapping // 16), 16, self._sizes.kv_heads, self._sizes.dim)
         return LayerKv(*(torch.zeros(shape, dtype=self._dtype, device=self._backend.device) for _ in range(2)))
 
     def _slots(self, count: int) -> Tensor:

@@ -55,7 +55,7 @@ def _others(own: Geometry) -> list[Geometry]:
     found = [
         replace(own, splits=some) for some in (own.splits, max(1, own.splits // 2), min(MAX_SPLITS, 2 * own.splits))
     ]
-    found += [replace(own, tokens=tokens, warps=warps, stages=stages) for tokens, warps, stages in others]
+    found += [replace(own, tokens=tokens, warps=warps, forward=forward) for tokens, warps, forward in others]
     return list(dict.fromkeys(found))
 
 
@@ -85,15 +85,15 @@ def prompts(
 ) -> list[Row]:
     """One kind of attention over each of PROMPTS."""
     rows: list[Row] = []
-    for q_lens, kv_lens in (WARM_UP, *PROMPTS):
-        q, kv, meta = cases.attention(q_lens, kv_lens, causal=True)
+    for query_lens, host_seq_lens in (WARM_UP, *PROMPTS):
+        q, kv, meta = cases.attention(query_lens, host_seq_lens, causal=True)
         for pool in (kv.k, kv.v):
             pool.nan_to_num_()
         planned = replace(meta, plan=backend.plan_attention(meta, q.shape[1] // kv.k.shape[2]))
         run: Callable[[], object] = partial(backend.attention, q, kv, planned)
         if kind == "ours":
             run = partial(paged_attention, q, kv, meta, backend.geometry(q, kv, meta))
-        row: Row = {"attention": kind, "rows": str(q_lens), "tokens": str(kv_lens)}
+        row: Row = {"attention": kind, "rows": str(query_lens), "tokens": str(host_seq_lens)}
         try:
             with among():
                 row |= {"first call ms": 1e3 * first(run), "us": 1e6 * seconds(run)}

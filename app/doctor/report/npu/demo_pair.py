@@ -93,13 +93,13 @@ def logits_after(core: EngineCore, token_ids: tuple[int, ...]) -> torch.Tensor:
     """The target's logits [V] for the token after `token_ids`, on an idle engine whose step takes them all at once."""
     core.add(Request("logits", token_ids, max_tokens=1))
     batch = core.scheduler.schedule()
-    stages = core.runner.stages
+    forward = core.runner.forward
     inputs = step_inputs.build(batch, core.scheduler.pool.page_size, batch.block_rows).target
-    tensors = stages.target_tensors(inputs, Packed(inputs.arrays, stages.backend))
-    stages.plan(tensors.groups[0], inputs.groups[0])
-    hidden, _ = stages.choose(tensors, None, [])
+    tensors = forward.target_tensors(inputs, Packed(inputs.arrays, forward.backend))
+    forward.plan(tensors.groups[0], inputs.groups[0])
+    hidden, _ = forward.choose(tensors, None, [])
     core.abort("logits")
-    return stages.backend.linear(hidden[-1:], stages.target.lm_head)[0].float()
+    return forward.backend.linear(hidden[-1:], forward.target.lm_head)[0].float()
 
 
 def gap(core: EngineCore, prompt: tuple[int, ...], text: list[int], at: int, other: int) -> float:

@@ -17,7 +17,7 @@ from app.doctor.report.npu import trials
 from app.doctor.report.npu.demo_pair import engine
 from app.doctor.report.npu.part import Part, Prompts, Result, describe, milliseconds, rounded
 from app.doctor.report.npu.timing import seconds_each
-from app.engine.backend.base import AttnMeta, Backend, LayerKv
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.backend.factory import make_backend
 from app.engine.backend.torch import TorchBackend
 from app.engine.step.graph_sizes import GraphSizes
@@ -77,7 +77,7 @@ class Paged:
     ) -> None:
         self.lens, self._backend, self._dtype = lens, backend, dtype
         noise = torch.Generator().manual_seed(0)
-        q_lens, counts = [q for q, _ in lens], [-(-kv // PAGE) for _, kv in lens]
+        query_lens, counts = [q for q, _ in lens], [-(-kv // PAGE) for _, kv in lens]
         order = (1 + torch.randperm(sum(counts), generator=noise)).tolist()
         self.table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
         self.pages = [torch.full((1 + len(order), PAGE, extent.kv_heads, 128), FULL) for _ in range(2)]
@@ -87,17 +87,17 @@ class Paged:
                 tokens = torch.full((count * PAGE, *pool.shape[2:]), FULL)
                 tokens[:kv] = torch.randn(kv, *pool.shape[2:], generator=noise)
                 pool[row[:count].long()] = tokens.view(count, PAGE, *pool.shape[2:])
-        self.q = torch.randn(sum(q_lens), extent.heads, 128, generator=noise)
+        self.q = torch.randn(sum(query_lens), extent.heads, 128, generator=noise)
         self.kv = LayerKv(*(pool.to(backend.device, dtype) for pool in self.pages))
         self.rows = self.q.to(backend.device, dtype)
 
-    def meta(self, *, causal: bool, backend: Backend | None = None) -> AttnMeta:
+    def meta(self, *, causal: bool, backend: Backend | None = None) -> AttentionMetadata:
         """Planned."""
         backend = backend or self._backend
-        q_lens, kv_lens = [q for q, _ in self.lens], [kv for _, kv in self.lens]
-        ends, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, *accumulate(q_lens)], kv_lens))
+        query_lens, host_seq_lens = [q for q, _ in self.lens], [kv for _, kv in self.lens]
+        ends, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, *accumulate(query_lens)], host_seq_lens))
         ends, lengths, table = (x.to(backend.device) for x in (ends, lengths, self.table))
-        meta = AttnMeta(ends, lengths, table, q_lens, kv_lens, PAGE, causal)
+        meta = AttentionMetadata(ends, lengths, table, query_lens, host_seq_lens, PAGE, causal)
         meta.plan = backend.plan_attention(meta, self.q.shape[1] // self.pages[0].shape[2])
         return meta
 
@@ -129,14 +129,14 @@ def negative_slots(backend: Backend, extent: Extent) -> Result:
     """Rows with slot -1 between rows with slots of their own."""
     shape = (3, PAGE, extent.kv_heads, 128)
     kv = LayerKv(*(torch.zeros(shape, dtype=torch.bfloat16, device=backend.device) for _ in range(2)))
-    slots = torch.tensor([5, -1, 0, -1, 300, 131], dtype=torch.int32)
-    rows = torch.randn(len(slots), extent.kv_heads, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    trials.write_pages(rows.to(backend.device), rows.to(backend.device), kv, slots.to(backend.device))
+    slot_mapping = torch.tensor([5, -1, 0, -1, 300, 131], dtype=torch.int32)
+    rows = torch.randn(len(slot_mapping), extent.kv_heads, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    trials.write_pages(rows.to(backend.device), rows.to(backend.device), kv, slot_mapping.to(backend.device))
     stray, lost = 0, 0
     for pool in (kv.k, kv.v):
-        flat, given = pool.cpu().flatten(0, 1), slots >= 0
-        lost += int((flat[slots[given].long()] != rows[given]).any(dim=(1, 2)).sum())
-        flat[slots[given].long()] = 0
+        flat, given = pool.cpu().flatten(0, 1), slot_mapping >= 0
+        lost += int((flat[slot_mapping[given].long()] != rows[given]).any(dim=(1, 2)).sum())
+        flat[slot_mapping[given].long()] = 0
         stray += int(flat.any(dim=(1, 2)).sum())
     if not stray and not lost:
         found = "Rows with slot -1 are skipped; the others are written, slot 0 among them."
@@ -228,12 +228,12 @@ def captures(backend: Backend, extent: Extent) -> Result:
     end: Result = {}
     try:
         StepGraphs(
-            core.runner.stages,
-            core.runner.stages.backend,
+            core.runner.forward,
+            core.runner.forward.backend,
             sizes,
             block_size=16,
             pages=5,
-            scratch_pages=-(-sizes.most_rows // PAGE),
+            scratch_pages=-(-sizes.max_rows // PAGE),
             draft_graphs=True,
             on_graph=lambda done, total: captured.append(done),
         )

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from app.doctor.operators import Inputs, Operator, difference
 from app.doctor.report.npu.part import Part, Prompts, Result, rounded
-from app.engine.backend.base import AttnMeta, Backend, LayerKv
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.backend.factory import make_backend
 from app.engine.dflash.verify import verify
 from app.engine.sampling.sampler import Sampler
-from app.engine.step.forward import Rows, places
+from app.engine.step.forward import AttentionInputs, places
 
 PAGE = 128
 BF16 = 2.0**-7
@@ -151,18 +151,20 @@ def attend(
     inputs: Inputs,
 ) -> tuple[Tensor, ...]:
     """Attention of requests with these (rows, KV tokens), over scattered pages that hold numbers to their end."""
-    q_lens, kv_lens = [q for q, _ in lens], [kv for _, kv in lens]
-    counts = [-(-kv // PAGE) for kv in kv_lens]
+    query_lens, host_seq_lens = [q for q, _ in lens], [kv for _, kv in lens]
+    counts = [-(-kv // PAGE) for kv in host_seq_lens]
     order = inputs.scattered(sum(counts), sum(counts) + 1).tolist()
     table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
     for row, count in zip(table, counts, strict=True):
         row[:count] = torch.tensor([order.pop() for _ in range(count)])
     k, v = (inputs.normal(sum(counts) + 1, PAGE, kv_heads, dim) for _ in range(2))
-    cu_q, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, *accumulate(q_lens)], kv_lens))
-    cu_q, lengths, table = (x.to(backend.device) for x in (cu_q, lengths, table))
-    meta = AttnMeta(cu_q, lengths, table, q_lens, kv_lens, PAGE, causal)
+    query_start_loc, lengths = (
+        torch.tensor(x, dtype=torch.int32) for x in ([0, *accumulate(query_lens)], host_seq_lens)
+    )
+    query_start_loc, lengths, table = (x.to(backend.device) for x in (query_start_loc, lengths, table))
+    meta = AttentionMetadata(query_start_loc, lengths, table, query_lens, host_seq_lens, PAGE, causal)
     meta.plan = backend.plan_attention(meta, heads // kv_heads)
-    return (backend.attention(inputs.normal(sum(q_lens), heads, dim), LayerKv(k, v), meta),)
+    return (backend.attention(inputs.normal(sum(query_lens), heads, dim), LayerKv(k, v), meta),)
 
 
 def _write_kv(rows: int, kv_heads: int, dim: int, backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -237,13 +239,13 @@ def _embedding(vocab: int, backend: Backend, inputs: Inputs) -> tuple[Tensor, ..
 
 
 def _places(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
-    q_lens = [1 + i for i in range(16)]
-    cu_q = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32).to(backend.device)
+    query_lens = [1 + i for i in range(16)]
+    query_start_loc = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32).to(backend.device)
     starts, table = inputs.integers(0, 900, 16), inputs.scattered(16 * 8, 999).view(16, 8)
-    meta = AttnMeta(cu_q, starts, table, q_lens, [], PAGE, causal=True)
-    numbers = torch.arange(sum(q_lens), dtype=torch.int32, device=backend.device)
-    owners = torch.tensor([i for i, rows in enumerate(q_lens) for _ in range(rows)], dtype=torch.int32)
-    return places(Rows(owners.to(backend.device), starts - cu_q[:-1], meta), numbers)
+    meta = AttentionMetadata(query_start_loc, starts, table, query_lens, [], PAGE, causal=True)
+    numbers = torch.arange(sum(query_lens), dtype=torch.int32, device=backend.device)
+    owners = torch.tensor([i for i, rows in enumerate(query_lens) for _ in range(rows)], dtype=torch.int32)
+    return places(AttentionInputs(owners.to(backend.device), starts - query_start_loc[:-1], meta), numbers)
 
 
 def _verify(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ import torch_npu
 from torch import Tensor
 
 from app.doctor import npu_host as host_check
-from app.engine.backend.base import AttnMeta, LayerKv
+from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.npu.graph import AttentionPlan
 
 
@@ -38,12 +38,12 @@ def combination(device: int) -> dict[str, str]:
     }
 
 
-def write_pages(k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slots: Tensor) -> None:
+def write_pages(k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
     """The operator that writes K and V into pages, whatever the backend chose to write with."""
-    torch_npu.npu_scatter_pa_kv_cache(k_thd, v_thd, kv.k, kv.v, slots, cache_mode="Norm")
+    torch_npu.npu_scatter_pa_kv_cache(k_thd, v_thd, kv.k, kv.v, slot_mapping, cache_mode="Norm")
 
 
-def attention_of_heads(q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
+def attention_of_heads(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
     """The backend's attention with K and V as [pages, kv_heads, page_size, D], which is said to be the faster order."""
     plan: AttentionPlan = meta.plan
     o, _ = torch_npu.npu_fused_infer_attention_score(
@@ -52,7 +52,7 @@ def attention_of_heads(q_thd: Tensor, kv: LayerKv, meta: AttnMeta) -> Tensor:
         kv.v,
         atten_mask=plan.mask,
         actual_seq_lengths=plan.q_ends,
-        actual_seq_lengths_kv=plan.kv_lens,
+        actual_seq_lengths_kv=plan.host_seq_lens,
         block_table=meta.page_table,
         num_heads=q_thd.shape[1],
         num_key_value_heads=kv.k.shape[1],
@@ -83,7 +83,7 @@ class Captured:
             for _ in range(calls):
                 attend()
         self._entries = [
-            {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.kv_lens} for _ in range(calls)
+            {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.host_seq_lens} for _ in range(calls)
         ]
 
     def replay(self) -> Replay:
