@@ -31,7 +31,7 @@ def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
     if kind == "npu":
-        return _npu_backend(torch.device("npu", index), npu_check)
+        return _npu_backend(device, index, npu_check)
     on_cpu = "compile.backend.CompiledBackend" if compiled else "cpu.backend.CpuBackend"
     name = on_cpu if kind == "cpu" else _on_cuda()
     module, _, backend_class = name.rpartition(".")
@@ -54,7 +54,7 @@ def _has_npu() -> bool:
     return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
 
 
-def _npu_backend(device: torch.device, npu_check: bool) -> Backend:
+def _npu_backend(device: str, index: int, npu_check: bool) -> Backend:
     try:
         module = importlib.import_module("app.engine.npu.backend")
     except (ImportError, RuntimeError, OSError) as error:
@@ -62,5 +62,5 @@ def _npu_backend(device: torch.device, npu_check: bool) -> Backend:
         raise UnsupportedError(
             f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
         ) from None
-    backend: Backend = module.NpuBackend(device, check_calls=npu_check)
+    backend: Backend = module.NpuBackend(torch.device("npu", index), check_calls=npu_check)
     return backend

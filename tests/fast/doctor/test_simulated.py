@@ -75,7 +75,7 @@ class Computed:
 
 def decoding(*num_drafts: int) -> Batch:
     seq = Sequence(Request("r", (1, 2), max_tokens=99), arrival=0)
-    return Batch([ScheduledSequence(seq, 1, 1 + count, samples=True, num_drafts=count) for count in num_drafts])
+    return Batch([ScheduledSequence(seq, 1, 1 + count, needs_logits=True, num_drafts=count) for count in num_drafts])
 
 
 def drawn(rates: list[float], batch: Batch, steps: int, seed: int = 0) -> list[int]:

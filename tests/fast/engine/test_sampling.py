@@ -349,11 +349,11 @@ class Step:
                 seq.token_ids += [rng.choice(few) for _ in range(rng.randint(0, 11))]
             n, num_drafts = seq.num_tokens, rng.randrange(block)
             if rng.random() < 0.2:
-                self.batch.prefills.append(ScheduledSequence(seq, 0, n, samples=rng.random() < 0.9))
+                self.batch.prefills.append(ScheduledSequence(seq, 0, n, needs_logits=rng.random() < 0.9))
                 continue
             seq.num_computed = n - 1
             self.batch.decodes.append(
-                ScheduledSequence(seq, n - 1, num_drafts + 1, samples=True, num_drafts=num_drafts)
+                ScheduledSequence(seq, n - 1, num_drafts + 1, needs_logits=True, num_drafts=num_drafts)
             )
             if num_drafts:
                 drafts.append([rng.choice(few) for _ in range(block - 1)])

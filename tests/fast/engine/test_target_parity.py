@@ -1,6 +1,7 @@
 """The engine's target computes what Transformers' Qwen3ForCausalLM computes, however its rows are cut and batched.
 
-ScheduledSequence go through the engine's own runner: a hand-made batch is launched and the target's forward is recorded.
+ScheduledSequence go through the engine's own runner: a hand-made batch is launched and the target's forward is
+recorded.
 """
 
 import random
@@ -114,7 +115,7 @@ class Feeder:
 
     def _rows(self, seq: Sequence, count: int) -> ScheduledSequence:
         count = min(count, seq.num_tokens - seq.num_computed)
-        return ScheduledSequence(seq, seq.num_computed, count, samples=seq.num_computed + count == seq.num_tokens)
+        return ScheduledSequence(seq, seq.num_computed, count, needs_logits=seq.num_computed + count == seq.num_tokens)
 
     def feed_whole(self, token_ids: Seq[int], chunk: int | None) -> Sequence:
         seq = self.sequence(token_ids)

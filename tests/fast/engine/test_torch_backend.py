@@ -82,7 +82,7 @@ class Ragged:
         width = max(counts) + self.extra_columns
         self.meta = AttentionMetadata(
             query_start_loc=torch.tensor([0, *accumulate(self.query_lens)], dtype=torch.int32),
-            kv_len=torch.tensor(self.host_seq_lens, dtype=torch.int32),
+            seq_lens=torch.tensor(self.host_seq_lens, dtype=torch.int32),
             page_table=torch.tensor([pages + [0] * (width - len(pages)) for pages in self.pages], dtype=torch.int32),
             query_lens=self.query_lens,
             host_seq_lens=self.host_seq_lens,
