@@ -55,7 +55,7 @@ def _others(own: Geometry) -> list[Geometry]:
     found = [
         replace(own, splits=some) for some in (own.splits, max(1, own.splits // 2), min(MAX_SPLITS, 2 * own.splits))
     ]
-    found += [replace(own, tokens=tokens, warps=warps, forward=forward) for tokens, warps, forward in others]
+    found += [replace(own, tokens=tokens, warps=warps, stages=forward) for tokens, warps, forward in others]
     return list(dict.fromkeys(found))
 
 
