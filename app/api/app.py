@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from app.api import chat, completions, errors, models, openapi, ops, page, tokenize
 from app.api.middleware import ApiKeys, CloseWhileDraining, Cors, HeadLimits, Keys, RequestIds, RootPath
 from app.api.services import Services
-from app.client.client import AsyncEngine
+from app.client.client import EngineClient
 from app.config.settings import Config
 from app.metrics import Metrics
 from app.text.parsers.qwen3 import CALL, THINK
@@ -43,7 +43,7 @@ def create_app(
     app.root_path = root_path
     app.state.services = services
     app.state.admin_keys = Keys(admin_keys)
-    errors.install(app)
+    errors.install(app, services.metrics)
     for router in ROUTERS:
         app.include_router(router)
     app.openapi = functools.cache(functools.partial(openapi.describe, app, bool(api_keys), bool(admin_keys)))  # type: ignore[method-assign]
@@ -63,7 +63,7 @@ def create_app(
     return RequestIds(CloseWhileDraining(HeadLimits(layers), services.engine))
 
 
-def services_for(config: Config, engine: AsyncEngine, tokenizer: Tokenizer, metrics: Metrics) -> Services:
+def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> Services:
     """Return the settings' Services. A parser set to `auto` is on if the chat template has its marks."""
     source = tokenizer.chat_template.source or ""
     parses = {"qwen3": True, "none": False}

@@ -15,10 +15,10 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     call = await receive(request, ChatCompletionRequest)
     body = call.body
-    with call.admit() as places:
+    with call.acquire() as permits:
         prompt = await prompts.render_and_encode(call.services, body, call.info)
         limit = body.max_completion_tokens or body.max_tokens
         limit_param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         budget = token_budget("messages", len(prompt.token_ids), limit, None, call.info.max_model_len, limit_param)
-        streams = submit(call, [prompt], [budget], places)
+        streams = submit(call, [prompt], [budget], permits)
     return await answer(call, streams, ChatAnswers(call.model_name, body.stream_options), [prompt])

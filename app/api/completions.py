@@ -21,7 +21,7 @@ async def completions(request: Request) -> Response:
     body, info = call.body, call.info
     special = body.add_special_tokens is not False
     params = ["prompt"] if body.prompt_is_one else [f"prompt.{i}" for i in range(body.num_prompts)]
-    with call.admit() as places:
+    with call.acquire() as permits:
         given = [
             await prompts.of_prompt(call.services, prompt, param, info, add_special_tokens=special)
             for prompt, param in zip(body.prompts, params, strict=True)
@@ -30,7 +30,7 @@ async def completions(request: Request) -> Response:
             token_budget(param, len(prompt.token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, info.max_model_len)
             for prompt, param in zip(given, params, strict=True)
         ]
-        streams = submit(call, given, budgets, places)
+        streams = submit(call, given, budgets, permits)
     echoed = _prompt_texts(body, call.services.tokenizer) if body.echo else ()
     return await answer(call, streams, CompletionAnswers(call.model_name, body.stream_options, echoed), given)
 

@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from app.client.client import AsyncEngine, EngineState
+from app.client.client import EngineClient
+from app.client.supervisor import EngineState
 from app.messages import EngineInfo, LoadProgress
 
 logger = logging.getLogger(__name__)
 
 
-async def show_start(engine: AsyncEngine, url: str, model: str) -> None:
+async def show_start(engine: EngineClient, url: str, model: str) -> None:
     """Follow the engine until it is ready, then print the table; again after a restart. Runs until cancelled."""
     console = Console(stderr=True)
     while True:
@@ -29,10 +30,10 @@ async def show_start(engine: AsyncEngine, url: str, model: str) -> None:
         else:
             logger.info("ready: %s on %s, serving %s at %s", state.info.target, state.info.device, model, url)
         while engine.state.phase == "ready":
-            await engine.next_state()
+            await engine.supervisor.next_state()
 
 
-async def _show_loading(engine: AsyncEngine, console: Console) -> EngineState:
+async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
     """A progress bar on a terminal, else a log line for every stage."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
@@ -46,7 +47,7 @@ async def _show_loading(engine: AsyncEngine, console: Console) -> EngineState:
                     if not console.is_terminal:
                         logger.info("loading: %s", progress.stage)
                 _advance(bar, tasks[progress.stage], progress)
-            await engine.next_state()
+            await engine.supervisor.next_state()
     return engine.state
 
 

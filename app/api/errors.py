@@ -1,11 +1,16 @@
 """Every error a client can get, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
+from functools import partial
 from http import HTTPStatus
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+
+from app.client.admission import Busy, ClientBusy
+from app.client.supervisor import EngineUnavailable
+from app.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 2
 _LONGEST_ECHO = 64
@@ -100,9 +105,11 @@ def deadline_exceeded() -> ApiError:
     )
 
 
-def install(app: FastAPI) -> None:
-    """Answer every exception in OpenAI's shape."""
+def install(app: FastAPI, metrics: Metrics) -> None:
+    """Answer every exception in OpenAI's shape. Requests that the engine refuses are counted in `metrics`."""
     app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(Busy, partial(_turned_away, metrics))
+    app.add_exception_handler(EngineUnavailable, partial(_turned_away, metrics))
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
@@ -111,6 +118,16 @@ def install(app: FastAPI) -> None:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
+
+
+async def _turned_away(metrics: Metrics, request: Request, error: Exception) -> Response:
+    """Answer 429 or 503 to a request that the engine does not take now."""
+    if isinstance(error, EngineUnavailable):
+        refusal = unavailable(str(error), f"engine_{error.phase}")
+    else:
+        refusal = busy(str(error), "client_busy" if isinstance(error, ClientBusy) else "server_busy")
+    metrics.turned_away(str(refusal.code))
+    return refusal.response()
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

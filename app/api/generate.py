@@ -4,7 +4,6 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -20,9 +19,8 @@ from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.schemas import ChatCompletionRequest, GenerationRequest
 from app.api.services import Services, services_of
 from app.api.stream import EventStream, TextStream, collect, events, unless_gone, usage_of
-from app.client.admission import Places
-from app.client.client import EngineUnavailable
-from app.messages import EngineInfo
+from app.client.admission import Permits
+from app.messages import EngineInfo, Submit
 from app.text.detokenizer import Detokenizer
 from app.text.parsers.qwen3 import OutputParser
 from app.text.tokenizer import Tokenizer
@@ -36,7 +34,7 @@ BodyT = TypeVar("BodyT", bound=GenerationRequest)
 class Call(Generic[BodyT]):
     """One generation request whose body is valid.
 
-    `arrived` and `deadline` are seconds of time.monotonic(). `info` is the engine that was ready at that time.
+    `arrived` and `deadline` are seconds of time.monotonic(). `info` is the engine that was ready on arrival.
     """
 
     request: Request
@@ -47,22 +45,21 @@ class Call(Generic[BodyT]):
     arrived: float
     deadline: float | None
 
-    def admit(self) -> "closing[Places]":
-        """Take a permit for every choice. Raises ApiError 429 or 503."""
-        return closing(self.services.admit(self.request, self.body.num_sequences))
+    def acquire(self) -> Permits:
+        """Acquire a permit for every choice. Raises Busy or EngineUnavailable."""
+        return self.services.engine.acquire(self.services.client_id(self.request), self.body.num_sequences)
 
 
 async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
     """Read and check the body. Raises ApiError; a busy server refuses before it reads the body."""
     arrived = time.monotonic()
     services = services_of(request)
-    services.check_door(request)
+    info = services.engine.check(services.client_id(request))
     deadline = services.deadline(request, arrived)
     body = parse(await read_json(request), model, services.metrics)
     name = services.served_name(body.model)
-    info = services.ready_engine()
     prompts.check_ids("stop_token_ids", body.stop_token_ids, info)
-    _check_num_choices(body, services.engine.most_at_once(info))
+    _check_num_choices(body, services.engine.max_at_once(info))
     return Call(request, services, body, name, info, arrived, deadline)
 
 
@@ -80,10 +77,10 @@ def _check_num_choices(body: GenerationRequest, maximum: int) -> None:
         )
 
 
-def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], places: Places) -> list[TextStream]:
+def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], permits: Permits) -> list[TextStream]:
     """Submit every choice of every prompt, or none.
 
-    The choices of a prompt are neighbours in the result and in `index`. Raises ApiError 400 or 503.
+    The choices of a prompt are neighbours in the result and in `index`. Raises ApiError 400 or EngineUnavailable.
     """
     body, services, tokenizer = call.body, call.services, call.services.tokenizer
     for max_tokens in budgets:
@@ -98,27 +95,24 @@ def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], p
                 logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
             seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
             for choice in range(body.choices):
-                generation = services.engine.generate(
+                request = Submit(
                     request_id=f"{request_id}-{len(streams)}",
+                    epoch=0,
                     token_ids=prompt.token_ids,
                     sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(seed, choice)),
                     stop_token_ids=stop_token_ids,
                     max_tokens=max_tokens,
                     speculate=body.speculate is not False,
                     cache_salt=body.cache_salt or "",
-                    arrived=call.arrived,
-                    deadline=call.deadline,
-                    places=places,
                 )
+                deltas = services.engine.submit(request, arrived=call.arrived, deadline=call.deadline, permits=permits)
                 parser, most_calls = _parser(services, body, prompt)
                 by_step = bool(body.streaming.include_speculation)
                 detokenizer = _detokenizer(body, tokenizer)
-                streams.append(TextStream(len(streams), generation, detokenizer, parser, services, by_step, most_calls))
-    except Exception as error:
+                streams.append(TextStream(len(streams), deltas, detokenizer, parser, services, by_step, most_calls))
+    except Exception:
         for stream in streams:
             stream.close()
-        if isinstance(error, EngineUnavailable):
-            raise services.unavailable(str(error)) from None
         raise
     return streams
 

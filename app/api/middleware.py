@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, unavailable
-from app.client.client import Engine
+from app.client.client import EngineClient
 from app.log import request_id
 
 logger = logging.getLogger("app.access")
@@ -161,7 +161,7 @@ class CloseWhileDraining:
     """While the server drains, every answer ends its connection: the client's next request goes to another replica, and
     none is on its way when the connection closes."""
 
-    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+    def __init__(self, app: ASGIApp, engine: EngineClient) -> None:
         self._app = app
         self._engine = engine
 

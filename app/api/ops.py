@@ -53,7 +53,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     admin_keys: Keys = request.app.state.admin_keys
     if admin_keys:
         admin_keys.check(request.headers, "An admin key")
-    services_of(request).flush_cache()
+    services_of(request).engine.flush_cache()
     return json_response({"success": True})
 
 

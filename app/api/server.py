@@ -19,7 +19,9 @@ from app import log
 from app.api import connection
 from app.api.app import create_app, services_for
 from app.api.display import print_error, show_start
-from app.client.client import AsyncEngine
+from app.client.admission import Admission
+from app.client.client import EngineClient
+from app.client.supervisor import Supervisor
 from app.config.settings import Config
 from app.metrics import Metrics
 from app.text.chat_template import ChatTemplateError
@@ -78,14 +80,9 @@ class Server:
         self._config = config
         self._listener = listener
         self._metrics = Metrics(config.metrics_prefix)
-        self._engine = AsyncEngine(
-            engine_command,
-            settings,
-            self._metrics,
-            step_timeout=config.step_timeout,
-            max_queue=config.max_queue,
-            max_of_one=config.max_concurrency_per_key,
-        )
+        supervisor = Supervisor(engine_command, settings, self._metrics, step_timeout=config.step_timeout)
+        admission = Admission(config.max_queue, config.max_concurrency_per_key)
+        self._engine = EngineClient(supervisor, admission, self._metrics)
         services = services_for(config, self._engine, tokenizer, self._metrics)
         self._model_name = services.model_names[0]
         app = create_app(
@@ -161,7 +158,7 @@ class Server:
 
     async def _engine_death(self) -> None:
         while self._engine.state.phase != "dead":
-            await self._engine.next_state()
+            await self._engine.supervisor.next_state()
 
     async def _log_metrics(self) -> None:
         while True:

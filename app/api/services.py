@@ -1,19 +1,16 @@
-"""What every handler works with: the engine, the tokenizer, the names of the model, and the metrics."""
+"""Parts of one server, which its handlers share."""
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
 
-from app.api.errors import ApiError, bad_request, busy, clip, model_not_found, unavailable
+from app.api.errors import bad_request, clip, model_not_found
 from app.api.middleware import shown_key
-from app.client.admission import Busy, OwnerBusy, Places
-from app.client.client import Engine, EngineUnavailable
-from app.messages import EngineInfo
+from app.client.client import EngineClient
 from app.metrics import Metrics
 from app.text.tokenizer import Tokenizer
 
@@ -22,21 +19,21 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 
 @dataclass
 class BodiesBeingRead:
-    """How many bytes of bodies wait for the rest of them."""
+    """Number of bytes of the bodies that have not arrived whole."""
 
     size: int = 0
 
 
 @dataclass(frozen=True)
 class Services:
-    """One server's parts. `model_names` are what `model` may say; the first one is answered with.
+    """Parts of one server. `model_names` are the values that `model` may have; answers bear the first.
 
-    `reasoning` and `tool_calls` say what is parsed out of chat answers; `template_kwargs` are chat_template_kwargs for
-    requests that say nothing of them; `log_prompts` lets prompts into the log. A request gets `request_timeout`
-    seconds, 0 is no end. Clients are told apart by their keys where `has_keys`, and by their addresses otherwise.
+    `reasoning` and `tool_calls` switch what is parsed out of chat answers. `template_kwargs` are chat_template_kwargs
+    of requests without their own. `log_prompts` lets prompts into the log. A request gets `request_timeout` seconds; 0
+    is no end. Clients are told apart by their keys where `has_keys`, and by their addresses otherwise.
     """
 
-    engine: Engine
+    engine: EngineClient
     tokenizer: Tokenizer
     model_names: list[str]
     metrics: Metrics
@@ -49,77 +46,40 @@ class Services:
     bodies: BodiesBeingRead = field(default_factory=BodiesBeingRead)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def ready_engine(self) -> EngineInfo:
-        """What is loaded. Raises ApiError 503 unless the engine takes requests now."""
-        try:
-            return self.engine.ready_info()
-        except EngineUnavailable as error:
-            raise self.unavailable(str(error)) from None
-
-    def check_door(self, request: Request) -> None:
-        """Raises ApiError 429 or 503 if no request of this client would be let in now: before its body is read."""
-        with self._turning_away():
-            self.engine.check_room(self._owner(request))
-
-    def admit(self, request: Request, count: int) -> Places:
-        """Places for so many requests of this client, which the caller closes. Raises ApiError 429 or 503."""
-        with self._turning_away():
-            return self.engine.admit(self._owner(request), count)
-
-    def flush_cache(self) -> None:
-        """Forget all cached prefixes. Raises ApiError 429 or 503."""
-        with self._turning_away():
-            self.engine.flush_cache()
-
-    @contextmanager
-    def _turning_away(self) -> Iterator[None]:
-        try:
-            yield
-        except (Busy, EngineUnavailable) as error:
-            if isinstance(error, Busy):
-                refusal = busy(str(error), "client_busy" if isinstance(error, OwnerBusy) else "server_busy")
-            else:
-                refusal = self.unavailable(str(error))
-            self.metrics.turned_away(str(refusal.code))
-            raise refusal from None
-
-    def _owner(self, request: Request) -> str:
-        """Whose request it is, for --max-concurrency-per-key."""
+    def client_id(self, request: Request) -> str:
+        """Return the client that --max-concurrency-per-key counts the request for."""
         if self.has_keys:
             return shown_key(request.headers).hex()
         return request.client.host if request.client else ""
 
     def deadline(self, request: Request, arrived: float) -> float | None:
-        """When the answer must be whole, as `arrived` by time.monotonic(). Raises ApiError 400 for a header that is no
-        number of seconds."""
+        """Return the time.monotonic() when the answer must be whole, for a request of `arrived`.
+
+        Raise ApiError 400 for a header that is no number of seconds.
+        """
         seconds = self.request_timeout or math.inf
-        if (said := request.headers.get(TIMEOUT_HEADER)) is not None:
+        if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
             try:
-                asked = float(said)
+                limit = float(text)
             except ValueError:
-                asked = math.nan
-            if not 0 < asked < math.inf:
-                message = f"The header `{TIMEOUT_HEADER}` must be a number of seconds above 0, not {clip(said)}."
+                limit = math.nan
+            if not 0 < limit < math.inf:
+                message = f"The header `{TIMEOUT_HEADER}` must be a number of seconds above 0, not {clip(text)}."
                 raise bad_request(message, TIMEOUT_HEADER)
-            seconds = min(seconds, asked)
+            seconds = min(seconds, limit)
         return None if math.isinf(seconds) else arrived + seconds
 
-    def unavailable(self, reason: str) -> ApiError:
-        """The 503 for the engine's state, with `reason` as the message."""
-        phase = self.engine.state.phase
-        return unavailable(reason, f"engine_{'restarting' if phase == 'ready' else phase}")
-
-    def served_name(self, asked: str | None) -> str:
-        """The name to answer with. Raises ApiError 404 for a model that is not here."""
-        if asked is None:
+    def served_name(self, name: str | None) -> str:
+        """Return the name to answer with. Raise ApiError 404 for a model that is not here."""
+        if name is None:
             return self.model_names[0]
-        if asked not in self.model_names:
-            raise model_not_found(asked, self.model_names)
-        return asked
+        if name not in self.model_names:
+            raise model_not_found(name, self.model_names)
+        return name
 
 
 def services_of(request: Request) -> Services:
-    """The Services that the application was made with."""
+    """Return the Services that the application was made with."""
     services = request.app.state.services
     assert isinstance(services, Services)
     return services

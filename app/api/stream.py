@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.api.answers import Answers, Piece, Reason, Step, Usage
-from app.api.errors import ApiError, deadline_exceeded
+from app.api.errors import ApiError, deadline_exceeded, unavailable
 from app.api.services import Services
-from app.client.request_stream import Generation
+from app.client.request_stream import RequestStream
 from app.messages import TokenDelta
 from app.text.detokenizer import Detokenizer
 from app.text.parsers.qwen3 import OutputParser
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class TextStream:
-    """One answer: its Generation, decoded, cut at stop strings and parsed. A stop string's match aborts the Generation.
+    """One answer: its deltas, decoded, cut at stop strings and parsed. A stop string's match aborts the request.
 
     `by_step` tells the text of every token, step by step, and counts `steps`. Tool calls beyond `most_calls` are
     dropped.
@@ -40,7 +40,7 @@ class TextStream:
     def __init__(
         self,
         index: int,
-        generation: Generation,
+        deltas: RequestStream,
         detokenizer: Detokenizer,
         parser: OutputParser,
         services: Services,
@@ -50,7 +50,7 @@ class TextStream:
         self.index = index
         self.cached_tokens = 0
         self.steps = Counter[str]()
-        self._generation = generation
+        self._deltas = deltas
         self._detokenizer = detokenizer
         self._parser = parser
         self._services = services
@@ -64,21 +64,21 @@ class TextStream:
 
     def ring(self, bell: asyncio.Event) -> None:
         """From now on set `bell` whenever there is something to take."""
-        self._generation.ring(bell)
+        self._deltas.notify(bell)
 
     def take(self) -> Piece | None:
         """What has come since the last call, maybe with no text; None if nothing has. Raises ApiError if the engine
         failed on this request."""
-        delta = self._generation.take()
+        delta = self._deltas.take()
         if delta is None:
             return None
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        if self._generation.expired:
+        if self._deltas.expired:
             raise deadline_exceeded()
         if delta.finish_reason in ("error", "abort"):
             reason = delta.error or "the request was aborted"
-            if self._services.engine.state.phase != "ready":
-                raise self._services.unavailable(f"The engine stopped before the answer was done: {reason}.")
+            if (phase := self._services.engine.state.phase) != "ready":
+                raise unavailable(f"The engine stopped before the answer was done: {reason}.", f"engine_{phase}")
             raise ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
         steps: tuple[Step, ...] = ()
         if self._by_step and delta.token_ids:
@@ -109,7 +109,7 @@ class TextStream:
         content, reasoning, calls = parsed.content, parsed.reasoning, parsed.tool_calls
         reason: Reason | None = self._detokenizer.finish_reason
         if reason is not None:
-            self._generation.close(self._detokenizer.finish_reason)
+            self._deltas.close(self._detokenizer.finish_reason)
             rest = self._parser.finish()
             content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.tool_calls
         first_call = self._calls
@@ -122,7 +122,7 @@ class TextStream:
 
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
-        self._generation.close()
+        self._deltas.close()
 
 
 def usage_of(prompt_tokens: int, streams: Sequence[TextStream], choices: int) -> Usage:

@@ -19,13 +19,13 @@ async def tokenize(request: Request) -> Response:
     if raw.get("messages") is not None:
         chat = parse(raw, TokenizeChatRequest, services.metrics)
         services.served_name(chat.model)
-        info = services.ready_engine()
+        info = services.engine.ready_info()
         token_ids = (await prompts.render_and_encode(services, chat, info, must_fit=False)).token_ids
         wants_strings = chat.return_token_strs
     else:
         bare = parse(raw, TokenizeRequest, services.metrics)
         services.served_name(bare.model)
-        info = services.ready_engine()
+        info = services.engine.ready_info()
         special = bare.add_special_tokens is not False
         token_ids = await prompts.of_text(
             services, bare.prompt, "prompt", info, add_special_tokens=special, must_fit=False
@@ -43,5 +43,5 @@ async def detokenize(request: Request) -> Response:
     services = services_of(request)
     body = parse(await read_json(request), DetokenizeRequest, services.metrics)
     services.served_name(body.model)
-    prompts.check_ids("tokens", body.tokens, services.ready_engine())
+    prompts.check_ids("tokens", body.tokens, services.engine.ready_info())
     return json_response({"prompt": services.tokenizer.decode(body.tokens, skip_special_tokens=False)})

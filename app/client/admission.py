@@ -1,74 +1,105 @@
-"""Who may come in: a bound on all requests in flight, and one on those of a single client."""
+"""Admission: bounds on the requests in flight, on all of them and on those of one client."""
 
 from collections import Counter
 
+# Four queued requests for each that runs keep a full queue's wait near four answers.
+MAX_QUEUED_PER_RUNNING = 4
+# One long step delays every acknowledgement, so that a small server too must accept a burst of aborts.
+MIN_UNACKNOWLEDGED = 64
+
 
 class Busy(Exception):
-    """As many requests are in flight as may be; the argument is a sentence for the client."""
+    """Refusal because too many requests are in flight. The argument is a sentence for the client."""
 
 
-class OwnerBusy(Busy):
-    """As many requests of this client are in flight as may be of one."""
+class ClientBusy(Busy):
+    """Refusal because too many requests of this client are in flight."""
 
 
-class Door:
-    """Counts requests from before their prompts are made until the engine is done with them.
+class Admission:
+    """Count of the requests in flight, from before their prompts are made until the engine is done with them.
 
-    Of one owner, a key or an address, at most `most_of_one` are inside; None is no bound.
+    `max_queue` requests may wait beside the `max_num_seqs` that an engine runs together (None: four for each of these).
+    `max_per_client` requests of one client, a key or an address, may be in flight (None: no bound).
+    `num_unacknowledged` counts the aborts and flushes that were sent since the engine's last reply. An abort returns
+    its permit at once, but its messages occupy the socket until the engine reads them.
     """
 
-    def __init__(self, most_of_one: int | None = None) -> None:
-        self._most_of_one = most_of_one
-        self._inside = 0
-        self._of_one = Counter[str]()
+    def __init__(self, max_queue: int | None = None, max_per_client: int | None = None) -> None:
+        self.num_in_flight = 0
+        self.num_unacknowledged = 0
+        self._max_queue = max_queue
+        self._max_per_client = max_per_client
+        self._num_by_client = Counter[str]()
 
-    def check(self, owner: str, count: int, most: int) -> None:
-        """Raises OwnerBusy or Busy if `count` more requests of this owner would be too many; `most` may be inside."""
-        if self._most_of_one is not None and self._of_one[owner] + count > self._most_of_one:
-            raise OwnerBusy(
-                f"{self._of_one[owner]} requests of yours are in flight, and {count} more would be above the "
-                f"{self._most_of_one} that this server takes of one client at a time. Try again when one has ended."
-            )
-        if self._inside + count > most:
+    def max_at_once(self, max_num_seqs: int) -> int:
+        """Return the number of permits that a client could be given by an idle server."""
+        limit = self._limit(max_num_seqs)
+        return limit if self._max_per_client is None else min(limit, self._max_per_client)
+
+    def _limit(self, max_num_seqs: int) -> int:
+        queue = MAX_QUEUED_PER_RUNNING * max_num_seqs if self._max_queue is None else self._max_queue
+        return max_num_seqs + queue
+
+    def check(self, client_id: str, count: int, max_num_seqs: int) -> None:
+        """Raise ClientBusy or Busy if `count` more requests of this client would be too many."""
+        limit = self._limit(max_num_seqs)
+        if self.num_unacknowledged > max(limit, MIN_UNACKNOWLEDGED):
             raise Busy(
-                f"{self._inside} requests are in flight, and {count} more would be above the {most} that this server "
-                "takes. Try again shortly."
+                f"The engine has said nothing since {self.num_unacknowledged} requests were given up, and no more are "
+                "sent to it before it does. Try again shortly."
+            )
+        num_of_client = self._num_by_client[client_id]
+        if self._max_per_client is not None and num_of_client + count > self._max_per_client:
+            raise ClientBusy(
+                f"{num_of_client} requests of yours are in flight, and {count} more would be above the "
+                f"{self._max_per_client} that this server takes of one client at a time. Try again when one has ended."
+            )
+        if self.num_in_flight + count > limit:
+            raise Busy(
+                f"{self.num_in_flight} requests are in flight, and {count} more would be above the {limit} that this "
+                "server takes. Try again shortly."
             )
 
-    def enter(self, owner: str, count: int, most: int) -> "Places":
-        """Places for `count` requests, all or none. Raises what `check` raises. The caller closes them."""
-        self.check(owner, count, most)
-        self._inside += count
-        if self._most_of_one is not None:
-            self._of_one[owner] += count
-        return Places(self, owner, count)
+    def acquire(self, client_id: str, count: int, max_num_seqs: int) -> "Permits":
+        """Return permits for `count` requests, all or none. Raise what `check` raises. The caller closes them."""
+        self.check(client_id, count, max_num_seqs)
+        self.num_in_flight += count
+        self._num_by_client[client_id] += count
+        return Permits(self, client_id, count)
 
-    def leave(self, owner: str, count: int) -> None:
-        self._inside -= count
-        if self._most_of_one is not None:
-            self._of_one[owner] -= count
-            if not self._of_one[owner]:
-                del self._of_one[owner]
+    def release(self, client_id: str, count: int) -> None:
+        """Return `count` permits of this client."""
+        self.num_in_flight -= count
+        self._num_by_client[client_id] -= count
+        if not self._num_by_client[client_id]:
+            del self._num_by_client[client_id]
 
 
-class Places:
-    """Places that were taken together. A request that got one leaves it at its end; `close` leaves the others."""
+class Permits:
+    """Permits that were acquired together. A context manager, which returns the unused ones at its end."""
 
-    def __init__(self, door: Door, owner: str, count: int) -> None:
-        self._door = door
-        self._owner = owner
-        self._unused = count
+    def __init__(self, admission: Admission, client_id: str, count: int) -> None:
+        self._admission = admission
+        self._client_id = client_id
+        self._num_unused = count
 
     def use(self) -> None:
-        """One of them is a request's now."""
-        assert self._unused > 0
-        self._unused -= 1
+        """Give one permit to a request, which returns it with `release` when it ends."""
+        assert self._num_unused > 0
+        self._num_unused -= 1
 
-    def leave(self) -> None:
-        """A request that got one has ended."""
-        self._door.leave(self._owner, 1)
+    def release(self) -> None:
+        """Return the permit of a request."""
+        self._admission.release(self._client_id, 1)
 
     def close(self) -> None:
-        """No more requests come. Idempotent."""
-        self._door.leave(self._owner, self._unused)
-        self._unused = 0
+        """Return the unused permits. Idempotent."""
+        self._admission.release(self._client_id, self._num_unused)
+        self._num_unused = 0
+
+    def __enter__(self) -> "Permits":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,4 +1,4 @@
-"""One request as its reader sees it: a mailbox whose undelivered deltas are coalesced."""
+"""Stream of one request's deltas, coalesced while its reader is busy."""
 
 import asyncio
 import time
@@ -7,95 +7,95 @@ from collections.abc import Callable
 from app.messages import FinishReason, TokenDelta
 from app.metrics import Metrics
 
-Leave = Callable[["Generation"], None]
-"""Tells the engine that a Generation's reader has gone."""
 
+class RequestStream:
+    """Asynchronous iterator over the `TokenDelta`s of one request. Its owner must `close` it.
 
-class Generation:
-    """The `TokenDelta`s of one request; the last one has a `finish_reason`. Whoever has a Generation must `close` it.
-
-    Deltas that arrive while the reader is busy wait as one: tokens concatenated, `steps` keeping the step bounds. So a
-    slow reader costs its tokens and never a queue of messages. It is an asynchronous iterator; who reads several at
-    once has all of them ring one bell, and takes what has come. `expired`: its deadline has aborted it.
+    The last delta has a `finish_reason`. Deltas that arrive while the reader is busy are joined into one: tokens are
+    concatenated, and `steps` keeps the bounds of the steps. A slow reader therefore costs its tokens, and never a queue
+    of messages. A reader of several streams gives all of them one event with `notify`, and calls `take`.
+    `arrived` is the `time.monotonic()` of the request. `expired` is set before a deadline aborts it.
     """
 
-    def __init__(self, request_id: str, leave: "Leave", metrics: Metrics, arrived: float) -> None:
+    def __init__(
+        self, request_id: str, on_close: Callable[["RequestStream"], None], metrics: Metrics, arrived: float
+    ) -> None:
         self.request_id = request_id
         self.expired = False
-        self._leave = leave
+        self._on_close = on_close
         self._metrics = metrics
         self._arrived = arrived
         self._latest = arrived
-        self._any_token = False
-        self._waiting: TokenDelta | None = None
-        self._bell = asyncio.Event()
-        self._ended: FinishReason | None = None
+        self._has_tokens = False
+        self._pending: TokenDelta | None = None
+        self._event = asyncio.Event()
+        self._finish_reason: FinishReason | None = None
         self._closed = False
 
     def put(self, delta: TokenDelta) -> None:
-        """Called by the engine's reader task only; never waits."""
+        """Add a delta. Called by the task that reads the engine's replies; never waits."""
         now = time.monotonic()
         if delta.token_ids:
-            if self._any_token:
+            if self._has_tokens:
                 self._metrics.later_tokens(now - self._latest, len(delta.token_ids))
             else:
                 self._metrics.first_token(now - self._arrived)
-            self._any_token = True
+            self._has_tokens = True
         self._latest = now
-        self._waiting = delta if self._waiting is None else _joined(self._waiting, delta)
-        self._bell.set()
+        self._pending = delta if self._pending is None else _joined(self._pending, delta)
+        self._event.set()
 
-    def ring(self, bell: asyncio.Event) -> None:
-        """From now on set `bell` whenever something has come; at once if something has."""
-        self._bell = bell
-        if self._waiting is not None:
-            bell.set()
+    def notify(self, event: asyncio.Event) -> None:
+        """Set `event` whenever a delta arrives from now on, and at once if one is pending."""
+        self._event = event
+        if self._pending is not None:
+            event.set()
 
     def take(self) -> TokenDelta | None:
-        """Everything that has come since the last call; None if that is nothing, or if all is read or closed."""
-        if self._ended is not None or self._closed:
+        """Return all that has arrived since the last call, or None if nothing has or the stream has ended."""
+        if self._finish_reason is not None or self._closed:
             return None
-        delta, self._waiting = self._waiting, None
+        delta, self._pending = self._pending, None
         if delta is not None:
-            self._ended = delta.finish_reason
+            self._finish_reason = delta.finish_reason
         return delta
 
-    def __aiter__(self) -> "Generation":
+    def __aiter__(self) -> "RequestStream":
         return self
 
     async def __anext__(self) -> TokenDelta:
-        """What `take` gives; waits if that is nothing. A cancelled wait sends Abort."""
-        while self._ended is None and not self._closed:
+        """Return what `take` returns, as soon as that is a delta. A cancelled wait closes the stream."""
+        while self._finish_reason is None and not self._closed:
             if (delta := self.take()) is not None:
                 return delta
-            self._bell.clear()
+            self._event.clear()
             try:
-                await self._bell.wait()
+                await self._event.wait()
             except BaseException:
                 self.close()
                 raise
         raise StopAsyncIteration
 
     def close(self, reason: FinishReason | None = None) -> None:
-        """End the request; the engine is told to abort what still runs. Idempotent.
+        """End the request, and abort it in the engine if it still runs. Idempotent.
 
-        It is booked under `reason`, else as "deadline" if that has come, else under the engine's own finish_reason,
-        else as "abort".
+        The request is counted as `reason`. Without a `reason` it is counted as "deadline" if that has passed, else as
+        the engine's finish_reason, else as "abort".
         """
         if self._closed:
             return
         self._closed = True
-        self._leave(self)
-        ended = "deadline" if self.expired else self._ended
+        self._on_close(self)
+        ended = "deadline" if self.expired else self._finish_reason
         self._metrics.request_ended(reason or ended or "abort", self._latest - self._arrived)
 
     async def aclose(self) -> None:
-        """`close`, for contextlib.aclosing."""
+        """Do what `close` does, for contextlib.aclosing."""
         self.close()
 
 
 def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:
-    """Both as one, in lists that belong to `before`."""
+    """Return both as one delta, which takes over the lists of `before`."""
     before.token_ids.extend(delta.token_ids)
     before.steps.extend(delta.steps)
     return TokenDelta(

@@ -13,12 +13,10 @@ from starlette.requests import ClientDisconnect
 from app.api import generate
 from app.api.middleware import RequestIds
 from app.api.stream import EventStream
-from app.client.client import EngineUnavailable
+from app.client.supervisor import EngineUnavailable
 from app.log import request_id
-from app.messages import Sampling, SpecStep, StepOutput, StepStats, TokenDelta
+from app.messages import Sampling, SpecStep, Submit
 from tests.fast.api.served import PATIENCE
-
-STATS = StepStats("decode", 0.01, 1, 0, 1, 100, 0)
 
 
 def connection_address(server) -> tuple[str, int]:
@@ -87,13 +85,14 @@ def test_after_an_abort_the_gauges_say_that_nothing_runs_even_if_a_step_was_in_f
 
 
 def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
-    async def generate():
+    async def submit():
         with pytest.raises(OverflowError):
-            server.engine.generate("unsendable", [1], Sampling(), [2**64], 5)
-        return dict(server.engine._running), server.engine._idle.is_set(), server.engine._door._inside
+            server.engine.submit(Submit("unsendable", 0, [1], Sampling(), [2**64], 5))
+        return server.engine.num_running, server.engine.admission.num_in_flight
 
     before = server.metric("prompt_tokens_total")
-    assert server.call(generate) == ({}, True, 0)
+    assert server.call(submit) == (0, 0)
+    server.call(server.engine.drained)
     assert server.metric("prompt_tokens_total") == before
 
 
@@ -102,10 +101,9 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
     ids = server.bytes("x" * 200)
 
     async def slow():
-        generation = server.engine.generate("slow", [1], Sampling(), [2], 250)
-        return generation
+        return server.engine.submit(Submit("slow", 0, [1], Sampling(), [2], 250))
 
-    generation = server.call(slow)
+    stream = server.call(slow)
     server.script.see("Submit")
     for token in ids:
         server.script.emit("slow", [token])
@@ -113,8 +111,8 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
     assert server.openai.completions.create(model="tiny", prompt="quick").choices[0].finish_reason == "stop"
 
     async def wake():
-        delta = await anext(generation)
-        generation.close()
+        delta = await anext(stream)
+        stream.close()
         return delta
 
     delta = server.call(wake)
@@ -126,19 +124,19 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
 def test_what_the_engine_is_done_with_has_no_place_any_more_though_nobody_has_read_it(server):
     server.script.plan([5, 2])
 
-    async def generate():
-        return server.engine.generate("unread", [1], Sampling(), [2], 250)
+    async def submit():
+        return server.engine.submit(Submit("unread", 0, [1], Sampling(), [2], 250))
 
-    generation = server.call(generate)
-    server.call(server.engine._idle.wait)
-    assert server.engine._door._inside == 0
+    stream = server.call(submit)
+    server.call(server.engine.drained)
+    assert server.engine.admission.num_in_flight == 0
 
     async def read():
-        delta = await anext(generation)
-        generation.close()
-        return delta.token_ids, server.engine._running, server.engine._num_unheard
+        delta = await anext(stream)
+        stream.close()
+        return delta.token_ids, server.engine.num_running, server.engine.admission.num_unacknowledged
 
-    assert server.call(read) == ([5, 2], {}, 0), "and no Abort follows"
+    assert server.call(read) == ([5, 2], 0, 0), "and no Abort follows"
 
 
 def test_a_client_that_does_not_read_is_sent_fewer_and_larger_chunks(own_server):
@@ -152,7 +150,7 @@ def test_a_client_that_does_not_read_is_sent_fewer_and_larger_chunks(own_server)
         connection.connect(connection_address(own_server))
         connection.sendall(request(stream=True, max_tokens=6000))
         own_server.script.see("Submit")
-        own_server.call(own_server.engine._idle.wait)
+        own_server.call(own_server.engine.drained)
         received = b""
         while b"[DONE]" not in received:
             received += connection.recv(1_000_000)
@@ -202,18 +200,18 @@ def test_who_has_left_before_anybody_looks_for_an_answer_is_aborted(server, monk
 
 
 def test_where_one_choice_cannot_be_sent_those_before_it_are_aborted(server, monkeypatch):
-    generate = server.engine.generate
+    submit = server.engine.submit
 
-    def fail_on_the_second(**fields):
-        if fields["request_id"].endswith("-1"):
-            raise EngineUnavailable("It has just died.")
-        return generate(**fields)
+    def fail_on_the_second(request, **options):
+        if request.request_id.endswith("-1"):
+            raise EngineUnavailable("It has just died.", "dead")
+        return submit(request, **options)
 
-    monkeypatch.setattr(server.engine, "generate", fail_on_the_second)
+    monkeypatch.setattr(server.engine, "submit", fail_on_the_second)
     refused = server.http.post("/v1/completions", json={"prompt": "hi", "n": 3})
     assert refused.status_code == 503 and "just died" in refused.json()["error"]["message"]
     assert server.script.see("Abort")["request_id"] == server.script.see("Submit")["request_id"]
-    assert (server.engine._running, server.engine._door._inside) == ({}, 0)
+    assert (server.engine.num_running, server.engine.admission.num_in_flight) == (0, 0)
 
 
 def test_a_stream_that_cannot_be_sent_is_closed_at_once_and_not_by_the_collector():
@@ -290,9 +288,7 @@ def test_messages_of_an_older_engine_are_dropped(server, background):
 
 
 def test_a_delta_for_a_request_that_is_gone_is_dropped(server):
-    async def take():
-        output = StepOutput(server.engine._epoch, [TokenDelta("nobody", [1], [])], STATS)
-        server.engine._take(output)
-
-    server.call(take)
+    tokens = server.metric("generation_tokens_total")
+    server.script.emit("gone", [1])
+    server.until_metric("generation_tokens_total", tokens + 1)
     assert server.http.get("/ready").status_code == 200

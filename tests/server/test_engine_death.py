@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from app.client import client as async_engine
-from app.messages import Sampling
+from app.client import supervisor
+from app.messages import Sampling, Submit
 from tests.fast.api.served import Clock, serving
 
 ASK = {"model": "tiny", "prompt": "hi"}
@@ -129,7 +129,7 @@ def test_three_deaths_without_ready_are_enough(own_server):
 
 
 def test_the_pause_before_a_start_doubles_while_starts_fail(model_folder, caplog):
-    with serving(model_folder, engine={"backoff": 0.1}) as server:
+    with serving(model_folder, supervisor={"backoff": 0.1}) as server:
         for _ in range(3):
             server.script.see("started")
             server.script.order("die", code=1)
@@ -140,7 +140,7 @@ def test_the_pause_before_a_start_doubles_while_starts_fail(model_folder, caplog
 @pytest.mark.parametrize(("pause", "phase"), [(29.5, "dead"), (30.5, "ready")])
 def test_three_deaths_within_a_minute_are_enough_even_if_ready_between(own_server, monkeypatch, pause, phase):
     clock = Clock()
-    monkeypatch.setattr(async_engine, "time", clock)
+    monkeypatch.setattr(supervisor, "time", clock)
     for _ in range(3):
         own_server.script.ready()
         own_server.reach("ready")
@@ -160,22 +160,22 @@ def test_an_engine_killed_by_a_signal_is_named_so(ready_server, background):
 
 def kill(server):
     async def killed():
-        server.engine._link._process.kill()
+        server.engine.supervisor._link._process.kill()
 
     return killed
 
 
 def test_after_a_death_no_request_has_a_place_though_nobody_has_read_its_end(ready_server):
-    async def generate():
-        return ready_server.engine.generate("unread", [1], Sampling(), [2], 5)
+    async def submit():
+        return ready_server.engine.submit(Submit("unread", 0, [1], Sampling(), [2], 5))
 
-    generation = ready_server.call(generate)
+    stream = ready_server.call(submit)
     ready_server.script.order("die", code=3)
     assert ready_server.script.see("started")["epoch"] == 2
-    assert (ready_server.engine._running, ready_server.engine._door._inside) == ({}, 0)
+    assert (ready_server.engine.num_running, ready_server.engine.admission.num_in_flight) == (0, 0)
 
     async def read():
-        return (await anext(generation)).error
+        return (await anext(stream)).error
 
     assert "exit code 3" in ready_server.call(read)
 
@@ -183,8 +183,8 @@ def test_after_a_death_no_request_has_a_place_though_nobody_has_read_its_end(rea
 def test_an_engine_is_a_session_of_its_own_and_takes_its_folder_with_it(own_server):
     """Ctrl-C in a terminal reaches the server alone, which drains; and nothing is left in the temporary folder."""
     pid = own_server.script.see("started")["pid"]
-    folder = own_server.engine._link._folder
+    folder = own_server.engine.supervisor._link._folder
     assert os.getsid(pid) == pid and folder.is_dir()
     own_server.script.order("die", code=1)
     assert own_server.script.see("started")["epoch"] == 2
-    assert not folder.exists() and own_server.engine._link._folder.is_dir()
+    assert not folder.exists() and own_server.engine.supervisor._link._folder.is_dir()

@@ -9,8 +9,8 @@ from queue import Queue
 
 import pytest
 
-from app.client import client as async_engine
-from app.messages import Sampling
+from app.client import admission, supervisor
+from app.messages import Sampling, Submit
 from tests.fast.api.served import PATIENCE, Clock, serving, until
 from tests.fast.api.test_errors import error_of
 from tests.server.test_disconnect import connect
@@ -18,8 +18,8 @@ from tests.server.test_engine_death import ASK, started
 
 TIMEOUT = 90.0
 WHY = f"no step result within {TIMEOUT:g} s"
-WINDOW = async_engine._DEATHS_WINDOW_SECONDS
-NAPS = async_engine._NAPS
+WINDOW = supervisor.DEATHS_WINDOW_SECONDS
+NAPS = supervisor.NUM_NAPS
 
 
 class Naps:
@@ -97,9 +97,9 @@ class Hangable:
 
 
 @contextmanager
-def hanging(model_folder, **engine):
+def hanging(model_folder, **admission):
     naps = Naps()
-    with serving(model_folder, step_timeout=TIMEOUT, engine={"nap": naps} | engine) as server:
+    with serving(model_folder, step_timeout=TIMEOUT, supervisor={"nap": naps}, admission=admission) as server:
         yield server, naps
 
 
@@ -113,7 +113,7 @@ def hangable(model_folder):
 def clock(monkeypatch):
     """The engine's own, which the test moves on."""
     clock = Clock()
-    monkeypatch.setattr(async_engine, "time", clock)
+    monkeypatch.setattr(supervisor, "time", clock)
     return clock
 
 
@@ -171,7 +171,7 @@ def test_a_request_may_take_longer_than_the_timeout_while_steps_come(hangable, b
     for steps in range(1, 9):
         hangable.take_naps(NAPS - 1)
         server.script.emit(request_id, [300])
-        until(lambda steps=steps: server.engine._num_step_outputs == steps)
+        server.until_metric("generation_tokens_total", steps)
     server.script.emit(request_id, [2])
     assert running.result().json()["usage"]["completion_tokens"] == 9
 
@@ -211,8 +211,8 @@ def test_a_hang_is_found_out_though_every_client_gives_up_sooner(hangable):
     for _ in range(NAPS // 2):
         assert server.http.get("/ready").status_code == 200
         with connect(server):
-            until(lambda: server.engine._running)
-        until(lambda: not server.engine._running)
+            until(lambda: server.engine.num_running)
+        until(lambda: not server.engine.num_running)
         hangable.take_naps(2)
     response = server.http.post("/v1/completions", json=ASK)
     assert response.status_code == 503 and WHY in response.json()["error"]["message"]
@@ -270,15 +270,15 @@ def test_an_engine_that_never_answers_a_flush_counts_as_hanging(hangable):
 
 def test_who_comes_and_leaves_while_an_engine_hangs_leaves_no_more_than_a_bound(model_folder, monkeypatch):
     """A place is given back at once, but what was sent waits in memory until the engine takes it."""
-    monkeypatch.setattr(async_engine, "_LEAST_UNHEARD", 5)
+    monkeypatch.setattr(admission, "MIN_UNACKNOWLEDGED", 5)
     with hanging(model_folder, max_queue=1) as (server, naps):
         server.script.info = server.script.info | {"max_num_seqs": 1}
         hangable = Hangable(server, naps)
         with hangable.stopped():
             for _ in range(6):
                 with connect(server):
-                    until(lambda: server.engine._running)
-                until(lambda: not server.engine._running)
+                    until(lambda: server.engine.num_running)
+                until(lambda: not server.engine.num_running)
             for path in ("/v1/completions", "/reset_prefix_cache"):
                 response = server.http.post(path, json=ASK)
                 error = error_of(response, 429)
@@ -286,7 +286,7 @@ def test_who_comes_and_leaves_while_an_engine_hangs_leaves_no_more_than_a_bound(
                 assert int(response.headers["retry-after"]) > 0
         for _ in range(6):
             assert server.script.see("Abort")["request_id"] == server.script.see("Submit")["request_id"]
-        until(lambda: not server.engine._num_unheard)
+        until(lambda: not server.engine.admission.num_unacknowledged)
         server.script.plan([*server.ids("here"), 2])
         assert server.openai.completions.create(**ASK).choices[0].text == "here"
         server.script.forget()
@@ -295,8 +295,8 @@ def test_who_comes_and_leaves_while_an_engine_hangs_leaves_no_more_than_a_bound(
 
 
 def test_flushes_that_a_hanging_engine_never_takes_have_a_bound_too(hangable, monkeypatch):
-    monkeypatch.setattr(async_engine, "_WAITING_PER_SEAT", 0)
-    monkeypatch.setattr(async_engine, "_LEAST_UNHEARD", 5)
+    monkeypatch.setattr(admission, "MAX_QUEUED_PER_RUNNING", 0)
+    monkeypatch.setattr(admission, "MIN_UNACKNOWLEDGED", 5)
     os.kill(hangable.pid, signal.SIGSTOP)
     statuses = [hangable.server.http.post("/reset_prefix_cache").status_code for _ in range(8)]
     assert statuses == [200] * 6 + [429] * 2
@@ -311,9 +311,9 @@ def test_nothing_that_is_sent_to_an_engine_which_does_not_listen_is_lost(model_f
         hangable = Hangable(server, naps)
 
         async def send_all():
-            every = [server.engine.generate(f"{i}", [300] * 50_000, Sampling(), [2], 5) for i in range(20)]
-            for generation in every:
-                generation.close()
+            requests = [Submit(f"{i}", 0, [300] * 50_000, Sampling(), [2], 5) for i in range(20)]
+            for stream in [server.engine.submit(request) for request in requests]:
+                stream.close()
 
         with hangable.stopped():
             server.call(send_all)
@@ -328,7 +328,7 @@ def test_a_full_house_that_leaves_at_once_may_come_again_at_once(model_folder):
         hangable = Hangable(server, naps)
         with hangable.stopped():
             with connect(server, prompt=["hi"] * 70):
-                until(lambda: len(server.engine._running) == 70)
-            until(lambda: not server.engine._running)
+                until(lambda: server.engine.num_running == 70)
+            until(lambda: not server.engine.num_running)
             with connect(server, prompt=["hi"] * 70):
-                until(lambda: len(server.engine._running) == 70)
+                until(lambda: server.engine.num_running == 70)

@@ -25,11 +25,11 @@ from tests.fast.api.served import PATIENCE, Script, until
 MAIN = f"""
 import sys
 from pathlib import Path
-from app.client import client as async_engine
+from app.client import supervisor
 from app.api import connection, server
 from app.api.server import run
 from app.config.settings import Config
-connection.HEAD_SECONDS = server._GRACEFUL_SECONDS = async_engine._DEATHS_WINDOW_SECONDS = {PATIENCE}
+connection.HEAD_SECONDS = server._GRACEFUL_SECONDS = supervisor.DEATHS_WINDOW_SECONDS = {PATIENCE}
 port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
 config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout)
 sys.exit(run(config, Path(folder), None, engine))

@@ -37,10 +37,10 @@ def left_behind(server):
     engine = server.engine
 
     async def count():
-        running = (len(engine._running), len(engine._places), len(engine._timers), engine._door._inside)
         return (
-            *running,
-            engine._num_unheard,
+            engine.num_running,
+            engine.admission.num_in_flight,
+            engine.admission.num_unacknowledged,
             server.services.bodies.size,
             len(server.uvicorn.server_state.connections),
             len(asyncio.all_tasks()),

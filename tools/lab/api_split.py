@@ -10,7 +10,7 @@ import msgspec
 from app.api.answers import ChatAnswers, Piece, Usage
 from app.api.schemas import StreamOptions
 from app.api.stream import event
-from app.client.request_stream import Generation
+from app.client.request_stream import RequestStream
 from app.messages import Reply, StepOutput
 from app.metrics import Metrics
 from app.text.detokenizer import Detokenizer
@@ -76,7 +76,7 @@ def _decode(messages: Sequence[bytes]) -> None:
 def _book(outputs: Sequence[StepOutput]) -> None:
     metrics = Metrics()
     generations = {
-        delta.request_id: Generation(delta.request_id, lambda _: None, metrics, 0.0) for delta in outputs[0].deltas
+        delta.request_id: RequestStream(delta.request_id, lambda _: None, metrics, 0.0) for delta in outputs[0].deltas
     }
     for output in outputs:
         metrics.step(output)

@@ -85,6 +85,12 @@ class ScriptedEngine:
                 self.plan, self.cached_tokens = order["steps"], order["cached_tokens"]
             case "emit":
                 self.step(order["request_id"], order["token_ids"], order.get("finish"), order.get("error"))
+            case "deliver":
+                steps = msgspec.convert(order["steps"], list[SpecStep])
+                delta = TokenDelta(order["request_id"], order["token_ids"], steps, finish_reason=order["finish"])
+                if delta.finish_reason is not None:
+                    self.running.pop(delta.request_id, None)
+                self.send(StepOutput(self.epoch, [delta], self.stats(0.01)))
             case "stale":
                 self.send(
                     StepOutput(

@@ -27,7 +27,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from app.api import body, connection
 from app.api.app import create_app
 from app.api.services import Services
-from app.client.client import AsyncEngine, EngineState
+from app.client.admission import Admission
+from app.client.client import EngineClient
+from app.client.supervisor import EngineState, Supervisor
+from app.messages import SpecStep
 from app.metrics import Metrics
 from app.text.tokenizer import Tokenizer
 
@@ -100,6 +103,10 @@ class Script:
     def emit(self, request_id: str, token_ids: list[int], **more: Any) -> None:
         self.order("emit", request_id=request_id, token_ids=token_ids, **more)
 
+    def deliver(self, request_id: str, token_ids: list[int], steps: list[SpecStep], finish: str | None = None) -> None:
+        """Let the engine send one delta of several steps, which is what a slow reader gets at once."""
+        self.order("deliver", request_id=request_id, token_ids=token_ids, steps=steps, finish=finish)
+
     def ready(self, **info: Any) -> None:
         self.see("started")
         self.order("ready", info=self.info | info)
@@ -126,11 +133,13 @@ class Server:
         model_folder: Path,
         names: list[str],
         app: dict[str, Any],
-        engine: dict[str, Any],
+        supervisor: dict[str, Any],
+        admission: dict[str, Any],
         **services: Any,
     ) -> None:
         self.script = script
-        self._engine_options = engine
+        self._supervisor_options = supervisor
+        self._admission_options = admission
         self._app_options = app
         self._services_options = services
         self.tokenizer = Tokenizer(model_folder)
@@ -153,7 +162,8 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         settings = json.dumps({"config": {}, "target": "tiny", "draft": None})
-        self.engine = AsyncEngine(self.script.command, settings, self.metrics, **self._engine_options)
+        supervisor = Supervisor(self.script.command, settings, self.metrics, **self._supervisor_options)
+        self.engine = EngineClient(supervisor, Admission(**self._admission_options), self.metrics)
         services = self.services = Services(
             self.engine, self.tokenizer, self._names, self.metrics, **self._services_options
         )
@@ -187,7 +197,7 @@ class Server:
         async def wait() -> None:
             async with asyncio.timeout(PATIENCE):
                 while not reached(self.engine.state):
-                    await self.engine.next_state()
+                    await self.engine.supervisor.next_state()
 
         self.call(wait)
 
@@ -217,14 +227,14 @@ class Server:
     def settle(self) -> None:
         """Let all that is under way arrive, and drop it. From then on requests wait for `emit`."""
         self.script.by_hand()
-        self.call(self.engine._idle.wait)
+        self.call(self.engine.drained)
 
         async def flush() -> None:
             self.engine.flush_cache()
 
         self.call(flush)
         self.script.see("FlushCache")  # Behind every command that was sent before.
-        until(lambda: not self.engine._num_unheard)  # And its reply behind every reply.
+        until(lambda: not self.engine.admission.num_unacknowledged)  # And its reply behind every reply.
         self.script.forget()
 
     def text(self, token_ids: list[int]) -> str:
@@ -310,15 +320,16 @@ def serving(
     model_folder: Path,
     app: dict[str, Any] | None = None,
     step_timeout: float = 120.0,
-    engine: dict[str, Any] | None = None,
+    supervisor: dict[str, Any] | None = None,
+    admission: dict[str, Any] | None = None,
     **services: Any,
 ) -> Iterator[Server]:
-    """A server whose engine has not said that it is ready. `app` are create_app's options, `engine` AsyncEngine's,
-    `services` Services' own."""
+    """Yield a server whose engine has not said that it is ready. `app` has the options of create_app, `supervisor`
+    those of Supervisor, `admission` those of Admission, and `services` those of Services."""
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:  # Short enough for sockets.
         script = Script(Path(folder))
-        options = {"step_timeout": step_timeout, "backoff": 0.01} | (engine or {})
-        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, options, **services)
+        options = {"step_timeout": step_timeout, "backoff": 0.01} | (supervisor or {})
+        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, options, admission or {}, **services)
         try:
             yield server
         finally:

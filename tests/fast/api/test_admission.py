@@ -21,7 +21,7 @@ def send(server, background, key=None, **fields):
 
 @pytest.mark.parametrize(("max_queue", "allowed"), [(None, 10), (1, 3), (0, 2)])
 def test_as_many_wait_as_max_queue_says(model_folder, background, max_queue, allowed):
-    with serving(model_folder, engine={"max_queue": max_queue}) as server:
+    with serving(model_folder, admission={"max_queue": max_queue}) as server:
         server.script.ready(max_num_seqs=2)
         server.reach("ready")
         running = [send(server, background) for _ in range(allowed)]
@@ -41,7 +41,7 @@ def test_as_many_wait_as_max_queue_says(model_folder, background, max_queue, all
 @pytest.fixture
 def keyed(model_folder):
     """Two requests of one key at a time."""
-    with serving(model_folder, app={"api_keys": KEYS}, engine={"max_of_one": 2}, has_keys=True) as server:
+    with serving(model_folder, app={"api_keys": KEYS}, admission={"max_per_client": 2}, has_keys=True) as server:
         server.script.ready()
         server.reach("ready")
         yield server
@@ -86,7 +86,7 @@ def test_choices_count_each_as_a_request_of_the_client(keyed, background):
 
 
 def test_without_keys_a_client_is_its_address(model_folder, background):
-    with serving(model_folder, engine={"max_of_one": 1}) as server:
+    with serving(model_folder, admission={"max_per_client": 1}) as server:
         server.script.ready()
         server.reach("ready")
         running, request_id = send(server, background, "a-key-that-nobody-asked-for")
@@ -101,7 +101,7 @@ def test_without_keys_a_client_is_its_address(model_folder, background):
 
 @pytest.mark.parametrize(("path", "asked"), [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)])
 def test_a_full_server_neither_reads_nor_tokenises_what_it_refuses(model_folder, background, monkeypatch, path, asked):
-    with serving(model_folder, engine={"max_queue": 0}) as server:
+    with serving(model_folder, admission={"max_queue": 0}) as server:
         server.script.ready(max_num_seqs=1)
         server.reach("ready")
         running, request_id = send(server, background)

@@ -73,9 +73,10 @@ def test_a_stream_ends_with_an_error_event_and_is_not_finished(server, backgroun
 
 def test_a_plain_answer_is_not_cut_short_but_refused(server, background, gate):
     asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT))
-    steps = server.engine._num_step_outputs
-    server.script.emit(server.script.see("Submit")["request_id"], server.ids("hello"))
-    until(lambda: server.engine._num_step_outputs > steps)
+    tokens = server.metric("generation_tokens_total")
+    ids = server.ids("hello")
+    server.script.emit(server.script.see("Submit")["request_id"], ids)
+    server.until_metric("generation_tokens_total", tokens + len(ids))
     gate.open()
     assert "hello" not in str(error_of(asked.result(), 504))
 
@@ -85,7 +86,7 @@ def test_it_comes_no_later_than_was_said(server, background, gate):
     request_id = server.script.see("Submit")["request_id"]
 
     async def left():
-        return server.engine._timers[request_id].when() - asyncio.get_running_loop().time()
+        return server.engine._running[request_id].timer.when() - asyncio.get_running_loop().time()
 
     assert server.call(left) <= TIMEOUT
     gate.open()
@@ -121,7 +122,7 @@ def test_an_answer_in_time_is_whole_and_nothing_is_left_to_end_it(server, gate):
     server.script.plan([*server.ids("fine"), 2])
     answer = server.http.post("/v1/completions", json=TEXT).json()["choices"][0]
     assert (answer["text"], answer["finish_reason"]) == ("fine", "stop")
-    assert server.engine._timers == {} and server.engine._places == {}
+    assert (server.engine.num_running, server.engine.admission.num_in_flight) == (0, 0)
 
 
 def test_deadlines_are_counted(server):

@@ -295,7 +295,7 @@ def test_too_many_requests_in_flight_are_a_429_and_nothing_is_sent(server, backg
     error = error_of(response, 429)
     assert error["type"] == "rate_limit_error" and int(response.headers["retry-after"]) > 0
     server.script.emit(running[0], [2])
-    until(lambda: len(server.engine._running) == 19)
+    until(lambda: server.engine.num_running == 19)
     # One place is free now: of a request for two prompts neither is sent.
     response = server.http.post("/v1/completions", json=TEXT | {"prompt": ["a", "b"]})
     error_of(response, 429)

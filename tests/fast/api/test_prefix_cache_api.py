@@ -119,7 +119,7 @@ def test_an_engine_that_answered_a_flush_is_idle_again(own_server):
     own_server.script.see("FlushCache")
 
     async def idle():
-        while own_server.engine._engine_has_work.is_set():
+        while own_server.engine.supervisor._has_work.is_set():
             await asyncio.sleep(0.01)
 
     own_server.call(idle)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
+from app.messages import SpecStep
 from tests.fast.api.served import Server
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello world"}]}
 TEXT = {"model": "tiny", "prompt": "hello world", "max_tokens": 200}
 PATHS = {"chat": ("/v1/chat/completions", CHAT), "completions": ("/v1/completions", TEXT)}
 SPECULATION = {"include_speculation": True, "include_usage": True}
-STATS = StepStats("decode", 0.01, 1, 0, 3, 100, 0)
 WORDS = "naïve 漢字 👩‍👩‍👧 e\u0301 stop here"
 
 both = pytest.mark.parametrize("kind", PATHS)
@@ -113,16 +112,6 @@ def test_usage_counts_the_steps_that_were_told(server, kind, width):
     assert received[-1]["usage"]["speculation"] == totals(steps)
 
 
-def deliver(server: Server, request_id: str, ids: list[int], steps: list[SpecStep], finish: str | None = None) -> None:
-    """What a slow reader gets at once: one delta of several steps."""
-
-    async def take() -> None:
-        delta = TokenDelta(request_id, ids, steps, finish_reason=finish)
-        server.engine._take(StepOutput(server.engine._epoch, [delta], STATS))
-
-    server.call(take)
-
-
 @both
 @pytest.mark.parametrize("stop", [None, "quick"])
 def test_steps_that_waited_together_are_one_chunk_and_keep_their_bounds(server, background, kind, stop):
@@ -132,7 +121,7 @@ def test_steps_that_waited_together_are_one_chunk_and_keep_their_bounds(server, 
 
     def play() -> None:
         request_id = server.script.see("Submit")["request_id"]
-        deliver(server, request_id, [*itertools.chain(*ids), 2], [*made, SpecStep(1, 0, 0)], "stop")
+        server.script.deliver(request_id, [*itertools.chain(*ids), 2], [*made, SpecStep(1, 0, 0)], "stop")
 
     playing = background.submit(play)
     received = chunks(server, kind, SPECULATION, stop=stop)
@@ -157,8 +146,8 @@ def test_an_end_without_a_token_flushes_what_was_held_back(server, background, k
 
     def play() -> None:
         request_id = server.script.see("Submit")["request_id"]
-        deliver(server, request_id, ids, [SpecStep(len(ids), 15, len(ids) - 1)])
-        deliver(server, request_id, [], [], "length")
+        server.script.deliver(request_id, ids, [SpecStep(len(ids), 15, len(ids) - 1)])
+        server.script.deliver(request_id, [], [], "length")
 
     playing = background.submit(play)
     received = chunks(server, kind, SPECULATION)
