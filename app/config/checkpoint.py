@@ -1,103 +1,95 @@
-"""Where a checkpoint lies, and whether its files are whole: answered before anything is loaded or bound.
+"""Checkpoints: where one lies, and the check that its files are whole, before anything is loaded or bound.
 
-The published format is read: config.json, safetensors in one file or in shards with an index, and the tokenizer's
-files. No torch here, so a truncated download is named within a second.
+A checkpoint is config.json, safetensors in one file or in shards with an index, and the tokenizer's files. Headers of
+safetensors are read here, because `safe_open` imports NumPy (0.1 s) and does not name the broken tensor.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
+
+from app.config.error import ConfigError
 
 DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = [
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-]
+HUB_FILES = (
+    "config.json generation_config.json model*.safetensors model.safetensors.index.json tokenizer* vocab.* merges.txt "
+    "special_tokens_map.json added_tokens.json chat_template*"
+).split()
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-LARGEST_HEADER = 100_000_000  # bytes; the safetensors format's own limit
-_BITS = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
+DTYPE_BITS = {"BOOL": 8} | {
+    name: int(re.findall(r"\d+", name)[0])
+    for name in "F4 F6_E2M3 F6_E3M2 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 F16 BF16 F32 F64 C64 "
+    "U8 I8 U16 I16 U32 I32 U64 I64".split()
 }
-"""Of one number of each of the safetensors format's dtypes."""
+"""Bits of one number, by the safetensors format's name of its dtype."""
 _AGAIN = "download it again"
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be served; the message says what was given, what was looked for and what to do."""
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be served. The message says what was given, what was looked for and what to do."""
 
 
-def resolve(name: str, what: Literal["target", "draft"]) -> Path:
-    """The folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id, which is downloaded if need be.
+def resolve(name: str, role: Literal["target", "draft"]) -> Path:
+    """Return the folder of a checkpoint: `demo`, an existing folder, or a Hugging Face id.
 
-    huggingface_hub's own variables hold: HF_HUB_OFFLINE=1 makes no network call, HF_ENDPOINT names another hub.
-    Raises CheckpointError.
+    An id is downloaded if the cache does not hold it. The variables of huggingface_hub apply: HF_HUB_OFFLINE=1 makes
+    no network call, HF_ENDPOINT names another hub. Raises CheckpointError.
     """
     if name == "demo":
-        return DEMO / what
+        return DEMO / role
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CheckpointError(f"{what} {name} is a file; give the folder that holds config.json and the weights")
+        raise CheckpointError(f"{role} {name} is a file; give the folder that holds config.json and the weights")
     if not HUB_ID.fullmatch(name):
         raise CheckpointError(
-            f"{what} {name}: there is no such folder (looked for {folder.absolute()}), and it is not a Hugging Face "
+            f"{role} {name}: there is no such folder (looked for {folder.absolute()}), and it is not a Hugging Face "
             "id either; give a folder, an id such as Qwen/Qwen3-8B, or demo"
         )
-    return _from_hub(name, what)
+    return _from_hub(name, role)
 
 
-def _from_hub(name: str, what: str) -> Path:
+def _from_hub(name: str, role: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    looked = f"{what} {name}: there is no folder {Path(name).absolute()}, and"
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except GatedRepoError:
-        raise CheckpointError(
-            f"{looked} {constants.ENDPOINT} asks for permission; accept the model's terms there and log in with "
-            "`hf auth login` or HF_TOKEN"
-        ) from None
+        reason = (
+            f"{hub} asks for permission; accept the model's terms there and log in with `hf auth login` or HF_TOKEN"
+        )
     except RepositoryNotFoundError:
-        raise CheckpointError(
-            f"{looked} {constants.ENDPOINT} has no model of that name; check the spelling, or log in with "
-            "`hf auth login` or HF_TOKEN if it is private"
-        ) from None
+        reason = (
+            f"{hub} has no model of that name; check the spelling, or log in with `hf auth login` or HF_TOKEN if it is "
+            "private"
+        )
     except LocalEntryNotFoundError as error:
+        reason = f"{hub} cannot be reached while {cache} does not hold it: check the network or HF_ENDPOINT, or give "
+        reason += f"the model's folder ({error})"
         if constants.is_offline_mode():
-            raise CheckpointError(
-                f"{looked} HF_HUB_OFFLINE is set while {constants.HF_HUB_CACHE} does not hold it; unset "
-                f"HF_HUB_OFFLINE for one start, or give the model's folder"
-            ) from None
-        raise CheckpointError(
-            f"{looked} {constants.ENDPOINT} cannot be reached while {constants.HF_HUB_CACHE} does not hold it: check "
-            f"the network or HF_ENDPOINT, or give the model's folder ({error})"
-        ) from None
+            reason = f"HF_HUB_OFFLINE is set while {cache} does not hold it; unset HF_HUB_OFFLINE for one start, or "
+            reason += "give the model's folder"
     except Exception as error:  # the hub's client raises its HTTP library's errors, disk errors and its own
-        raise CheckpointError(f"{looked} the download from {constants.ENDPOINT} failed: {error}") from error
+        reason = f"the download from {hub} failed: {error}"
+    raise CheckpointError(f"{role} {name}: there is no folder {Path(name).absolute()}, and {reason}")
 
 
 def check_files(folder: Path, need_tokenizer: bool) -> None:
     """Raise CheckpointError unless the folder's config, weights and (if needed) tokenizer are there and whole."""
-    _check_config(folder)
+    config = _read_json(folder / "config.json")
+    if not config.get("architectures") and not config.get("model_type"):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: neither `architectures` nor `model_type` is given, so it is no model's "
+            "config.json; give the folder of a Hugging Face model"
+        )
     tensor_files(folder)
     if need_tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
@@ -106,19 +98,10 @@ def check_files(folder: Path, need_tokenizer: bool) -> None:
         )
 
 
-def _check_config(folder: Path) -> None:
-    config = _read_json(folder / "config.json")
-    if not config.get("architectures") and not config.get("model_type"):
-        raise CheckpointError(
-            f"{folder / 'config.json'}: neither `architectures` nor `model_type` is given, so it is no model's "
-            "config.json; give the folder of a Hugging Face model"
-        )
-
-
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it. A single file goes before an index, as in Transformers.
+    """Return tensor name -> the file that holds it. A single file goes before an index, like in Transformers.
 
-    Raises CheckpointError, naming the file, unless all are there and as long as their headers say.
+    Raises CheckpointError, naming the file, unless all files are there and as long as their headers say.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -153,64 +136,66 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _check_safetensors(file: Path) -> set[str]:
-    """The names of a file's tensors. The header must parse, its tensors lie behind one another, and the file end where
-    the last one does."""
+    """Return the names of a file's tensors.
+
+    Raises CheckpointError unless the tensors lie behind one another and the last one ends where the file does.
+    """
+    header, data_bytes = _read_header(file)
+    end_of_last = 0
+    for begin, end, name in sorted(_span(file, name, tensor) for name, tensor in header.items()):
+        if begin != end_of_last:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} begins at byte {begin} of the data, not at {end_of_last}; {_AGAIN}"
+            )
+        end_of_last = end
+    if data_bytes != end_of_last:
+        size = file.stat().st_size
+        raise CheckpointError(
+            f"{file}: {size} bytes where its header asks for {size - data_bytes + end_of_last}: the file is "
+            f"{'cut off' if data_bytes < end_of_last else 'too long'}; {_AGAIN}"
+        )
+    return set(header)
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return tensor name -> description, and the number of bytes behind the header. Raises CheckpointError."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
-            header = stream.read(length) if length <= min(LARGEST_HEADER, size - 8) else b""
+            text = stream.read(length) if length <= min(MAX_HEADER_BYTES, size - 8) else b""
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
     if start == b"version ":
         raise CheckpointError(f"{file} is a Git LFS pointer and not the weights; run `git lfs pull` in its folder")
-    if len(start) < 8 or len(header) < length:
+    if len(start) < 8 or len(text) < length:
         raise CheckpointError(f"{file}: the safetensors header is cut off ({size} bytes); {_AGAIN}")
     try:
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        spans = sorted(_span(name, tensor) for name, tensor in tensors.items())
-    except _BadTensor as error:
-        raise CheckpointError(f"{file}: tensor {error}; {_AGAIN}") from None
+        header = json.loads(text)
+        header.pop("__metadata__", None)
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file}: the safetensors header cannot be read; {_AGAIN}") from None
-    data = 0
-    for begin, end, name in spans:
-        if begin != data:
-            raise CheckpointError(
-                f"{file}: tensor {name!r} begins at byte {begin} of the data, not at {data}; {_AGAIN}"
-            )
-        data = end
-    if size != 8 + length + data:
-        raise CheckpointError(
-            f"{file}: {size} bytes where its header asks for {8 + length + data}: the file is "
-            f"{'cut off' if size < 8 + length + data else 'too long'}; {_AGAIN}"
-        )
-    return set(tensors)
+    return header, size - 8 - length
 
 
-class _BadTensor(Exception):
-    """A tensor whose place in the file makes no sense; its name, and why."""
-
-
-def _span(name: str, tensor: Any) -> tuple[int, int, str]:
-    """(first byte, byte behind the last, name) of a tensor in the data."""
-    if not isinstance(tensor, Mapping):
-        raise _BadTensor(f"{name!r} is not described")
-    dtype, shape, offsets = (tensor.get(key, 0) for key in ("dtype", "shape", "data_offsets"))
-    bits = _BITS.get(dtype) if isinstance(dtype, str) else None
+def _span(file: Path, name: str, tensor: Any) -> tuple[int, int, str]:
+    """Return (first byte, byte behind the last, name) of a tensor in the data. Raises CheckpointError."""
+    if not isinstance(tensor, dict):
+        raise CheckpointError(f"{file}: tensor {name!r} is not described; {_AGAIN}")
+    dtype, shape, offsets = (tensor.get(key) for key in ("dtype", "shape", "data_offsets"))
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise _BadTensor(f"{name!r} has dtype {dtype!r}, which safetensors does not have")
+        raise CheckpointError(f"{file}: tensor {name!r} has dtype {dtype!r}, which safetensors does not have; {_AGAIN}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _BadTensor(f"{name!r} has shape {shape!r} and data_offsets {offsets!r}")
+        raise CheckpointError(f"{file}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}; {_AGAIN}")
     begin, end = offsets
     if 8 * (end - begin) != bits * math.prod(shape):
-        raise _BadTensor(f"{name!r} of {dtype} {shape} lies on {end - begin} bytes")
+        raise CheckpointError(f"{file}: tensor {name!r} of {dtype} {shape} lies on {end - begin} bytes; {_AGAIN}")
     return begin, end, name
 
 
-def _are_sizes(sizes: Any) -> bool:
+def _are_sizes(sizes: Any) -> TypeGuard[list[int]]:
     return isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
 
 
@@ -220,7 +205,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing; give the folder of a Hugging Face model") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}; download it again") from None
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}; {_AGAIN}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: an object is wanted, not a {type(content).__name__}; download it again")
+        raise CheckpointError(f"{file}: an object is wanted, not a {type(content).__name__}; {_AGAIN}")
     return content

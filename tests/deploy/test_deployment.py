@@ -25,8 +25,11 @@ from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.api.app import ROUTERS
-from app.cli import _serve_parser, parse_flags
-from app.config.settings import PEER_FLAGS, Config, ConfigError, env_name, setting_fields
+from app.config.aliases import PEER_FLAGS
+from app.config.error import ConfigError
+from app.config.flags import parse_flags, serve_parser
+from app.config.settings import Config, env_name
+from app.config.sources import SETTINGS, load_config
 from app.engine.npu.error_codes import MEANINGS
 from app.messages import FinishReason
 from app.metrics import TABLE
@@ -309,7 +312,7 @@ FOREIGN_FLAGS = {
 
 def flag_errors(text: str) -> list[str]:
     """Flags that neither we nor the tools around us know, `no-` forms included."""
-    known = {flag.lstrip("-") for flag in _serve_parser()._option_string_actions}
+    known = {flag.lstrip("-") for flag in serve_parser()._option_string_actions}
     known |= {flag for flags in FOREIGN_FLAGS.values() for flag in flags.split()}
     found = re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)
     return [f"--{flag}" for flag in found if flag not in known]
@@ -335,11 +338,11 @@ def test_every_flag_exists(name: str) -> None:
 def test_the_arguments_of_the_manifests_are_taken_by_the_command_line() -> None:
     arguments = yaml.safe_load(MANIFEST.partition("---")[0])["spec"]["template"]["spec"]["containers"][0]["args"]
     assert arguments[0] == "serve"
-    Config.load(parse_flags(arguments[1:]))
+    load_config(parse_flags(arguments[1:]))
     with pytest.raises(ConfigError):
         parse_flags([*arguments[1:], "--draft-modell", "x"])
     for command in re.findall(r"dflash-server:npu serve (.*)", GUIDE):
-        Config.load(parse_flags(command.split()))
+        load_config(parse_flags(command.split()))
 
 
 def test_the_table_of_vllms_flags_is_the_codes_own() -> None:
@@ -372,7 +375,7 @@ def test_commands_that_the_guide_names_exist() -> None:
 
 def variable_errors(text: str) -> list[str]:
     """DFLASH_* variables that are no setting and that no code reads."""
-    known = {env_name(field) for field in setting_fields()}
+    known = {env_name(field) for field in SETTINGS}
     for source in (ROOT / "app").rglob("*.py"):
         known |= set(re.findall(r"""environ(?:\.get)?[\[(]["'](DFLASH_\w+)""", source.read_text(encoding="utf-8")))
     return [name for name in re.findall(r"\bDFLASH_[A-Z]\w*", text) if name not in known]
@@ -401,7 +404,7 @@ def test_the_settings_of_the_images_are_valid(name: str, monkeypatch: pytest.Mon
     for variable, value in image_variables(name).items():
         if variable.startswith("DFLASH_"):
             monkeypatch.setenv(variable, value)
-    config = Config.load()
+    config = load_config()
     assert (config.host, config.port) == ("0.0.0.0", 8000)
     assert config.device == name.removeprefix("Dockerfile.")
 
@@ -544,7 +547,7 @@ def test_variables_that_compose_reads_are_explained_at_its_top() -> None:
 def test_the_settings_of_compose_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in services()["server-0"]["environment"].items():
         monkeypatch.setenv(variable, value)
-    config = Config.load()
+    config = load_config()
     assert (config.model, config.draft_model) == ("demo", None)
     seconds = int(services()["server-0"]["stop_grace_period"].removesuffix("s"))
     assert seconds >= config.shutdown_timeout + 10

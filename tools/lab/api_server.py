@@ -7,7 +7,7 @@ import sys
 
 from app.api.server import run
 from app.config.checkpoint import DEMO
-from app.config.settings import Config, Said
+from app.config.sources import GivenSetting, load_config
 from tools.lab.api_cpu import stay_on
 
 
@@ -19,8 +19,8 @@ def main() -> int:
     parser.add_argument("--port")
     given, _ = parser.parse_known_args()
     stay_on(given.cores)
-    said = [Said(f"--{name}", name, getattr(given, name)) for name in ("host", "port")]
-    config = Config.load([*said, Said("--log-level", "log_level", "warning")])
+    said = [GivenSetting(f"--{name}", name, getattr(given, name)) for name in ("host", "port")]
+    config = load_config([*said, GivenSetting("--log-level", "log_level", "warning")])
     command = (sys.executable, "-P", "-m", "tools.lab.api_engine", *given.engine)
     return run(config, DEMO / "target", None, command)
 

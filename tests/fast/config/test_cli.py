@@ -10,7 +10,11 @@ from types import ModuleType
 import pytest
 
 from app import cli
-from app.config.settings import Config, ConfigError
+from app.config.error import ConfigError
+from app.config.flags import parse_flags, serve_parser
+from app.config.settings import Config, flag_name
+from app.config.sources import SETTINGS, load_config
+from app.config.torch_build import check_torch_build
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +25,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(*arguments: str) -> Config:
-    return Config.load(cli.parse_flags(arguments))
+    return load_config(parse_flags(arguments))
 
 
 def typed(command: str) -> Config:
@@ -176,6 +180,15 @@ def test_serve_help_shows_every_flag_its_default_and_its_variable(capsys: pytest
     assert "--memory-utilization" in shown and "default: 0.9, DFLASH_MEMORY_UTILIZATION" in shown
 
 
+def test_every_setting_is_in_one_group_of_the_help() -> None:
+    *groups, peers = serve_parser()._action_groups[2:]
+    assert [group.title for group in groups][:2] == ["model", "speculative decoding"] and "vLLM" in str(peers.title)
+    settings = sorted(action.const for group in groups for action in group._group_actions)
+    assert settings == sorted(SETTINGS)
+    shown = serve_parser().format_help()
+    assert all(f"{flag_name(name)}" in shown for name in SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "heavy", "most"),
     [
@@ -202,8 +215,8 @@ def test_help_imports_little(arguments: str, heavy: list[str], most: int) -> Non
 
 def test_settings_and_checkpoints_import_nothing_heavy() -> None:
     code = (
-        "import sys, app.cli, app.config.settings, app.config.checkpoint;"
-        "app.cli.parse_flags(['--port', '1']);"
+        "import sys, app.cli, app.config.flags, app.config.checkpoint;"
+        "app.config.flags.parse_flags(['--port', '1']);"
         "print([m for m in ('torch', 'transformers', 'fastapi', 'huggingface_hub') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -231,22 +244,22 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_cuda_build_of_torch_beside_torch_npu_is_reported_by_name(site: Path) -> None:
     with pytest.raises(ConfigError, match=r"torch 2\.10\.0\+cu128 is a CUDA 12\.8 build") as caught:
-        cli.check_torch_build("npu:0")
+        check_torch_build("npu:0")
     assert "torch==2.10.0" in caught.value.hint
 
 
 def test_a_cuda_build_of_torch_is_harmless_where_no_npu_is_asked_for(site: Path) -> None:
     for device in ("cpu", "cuda", "auto"):
-        cli.check_torch_build(device)
+        check_torch_build(device)
 
 
 def test_a_cpu_build_of_torch_serves_an_npu(site: Path) -> None:
     (site / "torch" / "version.py").write_text("__version__ = '2.10.0+cpu'\ncuda: Optional[str] = None\n")
-    cli.check_torch_build("npu")
+    check_torch_build("npu")
 
 
 def test_an_npu_without_torch_npu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="torch_npu is not installed"):
-        cli.check_torch_build("npu")
+        check_torch_build("npu")

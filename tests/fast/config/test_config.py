@@ -7,17 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from app.config.settings import (
-    GROUPS,
-    PEER_FLAGS,
-    Config,
-    ConfigError,
-    Said,
-    flag_name,
-    flag_table,
-    parse_bytes,
-    setting_fields,
-)
+from app.config.aliases import PEER_FLAGS
+from app.config.error import ConfigError
+from app.config.settings import Config, flag_name, parse_bytes
+from app.config.sources import SETTINGS, GivenSetting, load_config
 
 VLLM_CONFIG = '{"method": "dflash", "model": "draft", "num_speculative_tokens": 15}'
 
@@ -28,19 +21,19 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def flag(field: str, value: object) -> Said:
-    return Said("--" + field.replace("_", "-"), field, value)
+def flag(field: str, value: object) -> GivenSetting:
+    return GivenSetting("--" + field.replace("_", "-"), field, value)
 
 
-def yaml_file(folder: Path, text: str) -> Said:
+def yaml_file(folder: Path, text: str) -> GivenSetting:
     file = folder / "server.yaml"
     file.write_text(text)
-    return Said("--config", "config", str(file))
+    return GivenSetting("--config", "config", str(file))
 
 
-def refusal(*said: Said) -> ConfigError:
+def refusal(*settings: GivenSetting) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        Config.load(said)
+        load_config(settings)
     return caught.value
 
 
@@ -48,18 +41,18 @@ def test_flags_win_over_environment_over_yaml_over_defaults(tmp_path: Path, monk
     file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1\npage-size: 1\n")
     monkeypatch.setenv("DFLASH_PORT", "2")
     monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "2")
-    config = Config.load([file, flag("port", "3")])
+    config = load_config([file, flag("port", "3")])
     assert (config.port, config.max_num_seqs, config.page_size, config.host) == (3, 2, 1, "127.0.0.1")
 
 
 def test_the_environment_may_name_the_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_CONFIG", yaml_file(tmp_path, "port: 1234").value)
-    assert Config.load().port == 1234
+    assert load_config().port == 1234
 
 
 def test_a_flag_wins_over_a_speculative_config_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", VLLM_CONFIG)
-    config = Config.load([flag("num_speculative_tokens", "7")])
+    config = load_config([flag("num_speculative_tokens", "7")])
     assert (config.draft_model, config.num_speculative_tokens) == ("draft", 7)
 
 
@@ -67,9 +60,9 @@ def test_the_nearer_source_decides_between_the_two_memory_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = yaml_file(tmp_path, "kv_cache_memory: 4GiB")
-    assert Config.load([file]).kv_cache_memory == 4 * 2**30
+    assert load_config([file]).kv_cache_memory == 4 * 2**30
     monkeypatch.setenv("DFLASH_MEMORY_UTILIZATION", "0.5")
-    config = Config.load([file])
+    config = load_config([file])
     assert (config.kv_cache_memory, config.memory_utilization) == (None, 0.5)
 
 
@@ -106,12 +99,12 @@ def test_variables_that_kubernetes_sets_for_a_service_are_not_ours(monkeypatch: 
         monkeypatch.setenv(f"{service}_SERVICE_PORT", "8000")
         monkeypatch.setenv(f"{service}_PORT", "tcp://10.0.0.1:8000")
         monkeypatch.setenv(f"{service}_PORT_8000_TCP_ADDR", "10.0.0.1")
-    assert Config.load().port == 8000
+    assert load_config().port == 8000
 
 
 def test_an_empty_environment_variable_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_MODEL", "")
-    assert Config.load().model == "demo"
+    assert load_config().model == "demo"
 
 
 def test_a_bad_value_is_told_with_the_name_it_was_given_under(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +124,7 @@ def test_a_bad_value_is_told_with_the_name_it_was_given_under(tmp_path: Path, mo
     ids=["vllm-ascend", "vllm", "vllm with draft_tensor_parallel_size"],
 )
 def test_a_peers_speculative_config_starts_as_it_stands(text: str) -> None:
-    config = Config.load([flag("speculative_config", text)])
+    config = load_config([flag("speculative_config", text)])
     said = json.loads(text)
     assert config.draft_model == "draft"
     assert config.num_speculative_tokens == said["num_speculative_tokens"]
@@ -155,14 +148,14 @@ def test_what_a_speculative_config_may_not_say_is_refused_by_name(text: str, nam
 
 
 def test_a_speculative_config_may_be_a_mapping_in_yaml(tmp_path: Path) -> None:
-    config = Config.load([yaml_file(tmp_path, f"speculative_config: {VLLM_CONFIG}")])
+    config = load_config([yaml_file(tmp_path, f"speculative_config: {VLLM_CONFIG}")])
     assert (config.draft_model, config.num_speculative_tokens) == ("draft", 15)
 
 
 def test_saying_a_thing_twice_with_different_values_is_an_error_naming_both() -> None:
     error = refusal(flag("speculative_config", VLLM_CONFIG), flag("num_speculative_tokens", "7"))
     assert "--speculative-config" in str(error) and "--num-speculative-tokens" in str(error)
-    assert Config.load([flag("speculative_config", VLLM_CONFIG), flag("num_speculative_tokens", "15")])
+    assert load_config([flag("speculative_config", VLLM_CONFIG), flag("num_speculative_tokens", "15")])
 
 
 def test_both_memory_limits_in_one_source_exclude_each_other() -> None:
@@ -175,7 +168,7 @@ def test_the_engine_process_reads_what_the_api_process_wrote_and_nothing_else(
 ) -> None:
     file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1")
     monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", VLLM_CONFIG)
-    config = Config.load([file, flag("kv_cache_memory", "2G"), flag("served_model_name", ["a", "b"])])
+    config = load_config([file, flag("kv_cache_memory", "2G"), flag("served_model_name", ["a", "b"])])
     text = config.model_dump_json()
     Path(file.value).unlink()
     monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "99")
@@ -195,7 +188,7 @@ def test_settings_are_frozen() -> None:
 )
 def test_memory_may_be_given_with_a_unit(text: str, size: int) -> None:
     assert parse_bytes(text) == size
-    assert Config.load([flag("kv_cache_memory", text)]).kv_cache_memory == size
+    assert load_config([flag("kv_cache_memory", text)]).kv_cache_memory == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "4 potatoes", "4iB2"])
@@ -209,12 +202,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     [("half", "float16"), ("fp16", "float16"), ("float", "float32"), ("fp32", "float32"), ("BF16", "bfloat16")],
 )
 def test_short_spellings_of_dtypes_are_understood(said: str, dtype: str) -> None:
-    assert Config.load([flag("dtype", said)]).dtype == dtype
+    assert load_config([flag("dtype", said)]).dtype == dtype
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1", "npu", "npu:7"])
 def test_a_device_may_carry_an_index(device: str) -> None:
-    assert Config.load([flag("device", device)]).device == device
+    assert load_config([flag("device", device)]).device == device
 
 
 @pytest.mark.parametrize(
@@ -242,41 +235,38 @@ def test_a_refused_value_says_what_is_allowed(field: str, value: str, why: str) 
     assert why in str(refusal(flag(field, value)))
 
 
-def test_every_setting_is_in_one_group_of_the_help() -> None:
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(setting_fields())
-
-
 def test_the_peer_table_names_only_settings_that_exist() -> None:
-    assert {peer.field for peer in PEER_FLAGS if peer.field} <= setting_fields().keys()
-    assert ("--block-size", "--page-size", "vLLM", "tokens of a KV page, not the DFlash block") in flag_table()
+    assert {peer.field for peer in PEER_FLAGS if peer.field} <= SETTINGS.keys()
+    page_size = next(peer for peer in PEER_FLAGS if peer.flag == "--block-size")
+    assert (page_size.ours, page_size.peers) == ("--page-size", "vLLM")
+    assert page_size.note == "tokens of a KV page, not the DFlash block"
 
 
 def test_keys_come_from_flags_words_json_and_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Config.load().api_keys() == []
-    assert Config.load([flag("api_key", ["a", "b"])]).api_keys() == ["a", "b"]
-    assert Config.load([flag("api_key", ['["a", "b"]'])]).api_keys() == ["a", "b"]
-    assert Config.load([yaml_file(tmp_path, "api_key: [a, b]")]).api_keys() == ["a", "b"]
+    assert load_config().api_keys() == []
+    assert load_config([flag("api_key", ["a", "b"])]).api_keys() == ["a", "b"]
+    assert load_config([flag("api_key", ['["a", "b"]'])]).api_keys() == ["a", "b"]
+    assert load_config([yaml_file(tmp_path, "api_key: [a, b]")]).api_keys() == ["a", "b"]
     monkeypatch.setenv("DFLASH_API_KEY", "a b")
-    assert Config.load().api_keys() == ["a", "b"]
-    assert Config.load([flag("api_key", ["c"])]).api_keys() == ["c"]
+    assert load_config().api_keys() == ["a", "b"]
+    assert load_config([flag("api_key", ["c"])]).api_keys() == ["c"]
 
 
 @pytest.mark.parametrize("value", ["correct horse", '["correct horse"]'])
 def test_a_key_with_a_space_is_one_key_and_not_two_shorter_ones(value: str) -> None:
-    assert Config.load([flag("api_key", [value])]).api_keys() == ["correct horse"]
+    assert load_config([flag("api_key", [value])]).api_keys() == ["correct horse"]
 
 
 def test_a_file_adds_its_keys_one_a_line(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("\n  first \n\nsecond\r\n", encoding="utf-8")
     said = flag("api_key_file", str(tmp_path / "keys"))
-    assert Config.load([said]).api_keys() == ["first", "second"]
-    assert Config.load([said, flag("api_key", ["given"])]).api_keys() == ["given", "first", "second"]
+    assert load_config([said]).api_keys() == ["first", "second"]
+    assert load_config([said, flag("api_key", ["given"])]).api_keys() == ["given", "first", "second"]
 
 
 def test_a_key_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first\n", encoding="utf-8-sig")
-    assert Config.load([flag("api_key_file", str(tmp_path / "keys"))]).api_keys() == ["first"]
+    assert load_config([flag("api_key_file", str(tmp_path / "keys"))]).api_keys() == ["first"]
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n\n", b"\xff\xfe\x00"])
@@ -284,7 +274,7 @@ def test_a_key_file_that_holds_no_key_is_named_and_never_means_no_keys(tmp_path:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
-    config = Config.load([flag("api_key_file", str(file))])
+    config = load_config([flag("api_key_file", str(file))])
     with pytest.raises(ConfigError, match=f"--api-key-file {file}"):
         config.api_keys()
 
@@ -297,7 +287,7 @@ def test_a_key_that_is_asked_for_and_empty_is_refused_and_never_means_no_keys(va
 
 
 def test_keys_are_in_no_representation_of_the_settings(tmp_path: Path) -> None:
-    config = Config.load([flag("api_key", ["secret-key"]), flag("admin_key", ["secret-key"])])
+    config = load_config([flag("api_key", ["secret-key"]), flag("admin_key", ["secret-key"])])
     assert "secret-key" not in repr(config) and "secret-key" not in str(config)
     assert "secret-key" not in repr(list(config.__repr_args__()))
 
@@ -309,20 +299,20 @@ def test_a_mistake_in_the_keys_does_not_print_them(tmp_path: Path) -> None:
 
 
 def test_admin_keys_are_a_list_in_flags_and_words_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Config.load([flag("admin_key", ["a b", "c"])]).admin_key == ["a b", "c"]
+    assert load_config([flag("admin_key", ["a b", "c"])]).admin_key == ["a b", "c"]
     monkeypatch.setenv("DFLASH_ADMIN_KEY", "a b")
-    assert Config.load().admin_key == ["a", "b"]
+    assert load_config().admin_key == ["a", "b"]
 
 
 def test_template_defaults_are_json_or_a_mapping_in_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"enable_thinking": False}
     assert (
-        Config.load([flag("default_chat_template_kwargs", json.dumps(wanted))]).default_chat_template_kwargs == wanted
+        load_config([flag("default_chat_template_kwargs", json.dumps(wanted))]).default_chat_template_kwargs == wanted
     )
     file = yaml_file(tmp_path, "default_chat_template_kwargs: {enable_thinking: false}")
-    assert Config.load([file]).default_chat_template_kwargs == wanted
+    assert load_config([file]).default_chat_template_kwargs == wanted
     monkeypatch.setenv("DFLASH_DEFAULT_CHAT_TEMPLATE_KWARGS", json.dumps(wanted))
-    config = Config.load()
+    config = load_config()
     assert config.default_chat_template_kwargs == wanted
     assert Config.model_validate_json(config.model_dump_json()) == config
 
@@ -338,7 +328,7 @@ def test_template_defaults_that_are_no_object_are_refused(text: str) -> None:
     [("qwen3", "qwen3"), ("Qwen3", "qwen3"), ("hermes", "qwen3"), ("deepseek_r1", "qwen3"), ("none", "none")],
 )
 def test_parsers_may_be_named_as_peers_name_them(field: str, said: str, parser: str) -> None:
-    assert getattr(Config.load([flag(field, said)]), field) == parser
+    assert getattr(load_config([flag(field, said)]), field) == parser
 
 
 def test_a_parser_that_is_not_here_is_refused_with_those_that_are() -> None:
@@ -348,7 +338,7 @@ def test_a_parser_that_is_not_here_is_refused_with_those_that_are() -> None:
 
 @pytest.mark.parametrize("path", ["", "/llm", "/llm/v2"])
 def test_a_root_path_begins_with_a_slash_and_does_not_end_with_one(path: str) -> None:
-    assert Config.load([flag("root_path", path)]).root_path == path
+    assert load_config([flag("root_path", path)]).root_path == path
 
 
 @pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/l m", "https://x/llm"])
@@ -357,8 +347,8 @@ def test_what_is_no_root_path_is_refused(path: str) -> None:
 
 
 def test_origins_are_words_or_a_list(tmp_path: Path) -> None:
-    assert Config.load([flag("allowed_origins", ["https://a", '["https://b"]'])]).allowed_origins == [
+    assert load_config([flag("allowed_origins", ["https://a", '["https://b"]'])]).allowed_origins == [
         "https://a",
         "https://b",
     ]
-    assert Config.load([yaml_file(tmp_path, 'allowed_origins: "*"')]).allowed_origins == ["*"]
+    assert load_config([yaml_file(tmp_path, 'allowed_origins: "*"')]).allowed_origins == ["*"]

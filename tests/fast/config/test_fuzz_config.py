@@ -10,11 +10,14 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.cli import parse_flags
-from app.config.settings import PEER_FLAGS, Config, ConfigError, env_name, flag_name, no_flag_name, setting_fields
+from app.config.aliases import PEER_FLAGS
+from app.config.error import ConfigError
+from app.config.flags import parse_flags
+from app.config.settings import Config, env_name, flag_name, no_flag_name
+from app.config.sources import SETTINGS, load_config
 
 ANY = settings(max_examples=150, suppress_health_check=list(HealthCheck))
-FIELDS = sorted(set(setting_fields()) - {"config"})
+FIELDS = sorted(set(SETTINGS) - {"config"})
 FLAGS = sorted(
     {flag_name(field) for field in FIELDS if field != "model"}
     | {no_flag_name(field) for field in FIELDS}
@@ -50,7 +53,7 @@ def check(arguments: list[str]) -> None:
     """Settings that the engine process reads as they were written, or an error of a line. What a chat template gets may
     be more than JSON has, and the engine has no templates."""
     try:
-        config = Config.load(parse_flags(arguments))
+        config = load_config(parse_flags(arguments))
     except ConfigError as error:
         assert str(error).strip() and "Traceback" not in str(error)
     except SystemExit as end:

@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
-from app import cli
 from app.bench.__main__ import PARTS
 from app.bench.own_server import flags_of
-from app.config.settings import Config
+from app.config.flags import parse_flags
+from app.config.sources import load_config
 from tests import ROOT
 from tools.lab.__main__ import PARTS as LABS
 
@@ -44,7 +44,7 @@ def parsed(command: str) -> tuple[str, argparse.Namespace]:
 def test_a_documented_command_is_understood(page: str, command: str) -> None:
     part, options = parsed(command)
     for variant in options.compare if part == "http" else ():
-        Config.load(cli.parse_flags([*options.serve_args, *flags_of(variant)]))
+        load_config(parse_flags([*options.serve_args, *flags_of(variant)]))
 
 
 def test_the_published_tables_have_their_commands() -> None:
@@ -57,5 +57,5 @@ def test_the_published_tables_have_their_commands() -> None:
     assert asked["eval"].expect_acceptance == 6.36 and asked["http"].compare == ["plain", "dflash"]
     serve = re.search(r"\$ dflash-server serve (Qwen.*)", PERFORMANCE.read_text(encoding="utf-8"))
     assert serve is not None
-    config = Config.load(cli.parse_flags(shlex.split(serve[1])))
+    config = load_config(parse_flags(shlex.split(serve[1])))
     assert (config.model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")

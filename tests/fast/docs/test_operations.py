@@ -6,7 +6,8 @@ import yaml
 
 from app.api import body, connection, middleware
 from app.api import schemas as protocol
-from app.config.settings import flag_name, setting_fields
+from app.config.settings import flag_name
+from app.config.sources import SETTINGS
 from app.metrics import TABLE
 from app.text import chat_template
 from tests import ROOT
@@ -31,7 +32,7 @@ def test_every_alert_has_its_row_and_every_row_its_alert() -> None:
 
 
 def test_every_flag_and_metric_that_is_named_exists() -> None:
-    flags = {flag_name(field) for field in setting_fields()}
+    flags = {flag_name(field) for field in SETTINGS}
     flags |= {flag.replace("--", "--no-", 1) for flag in flags} | {"--base-url", "--concurrency", "--dataset"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE + SECURITY)) <= flags
     metrics = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in TABLE}

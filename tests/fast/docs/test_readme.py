@@ -3,7 +3,7 @@
 import re
 
 from app.api.refusals import field_table
-from app.config.settings import flag_table
+from app.config.aliases import PEER_FLAGS
 from tests import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -11,9 +11,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def flags_as_markdown() -> str:
     rows = [("theirs", "ours", "whose", "note"), ("---",) * 4]
-    rows += [
-        (f"`{theirs}`", f"`{ours}`" if ours != "-" else "-", peers, note) for theirs, ours, peers, note in flag_table()
-    ]
+    rows += [(f"`{p.flag}`", f"`{p.ours}`" if p.ours else "-", p.peers, p.note) for p in PEER_FLAGS]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -33,7 +33,6 @@ NOT_ON_A_BARE_IMAGE = [
     "msgspec",
     "zmq",
     "pydantic",
-    "pydantic_settings",
     "fastapi",
     "prometheus_client",
     "rich",

@@ -1,0 +1,111 @@
+"""Flags of vLLM, vllm-ascend and SGLang that mean something here, as data, and what their values mean."""
+
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from app.config.error import ConfigError
+from app.config.settings import TensorParallelSize, flag_name, no_flag_name
+
+
+class PeerFlag(NamedTuple):
+    """A flag of another project. `field` is the setting it sets here, or None if there is nothing to set.
+
+    `value` says how to read the value. "same" is the setting's own value. "block" is a DFlash block, so its drafts are
+    one fewer. "algorithm" must be DFLASH. "on" and "off" take no value and set true and false. "ignored" takes no
+    value and sets nothing. "refused" stops the start, and `note` says why.
+    """
+
+    flag: str
+    field: str | None
+    peers: str
+    note: str = ""
+    value: Literal["same", "block", "algorithm", "on", "off", "ignored", "refused"] = "same"
+
+    @property
+    def ours(self) -> str | None:
+        """Our flag with the same meaning, if there is one."""
+        if self.field is None:
+            return None
+        return no_flag_name(self.field) if self.value == "off" else flag_name(self.field)
+
+    @property
+    def nargs(self) -> int | str | None:
+        """Number of values, in argparse's terms."""
+        numbers: dict[str, int | str] = {"on": 0, "off": 0, "ignored": 0, "refused": "?"}
+        return numbers.get(self.value)
+
+    def read(self, value: Any) -> Any:
+        """Return the value for `field`. Raises ConfigError if this server cannot do what is asked."""
+        if self.value == "refused":
+            raise ConfigError(f"{self.flag} is refused: {self.note}")
+        if self.value == "algorithm" and value.upper() != "DFLASH":
+            raise ConfigError(f"{self.flag} {value}: this server decodes with DFLASH only")
+        if self.value == "block":
+            if not value.isascii() or not value.isdigit() or len(value) > 9 or int(value) < 2:
+                raise ConfigError(
+                    f"{self.flag} {value}: a block is a whole number of rows, the anchor and at least one draft"
+                )
+            return int(value) - 1
+        return {"on": True, "off": False}.get(self.value, value)
+
+
+BLOCK_NOTE = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
+
+PEER_FLAGS = (
+    PeerFlag("--model", "model", "vLLM"),
+    PeerFlag("--model-path", "model", "SGLang"),
+    PeerFlag("--speculative-draft-model-path", "draft_model", "SGLang"),
+    PeerFlag("--speculative-algorithm", None, "SGLang", "DFLASH and no other", "algorithm"),
+    PeerFlag("--speculative-dflash-block-size", "num_speculative_tokens", "SGLang", BLOCK_NOTE, "block"),
+    PeerFlag("--speculative-num-draft-tokens", "num_speculative_tokens", "SGLang", BLOCK_NOTE, "block"),
+    PeerFlag("-sc", "speculative_config", "vLLM"),
+    PeerFlag("--gpu-memory-utilization", "memory_utilization", "vLLM"),
+    PeerFlag("--mem-fraction-static", "memory_utilization", "SGLang", "there it leaves activations out"),
+    PeerFlag("--kv-cache-memory-bytes", "kv_cache_memory", "vLLM"),
+    PeerFlag("--block-size", "page_size", "vLLM", "tokens of a KV page, not the DFlash block"),
+    PeerFlag("--context-length", "max_model_len", "SGLang"),
+    PeerFlag("--max-running-requests", "max_num_seqs", "SGLang"),
+    PeerFlag("--max-queued-requests", "max_queue", "SGLang"),
+    PeerFlag("--disable-cuda-graph", "enforce_eager", "SGLang", value="on"),
+    PeerFlag("--watchdog-timeout", "step_timeout", "SGLang", "there the server ends; here its engine is started again"),
+    PeerFlag("--tp", "tensor_parallel_size", "SGLang"),
+    PeerFlag("--tp-size", "tensor_parallel_size", "SGLang"),
+    PeerFlag("-tp", "tensor_parallel_size", "vLLM"),
+    PeerFlag("--enable-prefix-caching", "prefix_caching", "vLLM", "the default", "on"),
+    PeerFlag("--no-enable-prefix-caching", "prefix_caching", "vLLM", value="off"),
+    PeerFlag("--disable-radix-cache", "prefix_caching", "SGLang", value="off"),
+    PeerFlag("--trust-remote-code", None, "vLLM, SGLang", "no code of a checkpoint is ever run", "ignored"),
+    PeerFlag("--enable-auto-tool-choice", None, "vLLM", "tools are always the model's own choice", "ignored"),
+    PeerFlag("--enable-reasoning", None, "vLLM", "see --reasoning-parser", "ignored"),
+    PeerFlag("--disable-log-requests", None, "vLLM", "prompts are not logged unless --log-prompts", "ignored"),
+    PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),
+)
+
+
+class SpeculativeConfig(BaseModel):
+    """vLLM's `--speculative-config`, which sets several settings at once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    method: str = "dflash"
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    enforce_eager: bool | None = None
+    draft_tensor_parallel_size: TensorParallelSize = 1
+
+    @field_validator("method")
+    @classmethod
+    def _dflash_only(cls, value: str) -> str:
+        if value.lower() != "dflash":
+            raise ValueError('this server decodes with method "dflash" only')
+        return value
+
+    def settings(self) -> dict[str, Any]:
+        """Return setting -> value. `enforce_eager` in this place is the draft's alone, like in vLLM."""
+        values = {
+            "draft_model": self.model,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "draft_enforce_eager": self.enforce_eager,
+        }
+        return {name: value for name, value in values.items() if value is not None}

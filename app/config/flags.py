@@ -1,0 +1,101 @@
+"""The flags of `dflash-server serve`: one for every setting, and those of vLLM and SGLang."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from app.config.aliases import PEER_FLAGS, PeerFlag
+from app.config.error import ConfigError
+from app.config.parser import Parser
+from app.config.settings import env_name, flag_name, no_flag_name
+from app.config.sources import SETTINGS, GivenSetting, nearest
+
+
+def parse_flags(arguments: Sequence[str]) -> list[GivenSetting]:
+    """Return the settings that the flags of `serve` give, in their order.
+
+    `--help` prints the help and leaves the process. Raises ConfigError.
+    """
+    parser = serve_parser()
+    namespace, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments])
+    if unknown:
+        flag = next((argument for argument in unknown if argument.startswith("-")), None)
+        if flag is None:
+            raise ConfigError(f"unexpected argument {unknown[0]}", "only one MODEL can be served")
+        name = flag.split("=")[0]
+        hint = nearest(name, parser._option_string_actions) or "`dflash-server serve --help` lists all flags"
+        raise ConfigError(f"unknown flag {name}", hint)
+    return list(namespace.given)
+
+
+def serve_parser() -> Parser:
+    """Return the parser of `serve`. It collects GivenSettings in `namespace.given`."""
+    parser = Parser(
+        prog="dflash-server serve",
+        usage="dflash-server serve [MODEL] [flags]",
+        description="Flags win over DFLASH_* environment variables, and these over the YAML file of --config.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+    )
+    parser.set_defaults(given=[])
+    groups: dict[str, Any] = {}
+    for name, field in SETTINGS.items():
+        title = field.json_schema_extra["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_setting(groups[title], name, field)
+    group = parser.add_argument_group("flags of vLLM and SGLang that are understood too")
+    for peer in PEER_FLAGS:
+        meaning = "refused" if peer.value == "refused" else peer.ours or "nothing to set"
+        note = f"; {peer.note}" if peer.note else ""
+        text = f"{meaning} ({peer.peers}){note}"
+        group.add_argument(
+            peer.flag, dest="given", action=_PeerAction, const=peer, nargs=peer.nargs, metavar="VALUE", help=text
+        )
+    return parser
+
+
+def _dashed(argument: str) -> str:
+    """Return `--max-num-seqs=8` for `--max_num_seqs=8`, because vLLM takes both."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _add_setting(group: Any, name: str, field: Any) -> None:
+    default = field.get_default(call_default_factory=True)
+    shown = "" if default in (None, [], {}, "") else f"default: {str(default).lower()}, "
+    options: dict[str, Any] = {
+        "dest": "given",
+        "action": _SettingAction,
+        "const": name,
+        "help": f"{field.description} [{shown}{env_name(name)}]".replace("%", "%%"),
+    }
+    if name == "model":
+        group.add_argument(nargs="?", metavar="MODEL", **options)
+    elif isinstance(default, bool):
+        group.add_argument(flag_name(name), no_flag_name(name), nargs=0, **options)
+    else:
+        nargs = "+" if isinstance(default, list) else None
+        group.add_argument(flag_name(name), nargs=nargs, metavar=field.json_schema_extra["metavar"], **options)
+
+
+class _SettingAction(argparse.Action):
+    """Collect a setting and its spelling. `const` is the field."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string is None and (values is None or values == []):
+            return  # argparse calls for a MODEL that was not given
+        spelling = option_string or "MODEL"
+        value = not spelling.startswith("--no-") if self.nargs == 0 else values
+        namespace.given = [*namespace.given, GivenSetting(spelling, self.const, value)]
+
+
+class _PeerAction(argparse.Action):
+    """Collect the setting that another project's flag means. `const` is the PeerFlag."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        peer: PeerFlag = self.const
+        value = peer.read(values)
+        if peer.field:
+            namespace.given = [*namespace.given, GivenSetting(peer.flag, peer.field, value)]

@@ -1,0 +1,180 @@
+"""Settings from their sources: flags > DFLASH_* environment > YAML file (`--config FILE`) > defaults.
+
+Every value keeps the spelling it came with, so an error names the flag, the variable or the key that the user wrote.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from app.config.aliases import PEER_FLAGS, SpeculativeConfig
+from app.config.error import ConfigError
+from app.config.settings import ENV_PREFIX, MODEL, SPECULATION, UNREADABLE, Config, env_name, parse_json, setting
+
+SETTINGS: dict[str, Any] = Config.model_fields | {
+    "config": setting(MODEL, None, "YAML file with the same names: `max_num_seqs: 8`", metavar="FILE"),
+    "speculative_config": setting(
+        SPECULATION,
+        None,
+        'as vLLM has it, in JSON: {"method": "dflash", "model": PATH, "num_speculative_tokens": N}',
+        metavar="JSON",
+    ),
+}
+"""Name -> pydantic FieldInfo. The last two are no settings themselves, but bring others."""
+SECRETS = {"api_key", "admin_key"}
+EXCLUSIVE = {"kv_cache_memory": "memory_utilization", "memory_utilization": "kv_cache_memory"}
+
+
+class GivenSetting(NamedTuple):
+    """A setting as a user gave it: its spelling there, its field, its value."""
+
+    spelling: str
+    field: str
+    value: Any
+
+
+def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
+    """Settle flags, environment and YAML file. Raises ConfigError naming the flag, variable or key at fault."""
+    settings = _put_beneath(_merge(flags), _merge(_environment()))
+    file = settings.pop("config", None)
+    if file is not None:
+        settings = _put_beneath(settings, _merge(_yaml_file(Path(file.value))))
+    try:
+        config = Config(**{field: given.value for field, given in settings.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        shown = "" if field in SECRETS else f" {first['input']}"
+        message = f"{settings[field].spelling}{shown}: {_reason(first)}"
+        raise ConfigError(message, "see `dflash-server serve --help`") from None
+    for field, given in settings.items():
+        try:
+            config.model_dump_json(include={field})  # the engine gets its settings as JSON
+        except (UnicodeError, ValueError) as error:
+            raise ConfigError(f"{given.spelling}: {' '.join(str(error).split())}") from None
+    return config
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the known name nearest to `name`, or an empty string."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {found[0]}?" if found else ""
+
+
+def _environment() -> Iterator[GivenSetting]:
+    """Yield the DFLASH_* variables that are set. Raises ConfigError for one that is no setting."""
+    foreign = _kubernetes_variables()
+    known = {env_name(field) for field in SETTINGS}
+    for name in sorted(os.environ):
+        if name.startswith(ENV_PREFIX) and name not in known and name not in foreign:
+            raise _unknown("environment variable", name, known, name.removeprefix(ENV_PREFIX).lower(), env_name)
+    values = {name.upper(): value for name, value in os.environ.items() if name not in foreign}
+    for field in SETTINGS:
+        if value := values.get(env_name(field)):
+            yield GivenSetting(env_name(field), field, value)
+
+
+def _kubernetes_variables() -> set[str]:
+    """Return the DFLASH_* variables that Kubernetes sets in every pod for a Service whose name begins with `dflash`."""
+    services = [n.removesuffix("_SERVICE_HOST") for n in os.environ if re.fullmatch(r"DFLASH.*_SERVICE_HOST", n)]
+    return {
+        name
+        for service in services
+        for name, value in os.environ.items()
+        if name.startswith((f"{service}_SERVICE_", f"{service}_PORT_"))
+        or (name == f"{service}_PORT" and "://" in value)
+    }
+
+
+def _yaml_file(path: Path) -> Iterator[GivenSetting]:
+    """Yield the settings of a file. Its keys are the fields, and `-` may stand for `_`."""
+    import yaml  # only a start with a file pays for it
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    except (yaml.YAMLError, *UNREADABLE) as error:
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"--config {path}: a mapping of names to values is wanted, not a {type(content).__name__}")
+    known = SETTINGS.keys() - {"config"}
+    for key, value in (content or {}).items():
+        field = str(key).replace("-", "_")
+        if field not in known:
+            raise _unknown("key", f"{key} in {path}", known, field, str)
+        if value is not None:
+            yield GivenSetting(f"{field} in {path}", field, value)
+
+
+def _unknown(kind: str, shown: str, known: Iterable[str], field: str, spell: Callable[[str], str]) -> ConfigError:
+    """Return the error for a name that is no setting. It hints at our name for another project's, or at the nearest."""
+    ours = next((p.field for p in PEER_FLAGS if p.field and p.flag.lstrip("-").replace("-", "_") == field), None)
+    hint = f"it is {spell(ours)} here" if ours else nearest(spell(field), known)
+    return ConfigError(f"unknown {kind} {shown}", hint or "`dflash-server serve --help` lists them all")
+
+
+def _merge(source: Iterable[GivenSetting]) -> dict[str, GivenSetting]:
+    """Return one source as field -> setting. Raises ConfigError if the source contradicts itself."""
+    merged: dict[str, GivenSetting] = {}
+    for given in _spread(source):
+        before = merged.get(given.field)
+        if before is not None and isinstance(before.value, list) and isinstance(given.value, list):
+            given = given._replace(value=before.value + given.value)
+        elif before is not None and before.spelling != given.spelling and str(before.value) != str(given.value):
+            raise ConfigError(
+                f"{before.spelling} and {given.spelling} contradict each other: {before.value} and {given.value}",
+                "give one of them",
+            )
+        merged[given.field] = given
+    if merged.keys() >= EXCLUSIVE.keys():
+        first, second = (merged[field].spelling for field in EXCLUSIVE)
+        raise ConfigError(f"{first} and {second} exclude each other", "give one of them")
+    return merged
+
+
+def _put_beneath(above: dict[str, GivenSetting], below: dict[str, GivenSetting]) -> dict[str, GivenSetting]:
+    """Return both sources, where `above` wins. A memory limit above replaces the other kind below."""
+    return {field: given for field, given in below.items() if EXCLUSIVE.get(field) not in above} | above
+
+
+def _spread(source: Iterable[GivenSetting]) -> Iterator[GivenSetting]:
+    """Yield the settings of a source. A speculative config is replaced by the settings inside it."""
+    for given in source:
+        if given.field != "speculative_config":
+            yield given
+            continue
+        for field, value in _speculative_config(given).settings().items():
+            yield GivenSetting(f"{given.spelling} ({field})", field, value)
+
+
+def _speculative_config(given: GivenSetting) -> SpeculativeConfig:
+    """Return a checked speculative config, from JSON text or from a mapping in a YAML file."""
+    spelling, value = given.spelling, given.value
+    example = """for example '{"method": "dflash", "model": "PATH", "num_speculative_tokens": 15}'"""
+    try:
+        value = parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"{spelling}: {error}", example) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{spelling}: an object is wanted, not {value!r}", example)
+    known = SpeculativeConfig.model_fields
+    for key in value:
+        if key not in known:
+            hint = nearest(str(key), known) or f"known are {', '.join(known)}"
+            raise ConfigError(f"{spelling}: unknown key {key!r}", hint)
+    try:
+        return SpeculativeConfig.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{spelling}: {first['loc'][0]} {first['input']!r}: {_reason(first)}") from None
+
+
+def _reason(error: Any) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
