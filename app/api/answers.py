@@ -11,7 +11,7 @@ from fastapi import Response
 
 from app.api.schemas import StreamOptions
 from app.messages import FinishReason
-from app.text.parsers.qwen3 import ToolCall
+from app.text.parsers import ToolCall
 
 Reason = FinishReason | Literal["tool_calls"]
 

@@ -185,11 +185,11 @@ def _warn(tokenizer: Tokenizer, config: Config) -> None:
     for name in config.default_chat_template_kwargs:
         if name not in tokenizer.chat_template.switches:
             logger.warning("--default-chat-template-kwargs: this model's chat template does not know %s", name)
-    if tokenizer.model_vocab_size is not None and tokenizer.largest_id >= tokenizer.model_vocab_size:
+    if tokenizer.model_vocab_size is not None and tokenizer.max_id >= tokenizer.model_vocab_size:
         logger.warning(
             "tokenizer.json makes token ids up to %d, but by config.json the vocabulary of the model ends at %d: "
             "a text that has such a token will be refused",
-            tokenizer.largest_id,
+            tokenizer.max_id,
             tokenizer.model_vocab_size - 1,
         )
 

@@ -60,7 +60,7 @@ class TextStream:
 
     @property
     def n_tokens(self) -> int:
-        return self._detokenizer.n_tokens
+        return self._detokenizer.num_tokens
 
     def ring(self, bell: asyncio.Event) -> None:
         """From now on set `bell` whenever there is something to take."""

@@ -71,7 +71,7 @@ def _check_message(where: str, message: ChatMessage) -> None:
 
 def check_template(asked: TemplatedRequest, template: ChatTemplate) -> None:
     """What the model's own chat template cannot do. Raises ApiError."""
-    if asked.offered_tools and "tools" not in template.knows:
+    if asked.offered_tools and "tools" not in template.variables:
         raise bad_request(
             "This model's chat template has no place for `tools`. Leave them out, or describe them in a message.",
             "tools",

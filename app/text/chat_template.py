@@ -1,7 +1,7 @@
-"""Chat templates: Jinja in the sandbox, with the same globals and filters as Transformers gives them.
+"""Chat templates: Jinja in its sandbox, with the globals and filters of Transformers.
 
-A template comes with a checkpoint, and what it loops over with a request. So every turn of a loop and every call of a
-macro looks at the clock, and the text has a greatest length: no template and no messages keep a thread for ever.
+A template comes with a checkpoint, and the lists it loops over come with a request. Every turn of a loop and every call
+of a macro therefore checks the time, and the text has a maximum length.
 """
 
 import json
@@ -21,22 +21,22 @@ import jinja2.sandbox
 
 
 class ChatTemplateError(ValueError):
-    """The template cannot be used, or it cannot render these messages; then the message is for the client."""
+    """A template that cannot be used, or that cannot render the messages. Then the text is for the client."""
 
 
-LONGEST_SECONDS = 5.0
-MOST_CHARACTERS = 2**25
-_OURS = frozenset(
+MAX_SECONDS = 5.0
+MAX_CHARACTERS = 2**25
+_STANDARD_VARIABLES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 )
 _CUT = "\ue000 the answer goes on here \ue001"
-"""Stands behind a final message that is to be continued; what the template puts after it is cut off with it."""
+"""End of a final message that is to be continued. The rendered text is cut here."""
 
 
 class ChatTemplate:
-    """A compiled template, or none: then `render` refuses. `special` are the special tokens a template may name.
+    """A compiled template, or the absence of one, with which `render` raises.
 
-    `knows` are the variables that it reads: what it does not read it would ignore.
+    `special` are the special tokens that a template may name. `variables` are the names that this template reads.
     """
 
     def __init__(self, source: str | None, special: dict[str, str]) -> None:
@@ -44,25 +44,25 @@ class ChatTemplate:
         self._special = special
         environment = _environment()
         tree = environment.parse(source or "")
-        self.knows = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        clock = environment.extensions[_Clock.identifier]
-        assert isinstance(clock, _Clock)
-        self._clock = clock
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        timeout = environment.extensions[_Timeout.identifier]
+        assert isinstance(timeout, _Timeout)
+        self._timeout = timeout
         self._template: jinja2.Template | None = None
         if source is not None:
-            code = environment.compile(clock.watching(tree))
+            code = environment.compile(timeout.insert_checks(tree))
             self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
 
     @property
     def switches(self) -> list[str]:
-        """The names that `chat_template_kwargs` may set."""
-        return sorted(self.knows - _OURS - self._special.keys() - _GLOBALS.keys())
+        """Names that `chat_template_kwargs` may set, sorted."""
+        return sorted(self.variables - _STANDARD_VARIABLES - self._special.keys() - _GLOBALS.keys())
 
     @classmethod
     def load(cls, folder: Path, settings: dict[str, Any], special: dict[str, str]) -> "ChatTemplate":
-        """From chat_template.jinja, else chat_template.json, else `chat_template` in tokenizer_config.json.
+        """Load chat_template.jinja, else chat_template.json, else `chat_template` of tokenizer_config.json.
 
-        Raises ChatTemplateError, naming the file, if it cannot be read or the template is not Jinja.
+        Raises ChatTemplateError, which names the file, if it cannot be read or the template is not Jinja.
         """
         try:
             if (path := folder / "chat_template.jinja").is_file():
@@ -94,17 +94,17 @@ class ChatTemplate:
         continue_final_message: bool = False,
         switches: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages`. Raises ChatTemplateError.
+        """Return the prompt of `messages`. Raises ChatTemplateError.
 
-        It ends where the assistant speaks, with `add_generation_prompt`; or at the end of the last message's text, with
-        `continue_final_message`. `switches` are variables of the template's own (`enable_thinking`).
+        With `add_generation_prompt` it ends where the assistant speaks. With `continue_final_message` it ends where the
+        text of the last message ends. `switches` are variables of the template's own, like `enable_thinking`.
         """
         if self._template is None:
             raise ChatTemplateError("This model has no chat template. Use /v1/completions, or add chat_template.jinja.")
         if continue_final_message:
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _CUT}]
         variables = dict(switches or {}) | self._special
-        self._clock.start()
+        self._timeout.start()
         try:
             text = _joined(
                 self._template.generate(
@@ -117,7 +117,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The model's chat template refuses these messages: {error}") from None
-        except Exception as error:  # Whatever a template does wrong, it is the template's.
+        except Exception as error:  # A template can raise any exception.
             raise ChatTemplateError(f"The model's chat template fails on these messages: {error}") from None
         if not continue_final_message:
             return text
@@ -130,52 +130,52 @@ class ChatTemplate:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; a server renders what is inside."""
+    """The tag `{% generation %}`, which marks assistant text for training. A server renders its content."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+    tags = {"generation"}  # noqa: RUF012 (the type is jinja2's)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Clock(jinja2.ext.Extension):
-    """Ends a rendering that takes too long, each thread's own."""
+class _Timeout(jinja2.ext.Extension):
+    """Time limit of a rendering. Each thread has its own."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self._thread = threading.local()
 
     def start(self) -> None:
-        self._thread.end = time.monotonic() + LONGEST_SECONDS
+        self._thread.end = time.monotonic() + MAX_SECONDS
 
-    def look(self) -> None:
+    def check(self) -> None:
         if time.monotonic() > self._thread.end:
-            raise jinja2.TemplateError(f"it takes longer than {LONGEST_SECONDS:g} s")
+            raise jinja2.TemplateError(f"it takes longer than {MAX_SECONDS:g} s")
 
-    def watching(self, tree: jinja2.nodes.Template) -> jinja2.nodes.Template:
-        """`tree` with a look at the clock wherever it can come by again and again."""
+    def insert_checks(self, tree: jinja2.nodes.Template) -> jinja2.nodes.Template:
+        """Return `tree` with a check of the time in every loop and every macro."""
         for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
             assert isinstance(node, jinja2.nodes.For | jinja2.nodes.Macro | jinja2.nodes.CallBlock)
-            node.body.insert(0, jinja2.nodes.ExprStmt(self.call_method("look"), lineno=node.lineno))
+            node.body.insert(0, jinja2.nodes.ExprStmt(self.call_method("check"), lineno=node.lineno))
         return tree
 
 
 def _joined(parts: Iterator[str]) -> str:
-    """Raises jinja2.TemplateError above MOST_CHARACTERS."""
+    """Return the parts as one text. Raises jinja2.TemplateError above MAX_CHARACTERS."""
     text: list[str] = []
     length = 0
     for part in parts:
         length += len(part)
-        if length > MOST_CHARACTERS:
-            raise jinja2.TemplateError(f"it makes more than {MOST_CHARACTERS:,} characters of them")
+        if length > MAX_CHARACTERS:
+            raise jinja2.TemplateError(f"it makes more than {MAX_CHARACTERS:,} characters of them")
         text.append(part)
     return "".join(text)
 
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, _Clock, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, _Timeout, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(_GLOBALS)
@@ -183,7 +183,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)
 
 

@@ -1,7 +1,6 @@
-"""Text to token ids and back, from the files of a target's folder: tokenizer, chat template, generation defaults.
+"""Tokenizer of a target, from the files of its folder, with its chat template and its sampling defaults.
 
-This reads `tokenizer.json` with the tokenizers library and renders chat templates as Transformers does. Transformers
-itself is not imported: it imports torch, which the API process must never do.
+Transformers is not imported, because it imports torch, and the API process must not.
 """
 
 import json
@@ -20,11 +19,11 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class TokenizerError(ValueError):
-    """The folder's files cannot be used; the message names the file and says what to do."""
+    """A file of the folder cannot be used. The message names the file and says what to do."""
 
 
 class PromptTooLong(ValueError):
-    """A text that has more tokens than it may, by its length alone; `at_least` is how many it must have."""
+    """A text whose length alone shows that it has too many tokens, `at_least` so many."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the text has at least {at_least} tokens")
@@ -33,7 +32,7 @@ class PromptTooLong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """How to sample when a request says nothing: what generation_config.json recommends, else what changes nothing."""
+    """Sampling parameters of requests without their own: those of generation_config.json, else neutral ones."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -43,11 +42,10 @@ class GenerationDefaults:
 
 
 class Tokenizer:
-    """The tokenizer of the target in `folder`. Safe to use from several threads.
+    """Tokenizer of the target in `folder`. Safe to use from several threads.
 
-    `largest_id` is the highest id it can make, and `model_vocab_size` what config.json says the model has, if it does.
-
-    Raises TokenizerError or ChatTemplateError, naming the file, if one of its files cannot be used.
+    `max_id` is the highest id that it can make. `model_vocab_size` is the vocabulary of config.json, if that has one.
+    The constructor raises TokenizerError or ChatTemplateError, which name the file at fault.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,8 +63,8 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        self.largest_id = max(vocabulary.values(), default=0)
-        self._longest_token = max((len(token.encode()) for token in vocabulary), default=1) or 1
+        self.max_id = max(vocabulary.values(), default=0)
+        self._max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1) or 1
         settings_path, generation_path, config_path = (
             folder / name for name in ("tokenizer_config.json", "generation_config.json", "config.json")
         )
@@ -85,38 +83,37 @@ class Tokenizer:
         self.defaults = _defaults(generation_path, generation)
         self.chat_template = ChatTemplate.load(folder, settings, special)
 
-    def encode(self, text: str, most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens (BOS) that the tokenizer itself adds to a bare prompt.
+    def encode(self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text, with the special tokens (BOS) that the tokenizer adds to a bare prompt.
 
-        Raises PromptTooLong if the text must have more than `most` tokens. No token stands for more bytes than the
-        longest has, so a text that is far too long is never tokenised. (A normalizer that throws text away could do
-        with fewer tokens; it would have to throw away most of the text.)
+        Raises PromptTooLong, before the work, if the text must have more than `max_tokens` tokens. The bound is the
+        longest token of the vocabulary in bytes. It is wrong only for a normalizer that removes most of a text.
         """
-        if most is not None and (at_least := math.ceil(len(text.encode()) / self._longest_token)) > most:
+        if max_tokens is not None and (at_least := math.ceil(len(text.encode()) / self._max_token_bytes)) > max_tokens:
             raise PromptTooLong(at_least)
-        # `encode` keeps the interpreter's lock for as long as it works, which for a large text is seconds.
+        # `encode` holds the interpreter's lock while it works, which is seconds for a large text.
         return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`, whole."""
+        """Return the whole text of `token_ids`."""
         return str(self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_strings(self, token_ids: list[int]) -> list[str]:
-        """How the vocabulary spells each token; an id that it does not have is ""."""
+        """Return the vocabulary's spelling of each token, "" for an unknown id."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
 
 def _with_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Some files call the marks of reasoning and tool calls special: decoding would drop what the parser looks for."""
+    """Return a tokenizer in which the marks that a parser looks for are not special, because decoding drops those."""
     if not any(token.special and token.content in MARKS for token in backend.get_added_tokens_decoder().values()):
         return backend
-    files = json.loads(backend.to_str())
-    for token in files["added_tokens"]:
+    description = json.loads(backend.to_str())
+    for token in description["added_tokens"]:
         token["special"] = token["special"] and token["content"] not in MARKS
-    return tokenizers.Tokenizer.from_str(json.dumps(files))
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
-_RECOMMENDED: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda value: 0 <= value < math.inf, "a number, 0 or more"),
     ("top_k", lambda value: -1 <= value < 2**31 and value == int(value), "a whole number, -1 or more"),
     ("top_p", lambda value: 0 < value <= 1, "a number above 0, at most 1"),
@@ -127,10 +124,10 @@ _RECOMMENDED: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
     values: dict[str, Any] = {}
-    for name, allowed, wanted in _RECOMMENDED:
+    for name, is_allowed, allowed in _RANGES:
         if (value := generation.get(name)) is not None:
-            if type(value) not in (int, float) or not allowed(value):
-                raise TokenizerError(f"{path}: {name} must be {wanted}, not {value!r}")
+            if type(value) not in (int, float) or not is_allowed(value):
+                raise TokenizerError(f"{path}: {name} must be {allowed}, not {value!r}")
             values[name] = max(0, int(value)) if name == "top_k" else float(value)
     if generation.get("do_sample") is False:
         values["temperature"] = 0.0
@@ -138,10 +135,10 @@ def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
 
 
 def _ids(path: Path, value: Any) -> list[int]:
-    """The value of eos_token_id, which may be one id, a list of them, or none."""
+    """Return the ids of an eos_token_id, which is one id, a list of them, or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    for item in ids:
-        if type(item) is not int or not 0 <= item < 2**31:
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < 2**31:
             raise TokenizerError(f"{path}: eos_token_id must be a token id or a list of them, not {value!r}")
     return list(ids)
 

@@ -1,56 +1,40 @@
-"""Text of one request, piece by piece, to reasoning, content and tool calls as Qwen3 writes them."""
+"""Parser of Qwen3's output: text, piece by piece, to reasoning, content and tool calls."""
 
 import json
 import re
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+
+from app.text.parsers import Parsed, ToolCall
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
-_SPACE = " \t\r\n"  # JSON's own. An ideographic space is an indent, so it is text.
-_LEXEME = re.compile(r"</?(?:think|tool_call)>|[ \t\r\n]+|[^< \t\r\n](?:[^<]*[^< \t\r\n])?|<")  # words with their gaps
-_MAX_CLOSING_TAGS = 64  # in the strings of one call: each costs a parse of the whole block
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One whole call; `arguments` is the JSON text of an object."""
-
-    name: str
-    arguments: str
-
-
-class Parsed(NamedTuple):
-    """What one piece of output made certain; in what order content and calls came within the piece is not told."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+_SPACE = " \t\r\n"  # JSON's white space. An ideographic space is an indent, and so text.
+_LEXEME = re.compile(r"</?(?:think|tool_call)>|[ \t\r\n]+|[^< \t\r\n](?:[^<]*[^< \t\r\n])?|<")
+_MAX_CLOSING_TAGS = 64  # of one block, because each costs a parse of the whole block
 
 
 class _Stage(Enum):
-    OPENING = auto()  # nothing but whitespace so far
+    OPENING = auto()  # only white space so far
     REASONING = auto()
     CONTENT = auto()
     CALL = auto()
 
 
 class OutputParser:
-    """Splits output into what a client shows as reasoning, as content, and what it runs as calls.
+    """Parser of one output into reasoning, content and tool calls.
 
-    The concatenated results depend on the text alone, not on how it is cut. Nothing is lost but tags that did their
-    work and whitespace beside them: a block that is no call is content as it was written. With both switches off all
-    is content. `starts_in_reasoning` says that the prompt has opened the reasoning; without `reasoning` it is ignored.
+    The concatenated results depend on the text alone, and not on the pieces. Only tags and the white space beside them
+    are dropped. A block that is no call is content, unchanged. With both switches off, everything is content.
+    `starts_in_reasoning` is for a prompt that has opened the reasoning. Without `reasoning` it is ignored.
     """
 
     def __init__(self, reasoning: bool, tools: bool, starts_in_reasoning: bool = False) -> None:
         self._tools = tools
         self._stage = _Stage.OPENING if reasoning else _Stage.CONTENT
         self._tags = (THINK, END_THINK) * reasoning + (CALL, END_CALL) * tools
-        self._tail = ""  # the beginning of what may become a tag
-        self._space: list[str] = []  # whitespace that is shown only if text follows
+        self._tail = ""  # maybe the beginning of a tag
+        self._space: list[str] = []  # white space that is shown only if text follows
         self._drop_space = reasoning and starts_in_reasoning
         self._after_call = False
         self._block: list[str] = []
@@ -60,11 +44,10 @@ class OutputParser:
         self._calls: list[ToolCall] = []
 
     def push(self, text: str) -> Parsed:
-        """What has become certain by this piece, often nothing."""
+        """Return what this piece makes certain, often nothing."""
         assert not self._finished, "pushed to output that has finished"
         text = self._tail + text
         if self._stage is _Stage.CONTENT and not self._tools and not self._drop_space:
-            # Nothing is looked for any more.
             self._tail = ""
             return Parsed(text)
         cut = self._end_of_certain(text)
@@ -73,11 +56,11 @@ class OutputParser:
         return self._release()
 
     def finish(self) -> Parsed:
-        """What was held back, now that the output has ended. Nothing may be pushed afterwards."""
+        """Return the held text at the end of the output. No push may follow."""
         assert not self._finished, "finished twice"
         self._finished = True
         if self._stage is _Stage.CALL:
-            # Output that ran out in the middle of the closing tag has the whole call.
+            # An output that ends within the closing tag has the whole call.
             call = _read_call("".join(self._block[1:])) if END_CALL.startswith(self._tail) else None
             self._block.append(self._tail)
             self._end_block(call)
@@ -107,7 +90,7 @@ class OutputParser:
                 self._read_word(lexeme)
 
     def _open(self, lexeme: str) -> None:
-        """The first lexeme that is not whitespace tells whether the output begins with reasoning."""
+        """Decide by the first lexeme that is not white space if the output begins with reasoning."""
         if lexeme == THINK:
             self._enter_dropping_space(_Stage.REASONING)
         else:
@@ -161,7 +144,7 @@ class OutputParser:
 
 
 def _read_call(text: str) -> ToolCall | None:
-    """The call that a block's text is, or None. "parameters" is what some models write for "arguments"."""
+    """Return the call in a block, or None if there is none. Some models write "parameters" instead of "arguments"."""
     try:
         call = json.loads(text)
         if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
@@ -169,15 +152,15 @@ def _read_call(text: str) -> ToolCall | None:
         written = call.get("arguments", call.get("parameters", {}))
         arguments = json.loads(written) if isinstance(written, str) else written
         dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        found = ToolCall(name, written if isinstance(written, str) else dumped)
-        (found.name + found.arguments).encode()  # A lone surrogate could not be sent.
+        parsed = ToolCall(name, written if isinstance(written, str) else dumped)
+        (parsed.name + parsed.arguments).encode()  # Raises UnicodeEncodeError for half a surrogate pair.
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(arguments, dict) else None
+    return parsed if isinstance(arguments, dict) else None
 
 
 def _is_inside_string(text: str) -> bool:
-    """True if the text is a JSON object cut inside a string: there alone a closing tag can be part of JSON."""
+    """Return True for a JSON object that is cut inside a string. Only there a closing tag can be part of the JSON."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:

@@ -249,7 +249,7 @@ def test_a_template_that_never_ends_holds_nobody_up(start, background, monkeypat
     for _ in range(5):
         assert server.http.get("/live").status_code == 200
     assert not any(one.done() for one in asked)
-    clock.now = chat_template.LONGEST_SECONDS + 0.1
+    clock.now = chat_template.MAX_SECONDS + 0.1
     assert all("longer than 5 s" in one.result()["message"] for one in asked)
 
 

@@ -51,7 +51,7 @@ def test_the_limits_that_are_told_are_the_codes_own() -> None:
         f"characters, {protocol.MOST_STOP_IDS:,} stop token ids, {protocol.MOST_BIASES:,} entries in `logit_bias`, "
         f"{protocol.MOST_CHOICES} choices, {protocol.MOST_TOOLS} tools",
         f"reads nothing for {connection.STALLED_SECONDS:g} s",
-        f"{chat_template.LONGEST_SECONDS:g} s and {chat_template.MOST_CHARACTERS // 2**20} Mi characters",
+        f"{chat_template.MAX_SECONDS:g} s and {chat_template.MAX_CHARACTERS // 2**20} Mi characters",
     ):
         assert told in SECURITY, told
     assert f"Idle connections are kept for {connection.SETTINGS['timeout_keep_alive']} s" in PAGE

@@ -70,10 +70,10 @@ def test_text_ends_where_a_plain_reading_finds_the_first_stop_string(backend, pi
     assert "".join(shown) == (text if expected is None else expected)
     assert detokenizer.finish_reason == (finish if expected is None else "stop")
     if expected is None:
-        assert detokenizer.n_tokens == len(ids)
+        assert detokenizer.num_tokens == len(ids)
     else:
         completed = next(n for n in range(len(pieces) + 1) if reference(backend.decode(ids[:n]), stop) is not None)
-        assert detokenizer.n_tokens == completed
+        assert detokenizer.num_tokens == completed
 
 
 @given(
@@ -109,19 +109,19 @@ def test_stop_string_spanning_two_tokens_is_cut_exactly(backend):
     detokenizer = Detokenizer(backend, ["bca"])
     assert detokenizer.push([backend.token_to_id("ab")]) == "a"
     assert detokenizer.push([backend.token_to_id("cab"), backend.token_to_id("c")]) == ""
-    assert (detokenizer.finish_reason, detokenizer.n_tokens) == ("stop", 2)
+    assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)
 
 
 def test_stop_string_behind_the_eos_of_the_same_run_does_not_win(backend):
     detokenizer = Detokenizer(backend, [EOS, "bb"])
     text = detokenizer.push([backend.token_to_id("a"), backend.token_to_id("b"), backend.token_to_id(EOS)], "stop")
-    assert (text, detokenizer.finish_reason, detokenizer.n_tokens) == ("ab", "stop", 3)
+    assert (text, detokenizer.finish_reason, detokenizer.num_tokens) == ("ab", "stop", 3)
 
 
 def test_stop_token_is_counted_and_not_shown_even_if_it_is_ordinary_text(backend):
     detokenizer = Detokenizer(backend, ["ac"])
     assert detokenizer.push([backend.token_to_id("a"), backend.token_to_id("c")], "stop") == "a"
-    assert (detokenizer.finish_reason, detokenizer.n_tokens) == ("stop", 2)
+    assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)
 
 
 def test_stop_string_on_the_last_allowed_token_beats_the_length_limit(backend):
@@ -148,7 +148,7 @@ def test_special_tokens_inside_the_text_are_counted_and_not_shown(backend):
     detokenizer = Detokenizer(backend)
     ids = [backend.token_to_id(t) for t in ("a", EOS, "b")]
     assert detokenizer.push(ids, "length") == "ab"
-    assert detokenizer.n_tokens == 3
+    assert detokenizer.num_tokens == 3
 
 
 def test_an_id_beyond_the_vocabulary_is_no_text_and_no_error(backend):
@@ -193,7 +193,7 @@ def test_text_with_its_stop_and_special_tokens_is_that_of_a_plain_reading(
     assert "".join(shown) == (text if expected is None else expected)
     assert detokenizer.finish_reason == (finish if expected is None else "stop")
     if expected is None:
-        assert detokenizer.n_tokens == len(ids)
+        assert detokenizer.num_tokens == len(ids)
 
 
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=20))
@@ -211,11 +211,11 @@ def test_a_stop_string_spanning_two_tokens_is_kept_and_what_follows_is_not(backe
     detokenizer = Detokenizer(backend, ["bca"], include_stop=True)
     assert detokenizer.push([backend.token_to_id("ab")]) == "a"
     assert detokenizer.push([backend.token_to_id("cab"), backend.token_to_id("c")]) == "bca"
-    assert (detokenizer.finish_reason, detokenizer.n_tokens) == ("stop", 2)
+    assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)
 
 
 @pytest.mark.parametrize(("skip", "expected"), [(True, "a"), (False, "a" + EOS)])
 def test_an_included_stop_token_is_text_unless_special_tokens_are_skipped(backend, skip, expected):
     detokenizer = Detokenizer(backend, include_stop=True, skip_special_tokens=skip)
     assert detokenizer.push([backend.token_to_id("a"), backend.token_to_id(EOS)], "stop") == expected
-    assert (detokenizer.finish_reason, detokenizer.n_tokens) == ("stop", 2)
+    assert (detokenizer.finish_reason, detokenizer.num_tokens) == ("stop", 2)

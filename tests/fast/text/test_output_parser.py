@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.text.parsers import Parsed, ToolCall
 from app.text.parsers import qwen3 as output_parser
-from app.text.parsers.qwen3 import OutputParser, Parsed, ToolCall
+from app.text.parsers.qwen3 import OutputParser
 
 SPACE = " \t\r\n"
 FRAGMENTS = [

@@ -193,7 +193,7 @@ def test_a_broken_json_file_is_named(folder, name):
     ids=["loops", "filters", "macros", "calls", "recursive"],
 )
 def test_a_template_that_never_ends_is_ended(monkeypatch, template):
-    monkeypatch.setattr(chat_template, "LONGEST_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
     began = time.thread_time()
     with pytest.raises(ChatTemplateError, match=r"longer than 0\.2 s|recursion"):
         ChatTemplate(template, {}).render(MESSAGES)
@@ -201,7 +201,7 @@ def test_a_template_that_never_ends_is_ended(monkeypatch, template):
 
 
 def test_a_template_that_makes_too_much_text_is_ended(monkeypatch):
-    monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1000)
     with pytest.raises(ChatTemplateError, match="more than 1,000 characters"):
         ChatTemplate("{% for i in range(99999) %}{{ i }}{% endfor %}", {}).render(MESSAGES)
 
