@@ -3,14 +3,16 @@
 #
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
-#   make test | make check | make proof                   tests; lint, types and import rules; all of it, to docs/proof.md
+#   make test | make check                                the fast tests; lint, types and import rules
+#   make test-all | make proof                            every test but the slow ones; those too, to docs/proof.md
+#   make golden                                           what Transformers says, to tests/golden
 #   make audit                                            known holes in what is installed, by PyPI's advisories
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
 #   make bench                                            plain decoding against DFlash over HTTP, by turns, to README.md
 #   make bench ARGS="--concurrency 1,4"                   anything else of `dflash-server bench`, and to no page
 #   .venv/bin/python -m tools.lab step | cpu | widths | api   this server's own code measured, with Transformers for `cpu`
 #   make test-npu | make npu-launches                     the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
-#                                                         (part of `make test`); what a decode step launches there
+#                                                         (part of `make test-all`); what a decode step launches there
 #
 # pip's own environment holds. PyPI's torch for Linux brings gigabytes of CUDA; without a GPU say once
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve
@@ -32,7 +34,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Only from make's command line: conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench test test-npu-if-possible test-npu npu-launches check proof soak audit
+.PHONY: serve bench test test-rest test-all golden test-npu-if-possible test-npu npu-launches check proof soak audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -44,15 +46,20 @@ README_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --max-
 
 # Three processes for two cores, since some tests wait, with one thread each: torch's threads wait for one another in busy
 # loops, and on a core that does other work as well that makes everything many times slower.
-test test-npu: export OMP_NUM_THREADS = 1
+test test-rest test-npu golden: export OMP_NUM_THREADS = 1
 # Else each of a hundred processes compiles all that it imports, and pytest rewrites it.
-test test-npu: export PYTHONDONTWRITEBYTECODE =
-test: export SLICE = -m "not slow"
-PARALLEL = --numprocesses 3 --dist loadfile --no-loadscope-reorder
+test test-rest test-npu: export PYTHONDONTWRITEBYTECODE =
 
+# The fast tests, which tests/costs.py holds to 2 s of process time each.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest tests $(SLICE) $(PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest tests/fast -m fast --numprocesses 3 --dist worksteal $(ARGS)
+
+test-rest: export SLICE = -m "not slow"
+test-rest: $(DEV_STAMP)
+	$(BIN)/python -m pytest tests -m "not fast and not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu-if-possible
+
+test-all: test test-rest
 
 # With CI set it must be possible; elsewhere a platform without torch_npu's wheel goes on, and says what was left out.
 test-npu-if-possible:

@@ -1,6 +1,10 @@
-"""What all tests share: Hypothesis draws the same examples everywhere, and gives them all the time they take."""
+"""Settings of all tests: Hypothesis draws the same examples everywhere, without a time limit, and costs are guarded."""
 
 import contextlib
+
+from tests.costs import cost, pytest_collection_modifyitems
+
+__all__ = ["cost", "pytest_collection_modifyitems"]
 
 with contextlib.suppress(ModuleNotFoundError):  # the NPU's environment goes without
     from hypothesis import HealthCheck, settings

@@ -12,7 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck
 from schemathesis import Case
 
-from tests.fast.api.test_openapi import CHECKS, TRIALS
+from tests.exhaustive.operations import CHECKS, TRIALS
 from tests.soak.questions import SILENCE_SECONDS
 from tests.soak.server import DemoServer
 

@@ -156,6 +156,7 @@ def test_a_text_that_is_far_too_long_is_refused_without_tokenising_it(server, mo
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("path", "fields"),
     [

@@ -18,6 +18,7 @@ from app.config.settings import env_name
 from app.messages import Fatal, Reply
 
 
+@pytest.mark.exhaustive
 def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path: Path) -> None:
     (tmp_path / "app").mkdir()
     for name in ("app/__init__.py", "json.py"):

@@ -70,6 +70,7 @@ def test_any_command_line_is_settled_or_told_what_is_wrong(arguments: list[str])
     check(arguments)
 
 
+@pytest.mark.exhaustive
 @settings(ANY)
 @given(st.sampled_from(FLAGS), words)
 def test_any_value_of_a_flag_is_settled_or_told_what_is_wrong(flag: str, value: str) -> None:
@@ -77,6 +78,7 @@ def test_any_value_of_a_flag_is_settled_or_told_what_is_wrong(flag: str, value: 
     check([f"{flag}={value}"])
 
 
+@pytest.mark.exhaustive
 @settings(ANY)
 @given(st.dictionaries(st.sampled_from([*FIELDS, "nonsense"]), words, min_size=1, max_size=3))
 def test_any_environment_is_settled_or_told_what_is_wrong(variables: dict[str, str]) -> None:
@@ -86,6 +88,7 @@ def test_any_environment_is_settled_or_told_what_is_wrong(variables: dict[str, s
         check([])
 
 
+@pytest.mark.exhaustive
 @settings(ANY)
 @given(st.dictionaries(st.sampled_from(FIELDS) | scalars, anything, max_size=3) | anything)
 def test_any_yaml_is_settled_or_told_what_is_wrong(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
@@ -94,6 +97,7 @@ def test_any_yaml_is_settled_or_told_what_is_wrong(tmp_path_factory: pytest.Temp
     check(["--config", str(file)])
 
 
+@pytest.mark.exhaustive
 @settings(ANY)
 @given(st.binary(max_size=40) | st.text("ab:-[]{}&*!|>'\"%@`#,? \n\t0", max_size=30).map(str.encode))
 def test_any_file_is_settled_or_told_what_is_wrong(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
@@ -102,6 +106,7 @@ def test_any_file_is_settled_or_told_what_is_wrong(tmp_path_factory: pytest.Temp
     check(["--config", str(file)])
 
 
+@pytest.mark.exhaustive
 @settings(ANY)
 @given(json_values)
 def test_any_speculative_config_is_settled_or_told_what_is_wrong(value: Any) -> None:
@@ -109,6 +114,7 @@ def test_any_speculative_config_is_settled_or_told_what_is_wrong(value: Any) -> 
     check(["--speculative-config", json.dumps({"method": "dflash", "model": value})])
 
 
+@pytest.mark.exhaustive
 @settings(ANY)
 @given(json_values)
 def test_any_template_kwargs_are_settled_or_told_what_is_wrong(value: Any) -> None:
@@ -140,6 +146,7 @@ def test_a_value_that_breaks_what_reads_it_is_told(arguments: tuple[str, str]) -
     check(list(arguments))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "content",
     [

@@ -34,6 +34,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.exhaustive
 def test_on_a_cpu_everything_is_asked_and_nothing_fails() -> None:
     done = check("--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,6 +45,7 @@ def test_on_a_cpu_everything_is_asked_and_nothing_fails() -> None:
     assert lines[-1] == "nothing failed"
 
 
+@pytest.mark.exhaustive
 @without_npu
 def test_an_npu_on_a_machine_without_one_is_a_report_and_no_traceback() -> None:
     done = check("--device", "npu", "--json")
@@ -57,6 +59,7 @@ def test_an_npu_on_a_machine_without_one_is_a_report_and_no_traceback() -> None:
         assert results[name] == {"name": name, "status": "not tried", "found": "torch_npu cannot be loaded", "hint": ""}
 
 
+@pytest.mark.exhaustive
 @without_npu
 def test_a_hint_stands_under_its_failure() -> None:
     lines = check("--device", "npu").stdout.splitlines()

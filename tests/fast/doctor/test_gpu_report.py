@@ -276,6 +276,7 @@ def test_all_of_it_takes_less_than_eight_minutes() -> None:
     assert list(gpu_report.SECTIONS)[3] == "speeds"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_a_sections_process_says_in_its_line_why_it_has_no_parts(tmp_path: Path) -> None:
     pytest.importorskip("triton")
@@ -305,6 +306,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_a_line_and_fails() -> None:
     done = run("from app.bench.__main__ import main\nsys.exit(main(['gpu-report']))")
@@ -312,6 +314,7 @@ def test_without_a_gpu_it_says_so_in_a_line_and_fails() -> None:
     assert done.stderr.startswith("error: gpu-report needs a CUDA GPU") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) -> None:
     """On a CPU, where graphs are steps that are run again, and overlap by a double."""
     pytest.importorskip("triton")

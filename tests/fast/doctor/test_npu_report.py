@@ -28,6 +28,7 @@ def part(name: str, status: str = "ok", **more: Any) -> dict[str, Any]:
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_NPU, reason="tells what a machine without an NPU is told")
 def test_without_an_npu_it_says_so_in_a_line_and_writes_what_it_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "app", "npu-report", "--out", str(tmp_path / "new")]

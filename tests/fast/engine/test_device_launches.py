@@ -16,6 +16,7 @@ COPIES = {"aten.copy_", "aten.clone"}
 """Up, and in the double down."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("verify", [8, 3, 1])
 def test_a_decode_step_replays_a_graph_for_each_forward_and_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: int

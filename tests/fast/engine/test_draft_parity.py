@@ -129,11 +129,13 @@ SETTINGS: dict[str, dict] = {
     "block 5 of 8": {"max_num_seqs": 4, "page_size": 4, "block_size": 5},
     "3 rows of 8": {"max_num_seqs": 4, "page_size": 4, "verify": 3},
 }
+COSTLY = ("preempted", "alone, chunked")
 
 
 @pytest.mark.parametrize(
     ("shape", "settings"),
-    [("gqa 4:2", settings) for settings in SETTINGS] + [(shape, "batched, chunked") for shape in PAIRS][1:],
+    [pytest.param("gqa 4:2", name, marks=pytest.mark.exhaustive if name in COSTLY else ()) for name in SETTINGS]
+    + [(shape, "batched, chunked") for shape in PAIRS][1:],
 )
 def test_every_block_equals_the_reference(tmp_path, shape: str, settings: str):
     pair = make_pair(tmp_path, seed=4, **PAIRS[shape])
@@ -341,6 +343,7 @@ def accepted_as_by_the_reference(
     return [count for run in runs.values() for count in run.accepted]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("block_size", [2, 4, 8, 16])
 def test_every_step_accepts_what_the_reference_accepts_on_a_random_pair(tmp_path, block_size: int):
     pair = make_pair(tmp_path, **LUCKY)
@@ -350,6 +353,7 @@ def test_every_step_accepts_what_the_reference_accepts_on_a_random_pair(tmp_path
     assert len(set(accepted)) >= min(block_size, 5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("block_size", [pytest.param(8, marks=pytest.mark.slow), 16])
 def test_every_step_accepts_what_the_reference_accepts_on_the_demo_pair(block_size: int):
     requests = [

@@ -111,7 +111,7 @@ def undisturbed(engine: Engine, asked: list[Request]) -> dict[str, list[int]]:
 # Logits that are not finite
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "graphs"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pair: Pair, way: str, graphs: bool):
     scratch = -(-(4 * 8 + 1) // PAGE) if graphs else 1
@@ -461,6 +461,7 @@ def crowded(request: pytest.FixtureRequest, lucky: Pair, monkeypatch: pytest.Mon
     yield engine_of(lucky, kv_pages=pages, prefix_caching=True, max_num_batched_tokens=40, verify="auto")
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
     """Queued, in the midst of a prompt, decoding plainly or in blocks, preempted, then running again, and waiting for a
     sibling's pages."""

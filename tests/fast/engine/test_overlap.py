@@ -100,6 +100,7 @@ def test_the_next_step_is_launched_before_a_step_is_read(lucky: Pair):
     assert run.texts == undisturbed(eager(lucky), [request])
 
 
+@pytest.mark.exhaustive
 def test_every_step_accepts_what_it_would_have_accepted_alone(lucky: Pair):
     """Wrong drafts change no token, so a draft that began elsewhere would only show in how many are accepted."""
 
@@ -148,6 +149,7 @@ def test_who_draws_his_tokens_or_counts_them_is_waited_for(lucky: Pair, speculat
 # Ends, which are known a step late
 
 
+@pytest.mark.exhaustive
 def test_a_stop_token_wherever_it_lies_leaks_nothing(lucky: Pair):
     asked = requests(6)
     texts = undisturbed(eager(lucky), asked)
@@ -165,6 +167,7 @@ def test_a_stop_token_wherever_it_lies_leaks_nothing(lucky: Pair):
     assert inside >= 2 and len(log.overlapped) > 20
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("speculate", [True, False])
 def test_max_tokens_are_never_passed(lucky: Pair, speculate: bool):
     (longest,) = requests(1, max_tokens=21)
@@ -215,6 +218,7 @@ def test_who_cannot_be_admitted_leaves_the_overlap_alone(lucky: Pair):
     assert run.to_the_end().texts == undisturbed(eager(lucky), asked)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("everyone", [False, True])
 def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pair, everyone: bool):
     asked = requests(5, max_tokens=50)
@@ -240,6 +244,7 @@ def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pai
     assert run.texts == {name: text for name, text in expected.items() if name not in gone}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("verify", ["full", "auto"])
 def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify: str, monkeypatch: pytest.MonkeyPatch):
     """With aborts, flushes, preemption, shared prefixes and stop tokens, at random."""
@@ -284,6 +289,7 @@ def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify
     assert not (policy._of or policy._decided or policy._last_probe or policy._probed or policy._risen)
 
 
+@pytest.mark.exhaustive
 def test_where_pages_are_short_it_waits_and_nobody_is_preempted_on_top_of_a_step_in_flight(lucky: Pair):
     asked = requests(6, max_tokens=50)
     engine = overlapping(lucky, kv_pages=29 + 9)
@@ -302,6 +308,7 @@ def test_where_pages_are_short_it_waits_and_nobody_is_preempted_on_top_of_a_step
 # Faults
 
 
+@pytest.mark.exhaustive
 def test_a_sequence_whose_logits_are_nan_ends_and_never_spreads(pair: Pair):
     asked = requests(12, pair.vocab_size)
     settings = {"kv_pages": 48 + 9}
@@ -331,6 +338,7 @@ def test_who_shares_pages_with_nan_is_computed_anew(pair: Pair):
     assert list(run.errors()) == ["first"] and run.texts["second"] == plain["second"]
 
 
+@pytest.mark.exhaustive
 def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ):

@@ -140,6 +140,7 @@ def assert_accepts(found: Answers, wanted: Answers) -> None:
     assert all(found.counts[key] == wanted.counts[key] for key in found if found[key] == wanted[key])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("page_size", "eager"), [(1, True), (4, True), (16, True), (4, False)])
 def test_a_warm_request_says_and_accepts_what_a_cold_one_does(subject: Subject, page_size: int, eager: bool):
     settings = {"page_size": page_size, "enforce_eager": eager}
@@ -154,6 +155,7 @@ def test_a_warm_request_says_and_accepts_what_a_cold_one_does(subject: Subject, 
     assert set(wanted.cached.values()) == {0}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_plain_stretches_leave_a_context_that_drafts_hit_on(subject: Subject, eager: bool):
     """A prompt and its answer, decoded plainly; then what follows them, drafted. And the other way round."""
@@ -176,6 +178,7 @@ def test_plain_stretches_leave_a_context_that_drafts_hit_on(subject: Subject, ea
     assert_accepts(found, wanted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_prefixes_shared_around_page_edges(subject: Subject, eager: bool):
     """All at once, so that some wait for a page of another; then one after another."""
@@ -200,6 +203,7 @@ def test_prefixes_shared_around_page_edges(subject: Subject, eager: bool):
     assert sum(together.cached.values()) > 10 * page
 
 
+@pytest.mark.exhaustive
 def test_pages_that_were_evicted_are_computed_again(subject: Subject):
     warm = engine_of(subject, page_size=4, max_model_len=200, max_num_seqs=2, kv_pages=60)
     cached = []
@@ -211,6 +215,7 @@ def test_pages_that_were_evicted_are_computed_again(subject: Subject):
     assert 0 < max(cached[1:]) < whole, "some of it was found, and some had been thrown out"
 
 
+@pytest.mark.exhaustive
 def test_a_preempted_sequence_goes_on_from_its_own_pages(subject: Subject, monkeypatch: pytest.MonkeyPatch):
     endless = with_prompts(subject, [replace(prompt, stop_token_ids=frozenset()) for prompt in subject.prompts])
     pages = 1 + -(-(endless.max_model_len + 32) // 4)
@@ -266,6 +271,7 @@ def tree_of_prompts(subject: Subject, count: int, rng: random.Random) -> list[Pr
     return prompts
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "eager", "count"),
     [

@@ -145,6 +145,7 @@ def test_a_request_that_can_never_run_is_refused_and_the_next_one_is_served(
     assert ended["good"].finish_reason == "length"
 
 
+@pytest.mark.exhaustive
 def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Parent, pair: Pair):
     config = Config(model=str(pair.target), device="cpu", max_model_len=500, max_num_seqs=4).model_dump(mode="json")
     settings = {"config": config, "target": str(pair.target), "draft": str(pair.draft)}

@@ -280,6 +280,7 @@ class EveryValue(Sampler):
         return torch.arange(2**23, dtype=torch.int32)[None]
 
 
+@pytest.mark.exhaustive
 def test_noise_is_finite_rises_and_is_the_logarithm_it_should_be_for_all_of_its_2_to_the_23_values(backend):
     [noise] = EveryValue(3, backend).gumbel(torch.zeros(1, dtype=torch.int32))
     assert noise.isfinite().all() and len(noise) == 2**23
@@ -694,6 +695,7 @@ def test_who_takes_an_aborted_requests_seat_inherits_none_of_its_counts(engine_o
     assert planned.emitted["third"] == planned.emitted["second"] == text(third)[6:26]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("cut", "temperature"), [(0, 0.0), pytest.param(0, 1.0, marks=pytest.mark.slow), (7, 0.0), (7, 1.0)]
 )
@@ -748,6 +750,7 @@ def test_a_bias_of_100_forces_a_token_and_minus_100_bans_it(engine_of, text, tem
     assert not {*banned} & {*emitted["without"]} and {*banned} <= {*emitted["free"]}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("min_tokens", [0, 15])
 @pytest.mark.parametrize("penalty", [0.8, 1.0, 1.3])
 def test_greedy_text_with_a_repetition_penalty_is_what_transformers_generates(engine_of, target, penalty, min_tokens):

@@ -43,8 +43,8 @@ def full() -> dict[str, list[int]]:
     return engine("full").run(requests())
 
 
-@pytest.mark.parametrize("verify", [1, 2, 5, 16, "auto"])
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("verify", [1, 2, 5, 16, pytest.param("auto", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_tokens_do_not_depend_on_how_many_drafts_are_verified(
     full: dict[str, list[int]], verify: str | int, eager: bool
 ) -> None:
@@ -126,6 +126,7 @@ def test_narrow_blocks_are_as_good_as_the_beginning_of_wide_ones(rows: int, leas
     assert 1 + sum(delta.num_accepted for delta in deltas) / len(deltas) >= least
 
 
+@pytest.mark.exhaustive
 def test_costs_are_timed_without_a_trace_in_what_is_served(full: dict[str, list[int]]) -> None:
     core = engine("auto", prefix_caching=True)
     assert core.scheduler.pool.num_used == 0 and core.scheduler.policy.costs is not None

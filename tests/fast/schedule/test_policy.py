@@ -149,6 +149,7 @@ def replay_recorded(load: str, costs: str, width: int | None, concurrency: int) 
     return tokens / ms
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("concurrency", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 16])
 @pytest.mark.parametrize("costs", [pytest.param(c, marks=pytest.mark.slow) if c == "flat" else c for c in COSTS])
 @pytest.mark.parametrize("load", recorded())
@@ -157,6 +158,7 @@ def test_on_recorded_text_it_is_as_good_as_the_best_fixed_width(load: str, costs
     assert replay_recorded(load, costs, None, concurrency) >= 0.97 * max(fixed.values()), fixed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("costs", "concurrency"),
     [("flat", 1), ("accelerator", 1), ("accelerator", 4), ("accelerator", 16), ("cpu", 1), ("cpu", 4)],
@@ -186,6 +188,7 @@ def test_on_a_mixed_load_it_beats_every_fixed_width(costs: str) -> None:
     assert auto >= 1.05 * fixed[1] and auto >= 1.05 * fixed[BLOCK]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("costs", "least"),
     [

@@ -506,6 +506,7 @@ class Tree:
         del self._texts[1:-STEMS]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -522,5 +522,11 @@ class AnyTraffic(RuleBasedStateMachine):
             self.harness.drain(lambda rows: rows.seq.arrival % (rows.num_drafts + 1))
 
 
-TestInvariantsHoldUnderAnyTraffic = AnyTraffic.TestCase
+class SomeTraffic(AnyTraffic):
+    """The fast tests' share of it."""
+
+
+TestInvariantsHoldUnderSomeTraffic = SomeTraffic.TestCase
+TestInvariantsHoldUnderSomeTraffic.settings = settings(max_examples=25, stateful_step_count=30)
+TestInvariantsHoldUnderAnyTraffic = pytest.mark.exhaustive(AnyTraffic.TestCase)
 TestInvariantsHoldUnderAnyTraffic.settings = settings(max_examples=150, stateful_step_count=30)

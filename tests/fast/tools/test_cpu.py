@@ -10,6 +10,7 @@ from tools.lab import cpu, in_process, loads
 torch.set_num_threads(1)
 
 
+@pytest.mark.exhaustive
 def test_transformers_answers_as_many_tokens_as_the_engine():
     core = in_process.engine("plain", DEMO / "target", DEMO / "draft", max_num_seqs=1)
     requests = loads.requests("math", 2)

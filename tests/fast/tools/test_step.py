@@ -94,6 +94,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return runner
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [Shape(1, 2, True), Shape(1, 100, False), Shape(3, 77, True), Shape(4, 420, False)])
 def test_sequences_come_to_their_context_without_a_prefill(
     engine: Engine, watched: Watched, clock: Clock, shape: Shape
@@ -124,12 +125,14 @@ def test_once_a_prompt_is_known_the_context_is_exact(engine: Engine, watched: Wa
     assert watched.batches[1 + step_timing.TIMED] == [(333, 16)] * 3
 
 
+@pytest.mark.exhaustive
 def test_operators_do_not_depend_on_the_context(engine: Engine) -> None:
     bench = Bench(engine)
     assert bench.count(Shape(2, 40, True)).operators == bench.count(Shape(2, 400, True)).operators
     assert bench.count(Shape(2, 40, False)).operators < bench.count(Shape(2, 40, True)).operators
 
 
+@pytest.mark.exhaustive
 def test_every_round_times_every_shape_once(engine: Engine, clock: Clock) -> None:
     shapes = [Shape(1, 20, False), Shape(2, 20, True)]
     told: list[str] = []
@@ -294,6 +297,7 @@ def arguments(tmp_path: Path) -> list[str]:
     return ["step", "--random-weights", str(tmp_path / "config.json"), *sizes.split()]
 
 
+@pytest.mark.exhaustive
 def test_the_part_prints_tables_and_writes_all_it_found(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,6 +331,7 @@ def test_the_exit_code_says_whether_a_claim_was_missed_for_certain(
     assert parts.main(arguments) == code
 
 
+@pytest.mark.exhaustive
 def test_without_a_model_every_context_is_run_on_the_demo_pairs_shape() -> None:
     options = step.settled(["--device", "cpu"])
     engine, _ = step.load(options)

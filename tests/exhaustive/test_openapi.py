@@ -4,36 +4,9 @@ import hypothesis
 import pytest
 import schemathesis
 from hypothesis import HealthCheck
-from schemathesis import Case, GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    negative_data_rejection,
-    response_schema_conformance,
-    status_code_conformance,
-)
+from schemathesis import Case
 
-OPERATIONS = [
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
-    "POST /tokenize",
-    "POST /detokenize",
-    "POST /reset_prefix_cache",
-    "GET /v1/models",
-    "GET /v1/models/{name}",
-    "GET /version",
-    "GET /ready",
-    "GET /health",
-    "GET /live",
-    "GET /metrics",
-]
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-    negative_data_rejection,
-]
+from tests.exhaustive.operations import CHECKS, OPERATIONS, TRIALS
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +15,6 @@ def operations(shared_server):
     shared_server.script.plan(shared_server.ids("hello"), [*shared_server.ids(" world"), 2])
     schema = schemathesis.openapi.from_url(f"{shared_server.url}/openapi.json")
     return {operation.label: operation for operation in (found.ok() for found in schema.get_all_operations())}
-
-
-TRIALS = [(label, GenerationMode.POSITIVE) for label in OPERATIONS]
-BODILESS = {"POST /reset_prefix_cache"}
-TRIALS += [
-    (label, GenerationMode.NEGATIVE) for label in OPERATIONS if label.startswith("POST") and label not in BODILESS
-]
 
 
 @pytest.mark.parametrize(("label", "mode"), TRIALS, ids=lambda value: getattr(value, "value", value))

@@ -4,7 +4,7 @@ Requests with the prompts and answers of the demo pair come as in `python -m too
 has ended. What drafts would become at every token is recorded, so any choice can be followed; what steps take is a
 table. Time that is reported to the policy is noisy, time that is counted is not. The policy goes from load to load, as
 an engine does, and a load is run once before it counts.
-`python -m tests.fast.schedule.test_policy_loads` prints all cells.
+`python -m tests.exhaustive.test_policy_loads` prints all cells.
 """
 
 import itertools

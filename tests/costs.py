@@ -1,0 +1,105 @@
+"""The cost of a test decides when it runs.
+
+`make test` runs the fast tests, which have no marker of FOLDERS. `make test-all` runs all but the slow ones. The folder
+gives the marker, and a single costly test in tests/fast carries one itself. The cost is process time, of the worker and
+of the children that it waited for, so that a busy machine changes nothing.
+"""
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+FOLDERS = {
+    "fast": None,
+    "devices/compile": "compile",
+    "devices/cuda": "gpu_interp",
+    "devices/npu": "npu",
+    "server": "server",
+    "browser": "browser",
+    "deploy": "deploy",
+    "exhaustive": "exhaustive",
+    "soak": "soak",
+}
+MARKERS = {marker for marker in FOLDERS.values() if marker} | {"slow"}
+LIMIT = 2.0
+"""Seconds of process time. 1,500 fast tests have 400 s on two cores, so this is already much for one."""
+
+
+def marker_of(path: Path, tests: Path) -> str | None:
+    """Return the marker of a test file's folder. Raises UsageError for a folder that has no price."""
+    inside = path.relative_to(tests).as_posix()
+    for folder, marker in FOLDERS.items():
+        if inside.startswith(f"{folder}/"):
+            return marker
+    raise pytest.UsageError(f"tests/{inside}: its folder is not in tests/costs.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(tests) and (marker := marker_of(item.path, tests)):
+            item.add_marker(marker)
+        if is_fast(item):
+            item.add_marker("fast")
+
+
+def is_fast(item: pytest.Item) -> bool:
+    return not any(mark.name in MARKERS for mark in item.iter_markers())
+
+
+class ImportMeter:
+    """Process time spent in imports, which the first test of a process pays for all others."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._load = importlib._bootstrap._load_unlocked  # type: ignore[attr-defined]
+        importlib._bootstrap._load_unlocked = self._measured  # type: ignore[attr-defined]
+
+    def _measured(self, spec: ModuleSpec) -> object:
+        if self._depth or threading.get_ident() != self._thread:
+            return self._load(spec)
+        self._depth, before = 1, process_seconds()
+        try:
+            return self._load(spec)
+        finally:
+            self._depth = 0
+            self.seconds += process_seconds() - before
+
+
+def process_seconds() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+IMPORTS = ImportMeter()
+
+
+@pytest.fixture(autouse=True)
+def cost(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a fast test that is not fast, or that loads Transformers.
+
+    Fixtures of modules and sessions are set up before those of functions, and autouse ones come first among these: the
+    test pays for itself and its own fixtures alone, so its place in the order does not matter.
+    """
+    loaded = "transformers" in sys.modules
+    before = process_seconds() - IMPORTS.seconds
+    yield
+    if not is_fast(request.node):
+        return
+    seconds = process_seconds() - IMPORTS.seconds - before
+    if seconds > LIMIT:
+        pytest.fail(
+            f"{seconds:.1f} s of process time, and fast tests have {LIMIT:g} s: mark it exhaustive"
+        )
+    if not loaded and "transformers" in sys.modules:
+        pytest.fail("a fast test loads Transformers: read tests/golden, or mark it exhaustive")
