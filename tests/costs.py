@@ -98,8 +98,6 @@ def cost(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     seconds = process_seconds() - IMPORTS.seconds - before
     if seconds > LIMIT:
-        pytest.fail(
-            f"{seconds:.1f} s of process time, and fast tests have {LIMIT:g} s: mark it exhaustive"
-        )
+        pytest.fail(f"{seconds:.1f} s of process time, and fast tests have {LIMIT:g} s: mark it exhaustive")
     if not loaded and "transformers" in sys.modules:
         pytest.fail("a fast test loads Transformers: read tests/golden, or mark it exhaustive")
