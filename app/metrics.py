@@ -1,14 +1,14 @@
-"""Prometheus metrics: one table of names, and the few calls that fill it.
+"""Prometheus metrics: one table of names, and the calls that fill it.
 
-Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serves its dashboards. Counters appear with
-`_total` behind the name. Nothing here is global: every `Metrics` has its own registry.
+Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serves its dashboards. Prometheus adds
+`_total` to the name of a counter. Every `Metrics` has its own registry, because one process may have several servers.
 """
 
 import logging
 import time
 from bisect import bisect_left
-from collections import Counter as Counts
-from collections.abc import Iterator, Sequence
+from collections import Counter as Sums
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -25,7 +25,7 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metric(NamedTuple):
-    """A row of the table; buckets are seconds."""
+    """Row of the table. A histogram is of seconds."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
@@ -63,7 +63,7 @@ TABLE = (
 
 
 class Metrics:
-    """Every metric of one server. `prefix` is put before each name as it stands ("dflash:", "vllm:")."""
+    """Every metric of one server. `prefix` stands before each name ("dflash:", "vllm:")."""
 
     def __init__(self, prefix: str = "dflash:") -> None:
         self._registry = CollectorRegistry()
@@ -83,11 +83,13 @@ class Metrics:
                 self._histograms[name] = Histogram(
                     prefix + name, text, labels, registry=self._registry, buckets=_LATENCY
                 )
-        self._engine_counts: dict[str, int] = {}
-        self._window = _Window()
+        self._engine_totals: dict[str, int] = {}
+        self._last_stats: StepStats | None = None
+        self._since_log = Sums[str]()
+        self._logged_at = time.monotonic()
 
     def render(self) -> bytes:
-        """The exposition text for GET /metrics."""
+        """Return the exposition text for GET /metrics."""
         return generate_latest(self._registry)
 
     def request_accepted(self, prompt_tokens: int) -> None:
@@ -107,78 +109,91 @@ class Metrics:
         self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def later_tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens came together, `seconds` after the one before them: each took its share."""
+        """Observe `count` tokens of one step, which share the `seconds` since the token before them."""
         self._token_latencies.observe(seconds / count, count)
-
-    def engine_ended(self) -> None:
-        """Nothing runs any more, and the next engine process counts from 0 again."""
-        self._engine_counts = {}
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            self._gauges[name].set(0)
 
     def engine_restarted(self) -> None:
         self._counters["engine_restarts"].inc()
 
+    def engine_ended(self) -> None:
+        """Set the gauges to 0. The next engine process counts from 0 again."""
+        self._engine_totals = {}
+        for gauge in self._gauges.values():
+            gauge.set(0)
+
     def step(self, output: StepOutput) -> None:
-        """Book one engine step of the whole batch; "idle" tells where the engine stands without one."""
-        stats = output.stats
+        """Count one engine step of the whole batch. The kind "idle" is a state without a step."""
+        stats = self._last_stats = output.stats
+        steps = [step for delta in output.deltas for step in delta.steps]
+        drafted = [step for step in steps if step.n_verified > 0]
+        tokens = sum(len(delta.token_ids) for delta in output.deltas)
+        drafts = sum(step.n_verified for step in drafted)
         self._gauges["num_requests_running"].set(stats.num_running)
         self._gauges["num_requests_waiting"].set(stats.num_waiting)
-        self._gauges["kv_cache_usage_perc"].set(stats.used_pages / max(1, stats.num_pages))
+        self._gauges["kv_cache_usage_perc"].set(_kv_usage(stats))
         if stats.kind != "idle":
             self._histograms["step_seconds"].labels(stats.kind).observe(stats.seconds)
-        queries = self._count_on("prefix_cache_queries", stats.prefix_cache_queries)
-        hits = self._count_on("prefix_cache_hits", stats.prefix_cache_hits)
         self._count_on("preemptions", stats.num_preemptions)
         self._count_on("requests_not_finite", stats.num_not_finite)
         self._count_on("requests_dropped", stats.num_faults)
-        tokens = sum(len(delta.token_ids) for delta in output.deltas)
         self._counters["generation_tokens"].inc(tokens)
-        self._decoding(stats, output)
-        drafted = [step for delta in output.deltas for step in delta.steps if step.n_verified > 0]
-        if drafted:
-            self._speculation(drafted)
-        self._window.add(stats, tokens, drafted, queries, hits)
-
-    def _decoding(self, stats: StepStats, output: StepOutput) -> None:
-        drafts = sum(step.n_verified for delta in output.deltas for step in delta.steps)
         self._counters["decode_rows"].inc(stats.num_decoding + drafts)
         self._counters["decode_sequences"].labels("yes").inc(stats.num_drafting)
         self._counters["decode_sequences"].labels("no").inc(stats.num_decoding - stats.num_drafting)
+        if drafted:
+            self._count_drafts(drafted)
+        self._since_log.update(
+            queries=self._count_on("prefix_cache_queries", stats.prefix_cache_queries),
+            hits=self._count_on("prefix_cache_hits", stats.prefix_cache_hits),
+            tokens=tokens,
+            decoding=stats.num_decoding,
+            drafting=stats.num_drafting,
+            drafts=drafts,
+            drafted_tokens=sum(step.n_tokens for step in drafted),
+            drafted_steps=len(drafted),
+        )
 
-    def _count_on(self, name: str, count: int) -> int:
-        """Bring a counter on by what an engine, which counts from its start, has counted since it last spoke."""
-        more = max(0, count - self._engine_counts.get(name, 0))
-        self._engine_counts[name] = count
-        self._counters[name].inc(more)
-        return more
+    def _count_on(self, name: str, total: int) -> int:
+        """Raise a counter by the growth of an engine's total, and return the growth."""
+        growth = max(0, total - self._engine_totals.get(name, 0))
+        self._engine_totals[name] = total
+        self._counters[name].inc(growth)
+        return growth
 
-    def _speculation(self, steps: list[SpecStep]) -> None:
+    def _count_drafts(self, steps: list[SpecStep]) -> None:
+        verified = [step.n_verified for step in steps]
+        accepted = [step.n_accepted for step in steps]
         self._counters["spec_decode_num_drafts"].inc(len(steps))
-        self._counters["spec_decode_num_draft_tokens"].inc(sum(step.n_verified for step in steps))
-        self._counters["spec_decode_num_accepted_tokens"].inc(sum(step.n_accepted for step in steps))
-        most = max(step.n_verified for step in steps)
-        verified = _reaching([step.n_verified for step in steps], most)
-        accepted = _reaching([step.n_accepted for step in steps], most)
-        for position in range(most):
-            self._counters["spec_decode_num_verified_tokens_per_pos"].labels(str(position)).inc(verified[position])
-            self._counters["spec_decode_num_accepted_tokens_per_pos"].labels(str(position)).inc(accepted[position])
+        self._counters["spec_decode_num_draft_tokens"].inc(sum(verified))
+        self._counters["spec_decode_num_accepted_tokens"].inc(sum(accepted))
+        for name, lengths in (("verified", verified), ("accepted", accepted)):
+            counter = self._counters[f"spec_decode_num_{name}_tokens_per_pos"]
+            for position, count in enumerate(_num_beyond(lengths, max(verified))):
+                counter.labels(str(position)).inc(count)
 
     def log_line(self) -> None:
-        """Log what happened since the last call, if anything did."""
-        line = self._window.read()
-        if line:
-            logger.info(line)
-
-
-def _reaching(lengths: Sequence[int], most: int) -> list[int]:
-    """How many of the lengths, none above `most`, go beyond each position from 0 on."""
-    counts = Counts(lengths)
-    return list(accumulate(counts[length] for length in range(most, 0, -1)))[::-1]
+        """Log the sums since the last call. Without a StepOutput in that time nothing is logged."""
+        now, sums, stats = time.monotonic(), self._since_log, self._last_stats
+        seconds, self._logged_at = now - self._logged_at, now
+        self._since_log, self._last_stats = Sums[str](), None
+        if stats is None:
+            return
+        logger.info(
+            "running %d, waiting %d, %.1f tok/s, mean acceptance length %s, drafting %s, mean width %s, "
+            "KV use %.1f %%, prefix cache hits %s",
+            stats.num_running,
+            stats.num_waiting,
+            sums["tokens"] / max(1e-9, seconds),
+            _ratio(sums["drafted_tokens"], sums["drafted_steps"], ".2f"),
+            _ratio(100 * sums["drafting"], sums["decoding"], ".0f", " %"),
+            _ratio(sums["decoding"] + sums["drafts"], sums["decoding"], ".1f"),
+            100 * _kv_usage(stats),
+            _ratio(100 * sums["hits"], sums["queries"], ".1f", " %"),
+        )
 
 
 class _TokenLatencies(Collector):
-    """A histogram that books the tokens of a step at once: Prometheus' own takes one value at a time."""
+    """Histogram that observes all tokens of a step at once. Prometheus' own takes one value a call."""
 
     def __init__(self, name: str, text: str) -> None:
         self._name = name
@@ -196,43 +211,15 @@ class _TokenLatencies(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
-class _Window:
-    """What the line in the log says: sums since it was last read."""
+def _num_beyond(lengths: list[int], num_positions: int) -> list[int]:
+    """Return for each of the positions the number of `lengths`, at most `num_positions` each, that reach beyond it."""
+    counts = Sums(lengths)
+    return list(accumulate(counts[length] for length in range(num_positions, 0, -1)))[::-1]
 
-    def __init__(self) -> None:
-        self._clear()
 
-    def _clear(self) -> None:
-        self._since = time.monotonic()
-        self._tokens = self._drafted_tokens = self._drafted_steps = self._queries = self._hits = 0
-        self._decoding = self._drafting = self._drafts = 0
-        self._last: StepStats | None = None
+def _kv_usage(stats: StepStats) -> float:
+    return stats.used_pages / max(1, stats.num_pages)
 
-    def add(self, stats: StepStats, tokens: int, drafted: list[SpecStep], queries: int, hits: int) -> None:
-        self._last = stats
-        self._queries += queries
-        self._hits += hits
-        self._tokens += tokens
-        self._decoding += stats.num_decoding
-        self._drafting += stats.num_drafting
-        self._drafts += sum(step.n_verified for step in drafted)
-        self._drafted_tokens += sum(step.n_tokens for step in drafted)
-        self._drafted_steps += len(drafted)
 
-    def read(self) -> str | None:
-        stats = self._last
-        if stats is None:
-            self._clear()
-            return None
-        rate = self._tokens / max(1e-9, time.monotonic() - self._since)
-        length = f"{self._drafted_tokens / self._drafted_steps:.2f}" if self._drafted_steps else "-"
-        usage = 100 * stats.used_pages / max(1, stats.num_pages)
-        share = f"{100 * self._drafting / self._decoding:.0f} %" if self._decoding else "-"
-        width = f"{1 + self._drafts / self._decoding:.1f}" if self._decoding else "-"
-        hits = f"{100 * self._hits / self._queries:.1f} %" if self._queries else "-"
-        self._clear()
-        return (
-            f"running {stats.num_running}, waiting {stats.num_waiting}, {rate:.1f} tok/s, "
-            f"mean acceptance length {length}, drafting {share}, mean width {width}, KV use {usage:.1f} %, "
-            f"prefix cache hits {hits}"
-        )
+def _ratio(part: float, whole: int, form: str, unit: str = "") -> str:
+    return f"{part / whole:{form}}{unit}" if whole else "-"

@@ -59,7 +59,7 @@ async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
     body = parse(await read_json(request), model, services.metrics)
     name = services.served_name(body.model)
     prompts.check_ids("stop_token_ids", body.stop_token_ids, info)
-    _check_num_choices(body, services.engine.max_at_once(info))
+    _check_num_choices(body, services.engine.admission.max_at_once(info.max_num_seqs))
     return Call(request, services, body, name, info, arrived, deadline)
 
 

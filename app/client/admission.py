@@ -1,6 +1,7 @@
 """Admission: bounds on the requests in flight, on all of them and on those of one client."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 # Four queued requests for each that runs keep a full queue's wait near four answers.
 MAX_QUEUED_PER_RUNNING = 4
@@ -33,7 +34,7 @@ class Admission:
         self._num_by_client = Counter[str]()
 
     def max_at_once(self, max_num_seqs: int) -> int:
-        """Return the number of permits that a client could be given by an idle server."""
+        """Return the number of permits that an idle server would give one client."""
         limit = self._limit(max_num_seqs)
         return limit if self._max_per_client is None else min(limit, self._max_per_client)
 
@@ -76,13 +77,13 @@ class Admission:
             del self._num_by_client[client_id]
 
 
+@dataclass
 class Permits:
     """Permits that were acquired together. A context manager, which returns the unused ones at its end."""
 
-    def __init__(self, admission: Admission, client_id: str, count: int) -> None:
-        self._admission = admission
-        self._client_id = client_id
-        self._num_unused = count
+    _admission: Admission
+    _client_id: str
+    _num_unused: int
 
     def use(self) -> None:
         """Give one permit to a request, which returns it with `release` when it ends."""

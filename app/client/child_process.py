@@ -1,4 +1,4 @@
-"""A process of ours that answers in lines, each within a time limit. Imports neither torch nor ZeroMQ."""
+"""Child process that answers in lines, each within a time limit. Imports neither torch nor ZeroMQ."""
 
 import asyncio
 import contextlib
@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 KEYS = {"DFLASH_API_KEY", "DFLASH_ADMIN_KEY"}
-_LONGEST_LINE = 1 << 24
+_MAX_LINE_BYTES = 1 << 24
 
 
 def engine_environment() -> dict[str, str]:
-    """Ours, with this very package first on the path: the engine is started with -P, so that an `app` or a `json.py` in
-    the folder where somebody starts the server is never imported in our place. Without the keys that clients show."""
+    """Return this process's environment with this package first on PYTHONPATH, and without the API keys.
+
+    The engine is started with -P, so that no `app` and no `json.py` of the working directory is imported instead.
+    """
     root = str(Path(__file__).parents[2])
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment = {name: value for name, value in os.environ.items() if name.upper() not in KEYS}
@@ -22,7 +24,7 @@ def engine_environment() -> dict[str, str]:
 
 
 class LineProcess:
-    """Made with `start`; always `end` it. In a session of its own, so that Ctrl-C reaches its parent alone."""
+    """Child process, made with `start`; its owner must `end` it. Ctrl-C reaches its parent alone."""
 
     _end_seconds = 2.0
 
@@ -30,25 +32,25 @@ class LineProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, command: Sequence[str], said: str = "") -> "LineProcess":
-        """`said` is all of its stdin. Raises OSError if it cannot be started."""
+    async def start(cls, command: Sequence[str], stdin: str = "") -> "LineProcess":
+        """Start `command`, which reads `stdin` and then its end. Raise OSError if it cannot be started."""
         process = await asyncio.create_subprocess_exec(
             *command,
-            stdin=PIPE if said else DEVNULL,
+            stdin=PIPE if stdin else DEVNULL,
             stdout=PIPE,
             env=engine_environment(),
             start_new_session=True,
-            limit=_LONGEST_LINE,
+            limit=_MAX_LINE_BYTES,
         )
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                process.stdin.write(said.encode())
+                process.stdin.write(stdin.encode())
                 await process.stdin.drain()
             process.stdin.close()
         return cls(process)
 
     async def line(self, seconds: float) -> bytes:
-        """The next line, or nothing where the process ended or said none for so long."""
+        """Return the next line, or b"" if none came within `seconds` or the process has ended."""
         assert self._process.stdout is not None
         try:
             return await asyncio.wait_for(self._process.stdout.readline(), seconds)
@@ -56,11 +58,11 @@ class LineProcess:
             return b""
 
     async def end(self) -> str:
-        """Why the process says no more, in words; it is ended if it has not yet."""
+        """Kill the process if it has not ended, and return in words how it ended."""
         try:
             code = await asyncio.wait_for(self._process.wait(), self._end_seconds)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
             return "did not answer in time, and was ended"

@@ -79,10 +79,6 @@ class EngineClient:
         """
         return self.admission.acquire(client_id, count, self.ready_info().max_num_seqs)
 
-    def max_at_once(self, info: EngineInfo) -> int:
-        """Return the number of permits that one client could ever acquire at once."""
-        return self.admission.max_at_once(info.max_num_seqs)
-
     def submit(
         self,
         request: Submit,

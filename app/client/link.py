@@ -1,4 +1,4 @@
-"""One engine process of one epoch, and the two sockets that lead to it."""
+"""Link to the engine process of one epoch: the process, and the two sockets that lead to it."""
 
 import asyncio
 import contextlib
@@ -15,17 +15,20 @@ import zmq
 from app.client.child_process import engine_environment
 from app.messages import Command, Reply
 
+# A reply that was sent just before the process ended may arrive after its end.
 _LAST_WORDS_SECONDS = 0.2
 _TERMINATE_SECONDS = 2.0
-_MOST_IN_A_TURN = 32
-_LONGEST_IPC_FOLDER = 80
+# The event loop serves clients between so many replies, however many have arrived.
+_MAX_REPLIES_A_TURN = 32
+# A Unix socket's path has at most 107 bytes; 27 of them are for names in the folder.
+_MAX_FOLDER_BYTES = 80
 
 
 class EngineLink:
-    """A running engine process. Make one with `open`, and always `close` it.
+    """Running engine process. Made with `open`; its owner must `close` it.
 
-    The engine is its own session, so Ctrl-C in a terminal reaches only the API process, which then drains. Its stdin
-    stays open as long as this process lives: the end of it tells the engine that its parent is gone.
+    The engine is a session of its own. Ctrl-C in a terminal therefore reaches the API process alone, which then drains.
+    The engine's stdin stays open as long as this process lives, and its end tells the engine that the parent is gone.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -35,7 +38,7 @@ class EngineLink:
         self._commands = self._context.socket(zmq.PUSH)
         self._replies = self._context.socket(zmq.PULL)
         for socket in (self._commands, self._replies):
-            socket.set_hwm(0)  # AsyncEngine bounds what is sent; a socket that drops messages would lose requests.
+            socket.set_hwm(0)  # Admission bounds the messages. A socket that drops one would lose a request.
             socket.linger = 0
         self._addresses = [f"ipc://{self._folder / name}" for name in ("commands", "replies")]
         self._encoder = msgspec.msgpack.Encoder()
@@ -46,7 +49,7 @@ class EngineLink:
     async def open(cls, command: Sequence[str], settings: str, epoch: int) -> "EngineLink":
         """Bind the sockets and start `command` with their addresses, the epoch, and `settings` as stdin's first line.
 
-        Raises OSError if the process cannot be started.
+        Raise OSError if the process cannot be started.
         """
         link = cls(epoch)
         try:
@@ -70,15 +73,15 @@ class EngineLink:
         return link
 
     def send(self, command: Command) -> None:
-        """Send without waiting. To a dead engine nothing is sent: its death is reported by `replies` ending."""
+        """Send without waiting. To a dead engine nothing is sent, because the end of `replies` tells its death."""
         with contextlib.suppress(zmq.Again):
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
     async def replies(self) -> AsyncGenerator[Reply, None]:
-        """Every reply in order, to the end of the process, including what it sent just before dying.
+        """Yield every reply in order, including those that the process sent just before its end.
 
-        What waits already comes within one turn of the loop, up to a bound, so that requests whose readers are behind
-        get it as one delta. Raises msgspec.DecodeError for a reply that is none of `Reply`.
+        Replies that have arrived come within one turn of the event loop, up to a bound, so that a request whose reader
+        is behind gets them as one delta. Raise msgspec.DecodeError for a message that is no `Reply`.
         """
         assert self._process is not None
         loop = asyncio.get_running_loop()
@@ -90,26 +93,26 @@ class EngineLink:
         exited.add_done_callback(lambda _: news.set())
         try:
             while True:
-                for count, reply in enumerate(self._waiting(), 1):
+                for count, reply in enumerate(self._arrived(), 1):
                     yield reply
-                    if count % _MOST_IN_A_TURN == 0:
+                    if count % _MAX_REPLIES_A_TURN == 0:
                         await asyncio.sleep(0)
                 news.clear()
-                if not exited.done():
+                async with asyncio.timeout(_LAST_WORDS_SECONDS if exited.done() else None):
                     await news.wait()
-                elif not await _happens(news, _LAST_WORDS_SECONDS):
-                    return
+        except TimeoutError:
+            return
         finally:
             loop.remove_reader(descriptor)
             exited.cancel()
 
-    def _waiting(self) -> Iterator[Reply]:
+    def _arrived(self) -> Iterator[Reply]:
         with contextlib.suppress(zmq.Again):
             while True:
                 yield self._decoder.decode(self._replies.recv(zmq.NOBLOCK))
 
     def exit_reason(self) -> str:
-        """How the process ended, in words."""
+        """Return in words how the process ended."""
         code = self._process.returncode if self._process else None
         if code is None:
             return "the engine process stopped answering"
@@ -118,13 +121,13 @@ class EngineLink:
         return f"the engine process ended with exit code {code}"
 
     def kill(self) -> None:
-        """End the process without asking it: one that hangs in a device call hears no SIGTERM. `close` is still due."""
+        """Kill the process, because one that hangs in a device call does not handle SIGTERM. `close` is still due."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     async def close(self, grace: float = 0.0) -> None:
-        """Wait `grace` seconds for the process to end by itself, terminate it, kill it if need be; free the sockets."""
+        """End the process and free the sockets. After `grace` seconds it is terminated, and then killed."""
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
@@ -142,27 +145,20 @@ class EngineLink:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    """Whether it happens within this time."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    return False
-
-
 def _private_folder() -> Path:
-    """A fresh folder that only this user may enter (0700), with a path short enough for a Unix socket (107 bytes).
+    """Make a folder that only this user may enter (0700). Raise OSError if no parent is writable.
 
-    Where nothing of the usual is writable, in the memory that Linux shares. Never an abstract socket: those have no
-    permissions. Raises OSError, which says what to do, if there is no place at all.
+    Abstract sockets would need no folder, but they have no permissions.
     """
-    for place in _places():
+    for parent in _parents():
         with contextlib.suppress(OSError):
-            return Path(tempfile.mkdtemp(prefix="dflash-", dir=place))
-    raise OSError(f"no folder for its sockets: {', '.join(_places())} cannot be written to. Set TMPDIR to one that can")
+            return Path(tempfile.mkdtemp(prefix="dflash-", dir=parent))
+    raise OSError(
+        f"no folder for its sockets: {', '.join(_parents())} cannot be written to. Set TMPDIR to one that can"
+    )
 
 
-def _places() -> list[str]:
-    """Where the sockets may lie, the first choice first."""
-    places = [os.environ.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm"]
-    return [place for place in places if place and len(os.fsencode(place)) <= _LONGEST_IPC_FOLDER]
+def _parents() -> list[str]:
+    """Return the folders where the sockets may lie, best first. /dev/shm works on a read-only file system."""
+    parents = [os.environ.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm"]
+    return [parent for parent in parents if parent and len(os.fsencode(parent)) <= _MAX_FOLDER_BYTES]

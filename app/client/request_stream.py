@@ -89,10 +89,6 @@ class RequestStream:
         ended = "deadline" if self.expired else self._finish_reason
         self._metrics.request_ended(reason or ended or "abort", self._latest - self._arrived)
 
-    async def aclose(self) -> None:
-        """Do what `close` does, for contextlib.aclosing."""
-        self.close()
-
 
 def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:
     """Return both as one delta, which takes over the lists of `before`."""

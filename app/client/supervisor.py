@@ -8,33 +8,25 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from app.client.link import EngineLink
-from app.messages import (
-    Abort,
-    EngineInfo,
-    Fatal,
-    FlushCache,
-    LoadProgress,
-    Ready,
-    Reply,
-    Shutdown,
-    StepOutput,
-    Submit,
-)
+from app.messages import Command, EngineInfo, Fatal, LoadProgress, Ready, Reply, Shutdown, StepOutput, Submit
 from app.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+# Two deaths may be chance. Three within a minute repeat whatever request or device is at fault.
 MAX_DEATHS = 3
 DEATHS_WINDOW_SECONDS = 60.0
+# A pause of the whole server counts as a tenth of the timeout.
 NUM_NAPS = 10
+# An engine that has said Fatal ends by itself, and may have a device to give back.
 _END_GRACE_SECONDS = 2.0
 
 Phase = Literal["loading", "ready", "draining", "dead"]
@@ -104,14 +96,12 @@ class Supervisor:
         self._on_death = on_death
         self._task = asyncio.create_task(self._run(), name="engine supervisor")
 
-    def send(self, command: Submit | Abort | FlushCache) -> None:
-        """Send a command to the engine, which must answer it with a StepOutput within `step_timeout` seconds.
+    def send(self, command: Command) -> None:
+        """Send a command to the engine, which must send a StepOutput within `step_timeout` seconds.
 
-        Raise what the encoder raises for a command that cannot be encoded; then nothing was sent.
+        Raise what the encoder raises for a command that cannot be encoded. Then nothing was sent.
         """
-        if self._link is None:
-            assert isinstance(command, Abort), "an engine that has ended is sent nothing else"
-            return
+        assert self._link is not None
         self._link.send(command)
         self._has_work.set()
         if isinstance(command, Submit) and self._first_request_at is None:
@@ -189,8 +179,10 @@ class Supervisor:
             self._link = link = await EngineLink.open(self._command, self._settings, self.epoch)
         except OSError as error:
             return Fatal(self.epoch, f"the engine process cannot be started: {error}", user_error=True)
+        hang = asyncio.timeout(None)
+        watchdog = asyncio.create_task(self._watch(hang), name="engine watchdog")
         try:
-            async with self._watched(), aclosing(link.replies()) as replies:
+            async with hang, aclosing(link.replies()) as replies:
                 async for reply in replies:
                     if isinstance(reply, Fatal) and reply.epoch == self.epoch:
                         return Fatal(self.epoch, reply.reason, reply.user_error or not self._was_ready)
@@ -200,6 +192,8 @@ class Supervisor:
             reason = f"no step result within {self._step_timeout:g} s (--step-timeout): the engine hangs"
         except msgspec.DecodeError as error:
             reason = f"the engine process sent a message that cannot be read: {error}"
+        finally:
+            watchdog.cancel()
         link.kill()
         return Fatal(self.epoch, reason)
 
@@ -219,18 +213,8 @@ class Supervisor:
             self._was_ready = True
             self._set_state(EngineState("ready", info=reply.info))
 
-    @asynccontextmanager
-    async def _watched(self) -> AsyncIterator[None]:
-        """Raise TimeoutError in the body once the engine hangs."""
-        async with asyncio.timeout(None) as hang:
-            watchdog = asyncio.create_task(self._watch(hang), name="engine watchdog")
-            try:
-                yield
-            finally:
-                watchdog.cancel()
-
     async def _watch(self, hang: asyncio.Timeout) -> None:
-        """Let `hang` expire when the engine has had work for `step_timeout` seconds and sent no StepOutput.
+        """Let `hang` expire once the engine has had work for `step_timeout` seconds and sent no StepOutput.
 
         Silence is counted in naps, not by the clock. A pause of the whole server is then one nap, after which the
         engine can still reply.

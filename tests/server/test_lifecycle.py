@@ -306,7 +306,7 @@ def test_on_a_read_only_file_system_it_serves_from_shared_memory_or_says_what_it
     script, model_folder, shared_memory
 ):
     places = f"[{READ_ONLY!r}{', ' + repr(str(script.folder)) if shared_memory else ''}]"
-    main = f"from app.client import link\nlink._places = lambda: {places}\n{MAIN}"
+    main = f"from app.client import link\nlink._parents = lambda: {places}\n{MAIN}"
     read_only = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), READ_ONLY)
     process = Process(script, model_folder, main=main, cwd=Path(READ_ONLY), PYTHONPATH=str(ROOT), **read_only)
     try:

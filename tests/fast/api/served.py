@@ -134,12 +134,12 @@ class Server:
         names: list[str],
         app: dict[str, Any],
         supervisor: dict[str, Any],
-        admission: dict[str, Any],
+        admission: dict[str, Any] | None = None,
         **services: Any,
     ) -> None:
         self.script = script
         self._supervisor_options = supervisor
-        self._admission_options = admission
+        self._admission_options = admission or {}
         self._app_options = app
         self._services_options = services
         self.tokenizer = Tokenizer(model_folder)
@@ -329,7 +329,7 @@ def serving(
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:  # Short enough for sockets.
         script = Script(Path(folder))
         options = {"step_timeout": step_timeout, "backoff": 0.01} | (supervisor or {})
-        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, options, admission or {}, **services)
+        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, options, admission, **services)
         try:
             yield server
         finally:

@@ -43,7 +43,7 @@ def test_a_cancelled_wait_frees_the_engine(stream, left):
 
 def test_closing_twice_leaves_once(stream, left):
     stream.close()
-    asyncio.run(stream.aclose())
+    stream.close()
     assert left == [stream]
 
 
