@@ -1,10 +1,11 @@
-"""The answers, in OpenAI's shapes."""
+"""Answers in OpenAI's shapes, whole or in chunks."""
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from fastapi import Response
@@ -16,36 +17,36 @@ from app.text.parsers import ToolCall
 Reason = FinishReason | Literal["tool_calls"]
 
 
-class Step(NamedTuple):
-    """One engine step of an answer: drafts verified and accepted, and its tokens' texts in order."""
+class Step(msgspec.Struct, frozen=True):
+    """One engine step of a choice: drafts verified and accepted, and the texts of its tokens in order."""
 
     verified: int
     accepted: int
     tokens: list[str]
 
-    def body(self) -> dict[str, Any]:
-        return {"verified": self.verified, "accepted": self.accepted, "tokens": self.tokens}
-
 
 class Piece(msgspec.Struct, frozen=True):
-    """What is new of answer `index`, or all of it; the last piece of an answer has a `finish_reason`.
+    """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
 
-    `first_call` is the number of tool calls before. `steps` is empty unless the client wants to see speculation.
+    `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is empty unless the client asked for them.
     """
 
     index: int
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    first_call: int = 0
+    num_earlier_calls: int = 0
     steps: tuple[Step, ...] = ()
     finish_reason: Reason | None = None
+    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of tokens; `cached` of the prompt were found in the prefix cache. `steps` verified drafts, of which
-    `accepted` of `verified` were kept; they are told only if the client wants to see speculation."""
+    """Token counts of one request. `cached` tokens of the prompt came from the prefix cache.
+
+    `steps` are the engine steps that verified drafts. `accepted` of `verified` drafts were kept.
+    """
 
     prompt: int
     completion: int
@@ -66,120 +67,133 @@ class Usage:
         return body
 
 
-UsageSoFar = Callable[[], Usage]
+class Answers(ABC):
+    """Writer of one request's answer. `usage` returns the usage so far.
 
+    A chunk carries one choice. Its payload is a `delta` of a message, or a `text`.
+    """
 
-class _Answers:
-    """One request's answers: `whole` at once, or as chunks, of which `opening` is an answer's first. The usage so far
-    is asked for only where a chunk tells it."""
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    id_prefix: ClassVar[str]
+    payload_key: ClassVar[str]
+    empty_payload: ClassVar[Any]
 
-    def __init__(self, kind: str, chunk_kind: str, prefix: str, model: str, options: StreamOptions | None) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self._options = options or StreamOptions()
-        head = {"id": self.id, "created": int(time.time()), "model": model}
-        self._head = head | {"object": kind}
-        self._chunk_head = head | {"object": chunk_kind}
+    def __init__(self, model: str, usage: Callable[[], Usage], options: StreamOptions) -> None:
+        self._usage = usage
+        self._options = options
+        head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = head | {"object": self.kind}
+        self._chunk_head = head | {"object": self.chunk_kind}
 
-    def last(self, usage: UsageSoFar) -> dict[str, Any] | None:
-        """The chunk after all answers, if the client wants it."""
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the answer of which each piece is one whole choice."""
+        return self._head | {"choices": [self._whole_choice(piece) for piece in pieces], "usage": self._usage().body()}
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunks of one piece: the opening, the payloads with the steps, and the end."""
+        payloads = self._payloads(piece)
+        if piece.steps and not payloads:
+            payloads = [self.empty_payload]
+        choices = [self._choice(piece.index, payload) for payload in payloads]
+        if piece.steps:
+            choices[0]["speculation"] = {"steps": piece.steps}
+        if piece.is_first and (opening := self._opening(piece.index)) is not None:
+            choices.insert(0, self._choice(piece.index, opening))
+        if piece.finish_reason is not None:
+            choices.append(self._choice(piece.index, self.empty_payload, piece.finish_reason))
+        return [self._chunk(choice) for choice in choices]
+
+    def usage_chunk(self) -> dict[str, Any] | None:
+        """Return the chunk behind all choices, or None if the client does not want it."""
         if not self._options.include_usage:
             return None
-        return self._chunk_head | {"choices": [], "usage": usage().body(bool(self._options.include_speculation))}
+        return self._chunk_head | {"choices": [], "usage": self._usage().body(bool(self._options.include_speculation))}
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": usage.body()}
+    def _choice(self, index: int, payload: object, reason: Reason | None = None) -> dict[str, Any]:
+        return {"index": index, self.payload_key: payload, "logprobs": None, "finish_reason": reason}
 
-    def chunks(self, piece: Piece, usage: UsageSoFar) -> Iterator[dict[str, Any]]:
-        """The chunks that tell `piece`. The steps are told with the first of them."""
-        steps = {"speculation": {"steps": [step.body() for step in piece.steps]}} if piece.steps else {}
-        for choice in self._choices(piece, bool(steps)):
-            yield self._chunk(choice | steps, usage)
-            steps = {}
-
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _choices(self, piece: Piece, at_least_one: bool) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
-
-    def _chunk(self, choice: dict[str, Any], usage: UsageSoFar) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._chunk_head | {"choices": [choice]}
         if self._options.continuous_usage_stats:
-            chunk["usage"] = usage().body()
+            chunk["usage"] = self._usage().body()
         elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
 
+    @abstractmethod
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]: ...
 
-class ChatAnswers(_Answers):
-    def __init__(self, model: str, options: StreamOptions | None = None) -> None:
-        super().__init__("chat.completion", "chat.completion.chunk", "chatcmpl", model, options)
+    @abstractmethod
+    def _opening(self, index: int) -> object | None:
+        """Return the payload before all pieces of a choice, if there is one."""
 
-    def opening(self, index: int, usage: UsageSoFar) -> dict[str, Any] | None:
-        return self._chunk(_delta(index, {"role": "assistant", "content": ""}), usage)
+    @abstractmethod
+    def _payloads(self, piece: Piece) -> list[Any]:
+        """Return the payloads of a piece, none if it has nothing to show."""
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+
+class ChatAnswers(Answers):
+    """Answer of /v1/chat/completions."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+    payload_key = "delta"
+    empty_payload: ClassVar[dict[str, Any]] = {}
+
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.content}
         if piece.reasoning:
             message["reasoning_content"] = piece.reasoning
         if piece.tool_calls:
             message["content"] = piece.content or None
-            message["tool_calls"] = [_called(call) for call in piece.tool_calls]
+            message["tool_calls"] = [_tool_call(call) for call in piece.tool_calls]
         return {"index": piece.index, "message": message, "logprobs": None, "finish_reason": piece.finish_reason}
 
-    def _choices(self, piece: Piece, at_least_one: bool) -> Iterator[dict[str, Any]]:
+    def _opening(self, index: int) -> object:
+        return {"role": "assistant", "content": ""}
+
+    def _payloads(self, piece: Piece) -> list[Any]:
         deltas: list[dict[str, Any]] = []
         if piece.reasoning:
             deltas.append({"reasoning_content": piece.reasoning})
         if piece.content:
             deltas.append({"content": piece.content})
         if piece.tool_calls:
-            calls = [_called(c) | {"index": i} for i, c in enumerate(piece.tool_calls, piece.first_call)]
-            deltas.append({"tool_calls": calls})
-        if at_least_one and not deltas:
-            deltas.append({})
-        for delta in deltas:
-            yield _delta(piece.index, delta)
-        if piece.finish_reason is not None:
-            yield _delta(piece.index, {}, piece.finish_reason)
+            calls = enumerate(piece.tool_calls, piece.num_earlier_calls)
+            deltas.append({"tool_calls": [_tool_call(call) | {"index": index} for index, call in calls]})
+        return deltas
 
 
-class CompletionAnswers(_Answers):
-    """`echoed` are the prompts' texts, to be said before the answers; none if that was not asked for."""
+class CompletionAnswers(Answers):
+    """Answer of /v1/completions. With `echo`, `prompts` are the texts before the choices, one for each."""
 
-    def __init__(self, model: str, options: StreamOptions | None = None, echoed: Sequence[str] = ()) -> None:
-        super().__init__("text_completion", "text_completion", "cmpl", model, options)
-        self._echoed = echoed
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+    payload_key = "text"
+    empty_payload = ""
 
-    def opening(self, index: int, usage: UsageSoFar) -> dict[str, Any] | None:
-        return self._chunk(_text(index, self._echoed[index]), usage) if self._echoed else None
+    def __init__(
+        self, model: str, usage: Callable[[], Usage], options: StreamOptions, prompts: Sequence[str] = ()
+    ) -> None:
+        super().__init__(model, usage, options)
+        self._prompts = prompts
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        echoed = self._echoed[piece.index] if self._echoed else ""
-        return _text(piece.index, echoed + piece.content, piece.finish_reason)
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+        return self._choice(piece.index, (self._opening(piece.index) or "") + piece.content, piece.finish_reason)
 
-    def _choices(self, piece: Piece, at_least_one: bool) -> Iterator[dict[str, Any]]:
-        if piece.content or at_least_one:
-            yield _text(piece.index, piece.content)
-        if piece.finish_reason is not None:
-            yield _text(piece.index, "", piece.finish_reason)
+    def _opening(self, index: int) -> str | None:
+        return self._prompts[index] if self._prompts else None
+
+    def _payloads(self, piece: Piece) -> list[Any]:
+        return [piece.content] if piece.content else []
 
 
-Answers = ChatAnswers | CompletionAnswers
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers=headers, media_type="application/json")
-
-
-def _delta(index: int, delta: dict[str, Any], reason: Reason | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
-def _text(index: int, text: str, reason: Reason | None = None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-
-
-def _called(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

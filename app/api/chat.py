@@ -20,5 +20,5 @@ async def chat_completions(request: Request) -> Response:
         limit = body.max_completion_tokens or body.max_tokens
         limit_param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         budget = token_budget("messages", len(prompt.token_ids), limit, None, call.info.max_model_len, limit_param)
-        streams = submit(call, [prompt], [budget], permits)
-    return await answer(call, streams, ChatAnswers(call.model_name, body.stream_options), [prompt])
+        choices = submit(call, [prompt], [budget], permits)
+    return await answer(call, choices, ChatAnswers(call.model_name, choices.usage, body.streaming))

@@ -30,12 +30,12 @@ async def completions(request: Request) -> Response:
             token_budget(param, len(prompt.token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, info.max_model_len)
             for prompt, param in zip(given, params, strict=True)
         ]
-        streams = submit(call, given, budgets, permits)
+        choices = submit(call, given, budgets, permits)
     echoed = _prompt_texts(body, call.services.tokenizer) if body.echo else ()
-    return await answer(call, streams, CompletionAnswers(call.model_name, body.stream_options, echoed), given)
+    return await answer(call, choices, CompletionAnswers(call.model_name, choices.usage, body.streaming, echoed))
 
 
 def _prompt_texts(body: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
     """Return the text of every choice's prompt."""
     texts = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in body.prompts]
-    return [text for text in texts for _ in range(body.choices)]
+    return [text for text in texts for _ in range(body.num_choices)]

@@ -1,14 +1,14 @@
-"""The common part of chat.py and completions.py: receive a request, submit its prompts, answer it."""
+"""Steps that chat.py and completions.py share: receive a request, submit its prompts, answer it."""
 
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import msgspec
 from fastapi import Request, Response
+from msgspec.structs import replace
 
 from app.api import prompts
 from app.api.answers import Answers, json_response
@@ -18,12 +18,12 @@ from app.api.prompts import Prompt
 from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.schemas import ChatCompletionRequest, GenerationRequest
 from app.api.services import Services, services_of
-from app.api.stream import EventStream, TextStream, collect, events, unless_gone, usage_of
+from app.api.stream import Choice, Choices, EventStream, events, unless_gone
 from app.client.admission import Permits
+from app.client.request_stream import RequestStream
 from app.messages import EngineInfo, Submit
 from app.text.detokenizer import Detokenizer
 from app.text.parsers.qwen3 import OutputParser
-from app.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Call(Generic[BodyT]):
 
 
 async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
-    """Read and check the body. Raises ApiError; a busy server refuses before it reads the body."""
+    """Read and check the body of a request that would be admitted now. Raises ApiError, Busy or EngineUnavailable."""
     arrived = time.monotonic()
     services = services_of(request)
     info = services.engine.check(services.client_id(request))
@@ -71,88 +71,81 @@ def _check_num_choices(body: GenerationRequest, maximum: int) -> None:
         )
     if body.num_sequences > maximum:
         raise bad_request(
-            f"`n` is {body.choices}, which makes {body.num_sequences} choices in all; at most {maximum} may come in "
-            "one request.",
+            f"`n` is {body.num_choices}, which makes {body.num_sequences} choices in all; at most {maximum} may come "
+            "in one request.",
             "n",
         )
 
 
-def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], permits: Permits) -> list[TextStream]:
-    """Submit every choice of every prompt, or none.
+def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], permits: Permits) -> Choices:
+    """Submit every choice of every prompt, or none. `budgets` are the maximum numbers of new tokens, one for a prompt.
 
-    The choices of a prompt are neighbours in the result and in `index`. Raises ApiError 400 or EngineUnavailable.
+    Raises ApiError 400 or EngineUnavailable.
     """
-    body, services, tokenizer = call.body, call.services, call.services.tokenizer
+    choices = Choices(sum(len(prompt.token_ids) for prompt in given), call.body.num_choices)
+    try:
+        for prompt, request in _requests(call, given, budgets):
+            deltas = call.services.engine.submit(request, arrived=call.arrived, deadline=call.deadline, permits=permits)
+            choices.append(_choice(call, prompt, deltas, len(choices)))
+    except Exception:
+        choices.close()
+        raise
+    return choices
+
+
+def _requests(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int]) -> Iterator[tuple[Prompt, Submit]]:
+    """Yield the engine's request for every choice. The choices of a prompt are neighbours."""
+    body, tokenizer = call.body, call.services.tokenizer
     for max_tokens in budgets:
         check_min_tokens(body, max_tokens)
     sampling = sampling_of(body, tokenizer.defaults, call.info)
-    stop_token_ids = _stop_token_ids(body, tokenizer)
-    request_id = secrets.token_hex(16)
-    streams: list[TextStream] = []
-    try:
-        for prompt, max_tokens in zip(given, budgets, strict=True):
-            if services.log_prompts:
-                logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
-            seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
-            for choice in range(body.choices):
-                request = Submit(
-                    request_id=f"{request_id}-{len(streams)}",
-                    epoch=0,
-                    token_ids=prompt.token_ids,
-                    sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(seed, choice)),
-                    stop_token_ids=stop_token_ids,
-                    max_tokens=max_tokens,
-                    speculate=body.speculate is not False,
-                    cache_salt=body.cache_salt or "",
-                )
-                deltas = services.engine.submit(request, arrived=call.arrived, deadline=call.deadline, permits=permits)
-                parser, most_calls = _parser(services, body, prompt)
-                by_step = bool(body.streaming.include_speculation)
-                detokenizer = _detokenizer(body, tokenizer)
-                streams.append(TextStream(len(streams), deltas, detokenizer, parser, services, by_step, most_calls))
-    except Exception:
-        for stream in streams:
-            stream.close()
-        raise
-    return streams
-
-
-def _stop_token_ids(body: GenerationRequest, tokenizer: Tokenizer) -> list[int]:
     eos_ids = [] if body.ignore_eos else tokenizer.eos_ids
-    return sorted({*(body.stop_token_ids or []), *eos_ids})
+    stop_token_ids = sorted({*(body.stop_token_ids or []), *eos_ids})
+    request_id = secrets.token_hex(16)
+    for index, (prompt, max_tokens) in enumerate(zip(given, budgets, strict=True)):
+        if call.services.log_prompts:
+            logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
+        seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
+        for number in range(body.num_choices):
+            request = Submit(
+                request_id=f"{request_id}-{index * body.num_choices + number}",
+                epoch=0,
+                token_ids=prompt.token_ids,
+                sampling=replace(sampling, seed=seed_of_choice(seed, number)),
+                stop_token_ids=stop_token_ids,
+                max_tokens=max_tokens,
+                speculate=body.speculate is not False,
+                cache_salt=body.cache_salt or "",
+            )
+            yield prompt, request
 
 
-def _detokenizer(body: GenerationRequest, tokenizer: Tokenizer) -> Detokenizer:
-    return Detokenizer(
-        tokenizer.backend,
+def _choice(call: Call[BodyT], prompt: Prompt, deltas: RequestStream, index: int) -> Choice:
+    """Return the reader of one choice. A bare completion is text and nothing else, so that nothing is parsed."""
+    body: GenerationRequest = call.body
+    detokenizer = Detokenizer(
+        call.services.tokenizer.backend,
         body.stop_strings,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
     )
+    reasoning = tools = False
+    max_calls = None
+    if isinstance(body, ChatCompletionRequest):
+        reasoning = call.services.reasoning and body.separate_reasoning is not False
+        tools = call.services.tool_calls and bool(body.offered_tools)
+        max_calls = 1 if body.parallel_tool_calls is False else None
+    parser = OutputParser(reasoning, tools, prompt.in_reasoning)
+    with_steps = bool(body.streaming.include_speculation)
+    return Choice(index, deltas, detokenizer, parser, call.services.engine, with_steps=with_steps, max_calls=max_calls)
 
 
-def _parser(services: Services, body: GenerationRequest, prompt: Prompt) -> tuple[OutputParser, int | None]:
-    """Return the parser of an answer, and the maximum of its tool calls. A bare completion is text and nothing else."""
-    if not isinstance(body, ChatCompletionRequest):
-        return OutputParser(reasoning=False, tools=False), None
-    reasoning = services.reasoning and body.separate_reasoning is not False
-    tools = services.tool_calls and bool(body.offered_tools)
-    return OutputParser(reasoning, tools, prompt.in_reasoning), 1 if body.parallel_tool_calls is False else None
-
-
-async def answer(call: Call[BodyT], streams: list[TextStream], answers: Answers, given: Sequence[Prompt]) -> Response:
-    """Return the whole answer, or its first event and a stream of the rest. All streams are closed in any case."""
-    body = call.body
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in given)
+async def answer(call: Call[BodyT], choices: Choices, answers: Answers) -> Response:
+    """Return the whole answer, or a stream of its events. The choices are closed in any case."""
+    if call.body.stream:
+        return EventStream(events(choices, answers), choices.close)
     try:
-        if body.stream:
-            rest = events(streams, answers, prompt_tokens, body.choices)
-            first = await unless_gone(call.request, anext(rest))
-            streams = []  # The response closes them now.
-            return EventStream(first, rest)
-        pieces = await unless_gone(call.request, collect(streams))
-        return json_response(answers.whole(pieces, usage_of(prompt_tokens, streams, body.choices)))
+        return json_response(answers.whole(await unless_gone(call.request.receive, choices.whole())))
     finally:
-        for stream in streams:
-            stream.close()
+        choices.close()

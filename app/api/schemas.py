@@ -99,7 +99,7 @@ class GenerationRequest(AskedOfModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         """Number of answers for each prompt."""
         return self.n or 1
 
@@ -109,7 +109,7 @@ class GenerationRequest(AskedOfModel):
 
     @property
     def num_sequences(self) -> int:
-        return self.num_prompts * self.choices
+        return self.num_prompts * self.num_choices
 
     @property
     def streaming(self) -> StreamOptions:

@@ -1,40 +1,36 @@
-"""Engine deltas to text, text to Server-Sent Events, and the client's going away to an abort."""
+"""Tokens of the engine to text, and text to Server-Sent Events."""
 
 import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.api.answers import Answers, Piece, Reason, Step, Usage
 from app.api.errors import ApiError, deadline_exceeded, unavailable
-from app.api.services import Services
+from app.client.client import EngineClient
 from app.client.request_stream import RequestStream
 from app.messages import TokenDelta
 from app.text.detokenizer import Detokenizer
 from app.text.parsers.qwen3 import OutputParser
 
 KEEP_ALIVE_SECONDS = 15.0
-_LOOKS = 5
-"""How often in this time it is looked whether a comment is due."""
+_CHECKS_PER_KEEP_ALIVE = 5
 
 T = TypeVar("T")
 
 
-class TextStream:
-    """One answer: its deltas, decoded, cut at stop strings and parsed. A stop string's match aborts the request.
+class Choice:
+    """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request.
 
-    `by_step` tells the text of every token, step by step, and counts `steps`. Tool calls beyond `most_calls` are
-    dropped.
+    `with_steps` splits the text into steps and tokens. Tool calls beyond `max_calls` are dropped.
     """
 
     def __init__(
@@ -43,113 +39,150 @@ class TextStream:
         deltas: RequestStream,
         detokenizer: Detokenizer,
         parser: OutputParser,
-        services: Services,
-        by_step: bool = False,
-        most_calls: int | None = None,
+        engine: EngineClient,
+        *,
+        with_steps: bool = False,
+        max_calls: int | None = None,
     ) -> None:
         self.index = index
+        self.deltas = deltas
         self.cached_tokens = 0
-        self.steps = Counter[str]()
-        self._deltas = deltas
+        self.counts = Counter[str]()
         self._detokenizer = detokenizer
         self._parser = parser
-        self._services = services
-        self._by_step = by_step
-        self._most_calls = most_calls
-        self._calls = 0
+        self._engine = engine
+        self._with_steps = with_steps
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._has_begun = False
 
     @property
-    def n_tokens(self) -> int:
+    def num_tokens(self) -> int:
         return self._detokenizer.num_tokens
 
-    def ring(self, bell: asyncio.Event) -> None:
-        """From now on set `bell` whenever there is something to take."""
-        self._deltas.notify(bell)
-
     def take(self) -> Piece | None:
-        """What has come since the last call, maybe with no text; None if nothing has. Raises ApiError if the engine
-        failed on this request."""
-        delta = self._deltas.take()
+        """Return what has arrived since the last call, or None. Raises ApiError if the engine failed on the request."""
+        delta = self.deltas.take()
         if delta is None:
             return None
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        if self._deltas.expired:
+        if self.deltas.expired:
             raise deadline_exceeded()
         if delta.finish_reason in ("error", "abort"):
-            reason = delta.error or "the request was aborted"
-            if (phase := self._services.engine.state.phase) != "ready":
-                raise unavailable(f"The engine stopped before the answer was done: {reason}.", f"engine_{phase}")
-            raise ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
+            raise self._error(delta.error or "the request was aborted")
         steps: tuple[Step, ...] = ()
-        if self._by_step and delta.token_ids:
+        if self._with_steps and delta.token_ids:
             steps = tuple(self._steps(delta))
             text = "".join(text for step in steps for text in step.tokens)
         else:
             text = self._detokenizer.push(delta.token_ids, delta.finish_reason)
-        return self._piece(text, steps)
+        return self._parse(text, steps)
+
+    def _error(self, reason: str) -> ApiError:
+        if (phase := self._engine.state.phase) != "ready":
+            return unavailable(f"The engine stopped before the answer was done: {reason}.", f"engine_{phase}")
+        return ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
 
     def _steps(self, delta: TokenDelta) -> Iterator[Step]:
-        """The delta token by token. What is held back for a stop string is told with the token that frees it."""
+        """Yield the delta token by token. Text that a stop string may hold back comes with the token that frees it."""
         token_ids = iter(delta.token_ids)
-        left = len(delta.token_ids)
+        num_left = len(delta.token_ids)
         for step in delta.steps:
             texts: list[str] = []
             for token_id in itertools.islice(token_ids, step.n_tokens):
-                left -= 1
-                texts.append(self._detokenizer.push([token_id], None if left else delta.finish_reason))
+                num_left -= 1
+                texts.append(self._detokenizer.push([token_id], None if num_left else delta.finish_reason))
                 if self._detokenizer.finish_reason is not None:
                     break
-            self.steps.update(steps=int(step.n_verified > 0), verified=step.n_verified, accepted=step.n_accepted)
+            self.counts.update(steps=int(step.n_verified > 0), verified=step.n_verified, accepted=step.n_accepted)
             yield Step(step.n_verified, step.n_accepted, texts)
             if self._detokenizer.finish_reason is not None:
                 return
 
-    def _piece(self, text: str, steps: tuple[Step, ...]) -> Piece:
-        parsed = self._parser.push(text)
-        content, reasoning, calls = parsed.content, parsed.reasoning, parsed.tool_calls
+    def _parse(self, text: str, steps: tuple[Step, ...]) -> Piece:
+        content, reasoning, calls = self._parser.push(text)
         reason: Reason | None = self._detokenizer.finish_reason
         if reason is not None:
-            self._deltas.close(self._detokenizer.finish_reason)
+            self.deltas.close(self._detokenizer.finish_reason)
             rest = self._parser.finish()
             content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.tool_calls
-        first_call = self._calls
-        if self._most_calls is not None:
-            calls = calls[: self._most_calls - first_call]
-        self._calls += len(calls)
-        if reason == "stop" and self._calls:
+        num_earlier = self._num_calls
+        if self._max_calls is not None:
+            calls = calls[: self._max_calls - num_earlier]
+        self._num_calls += len(calls)
+        if reason == "stop" and self._num_calls:
             reason = "tool_calls"
-        return Piece(self.index, content, reasoning, calls, first_call, steps, reason)
+        is_first, self._has_begun = not self._has_begun, True
+        return Piece(self.index, content, reasoning, calls, num_earlier, steps, reason, is_first)
+
+
+class Choices:
+    """All choices of one request, by index. The `num_per_prompt` choices of a prompt are neighbours."""
+
+    def __init__(self, num_prompt_tokens: int, num_per_prompt: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_per_prompt = num_per_prompt
+        self._choices: list[Choice] = []
+        self._event = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def append(self, choice: Choice) -> None:
+        self._choices.append(choice)
+        choice.deltas.notify(self._event)
 
     def close(self) -> None:
-        """Abort what still runs. Idempotent."""
-        self._deltas.close()
+        """Abort the choices that still run. Idempotent."""
+        for choice in self._choices:
+            choice.deltas.close()
+
+    def usage(self) -> Usage:
+        """Return the usage so far.
+
+        A prompt counts once. Its cached tokens are those of its first choice, because the others may have found the
+        pages of that one.
+        """
+        counts = sum((choice.counts for choice in self._choices), Counter[str]())
+        return Usage(
+            self._num_prompt_tokens,
+            sum(choice.num_tokens for choice in self._choices),
+            sum(choice.cached_tokens for choice in self._choices[:: self._num_per_prompt]),
+            counts["steps"],
+            counts["verified"],
+            counts["accepted"],
+        )
+
+    async def whole(self) -> list[Piece]:
+        """Return every choice as one piece. All are read as they arrive, so that all end at the error of one."""
+        parts: list[list[Piece]] = [[] for _ in self._choices]
+        async with aclosing(self.pieces()) as arriving:
+            async for pieces in arriving:
+                for piece in pieces:
+                    parts[piece.index].append(piece)
+        return [_joined(pieces) for pieces in parts]
+
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """Yield the new pieces of all choices until all have finished, or none after `wake`. At its end, `close`."""
+        num_running = len(self._choices)
+        try:
+            while num_running:
+                await self._event.wait()
+                self._event.clear()
+                pieces = [piece for choice in self._choices if (piece := choice.take()) is not None]
+                num_running -= sum(piece.finish_reason is not None for piece in pieces)
+                yield pieces
+        finally:
+            self.close()
+
+    async def wake_every(self, seconds: float) -> None:
+        """Let `pieces` yield now and then, also if nothing has arrived. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            self._event.set()
 
 
-def usage_of(prompt_tokens: int, streams: Sequence[TextStream], choices: int) -> Usage:
-    """The usage so far. A prompt counts once, however many `choices` it has; what was cached of it is what its first
-    choice found, which the others may have found because of that one."""
-    counts = sum((stream.steps for stream in streams), Counter[str]())
-    return Usage(
-        prompt_tokens,
-        sum(stream.n_tokens for stream in streams),
-        sum(stream.cached_tokens for stream in streams[::choices]),
-        counts["steps"],
-        counts["verified"],
-        counts["accepted"],
-    )
-
-
-async def collect(streams: Sequence[TextStream]) -> list[Piece]:
-    """Every answer whole. All are read as they come, so that each ends at its stop string, and all at an error."""
-    pieces: dict[int, list[Piece]] = {stream.index: [] for stream in streams}
-    async with aclosing(interleave(streams, asyncio.Event())) as coming:
-        async for some in coming:
-            for piece in some:
-                pieces[piece.index].append(piece)
-    return [_whole(parts) for parts in pieces.values()]
-
-
-def _whole(pieces: Sequence[Piece]) -> Piece:
+def _joined(pieces: list[Piece]) -> Piece:
     return Piece(
         pieces[0].index,
         "".join(piece.content for piece in pieces),
@@ -159,93 +192,74 @@ def _whole(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-async def interleave(streams: Sequence[TextStream], bell: asyncio.Event) -> AsyncGenerator[list[Piece], None]:
-    """What has come of all answers, again and again until all have ended; nothing, if somebody else rang the bell.
-    Closing this closes the streams."""
-    for stream in streams:
-        stream.ring(bell)
-    left = len(streams)
-    try:
-        while left:
-            await bell.wait()
-            bell.clear()
-            pieces = [piece for stream in streams if (piece := stream.take()) is not None]
-            left -= sum(piece.finish_reason is not None for piece in pieces)
-            yield pieces
-    finally:
-        for stream in streams:
-            stream.close()
+async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, None]:
+    """Yield the Server-Sent Events of a streamed answer.
 
-
-async def events(
-    streams: Sequence[TextStream], answers: Answers, prompt_tokens: int, choices: int
-) -> AsyncGenerator[bytes, None]:
-    """The Server-Sent Events of a streamed answer with `choices` for every prompt.
-
-    An error before the first event is raised, so it can keep its status. A later one is sent as an error event, and
-    then neither a finish_reason nor [DONE] follows: a broken answer never looks like a finished one. Where nothing is
-    sent for KEEP_ALIVE_SECONDS a comment is, so that no proxy takes the connection for dead.
+    An error before the first event is raised. A later error is an event, and neither a finish_reason nor [DONE]
+    follows, so that a broken answer never looks complete. After KEEP_ALIVE_SECONDS without an event a comment is sent,
+    because proxies close silent connections.
     """
-    opened: set[int] = set()
     sent_at: float | None = None
-    usage = partial(usage_of, prompt_tokens, streams, choices)
-    bell = asyncio.Event()
-    looking = asyncio.create_task(_ring_now_and_then(bell))
-    coming = interleave(streams, bell)
+    waking = asyncio.create_task(choices.wake_every(KEEP_ALIVE_SECONDS / _CHECKS_PER_KEEP_ALIVE))
     try:
-        async for pieces in coming:
-            chunks: list[dict[str, Any]] = []
-            for piece in pieces:
-                if piece.index not in opened and (opening := answers.opening(piece.index, usage)) is not None:
-                    chunks.append(opening)
-                chunks += answers.chunks(piece, usage)
-                opened.add(piece.index)
-            if chunks:
-                sent_at = time.monotonic()
-                yield b"".join([event(chunk) for chunk in chunks])
-            elif sent_at is not None and time.monotonic() - sent_at > (1 - 1 / _LOOKS) * KEEP_ALIVE_SECONDS:
-                sent_at = time.monotonic()
-                yield b": keep-alive\n\n"
-        if (last := answers.last(usage)) is not None:
-            yield event(last)
+        async with aclosing(choices.pieces()) as arriving:
+            async for pieces in arriving:
+                chunks = [chunk for piece in pieces for chunk in answers.chunks(piece)]
+                if chunks:
+                    sent_at = time.monotonic()
+                    yield b"".join([event(chunk) for chunk in chunks])
+                elif sent_at is not None and time.monotonic() - sent_at > (
+                    KEEP_ALIVE_SECONDS * (1 - 1 / _CHECKS_PER_KEEP_ALIVE)
+                ):
+                    sent_at = time.monotonic()
+                    yield b": keep-alive\n\n"
+        if (chunk := answers.usage_chunk()) is not None:
+            yield event(chunk)
         yield b"data: [DONE]\n\n"
     except ApiError as error:
         if sent_at is None:
             raise
         yield event(error.body)
     finally:
-        looking.cancel()
-        await coming.aclose()
+        waking.cancel()
 
 
-async def _ring_now_and_then(bell: asyncio.Event) -> None:
-    while True:
-        await asyncio.sleep(KEEP_ALIVE_SECONDS / _LOOKS)
-        bell.set()
+def event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Server-Sent Events whose generator is closed in any case, at once and not by the garbage collector."""
+    """Server-Sent Events. An error before the first event, or a client that leaves, keeps its status.
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(
-            _chain(first, rest),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
-        self._rest = rest
+    In any case `events` is closed and `close` is called at the end, and not by the garbage collector.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events = events
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            first = await unless_gone(receive, anext(self._events))
+
+            async def all_events() -> AsyncGenerator[bytes, None]:
+                yield first
+                async for event in self._events:
+                    yield event
+
+            self.body_iterator = all_events()
             await super().__call__(scope, receive, send)
         finally:
-            await self._rest.aclose()
+            await self._events.aclose()
+            self._close()
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client goes away first: then ClientDisconnect is raised."""
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client leaves first, cancel it and raise ClientDisconnect."""
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(request))
+    watching = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -257,16 +271,6 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _chain(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    yield first
-    async for data in rest:
-        yield data
-
-
-def event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -11,6 +11,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from app.api import generate
+from app.api import stream as streaming
 from app.api.middleware import RequestIds
 from app.api.stream import EventStream
 from app.client.supervisor import EngineUnavailable
@@ -189,11 +190,12 @@ def test_a_connection_that_closes_under_the_answer_is_no_error_of_ours(caplog):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_has_left_before_anybody_looks_for_an_answer_is_aborted(server, monkeypatch, stream):
-    async def gone(request, work):
+    async def gone(receive, work):
         work.close()
         raise ClientDisconnect
 
     monkeypatch.setattr(generate, "unless_gone", gone)
+    monkeypatch.setattr(streaming, "unless_gone", gone)
     server.http.post("/v1/completions", json={"prompt": ["a", "b"], "stream": stream})
     submitted = {server.script.see("Submit")["request_id"] for _ in range(2)}
     assert {server.script.see("Abort")["request_id"] for _ in range(2)} == submitted
@@ -233,12 +235,12 @@ def test_a_stream_that_cannot_be_sent_is_closed_at_once_and_not_by_the_collector
 
     async def respond():
         rest = generator()
-        response = EventStream(await anext(rest), rest)
+        response = EventStream(rest, lambda: closed.append("choices"))
         with contextlib.suppress(Exception):
             await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
         return list(closed), rest
 
-    assert asyncio.run(respond())[0] == [True]
+    assert asyncio.run(respond())[0] == [True, "choices"]
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -103,7 +103,7 @@ def _parse(texts: Sequence[Sequence[str]]) -> None:
 
 
 def _events(pieces: Sequence[Sequence[Piece]]) -> None:
-    answers = ChatAnswers("demo", StreamOptions(include_usage=True))
+    answers = ChatAnswers("demo", lambda: Usage(1, 1), StreamOptions(include_usage=True))
     for row in pieces:
         for piece in row:
-            b"".join([event(chunk) for chunk in answers.chunks(piece, lambda: Usage(1, 1))])
+            b"".join([event(chunk) for chunk in answers.chunks(piece)])
