@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tests import ROOT
-from tests.exhaustive.test_acceptance_floor import FLOOR, NEAR, WAYS, answers, cold_run, keeps
+from tests.exhaustive.acceptance import FLOOR, NEAR, WAYS, answers, cold_run, keeps
 from tests.fast.engine.lossless import (
     MARGIN,
     PATHS,

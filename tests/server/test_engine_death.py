@@ -10,14 +10,7 @@ import pytest
 from app.client import supervisor
 from app.messages import Sampling, Submit
 from tests.fast.api.served import Clock, serving
-
-ASK = {"model": "tiny", "prompt": "hi"}
-
-
-def started(server, background, **fields):
-    """A request that is running in the engine, and its id there."""
-    running = background.submit(lambda: server.http.post("/v1/completions", json=ASK | fields))
-    return running, server.script.see("Submit")["request_id"]
+from tests.server.running import ASK, started
 
 
 @pytest.fixture

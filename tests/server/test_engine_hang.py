@@ -11,10 +11,10 @@ import pytest
 
 from app.client import admission, supervisor
 from app.messages import Sampling, Submit
+from tests.fast.api.connections import connect
+from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Clock, serving, until
-from tests.fast.api.test_errors import error_of
-from tests.server.test_disconnect import connect
-from tests.server.test_engine_death import ASK, started
+from tests.server.running import ASK, started
 
 TIMEOUT = 90.0
 WHY = f"no step result within {TIMEOUT:g} s"

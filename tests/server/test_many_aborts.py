@@ -6,8 +6,8 @@ import os
 import random
 import time
 
+from tests.fast.api.connections import connection_address
 from tests.fast.api.served import PATIENCE
-from tests.server.test_disconnect import connection_address
 
 CLIENTS = 1000
 AT_ONCE = 50

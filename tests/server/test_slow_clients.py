@@ -8,9 +8,9 @@ import time
 import pytest
 
 from app.api import body, connection
+from tests.fast.api.connections import connect, connection_address, request
+from tests.fast.api.errors import TEXT
 from tests.fast.api.served import PATIENCE, serving, until
-from tests.fast.api.test_errors import TEXT
-from tests.server.test_disconnect import connect, connection_address, request
 
 CUT_OFF = 0.4
 

@@ -16,9 +16,9 @@ from app.engine.core import Step
 from app.engine.cuda import attention, inputs, rows
 from app.engine.cuda.backend import CudaBackend
 from app.engine.sequence import Request
+from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import make_engine, run_engine
 from tests.fast.engine.pairs import Pair, make_pair
-from tests.fast.engine.test_overlap import Log
 
 Texts = dict[str, list[list[int]]]
 

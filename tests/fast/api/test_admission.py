@@ -5,9 +5,9 @@ import socket
 import pytest
 
 from app.api import body
+from tests.fast.api.connections import connection_address
+from tests.fast.api.errors import CHAT, TEXT, error_of
 from tests.fast.api.served import serving, until
-from tests.fast.api.test_errors import CHAT, TEXT, error_of
-from tests.server.test_disconnect import connection_address
 
 KEYS = ["first-key", "second-key"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from app.api.sampling import seed_of_choice
 from app.api.schemas import MOST_CHOICES
-from tests.server.test_disconnect import connect
+from tests.fast.api.connections import connect
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
 TEXT = ("/v1/completions", {"model": "tiny", "prompt": "hi"})

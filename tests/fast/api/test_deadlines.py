@@ -8,8 +8,8 @@ from queue import Queue
 import pytest
 from fastapi import Request
 
+from tests.fast.api.errors import CHAT, TEXT, error_of
 from tests.fast.api.served import PATIENCE, serving, until
-from tests.fast.api.test_errors import CHAT, TEXT, error_of
 
 TIMEOUT = 0.3
 

@@ -9,20 +9,9 @@ import time
 import pytest
 
 from app.api.body import MAX_BODY_BYTES
+from tests.fast.api.connections import connection_address
+from tests.fast.api.errors import CHAT, TEXT, error_of
 from tests.fast.api.served import PATIENCE, until
-from tests.server.test_disconnect import connection_address
-
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-TEXT = {"model": "tiny", "prompt": "hi"}
-
-
-def error_of(response, status):
-    assert response.status_code == status, response.text
-    assert set(response.json()) == {"error"}
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"] and response.headers["x-request-id"]
-    return error
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b"[]", b'"text"'])

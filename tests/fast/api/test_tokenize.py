@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import processors
 
 from tests.fast.api.served import Script, Server, serving
-from tests.fast.api.test_template import ASK, HEAD, HELLO, TURN, serving_template
+from tests.fast.api.templates import ASK, HEAD, HELLO, TURN, serving_template
 
 WORDS = ["hello world", "", " ", "naïve 漢字 👩‍👩‍👧 e\u0301", "<|im_start|>user\n", "\x00\x1f", "a" * 300]
 CLOCK = {"type": "function", "function": {"name": "clock"}}

@@ -12,9 +12,7 @@ import pytest
 from app.api.app import services_for
 from app.config.settings import Config
 from tests.fast.api.served import CHATML, Server
-from tests.fast.api.test_template import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template, start
-
-__all__ = ["start"]
+from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template
 
 WEATHER = {
     "type": "function",

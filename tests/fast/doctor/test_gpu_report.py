@@ -27,7 +27,7 @@ from app.engine.models.config import DecoderConfig
 from app.engine.models.qwen3 import qwen3_config
 from tests import ROOT
 from tests.fast.doctor.patient import HANG, Patient
-from tests.fast.doctor.test_random_weights import TINY
+from tests.fast.doctor.tiny import TINY
 
 NOT_ON_A_BARE_IMAGE = [
     "msgspec",

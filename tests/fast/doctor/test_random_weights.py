@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,31 +11,11 @@ from app.config.checkpoint import DEMO
 from app.config.settings import ConfigError
 from app.doctor.report.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
 from app.engine.backend.factory import make_backend
-from app.engine.build.config import EngineConfig
-from app.engine.build.engine import Engine, build_engine
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.qwen3 import Qwen3, qwen3_config
 from app.engine.sequence import Request
-
-TINY: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
-    "vocab_size": 211,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-}
-
-
-def tiny_engine(folder: Path, **config: Any) -> Engine:
-    """Of TINY, by way of a config.json; the folder is as it was left."""
-    (folder / "config.json").write_text(json.dumps(TINY))
-    target, draft = write_configs(str(folder / "config.json"), folder)
-    wishes: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory": 8 << 20}
-    return build_engine(EngineConfig(target, draft, **wishes | config), open_weights=RandomWeights)
+from tests.fast.doctor.tiny import TINY, tiny_engine
 
 
 class Counted:

@@ -13,7 +13,7 @@ from app.engine.core import Step
 from app.engine.schedule.batch import Batch, Delta, ScheduledSequence, StepResult
 from app.engine.sequence import Request, Sequence
 from app.engine.step.runner import ModelRunner
-from tests.fast.doctor.test_random_weights import tiny_engine
+from tests.fast.doctor.tiny import tiny_engine
 
 PUBLISHED = (0.861, 0.724, 0.599, 0.504, 0.425, 0.363, 0.307, 0.262)
 

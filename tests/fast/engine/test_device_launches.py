@@ -8,7 +8,7 @@ import pytest
 from app.doctor.op_count import Launches
 from app.engine.schedule.batch import Batch
 from app.engine.step.runner import PendingStep
-from tests.fast.engine import test_faults
+from tests.fast.engine import planted_faults
 from tests.fast.engine.device_lengths import SharedMemoryGraph, device_lengths
 from tests.fast.engine.pairs import make_pair
 
@@ -23,7 +23,7 @@ def test_a_decode_step_replays_a_graph_for_each_forward_and_copies(
 ) -> None:
     pair = make_pair(tmp_path, seed=1, block_size=8)
     with device_lengths():
-        core = test_faults.engine_of(pair, enforce_eager=False, max_graphs=4, verify=verify).core
+        core = planted_faults.engine_of(pair, enforce_eager=False, max_graphs=4, verify=verify).core
     runner = core.runner
     launched: list[Batch] = []
     inside: Counter[str] = Counter()
@@ -41,7 +41,7 @@ def test_a_decode_step_replays_a_graph_for_each_forward_and_copies(
 
     monkeypatch.setattr(SharedMemoryGraph, "replay", replayed)
     monkeypatch.setattr(runner, "launch", noted)
-    for request in test_faults.requests(pair, 3):
+    for request in planted_faults.requests(pair, 3):
         core.add(request)
     drafting: list[bool] = []
     while core.has_work:

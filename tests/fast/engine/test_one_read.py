@@ -5,22 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.build.config import EngineConfig
 from app.engine.build.engine import build_engine
 from app.engine.sequence import Request
+from tests.fast.engine.no_reads import NoReads
 from tests.fast.engine.pairs import make_pair
-
-READS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique"}
-"""Operators that hand a value, or a size that depends on values, to the host: each would stall an accelerator."""
-
-
-class NoReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in READS:
-            raise AssertionError(f"{func} reads the device inside launch")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ import torch
 
 from app.doctor.report.simulated import simulate, survival
 from app.engine.build.engine import Engine
-from app.engine.core import EngineCore
 from app.engine.schedule.batch import Batch, Delta
 from app.engine.sequence import NOT_FINITE, Request
-from tests.fast.engine import test_faults
+from tests.fast.engine import planted_faults
 from tests.fast.engine.device_lengths import device_lengths
+from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import LUCKY
+from tests.fast.engine.no_reads import NoReads
 from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.planted_faults import BAD_TOKEN, NAN, PHASES, Planted, Run, names, undisturbed
 from tests.fast.engine.steady import steady_costs
-from tests.fast.engine.test_faults import BAD_TOKEN, NAN, PHASES, Planted, Run, names, undisturbed
-from tests.fast.engine.test_one_read import NoReads
-from tests.fast.engine.test_prefix_cache import watch
+from tests.fast.engine.watched_pages import watch
 from tests.fast.schedule.scheduler_harness import check_pages
 
 BLOCK = 8
@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def eager(pair: Pair, **settings: Any) -> Engine:
-    return test_faults.engine_of(pair, **settings)
+    return planted_faults.engine_of(pair, **settings)
 
 
 def overlapping(pair: Pair, **settings: Any) -> Engine:
@@ -54,38 +54,6 @@ def requests(count: int, vocab_size: int = 5, **asked: Any) -> list[Request]:
     rng = random.Random(3)
     prompts = [tuple(rng.choices(range(min(vocab_size, BAD_TOKEN)), k=rng.randint(2, 30))) for _ in range(count)]
     return [Request(f"r{i}", prompt, **{"max_tokens": 24} | asked) for i, prompt in enumerate(prompts)]
-
-
-class Log:
-    """What was launched and read of which step, in order: ("launch", 3), ("read", 2); and the batches."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.events: list[tuple[str, int]] = []
-        self.batches: list[Batch] = []
-        launch = core.runner.launch
-
-        def launched(batch: Batch) -> Any:
-            number = len(self.batches)
-            self.batches.append(batch)
-            self.events.append(("launch", number))
-            pending = launch(batch)
-            read = pending.read
-
-            def noted() -> Any:
-                self.events.append(("read", number))
-                return read()
-
-            pending.read = noted  # type: ignore[method-assign]
-            return pending
-
-        core.runner.launch = launched  # type: ignore[method-assign]
-
-    @property
-    def overlapped(self) -> list[int]:
-        """The steps that were launched before the one before them was read."""
-        at = {event: place for place, event in enumerate(self.events)}
-        numbers = range(1, len(self.batches))
-        return [n for n in numbers if at["launch", n] < at.get(("read", n - 1), -1)]
 
 
 def test_the_next_step_is_launched_before_a_step_is_read(lucky: Pair):

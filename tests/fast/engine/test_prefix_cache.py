@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from app.config.settings import Config
 from app.engine import process
 from app.engine.build.engine import Engine
-from app.engine.schedule.batch import Batch, Delta
+from app.engine.schedule.batch import Delta
 from app.engine.sequence import Request
 from app.messages import FlushCache, Sampling, Shutdown, StepOutput, Submit
 from tests.fast.engine.lossless import (
@@ -32,7 +31,8 @@ from tests.fast.engine.lossless import (
     random_prompts,
 )
 from tests.fast.engine.pairs import make_pair
-from tests.fast.schedule.scheduler_harness import check_pages, protected
+from tests.fast.engine.watched_pages import watch
+from tests.fast.schedule.scheduler_harness import check_pages
 
 Counts = list[tuple[int, int, int]]
 """(tokens, verified, accepted) of every step of a request."""
@@ -62,32 +62,6 @@ def engine_of(subject: Subject, *, cache: bool = True, **settings: Any) -> Engin
     engine = make_engine(subject.target, subject.draft, **sizes | settings)
     watch(engine)
     return engine
-
-
-def watch(engine: Engine) -> None:
-    """Assert in every step that it leaves cached and shared pages alone, and that the books of all pages are right."""
-    scheduler, runner = engine.core.scheduler, engine.core.runner
-    launch, size = runner.launch, engine.sizes.page_size
-    pools = [runner.forward._pool, *([runner.forward.drafter._pool] if runner.forward.drafter else [])]
-
-    def kept(pages: torch.Tensor) -> list[torch.Tensor]:
-        return [x[pages] for pool in pools for kv in pool.layers for x in (kv.k, kv.v)]
-
-    def watched(batch: Batch) -> Any:
-        check_pages(scheduler)
-        untouchable = protected(scheduler)
-        for rows in batch.rows:
-            end = max(rows.end, rows.start + engine.sizes.block_size) if rows.num_drafts else rows.end
-            written = set(rows.seq.pages[rows.start // size : (end - 1) // size + 1])
-            assert written and not written & untouchable
-        pages = torch.tensor(sorted(untouchable), dtype=torch.long)
-        runner.forward.write_context()  # a plain stretch may have left some to be written
-        before = kept(pages)
-        pending = launch(batch)
-        assert all(map(torch.equal, kept(pages), before)), "a cached page was written"
-        return pending
-
-    runner.launch = watched
 
 
 class Answers(dict[str, list[int]]):

@@ -16,7 +16,7 @@ from app.doctor.report.random_weights import write_configs
 from app.engine.build.engine import CPU_KV_BYTES, Engine
 from app.engine.schedule.batch import Batch
 from app.engine.step.runner import ModelRunner, PendingStep
-from tests.fast.doctor.test_random_weights import TINY, tiny_engine
+from tests.fast.doctor.tiny import TINY, tiny_engine
 from tools.lab import __main__ as parts
 from tools.lab import step, step_report, step_timing
 from tools.lab.products import Products

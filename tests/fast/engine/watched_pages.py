@@ -1,0 +1,35 @@
+"""A guard of cached pages, around every step of an engine."""
+
+from typing import Any
+
+import torch
+
+from app.engine.build.engine import Engine
+from app.engine.schedule.batch import Batch
+from tests.fast.schedule.scheduler_harness import check_pages, protected
+
+
+def watch(engine: Engine) -> None:
+    """Assert in every step that it leaves cached and shared pages alone, and that the books of all pages are right."""
+    scheduler, runner = engine.core.scheduler, engine.core.runner
+    launch, size = runner.launch, engine.sizes.page_size
+    pools = [runner.forward._pool, *([runner.forward.drafter._pool] if runner.forward.drafter else [])]
+
+    def kept(pages: torch.Tensor) -> list[torch.Tensor]:
+        return [x[pages] for pool in pools for kv in pool.layers for x in (kv.k, kv.v)]
+
+    def watched(batch: Batch) -> Any:
+        check_pages(scheduler)
+        untouchable = protected(scheduler)
+        for rows in batch.rows:
+            end = max(rows.end, rows.start + engine.sizes.block_size) if rows.num_drafts else rows.end
+            written = set(rows.seq.pages[rows.start // size : (end - 1) // size + 1])
+            assert written and not written & untouchable
+        pages = torch.tensor(sorted(untouchable), dtype=torch.long)
+        runner.forward.write_context()  # a plain stretch may have left some to be written
+        before = kept(pages)
+        pending = launch(batch)
+        assert all(map(torch.equal, kept(pages), before)), "a cached page was written"
+        return pending
+
+    runner.launch = watched
