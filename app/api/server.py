@@ -59,9 +59,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     logger.info("sampling where a request says nothing: %s", sampling)
     with contextlib.closing(listener):
         paths = {"target": str(target), "draft": None if draft is None else str(draft)}
-        # The engine needs no keys, so it gets none.
-        keyless = json.loads(config.model_dump_json(exclude={"api_key", "admin_key"}))
-        settings = json.dumps({"config": keyless} | paths)
+        settings = json.dumps({"engine": config.engine_options()} | paths)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(Server(config, tokenizer, engine_command, settings, listener).serve())
 

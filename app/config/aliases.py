@@ -1,11 +1,11 @@
 """Flags of vLLM, vllm-ascend and SGLang that mean something here, as data, and what their values mean."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict
 
 from app.config.error import ConfigError
-from app.config.settings import TensorParallelSize, flag_name, no_flag_name
+from app.config.settings import TensorParallelSize, flag_name, no_flag_name, require
 
 
 class PeerFlag(NamedTuple):
@@ -83,23 +83,21 @@ PEER_FLAGS = (
 )
 
 
+DFlashOnly = Annotated[
+    str, require(lambda method: method.lower() == "dflash", 'this server decodes with method "dflash" only')
+]
+
+
 class SpeculativeConfig(BaseModel):
     """vLLM's `--speculative-config`, which sets several settings at once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    method: str = "dflash"
+    method: DFlashOnly = "dflash"
     model: str | None = None
     num_speculative_tokens: int | None = None
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: TensorParallelSize = 1
-
-    @field_validator("method")
-    @classmethod
-    def _dflash_only(cls, value: str) -> str:
-        if value.lower() != "dflash":
-            raise ValueError('this server decodes with method "dflash" only')
-        return value
 
     def settings(self) -> dict[str, Any]:
         """Return setting -> value. `enforce_eager` in this place is the draft's alone, like in vLLM."""

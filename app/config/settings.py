@@ -1,7 +1,7 @@
 """Every setting of the server: name, type, limits, default, and its line in `--help`.
 
-A `Config` holds settled values, and JSON carries it to the engine process unchanged. The sources that users have
-(flags, environment, YAML file) are read by app.config.sources.
+A `Config` holds settled values. The sources that users have (flags, environment, YAML file) are read by
+app.config.sources, and JSON carries `Config.engine_options()` to the engine process.
 """
 
 import json
@@ -35,6 +35,12 @@ UNREADABLE = (ValueError, LookupError, AttributeError, RecursionError)
 
 MODEL, SPECULATION, ENGINE = "model", "speculative decoding", "engine and memory"
 CHAT, SERVER, LOGS = "chat", "server", "logs and metrics"
+
+ENGINE_OPTIONS = set(
+    "device dtype max_model_len max_num_seqs max_num_batched_tokens page_size kv_cache_memory memory_utilization "
+    "draft_enforce_eager max_graphs prefix_caching npu_check compile".split()
+)
+"""Settings that the engine takes unchanged."""
 
 
 def setting(group: str, default: Any, help: str, *, metavar: str = "VALUE", **options: Any) -> Any:
@@ -97,39 +103,46 @@ def _refuse_empty_keys(value: object, settle: Callable[[object], list[str]]) -> 
     return keys
 
 
+def _if_text(read: Callable[[str], Any]) -> BeforeValidator:
+    """Return a validator that reads text, and leaves the other values of a YAML file alone."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
+
+
 def _spelt(names: Mapping[str, str]) -> BeforeValidator:
     """Return a validator that ignores case and takes other projects' names."""
-    return BeforeValidator(lambda value: names.get(value.lower(), value.lower()) if isinstance(value, str) else value)
+    return _if_text(lambda text: names.get(text.lower(), text.lower()))
 
 
-def _check_device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|(cuda|npu)(:\d+)?", value):
-        raise ValueError("a device is auto, cpu, cuda, cuda:N, npu or npu:N")
-    return value
+def require(holds: Callable[[Any], object], message: str) -> AfterValidator:
+    """Return a validator that refuses a value with `message` unless it holds."""
 
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(message)
+        return value
 
-def _check_drafts(value: int) -> int:
-    if value < 1:
-        raise ValueError("a block needs at least 1 draft token; --no-speculation decodes plainly")
-    return value
-
-
-def _check_parallelism(value: int) -> int:
-    if value != 1:
-        raise ValueError("tensor parallelism is not supported yet; run one replica per device")
-    return value
+    return AfterValidator(check)
 
 
 Words = Annotated[list[str], BeforeValidator(_split_words)]
 Keys = Annotated[Words, WrapValidator(_refuse_empty_keys)]
-JsonObject = Annotated[
-    dict[str, Any], BeforeValidator(lambda value: parse_json(value) if isinstance(value, str) else value)
-]
-Bytes = Annotated[PositiveInt, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
-TensorParallelSize = Annotated[int, AfterValidator(_check_parallelism)]
+JsonObject = Annotated[dict[str, Any], _if_text(parse_json)]
+Bytes = Annotated[PositiveInt, _if_text(parse_bytes)]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(DTYPES)]
-Device = Annotated[str, AfterValidator(_check_device)]
-NumDrafts = Annotated[int, AfterValidator(_check_drafts)]
+Device = Annotated[
+    str,
+    require(
+        lambda name: re.fullmatch(r"auto|cpu|(cuda|npu)(:\d+)?", name),
+        "a device is auto, cpu, cuda, cuda:N, npu or npu:N",
+    ),
+]
+NumDrafts = Annotated[
+    int, require(lambda count: count >= 1, "a block needs at least 1 draft token; --no-speculation decodes plainly")
+]
+TensorParallelSize = Annotated[
+    int,
+    require(lambda size: size == 1, "tensor parallelism is not supported yet; run one replica per device"),
+]
 BlockRows = Annotated[str, Field(pattern=r"^(auto|full|[1-9]\d*)$")]
 RootPath = Annotated[str, Field(pattern=r"^(/[^/\s]+)*$")]
 MetricsPrefix = Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$")]
@@ -248,3 +261,12 @@ class Config(BaseModel):
         if not keys:
             raise ConfigError(f"--api-key-file {self.api_key_file}: has no key", "put one key on a line")
         return [*self.api_key, *keys]
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the arguments of EngineConfig, its two folders left out. JSON carries them to the engine process."""
+        drafts = self.num_speculative_tokens
+        return self.model_dump(include=ENGINE_OPTIONS) | {
+            "block_size": None if drafts is None else drafts + 1,
+            "enforce_eager": self.enforce_eager or None,
+            "verify": int(self.verify) if self.verify.isdecimal() else self.verify,
+        }

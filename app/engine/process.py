@@ -1,8 +1,8 @@
 """The engine process: `python -m app.engine.process COMMANDS REPLIES EPOCH`, started by the API process.
 
-The two addresses are ZeroMQ sockets that the parent has bound. The first line of stdin is a JSON object `{"config":
+The two addresses are ZeroMQ sockets that the parent has bound. The first line of stdin is a JSON object `{"engine":
 ..., "target": folder, "draft": folder or null}`; after it stdin stays open, and its end means that the parent is gone.
-This is the only module of the engine that knows messages and settings: below it there are plain dataclasses.
+This is the only module of the engine that knows messages. Below it there are plain dataclasses.
 """
 
 import logging
@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from app.config.settings import Config
 from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, Progress, build_engine
 from app.engine.core import IDLE, Step
@@ -174,28 +173,8 @@ def _unreadable(message: bytes, error: msgspec.DecodeError) -> Unreadable:
 
 
 def _engine_config(settings: dict[str, Any]) -> EngineConfig:
-    config = Config.model_validate(settings["config"])
-    drafts = config.num_speculative_tokens
-    return EngineConfig(
-        target=Path(settings["target"]),
-        draft=Path(settings["draft"]) if settings["draft"] else None,
-        device=config.device,
-        dtype=config.dtype,
-        block_size=None if drafts is None else drafts + 1,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        page_size=config.page_size,
-        kv_cache_memory=config.kv_cache_memory,
-        memory_utilization=config.memory_utilization,
-        enforce_eager=True if config.enforce_eager else None,
-        draft_enforce_eager=config.draft_enforce_eager,
-        max_graphs=config.max_graphs,
-        prefix_caching=config.prefix_caching,
-        npu_check=config.npu_check,
-        compile=config.compile,
-        verify=int(config.verify) if config.verify.isdecimal() else config.verify,
-    )
+    target, draft = settings["target"], settings["draft"]
+    return EngineConfig(target=Path(target), draft=Path(draft) if draft else None, **settings["engine"])
 
 
 def _request(submit: Submit) -> Request:

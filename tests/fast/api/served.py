@@ -161,7 +161,7 @@ class Server:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        settings = json.dumps({"config": {}, "target": "tiny", "draft": None})
+        settings = json.dumps({"engine": {}, "target": "tiny", "draft": None})
         supervisor = Supervisor(self.script.command, settings, self.metrics, **self._supervisor_options)
         self.engine = EngineClient(supervisor, Admission(**self._admission_options), self.metrics)
         services = self.services = Services(

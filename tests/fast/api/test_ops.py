@@ -28,7 +28,7 @@ def test_while_loading_ready_is_503_with_progress_and_requests_are_refused(own_s
 
 
 def test_the_engine_is_given_its_settings_on_stdin(own_server):
-    assert own_server.script.see("started")["settings"] == {"config": {}, "target": "tiny", "draft": None}
+    assert own_server.script.see("started")["settings"] == {"engine": {}, "target": "tiny", "draft": None}
 
 
 def test_while_draining_running_requests_finish_and_new_ones_are_refused(own_server, background):

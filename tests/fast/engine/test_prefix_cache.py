@@ -353,8 +353,8 @@ def test_a_flush_is_answered_and_what_was_cached_is_computed_again(folder: Path)
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_the_setting_reaches_the_scheduler(folder: Path, prefix_caching: bool):
     subject = lucky_subject(folder)
-    config = Config(prefix_caching=prefix_caching).model_dump(mode="json")
-    settings = {"config": config, "target": str(subject.target), "draft": str(subject.draft)}
+    options = Config(prefix_caching=prefix_caching).engine_options()
+    settings = {"engine": options, "target": str(subject.target), "draft": str(subject.draft)}
     assert process._engine_config(settings).prefix_caching == prefix_caching
     engine = engine_of(subject, cache=prefix_caching)
     request = subject.requests(Case())[0]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import zmq
 
 from app.client.child_process import engine_environment
 from app.config.settings import Config
+from app.engine import process
+from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine
 from app.engine.process import Link, serve
 from app.messages import Abort, Ready, Reply, Sampling, Shutdown, StepOutput, Submit, TokenDelta
@@ -145,10 +148,22 @@ def test_a_request_that_can_never_run_is_refused_and_the_next_one_is_served(
     assert ended["good"].finish_reason == "length"
 
 
+def test_every_option_of_the_engine_comes_from_the_settings():
+    config = Config(num_speculative_tokens=15, verify="4", enforce_eager=True, page_size=32)
+    assert config.engine_options().keys() == {field.name for field in fields(EngineConfig)} - {"target", "draft"}
+    sent = json.loads(json.dumps({"engine": config.engine_options(), "target": "a", "draft": None}))
+    engine = process._engine_config(sent)
+    assert (engine.target, engine.draft, engine.block_size, engine.verify) == (Path("a"), None, 16, 4)
+    assert (engine.enforce_eager, engine.page_size) == (True, 32)
+    assert EngineConfig(Path("a"), verify="auto") == process._engine_config(
+        sent | {"engine": Config().engine_options()}
+    )
+
+
 @pytest.mark.exhaustive
 def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Parent, pair: Pair):
-    config = Config(model=str(pair.target), device="cpu", max_model_len=500, max_num_seqs=4).model_dump(mode="json")
-    settings = {"config": config, "target": str(pair.target), "draft": str(pair.draft)}
+    options = Config(device="cpu", max_model_len=500, max_num_seqs=4).engine_options()
+    settings = {"engine": options, "target": str(pair.target), "draft": str(pair.draft)}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses, "1"],
         stdin=subprocess.PIPE,
