@@ -1,4 +1,4 @@
-"""When the engine process dies nothing hangs: clients are told, and the next epoch serves again."""
+"""After the death of the engine process no client hangs, and the next epoch serves again."""
 
 import gc
 import json
@@ -174,7 +174,7 @@ def test_after_a_death_no_request_has_a_place_though_nobody_has_read_its_end(rea
 
 
 def test_an_engine_is_a_session_of_its_own_and_takes_its_folder_with_it(own_server):
-    """Ctrl-C in a terminal reaches the server alone, which drains; and nothing is left in the temporary folder."""
+    """Ctrl-C in a terminal reaches the server alone, which drains. Nothing is left in the temporary folder."""
     pid = own_server.script.see("started")["pid"]
     folder = own_server.engine.supervisor._link._folder
     assert os.getsid(pid) == pid and folder.is_dir()

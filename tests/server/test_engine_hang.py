@@ -1,4 +1,4 @@
-"""An engine that has work and says nothing for --step-timeout is killed and started again; no other engine is."""
+"""An engine that has work and is silent for --step-timeout is killed and started again. No other engine is."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ NAPS = supervisor.NUM_NAPS
 
 
 class Naps:
-    """The watchdog's: each lasts until the test ends it, or no time at all while they are `short`."""
+    """Naps of the watchdog. Each lasts until the test ends it, or no time at all while they are `short`."""
 
     def __init__(self):
         self.short = False
@@ -39,7 +39,7 @@ class Naps:
             self._over = None
 
     async def end(self, count=1):
-        """End so many, each once it has begun; then the watchdog knows what it thinks of them."""
+        """End `count` naps, each once it has begun, and wait until the watchdog has counted them."""
         for _ in range(count):
             while (over := self._over) is None:
                 await asyncio.sleep(0.001)
@@ -48,14 +48,14 @@ class Naps:
                 await asyncio.sleep(0)
 
     async def pass_quickly(self):
-        """From now on: the one that lasts is over, too."""
+        """End the current nap, and let later ones take no time."""
         self.short = True
         if self._over is not None:
             self._over.set()
 
 
 class Hangable:
-    """A ready server whose engine process a test can stop, and the naps of its watchdog."""
+    """Ready server whose engine process a test can stop, and the naps of its watchdog."""
 
     def __init__(self, server, naps):
         self.server = server
@@ -63,7 +63,7 @@ class Hangable:
         self.pid = self.next_engine()
 
     def next_engine(self):
-        """The process of the next epoch, which is ready now; its watchdog's naps last until they are ended."""
+        """Make the next epoch's engine ready, and return its pid. Its watchdog's naps last until they are ended."""
         pid = self.server.script.see("started")["pid"]
         self.naps.short = False
         self.server.script.order("ready", info=self.server.script.info)
@@ -72,13 +72,13 @@ class Hangable:
 
     @contextmanager
     def stopped(self):
-        """The engine hears nothing, not even SIGTERM, as in a device call that never returns."""
+        """Stop the engine, which then handles nothing, like in a device call that never returns."""
         os.kill(self.pid, signal.SIGSTOP)
         yield
         os.kill(self.pid, signal.SIGCONT)
 
     def hang(self):
-        """It hears nothing, and the time goes by in which that is found out."""
+        """Stop the engine for good, and let the time pass in which the watchdog finds out."""
         os.kill(self.pid, signal.SIGSTOP)
         self.server.call(self.naps.pass_quickly)
 
@@ -86,7 +86,7 @@ class Hangable:
         self.server.call(lambda: self.naps.end(count))
 
     def let_time_pass(self):
-        """More than enough for naps that are short."""
+        """Let more short naps pass than the watchdog counts."""
 
         async def turns():
             for _ in range(10 * NAPS):
@@ -111,7 +111,7 @@ def hangable(model_folder):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The engine's own, which the test moves on."""
+    """Return the supervisor's clock, which the test moves on."""
     clock = Clock()
     monkeypatch.setattr(supervisor, "time", clock)
     return clock
@@ -151,7 +151,7 @@ def test_a_stall_shorter_than_the_timeout_is_survived_and_a_longer_one_is_not(ha
     assert running.result().json()["choices"][0]["text"] == "fine"
     running, _ = started(server, background)
     os.kill(hangable.pid, signal.SIGSTOP)
-    hangable.take_naps(1 + NAPS)  # The first one has had the answer.
+    hangable.take_naps(1 + NAPS)  # The answer came in the first one.
     assert WHY in running.result().json()["error"]["message"]
     assert server.script.see("started")["epoch"] == 2
 
@@ -233,7 +233,7 @@ def test_three_hangs_within_a_minute_are_enough(clock, hangable, background):
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_hanging_again_and_again_is_given_up_however_long_a_hang_takes(clock, hangable, background, answers):
-    """Also where every engine answers a request before; and a hang that takes more than the window of deaths."""
+    """That holds even if every engine answers a request first, and if a hang takes longer than the window of deaths."""
     server = hangable.server
     for last in (False, False, True):
         if answers:
@@ -269,7 +269,7 @@ def test_an_engine_that_never_answers_a_flush_counts_as_hanging(hangable):
 
 
 def test_who_comes_and_leaves_while_an_engine_hangs_leaves_no_more_than_a_bound(model_folder, monkeypatch):
-    """A place is given back at once, but what was sent waits in memory until the engine takes it."""
+    """A permit is returned at once, but its messages stay in memory until the engine reads them."""
     monkeypatch.setattr(admission, "MIN_UNACKNOWLEDGED", 5)
     with hanging(model_folder, max_queue=1) as (server, naps):
         server.script.info = server.script.info | {"max_num_seqs": 1}
@@ -306,7 +306,7 @@ def test_flushes_that_a_hanging_engine_never_takes_have_a_bound_too(hangable, mo
 
 
 def test_nothing_that_is_sent_to_an_engine_which_does_not_listen_is_lost(model_folder):
-    """More than the kernel's buffers hold: the socket keeps the rest."""
+    """The messages are more than the kernel's buffers hold, so that the socket keeps the rest."""
     with hanging(model_folder) as (server, naps):
         hangable = Hangable(server, naps)
 
@@ -322,7 +322,7 @@ def test_nothing_that_is_sent_to_an_engine_which_does_not_listen_is_lost(model_f
 
 
 def test_a_full_house_that_leaves_at_once_may_come_again_at_once(model_folder):
-    """Also while the engine is in the midst of a long step and hears nothing."""
+    """That holds even while the engine is in a long step and reads nothing."""
     with hanging(model_folder, max_queue=66) as (server, naps):
         server.script.info = server.script.info | {"max_num_seqs": 4}
         hangable = Hangable(server, naps)

@@ -1,4 +1,4 @@
-"""A thousand clients that leave when they like leave nothing behind: no request, no place, no task, no descriptor."""
+"""A thousand clients that leave at random leave nothing behind: no request, permit, task or descriptor."""
 
 import asyncio
 import json
@@ -14,9 +14,9 @@ AT_ONCE = 50
 
 
 def test_a_thousand_random_aborts_leave_nothing_behind(own_server):
-    own_server.script.ready(max_num_seqs=8)  # 40 at once are taken: some of the 50 are refused.
+    own_server.script.ready(max_num_seqs=8)  # 40 at once are admitted, so that some of the 50 are refused.
     own_server.reach("ready")
-    # Some of every answer comes at once; nothing ends, so all that ends was aborted.
+    # The first tokens of every answer come at once. No answer ends, so that every end is an abort.
     own_server.script.plan([*own_server.ids("hello")], [*own_server.ids("world")])
     before = left_behind(own_server)
     told = asyncio.run(all_clients(connection_address(own_server)))
@@ -31,8 +31,8 @@ def test_a_thousand_random_aborts_leave_nothing_behind(own_server):
 
 
 def left_behind(server):
-    """What the server holds while nobody is connected, and what its engine has not heard of yet."""
-    server.http.get("/live")  # Connections are taken in their order: nobody waits for one any more.
+    """Count the requests, tasks and descriptors that the server holds without a connection."""
+    server.http.get("/live")  # Connections are accepted in order, so that none is pending now.
     server.http.close()
     engine = server.engine
 
@@ -63,7 +63,7 @@ async def all_clients(address) -> list[int | None]:
 
 
 async def client(address, chance: random.Random) -> int | None:
-    """Ask for something and leave at some moment; the status, if there was time for it."""
+    """Send a request and leave at a random moment. Return the status if it came before."""
     path, fields = chance.choice(
         [
             ("/v1/completions", {"prompt": "hi"}),

@@ -1,4 +1,4 @@
-"""An engine process without a model: it speaks the ZeroMQ contract and emits what a test has planned.
+"""Engine process without a model. It speaks the ZeroMQ contract and emits the tokens that a test has planned.
 
 argv: ORDERS SEEN COMMANDS REPLIES EPOCH. `ORDERS` and `SEEN` lead to the test: orders come in, and every command of
 the API process goes out. Requests without a plan wait for orders. Exits when stdin ends, as the real engine must.
@@ -45,7 +45,7 @@ class ScriptedEngine:
         self.commands.connect(commands)
         self.replies = context.socket(zmq.PUSH)
         self.replies.connect(replies)
-        self.seen.linger = self.replies.linger = 1000  # Whoever was to read the rest may be gone for good.
+        self.seen.linger = self.replies.linger = 1000  # The reader of the rest may have ended.
         self.running: dict[str, Submit] = {}
         self.emitted: dict[str, int] = {}
         self.plan: list[list[int]] | None = None
@@ -124,7 +124,7 @@ class ScriptedEngine:
                     self.step(command.request_id, step, None, None)
 
     def step(self, request_id: str, token_ids: list[int], finish: Any, error: str | None) -> None:
-        """One engine step, cut at stop tokens and the limit in token order as the engine cuts it."""
+        """Send one engine step, cut at the first stop token or at the limit, as the engine cuts it."""
         request = self.running.get(request_id)
         if request is not None:
             room = request.max_tokens - self.emitted[request_id]

@@ -1,4 +1,4 @@
-"""A server on a real socket, its engine process scripted by the test."""
+"""Server on a real socket, whose engine process is scripted by the test."""
 
 import asyncio
 import contextlib
@@ -54,11 +54,11 @@ INFO = {
     "vocab_size": 512,
 }
 PATIENCE = 120.0
-"""Seconds in which anything comes that must come, however slow the machine is."""
+"""Time limit in seconds for every event that must happen, generous because the machine may be slow."""
 
 
 class Script:
-    """The test's side of the scripted engine: orders go in, and what the engine sees comes out, in order."""
+    """Test's side of the scripted engine: orders go in, and the events that the engine sees come out in order."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Script:
         self._orders = self._context.socket(zmq.PUSH)
         self._seen = self._context.socket(zmq.PULL)
         for name, bound in (("orders", self._orders), ("seen", self._seen)):
-            bound.set_hwm(0)  # An engine never waits for a test that does not look.
+            bound.set_hwm(0)  # The engine never waits for the test.
             bound.linger = 0
             bound.rcvtimeo = bound.sndtimeo = int(1000 * PATIENCE)
             bound.bind(f"ipc://{folder}/{name}")
@@ -76,13 +76,13 @@ class Script:
         self.info = INFO
 
     def order(self, do: str, **more: Any) -> None:
-        """Give an order and wait until it was obeyed, unless it ends the engine."""
+        """Give an order and wait until it was obeyed, unless the order ends the engine."""
         self._orders.send(msgspec.msgpack.encode({"do": do, **more}))
         if do not in ("die", "fatal", "garbage", "sleep"):
             self.see("obeyed")
 
     def see(self, what: str) -> dict[str, Any]:
-        """The next event of this kind: "started", "Submit", "Abort", "FlushCache". Others are kept for later."""
+        """Return the next event of this kind: "started", "Submit", "Abort", "FlushCache". Others are kept for later."""
         for index, event in enumerate(self._later):
             if event["what"] == what:
                 return self._later.pop(index)
@@ -93,11 +93,11 @@ class Script:
             self._later.append(event)
 
     def plan(self, *steps: list[int], cached_tokens: int = 0) -> None:
-        """From now on every request gets these steps at once, and says that so much of its prompt was cached."""
+        """Give every request from now on these steps at once. Its deltas report so many cached tokens of its prompt."""
         self.order("plan", steps=list(steps), cached_tokens=cached_tokens)
 
     def by_hand(self, cached_tokens: int = 0) -> None:
-        """From now on requests wait for `emit`."""
+        """Let requests from now on wait for `emit`."""
         self.order("plan", steps=None, cached_tokens=cached_tokens)
 
     def emit(self, request_id: str, token_ids: list[int], **more: Any) -> None:
@@ -112,7 +112,7 @@ class Script:
         self.order("ready", info=self.info | info)
 
     def forget(self) -> None:
-        """Drop what was seen and not asked for."""
+        """Drop the events that were not asked for."""
         self._later.clear()
         with contextlib.suppress(zmq.Again):
             while True:
@@ -125,7 +125,7 @@ class Script:
 
 
 class Server:
-    """The application on a real socket, in a thread with its own uvloop."""
+    """Application on a real socket, in a thread with its own uvloop."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Server:
         self.tokenizer = Tokenizer(model_folder)
         self.metrics = Metrics()
         listener = socket.create_server(("127.0.0.1", 0))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # Slow readers are felt soon.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # Slow readers fill it soon.
         connection.set_stall_timeout(listener)
         listener.setblocking(False)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -188,11 +188,11 @@ class Server:
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result(PATIENCE)
 
     def reach(self, phase: str) -> None:
-        """Wait until the engine's state has this phase."""
+        """Wait until the engine is in this phase."""
         self.until(lambda state: state.phase == phase)
 
     def until(self, reached: Callable[[EngineState], bool]) -> None:
-        """Wait until the engine's state is as wanted."""
+        """Wait until `reached` is true of the engine's state."""
 
         async def wait() -> None:
             async with asyncio.timeout(PATIENCE):
@@ -202,7 +202,7 @@ class Server:
         self.call(wait)
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample's value; 0 if it is not there."""
+        """Return a sample's value, or 0 if there is none."""
         wanted = ",".join(f'{key}="{value}"' for key, value in labels.items())
         line = f"dflash:{name}{{{wanted}}} " if labels else f"dflash:{name} "
         for sample in self.http.get("/metrics").text.splitlines():
@@ -218,14 +218,14 @@ class Server:
             time.sleep(0.01)
 
     def read_stream(self, fields: dict[str, Any], events: "Queue[str]") -> None:
-        """Ask for a streamed completion, and put what its events say on `events` as they come."""
+        """Ask for a streamed completion, and put the data of its events on `events` as they come."""
         with self.http.stream("POST", "/v1/completions", json=fields | {"stream": True}) as response:
             for line in response.iter_lines():
                 if line:
                     events.put(line.removeprefix("data: "))
 
     def settle(self) -> None:
-        """Let all that is under way arrive, and drop it. From then on requests wait for `emit`."""
+        """Let every message in flight arrive, and drop it. Requests from then on wait for `emit`."""
         self.script.by_hand()
         self.call(self.engine.drained)
 
@@ -233,8 +233,8 @@ class Server:
             self.engine.flush_cache()
 
         self.call(flush)
-        self.script.see("FlushCache")  # Behind every command that was sent before.
-        until(lambda: not self.engine.admission.num_unacknowledged)  # And its reply behind every reply.
+        self.script.see("FlushCache")  # It is behind every earlier command.
+        until(lambda: not self.engine.admission.num_unacknowledged)  # Its reply is behind every earlier reply.
         self.script.forget()
 
     def text(self, token_ids: list[int]) -> str:
@@ -244,7 +244,7 @@ class Server:
         return self.tokenizer.encode(text)
 
     def bytes(self, text: str) -> list[int]:
-        """One token for every byte of `text`."""
+        """Return one token for every byte of `text`."""
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return [self.tokenizer.backend.token_to_id(c) for c in level.pre_tokenize_str(text)[0][0]]
 
@@ -257,7 +257,7 @@ class Server:
 
 
 class Clock:
-    """In place of a module's `time`: it stands still until a test moves it on."""
+    """Replacement of a module's `time`, which stands still until a test moves it on."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -267,7 +267,7 @@ class Clock:
 
 
 def until(true: Callable[[], object]) -> None:
-    """Wait for what nothing tells of."""
+    """Poll until `true` is, because no event tells of it."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline
@@ -276,7 +276,7 @@ def until(true: Callable[[], object]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def patient_servers() -> Iterator[None]:
-    """No server hangs up because the machine has no time for a client."""
+    """Let no server hang up because the machine is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection, "HEAD_SECONDS", 10 * PATIENCE)
         patch.setattr(body, "BODY_SECONDS", 10 * PATIENCE)
@@ -285,14 +285,14 @@ def patient_servers() -> Iterator[None]:
 
 @pytest.fixture
 def background() -> Iterator[ThreadPoolExecutor]:
-    """Threads for what must happen while the test waits for an answer."""
+    """Yield threads for work that happens while the test waits for an answer."""
     with ThreadPoolExecutor(max_workers=32) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer of 512 ids, with the files of a Hugging Face folder."""
+    """Return the folder of a byte-level tokenizer of 512 ids, with the files of a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("model")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -339,7 +339,7 @@ def serving(
 
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path) -> Iterator[Server]:
-    """One ready server for all tests of a module that leave it as they found it."""
+    """Yield one ready server for all tests of a module that leave it as they found it."""
     with serving(model_folder) as server:
         server.script.ready()
         server.reach("ready")
@@ -348,13 +348,13 @@ def shared_server(model_folder: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
-    """A ready server; requests wait for the test to emit tokens unless it plans them."""
+    """Yield a ready server. Requests wait for the test to emit tokens unless it plans them."""
     shared_server.settle()
     yield shared_server
 
 
 @pytest.fixture
 def own_server(model_folder: Path) -> Iterator[Server]:
-    """A server of this test's own, whose engine has not said that it is ready."""
+    """Yield a server of this test's own, whose engine has not said that it is ready."""
     with serving(model_folder) as server:
         yield server

@@ -1,4 +1,4 @@
-"""Who is let in: a bounded queue, a bound for each client, and a refusal before any work is done."""
+"""Admission: a bounded queue, a bound for each client, and a refusal before any work is done."""
 
 import socket
 
@@ -13,7 +13,7 @@ KEYS = ["first-key", "second-key"]
 
 
 def send(server, background, key=None, **fields):
-    """A request that is in flight in the engine, and its id there."""
+    """Return a request that is in flight in the engine, and its id there."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT | fields, headers=headers))
     return asked, server.script.see("Submit")["request_id"]
@@ -40,7 +40,7 @@ def test_as_many_wait_as_max_queue_says(model_folder, background, max_queue, all
 
 @pytest.fixture
 def keyed(model_folder):
-    """Two requests of one key at a time."""
+    """Yield a server that admits two requests of one key at a time."""
     with serving(model_folder, app={"api_keys": KEYS}, admission={"max_per_client": 2}, has_keys=True) as server:
         server.script.ready()
         server.reach("ready")
@@ -75,7 +75,7 @@ def test_what_a_client_sends_beyond_its_share_is_not_read(keyed, background):
 
 def test_choices_count_each_as_a_request_of_the_client(keyed, background):
     key = {"Authorization": "Bearer first-key"}
-    # What can never be had is no 429, which says to try again.
+    # A request that can never be admitted is no 429, because that says to try again.
     assert error_of(keyed.http.post("/v1/completions", json=TEXT | {"n": 3}, headers=key), 400)["param"] == "n"
     running, request_id = send(keyed, background, "first-key")
     assert error_of(keyed.http.post("/v1/chat/completions", json=CHAT | {"n": 3}, headers=key), 400)["param"] == "n"
@@ -91,7 +91,7 @@ def test_without_keys_a_client_is_its_address(model_folder, background):
         server.reach("ready")
         running, request_id = send(server, background, "a-key-that-nobody-asked-for")
         assert error_of(server.http.post("/v1/completions", json=TEXT), 429)["code"] == "client_busy"
-        # As a proxy on this host says, for another client.
+        # A proxy on this host names another client.
         server.script.plan([2])
         elsewhere = server.http.post("/v1/completions", json=TEXT, headers={"X-Forwarded-For": "192.0.2.7"})
         assert elsewhere.status_code == 200
@@ -122,7 +122,7 @@ def test_while_it_loads_nothing_is_read(own_server, path):
 
 
 def test_prompts_that_are_still_made_take_places_too(own_server, background, monkeypatch):
-    """So the work of making them is bounded, and no prompt is made in vain."""
+    """The work of making prompts is therefore bounded, and no prompt is made in vain."""
     own_server.script.ready(max_num_seqs=1)
     own_server.reach("ready")
     own_server.script.plan([2])
@@ -131,7 +131,7 @@ def test_prompts_that_are_still_made_take_places_too(own_server, background, mon
 
     def and_meanwhile(text, most=None, **settings):
         monkeypatch.setattr(own_server.tokenizer, "encode", encode)
-        # Of five places one is taken by the prompt that is being made.
+        # The prompt that is being made has one of five permits.
         refused.append(own_server.http.post("/v1/completions", json=TEXT | {"n": 5}).status_code)
         refused.append(own_server.http.post("/v1/completions", json=TEXT | {"n": 4}).status_code)
         return encode(text, most, **settings)

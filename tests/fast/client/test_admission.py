@@ -19,7 +19,7 @@ def refused(admission: Admission, client_id: str, count: int) -> type[Busy] | No
 
 def test_every_permit_counts_until_its_request_has_ended_or_it_is_not_wanted() -> None:
     admission = Admission(QUEUE, max_per_client=3)
-    for _ in range(3):  # Nothing is left over for the next round, and nothing is returned twice.
+    for _ in range(3):  # Each round begins with every permit free.
         permits = admission.acquire("a", 3, MAX_NUM_SEQS)
         assert (refused(admission, "a", 1), refused(admission, "b", 1), refused(admission, "b", 2)) == (
             ClientBusy,

@@ -1,4 +1,4 @@
-"""The engine process that is started is ours, wherever somebody starts the server."""
+"""The engine process is this package's own, whatever directory the server starts in."""
 
 import asyncio
 import subprocess
@@ -27,7 +27,7 @@ def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path
         ENGINE_COMMAND, cwd=tmp_path, env=engine_environment(), capture_output=True, text=True, timeout=900
     )
     assert "hijacked" not in ended.stderr
-    assert "not enough values to unpack" in ended.stderr  # our main(), which wants three arguments
+    assert "not enough values to unpack" in ended.stderr  # The error is of our main(), which takes three arguments.
 
 
 @pytest.mark.parametrize("name", ["DFLASH_API_KEY", "dflash_Admin_key"])

@@ -9,7 +9,7 @@ from app.metrics import Metrics
 
 @pytest.fixture
 def left() -> list[RequestStream]:
-    """The streams whose reader has gone."""
+    """Return the list that every closed stream is added to."""
     return []
 
 
