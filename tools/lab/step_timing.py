@@ -195,7 +195,7 @@ class Bench:
 
         def launched() -> PendingStep:
             pending = runner.launch(batch)
-            runner.forward.write_context()
+            runner.forward.pending_context.write()
             return pending
 
         with self._seated(shape):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.backend.transfer import Packed
+from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import Drafter
 from app.engine.dflash.verify import verify
 from app.engine.models.kv_pool import KvPool
@@ -16,9 +17,6 @@ from app.engine.models.layers import RotaryTable, StepRows
 from app.engine.models.qwen3 import Qwen3
 from app.engine.sampling.sampler import Sampler, SamplingMetadata
 from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
-
-MAX_PENDING = 32
-"""Steps whose context KV may wait: their features are kept until it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class Forward:
         self._pool = pool
         self.backend = backend
         self._page_size = page_size
-        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.pending_context = PendingContext(lambda *rows: self._drafter.write_context(*rows), max_rows)
         self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
 
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
@@ -133,17 +131,10 @@ class Forward:
         return self._propose(inputs) if drafts is None else drafts
 
     def choose(
-        self,
-        inputs: TargetTensors,
-        drafts: Tensor | None,
-        draws: Sequence[SamplingMetadata],
-        *,
-        context_may_wait: bool = False,
+        self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[SamplingMetadata]
     ) -> tuple[Tensor, Tensor]:
-        """The target's rows through its layers and into both KV pools.
-
-        If `context_may_wait`, context KV is written by `write_context`, or here after MAX_PENDING steps: until then
-        nobody may draft, and no row but the next ones of the same sequences may be written.
+        """Run the target's rows through its layers and into its KV pool, and hand their context rows to
+        `pending_context`.
 
         Returns the hidden states [R, H] of the rows that decide, and the target's choice [R] int64 after each.
         """
@@ -153,31 +144,10 @@ class Forward:
         forwarded = self.fused_forward(token_ids, inputs, not draws) if self.fused_forward else None
         hidden, choices, features, positions, slot_mapping = forwarded or self._forward(token_ids, inputs)
         if self.drafter is not None and features is not None:
-            self._waiting.append((features, positions, slot_mapping))
-            most = min(
-                MAX_PENDING, len(self._row_numbers) // len(slot_mapping)
-            )  # no more rows than the widest step has
-            if not context_may_wait or len(self._waiting) >= most:
-                self.write_context()
+            self.pending_context.add(features, positions, slot_mapping)
         if choices is None:
             choices = self.sampler.choose(hidden, self.target.lm_head, draws)
         return hidden, choices
-
-    def write_context(self) -> None:
-        """Write the context KV that waits."""
-        if self._waiting:
-            rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._waiting, strict=True)]
-            self._drafter.write_context(*rows)
-            self._waiting.clear()
-
-    @property
-    def num_waiting(self) -> int:
-        """Steps whose context KV waits."""
-        return len(self._waiting)
-
-    def truncate_pending(self, count: int) -> None:
-        """Forget all steps that wait but the first `count`."""
-        del self._waiting[count:]
 
     def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[SamplingMetadata]) -> None:
         """Overwrite in `choices` [R], which were made greedily, the rows of `draws`."""

@@ -1,6 +1,6 @@
 """The device side of a step: draft, target, context KV, verify. A few copies in, one copy out."""
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -14,7 +14,6 @@ from app.engine.sampling.filters import SHORTLIST, Filters
 from app.engine.sampling.penalties import Penalties, TokenCounts
 from app.engine.sampling.sampler import LogitBias, SamplingMetadata
 from app.engine.schedule.batch import Batch, StepResult
-from app.engine.sequence import Sequence
 from app.engine.step import inputs as step_inputs
 from app.engine.step.forward import Forward
 from app.engine.step.graphs import StepGraphs
@@ -48,7 +47,7 @@ class ModelRunner:
         *,
         page_size: int,
         block_size: int,
-        pools: Many[KvPool] = (),
+        pools: Sequence[KvPool] = (),
     ) -> None:
         self.forward = forward
         self.pools = pools
@@ -57,22 +56,19 @@ class ModelRunner:
         self.backend = backend
         self._page_size = page_size
         self._block_size = block_size
-        self._stretch: list[Sequence] = []
-        self._num_owed = 0
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
-        self._num_owed = self.forward.num_waiting
+        plain = not (self.graphs or batch.prefills or batch.num_drafting)
+        self.forward.pending_context.begin_step([rows.seq for rows in batch.decodes] if plain else None)
         inputs = self._inputs(batch)
-        goes_on = self._goes_on(batch)
-        self._num_owed = self.forward.num_waiting
         drafts = self._draft(inputs.draft) if inputs.draft else None
         draws = self._draws(inputs.draws, drafts)
         if self.graphs and not batch.prefills:
             verified = self._replay(self.graphs, inputs.target, draws)
         else:
-            verified = self._run(inputs.target, drafts, draws, context_may_wait=goes_on)
+            verified = self._run(inputs.target, drafts, draws)
         return PendingStep(verified[: len(inputs.target.logits_start)], self.backend)
 
     def _inputs(self, batch: Batch) -> StepInputs:
@@ -84,14 +80,13 @@ class ModelRunner:
 
     def rollback(self) -> None:
         """After a step that failed, wherever that was: it may be launched again, whole or in parts."""
-        self.forward.truncate_pending(self._num_owed)
-        self._stretch = []
+        self.forward.pending_context.rollback()
         self._counts.forget()
 
     @torch.inference_mode()
     def scrub(self, slot_mapping: list[int]) -> None:
-        """Zero slots of all models' KV, behind what still waits to be written."""
-        self.forward.write_context()
+        """Zero slots of all models' KV, after pending context KV is written."""
+        self.forward.pending_context.write()
         (places,) = Packed([np.array(slot_mapping, dtype=np.int32)], self.backend).tensors
         for pool in self.pools:
             pool.clear(places)
@@ -105,24 +100,12 @@ class ModelRunner:
         drafts = self.forward.draft(tensors)
         return self.graphs.keep(drafts) if self.graphs else drafts
 
-    def _goes_on(self, batch: Batch) -> bool:
-        """Whether the same sequences decode plainly as in the step before, or begin to: then their context KV, which
-        costs many small operators, is written for many steps at once. Ends the stretch that was, if not."""
-        plain = not (self.graphs or batch.prefills or batch.num_drafting)
-        seqs = [rows.seq for rows in batch.decodes] if plain else []
-        if seqs != self._stretch or not plain:
-            self.forward.write_context()
-        self._stretch = seqs
-        return plain
-
-    def _run(
-        self, inputs: TargetInputs, drafts: Tensor | None, draws: list[SamplingMetadata], *, context_may_wait: bool
-    ) -> Tensor:
+    def _run(self, inputs: TargetInputs, drafts: Tensor | None, draws: list[SamplingMetadata]) -> Tensor:
         """The target eagerly; what `verify` says [S, w + 1]."""
         tensors = self.forward.target_tensors(inputs, Packed(inputs.arrays, self.backend))
         for rows, group in zip(tensors.groups, inputs.groups, strict=True):
             self.forward.plan(rows, group)
-        _, choices = self.forward.choose(tensors, drafts, draws, context_may_wait=context_may_wait)
+        _, choices = self.forward.choose(tensors, drafts, draws)
         return self.forward.verify(tensors, choices, drafts)
 
     def _replay(self, graphs: StepGraphs, inputs: TargetInputs, draws: list[SamplingMetadata]) -> Tensor:

@@ -216,7 +216,7 @@ class PlannedRun:
         anchored = {seq.request.request_id for seq in self.scheduler.running if seq.num_computed == seq.num_tokens - 1}
         num_proposals = len(self.drafter.proposals)
         step = self.engine.core.step()
-        self.engine.core.runner.forward.write_context()
+        self.engine.core.runner.forward.pending_context.write()
         self.steps.append(step)
         expected_proposals = []
         for delta in step.deltas:

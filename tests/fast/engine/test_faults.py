@@ -197,11 +197,11 @@ def test_context_kv_that_waits_survives_the_step_that_fails(lucky: Pair, monkeyp
     asked = [Request(name, (1, 2, 3), 20, speculate=False) for name in ("r0", "bad")]
     run = Run(engine, asked).until(6, "r0")
     forward = engine.core.runner.forward
-    assert forward.num_waiting > 2
+    assert forward.pending_context.num_steps > 2
     with monkeypatch.context() as patch:
         during("choose", behind=True)(patch, engine.core)
         run.step()
-    forward.write_context()
+    forward.pending_context.write()
     seq = run.sequence("r0")
     slot_mapping = torch.tensor([seq.pages[p // PAGE] * PAGE + p % PAGE for p in range(seq.num_computed)])
     k = engine.core.runner.pools[1].layers[0].k.flatten(0, 1)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from app.engine.build.engine import Engine
+from app.engine.dflash import context_kv
 from app.engine.sequence import Request
-from app.engine.step import forward as stages_module
 from tests.fast.engine.lossless import LUCKY, make_engine, random_prompts
 from tests.fast.engine.pairs import Pair, make_pair
 
@@ -49,15 +49,15 @@ def test_no_slot_that_waits_is_written_by_another_and_nobody_drafts_before(
 
     def watched_choose(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        owed = slots_of(forward._waiting)
+        owed = slots_of(forward.pending_context._steps)
         written = {slot for rows in inputs.groups for slot in forward._places(rows)[1].tolist()}
         assert not owed & written
         found = choose(inputs, *args, **kwargs)
-        most = max(most, len(forward._waiting))
+        most = max(most, len(forward.pending_context._steps))
         return found
 
     def watched_draft(inputs: Any) -> Any:
-        assert not forward._waiting
+        assert not forward.pending_context._steps
         return draft(inputs)
 
     forward.choose, forward.draft = watched_choose, watched_draft
@@ -72,19 +72,19 @@ def test_no_more_steps_wait_than_allowed_nor_more_rows_than_the_widest_step_has(
 ):
     engine = engine_of(pair, max_num_batched_tokens=budget)
     forward, waited = engine.core.runner.forward, []
-    write = forward.write_context
-    forward.write_context = lambda: (waited.append(len(forward._waiting)), write())
+    write = forward.pending_context.write
+    forward.pending_context.write = lambda: (waited.append(len(forward.pending_context._steps)), write())
     engine.core.run(requests(pair, "all")[:num_requests])
     assert max(waited) == steps
 
 
 def test_what_is_written_later_is_what_would_have_been_written_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     pools = []
-    for most in (stages_module.MAX_PENDING, 1):
-        monkeypatch.setattr(stages_module, "MAX_PENDING", most)
+    for most in (context_kv.MAX_PENDING, 1):
+        monkeypatch.setattr(context_kv, "MAX_PENDING", most)
         engine = engine_of(pair)
         engine.core.run(requests(pair, "all")[:4])
-        engine.core.runner.forward.write_context()
+        engine.core.runner.forward.pending_context.write()
         pools.append(engine.core.runner.forward.drafter._pool.all_layers)
     late, at_once = pools
     assert at_once.k.any() and torch.allclose(late.k, at_once.k, atol=1e-5)

@@ -26,7 +26,7 @@ def watch(engine: Engine) -> None:
             written = set(rows.seq.pages[rows.start // size : (end - 1) // size + 1])
             assert written and not written & untouchable
         pages = torch.tensor(sorted(untouchable), dtype=torch.long)
-        runner.forward.write_context()  # a plain stretch may have left some to be written
+        runner.forward.pending_context.write()  # a plain stretch may have left some to be written
         before = kept(pages)
         pending = launch(batch)
         assert all(map(torch.equal, kept(pages), before)), "a cached page was written"
