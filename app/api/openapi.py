@@ -1,11 +1,11 @@
-"""What /openapi.json says of bodies and answers. The routes read bodies by themselves, so the models are named here."""
+"""Text of /openapi.json. The routes read their bodies themselves, so their models and answers are named here."""
 
 from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import models_json_schema
 
 from app.api.middleware import OPEN_PATHS
@@ -19,148 +19,82 @@ from app.api.schemas import (
 )
 
 _REFS = "#/components/schemas/{model}"
-_BODIES: tuple[type[Body], ...] = (
-    ChatCompletionRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    TokenizeChatRequest,
-    DetokenizeRequest,
-)
 _STATUSES = {
-    400: "Something in the request is wrong or cannot be had here; `param` names it",
+    400: "The request is wrong, or asks for something this server does not have; `param` names it",
     401: "An API key is needed",
     404: "No such model",
-    408: "The body did not come, or too slowly",
+    408: "The body came too slowly, or not at all",
     413: "The body is too large",
-    415: "The body is packed",
-    429: "As many requests are in flight as may be; see Retry-After",
+    415: "The body is compressed",
+    429: "Too many requests are in flight; see Retry-After",
     431: "The head is too large",
     500: "The engine failed on this request",
-    503: "The model is loading, or the server is going down; see Retry-After",
-    504: "The request was not done in the time that the server, or the header X-Request-Timeout in seconds, gives it",
+    503: "The model is loading, or the server is shutting down; see Retry-After",
+    504: "The request was not done by its deadline: the server's, or the seconds in the header X-Request-Timeout",
 }
 
 
-class Error(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+def _shape(name: str, /, **fields: Any) -> Any:
+    """Return the model of an answer. A field is a type, or a type and its Field if it may be absent."""
+    definitions: dict[str, Any] = {
+        key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in fields.items()
+    }
+    return create_model(name, **definitions)
 
 
-class ErrorBody(BaseModel):
-    error: Error
+def _list_of(kind: Any) -> Any:
+    return list[kind]
 
 
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int
-
-
-class UsageBody(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class CalledFunctionBody(BaseModel):
-    name: str
-    arguments: str
-
-
-class CalledToolBody(BaseModel):
-    id: str
-    type: Literal["function"]
-    function: CalledFunctionBody
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str | None
-    reasoning_content: str = Field(default="", description="absent unless a reasoning parser found some")
-    tool_calls: list[CalledToolBody] = Field(default=[], description="absent unless the model called something")
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AnswerMessage
-    logprobs: None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageBody
-
-
-class TextChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: None
-    finish_reason: Literal["stop", "length"]
-
-
-class Completion(BaseModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: UsageBody
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int | None
-
-
-class ModelList(BaseModel):
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Tokens(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Text(BaseModel):
-    prompt: str
-
-
-class Version(BaseModel):
-    version: str
-
-
-class Progress(BaseModel):
-    stage: str
-    done: int
-    total: int
-
-
-class State(BaseModel):
-    status: str
-    reason: str = ""
-    progress: Progress | None = None
-
-
-class Success(BaseModel):
-    success: Literal[True]
-
-
+_Error = _shape("Error", message=str, type=str, param=str | None, code=str | None)
+_ErrorBody = _shape("ErrorBody", error=_Error)
+_PromptTokensDetails = _shape("PromptTokensDetails", cached_tokens=int)
+_Usage = _shape(
+    "UsageBody",
+    prompt_tokens=int,
+    completion_tokens=int,
+    total_tokens=int,
+    prompt_tokens_details=_PromptTokensDetails,
+)
+_Function = _shape("CalledFunctionBody", name=str, arguments=str)
+_ToolCall = _shape("CalledToolBody", id=str, type=Literal["function"], function=_Function)
+_Message = _shape(
+    "AnswerMessage",
+    role=Literal["assistant"],
+    content=str | None,
+    reasoning_content=(str, Field(default="", description="absent unless a reasoning parser found some")),
+    tool_calls=(_list_of(_ToolCall), Field(default=[], description="absent unless the model called a tool")),
+)
+_ChatChoice = _shape(
+    "ChatChoice",
+    index=int,
+    message=_Message,
+    logprobs=None,
+    finish_reason=Literal["stop", "length", "tool_calls"],
+)
+_TextChoice = _shape("TextChoice", index=int, text=str, logprobs=None, finish_reason=Literal["stop", "length"])
+_Answer = {"id": str, "created": int, "model": str, "usage": _Usage}
+_ChatCompletion = _shape("ChatCompletion", object=Literal["chat.completion"], choices=_list_of(_ChatChoice), **_Answer)
+_Completion = _shape("Completion", object=Literal["text_completion"], choices=_list_of(_TextChoice), **_Answer)
+_ModelCard = _shape(
+    "ModelCard",
+    id=str,
+    object=Literal["model"],
+    created=int,
+    owned_by=str,
+    root=str,
+    max_model_len=int | None,
+)
+_ModelList = _shape("ModelList", object=Literal["list"], data=_list_of(_ModelCard))
+_Tokens = _shape("Tokens", count=int, max_model_len=int, tokens=list[int], token_strs=list[str] | None)
+_Text = _shape("Text", prompt=str)
+_Version = _shape("Version", version=str)
+_Success = _shape("Success", success=Literal[True])
+_Progress = _shape("Progress", stage=str, done=int, total=int)
+_State = _shape("State", status=str, reason=(str, ""), progress=(_Progress | None, None))
 _EVENT = {
     "type": "object",
-    "description": "One of the server-sent events: its data is a chunk in JSON, or [DONE] behind the last one.",
+    "description": "A server-sent event. Its data is a chunk in JSON, or [DONE] behind the last chunk.",
     "properties": {"data": {"type": "string"}},
     "required": ["data"],
 }
@@ -169,58 +103,48 @@ _EVENT = {
 def _route(
     summary: str, answer: type[BaseModel], *statuses: int, bodies: tuple[type[Body], ...] = (), streams: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments for a route's decorator."""
+    """Return keyword arguments for a route's decorator."""
     success: dict[str, Any] = {"model": answer, "description": "Done"}
     if streams:
         success["content"] = {"text/event-stream": {"schema": _EVENT}}
-    responses: dict[int | str, Any] = {200: success}
-    responses |= {status: {"model": ErrorBody, "description": _STATUSES[status]} for status in statuses}
-    route: dict[str, Any] = {"summary": summary, "responses": responses}
+    errors = {status: {"model": _ErrorBody, "description": _STATUSES[status]} for status in statuses}
+    route: dict[str, Any] = {"summary": summary, "responses": {200: success} | errors}
     if bodies:
         refs = [{"$ref": _REFS.format(model=body.__name__)} for body in bodies]
-        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-        route["openapi_extra"] = {
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-        }
+        content = {"application/json": {"schema": refs[0] if len(refs) == 1 else {"anyOf": refs}}}
+        route["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
     return route
 
 
-_ALL = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503, 504)
-_NO_ENGINE = (400, 401, 404, 408, 413, 415, 429, 431, 503)
-CHAT = _route("Answer a conversation", ChatCompletion, *_ALL, bodies=(ChatCompletionRequest,), streams=True)
-COMPLETIONS = _route("Go on with a text", Completion, *_ALL, bodies=(CompletionRequest,), streams=True)
-MODELS = _route("The names of the model", ModelList, 401)
-MODEL = _route("One of them", ModelCard, 401, 404)
-TOKENIZE = _route("Text to tokens", Tokens, *_NO_ENGINE, bodies=(TokenizeRequest, TokenizeChatRequest))
-DETOKENIZE = _route("Tokens to text", Text, *_NO_ENGINE, bodies=(DetokenizeRequest,))
-VERSION = _route("This server's version", Version, 401)
-RESET_PREFIX_CACHE = _route("Forget all cached prefixes", Success, 401, 429, 503)
+_ALL = tuple(_STATUSES)
+_NO_ENGINE = tuple(status for status in _STATUSES if status not in (500, 504))
+CHAT = _route("Answer a conversation", _ChatCompletion, *_ALL, bodies=(ChatCompletionRequest,), streams=True)
+COMPLETIONS = _route("Continue a text", _Completion, *_ALL, bodies=(CompletionRequest,), streams=True)
+MODELS = _route("The names of the model", _ModelList, 401)
+MODEL = _route("One of them", _ModelCard, 401, 404)
+TOKENIZE = _route("Text to tokens", _Tokens, *_NO_ENGINE, bodies=(TokenizeRequest, TokenizeChatRequest))
+DETOKENIZE = _route("Tokens to text", _Text, *_NO_ENGINE, bodies=(DetokenizeRequest,))
+VERSION = _route("This server's version", _Version, 401)
+RESET_PREFIX_CACHE = _route("Forget all cached prefixes", _Success, 401, 429, 503)
 READY: dict[str, Any] = {
-    "summary": "Whether requests are taken",
-    "responses": {200: {"model": State}, 503: {"model": State, "description": "Loading, draining or dead"}},
+    "summary": "Ready for requests",
+    "responses": {200: {"model": _State}, 503: {"model": _State, "description": "Loading, draining or dead"}},
 }
 HEALTH: dict[str, Any] = {
-    "summary": "Whether the engine works",
+    "summary": "Health of the engine",
     "response_class": Response,
-    "responses": {503: {"model": State, "description": "Loading or dead"}},
+    "responses": {503: {"model": _State, "description": "Loading or dead"}},
 }
 METRICS: dict[str, Any] = {"summary": "Metrics for Prometheus", "response_class": PlainTextResponse}
 
 
-_EVENT = {
-    "type": "object",
-    "description": "One of the server-sent events: its data is a chunk in JSON, or [DONE] behind the last one.",
-    "properties": {"data": {"type": "string"}},
-    "required": ["data"],
-}
-
-
 def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool) -> dict[str, Any]:
-    """The OpenAPI document: FastAPI's own, with the bodies, and without the 422 that is never sent."""
+    """Return FastAPI's OpenAPI document with the bodies and the keys, and without the 422 that is never sent."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REFS)
+    bodies = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest)
+    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFS)
     schemas = document["components"]["schemas"]
-    schemas.update(bodies["$defs"])
+    schemas.update(definitions["$defs"])
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     for path in document["paths"].values():
