@@ -1,7 +1,7 @@
 """Log lines of the API process, as text for people or JSON for machines.
 
-A line written while a request is served carries that request's id. Prompts and completions are never logged, and
-what looks like a key, or is one, is made unreadable in whatever is.
+A line written while a request is served carries that request's id. Prompts and completions are never logged. Keys are
+redacted, and so is every text after "Bearer".
 """
 
 import json
@@ -14,19 +14,21 @@ from contextvars import ContextVar
 from typing import Literal, TextIO
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The X-Request-Id of the request that the current task serves."""
+"""X-Request-Id of the request that the current task serves."""
 
 LogFormat = Literal["text", "json"]
 
 
 class _WithRequestId(logging.Filter):
+    """Filter that adds the request's id to every record."""
+
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = request_id.get()
         return True
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00 INFO app.api.server message [request id]`."""
+    """Lines like `2026-01-31 12:00:00 INFO app.api.server message [request id]`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
@@ -38,7 +40,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, and request_id and exception if any."""
+    """JSON objects, one a line: time (UTC, ISO 8601), level, logger, message, and request_id and exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -56,7 +58,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """To stderr, without `secrets` and without what stands behind "Bearer"."""
+    """Handler that writes to stderr and redacts `secrets`, and every text after "Bearer"."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         super().__init__(sys.stderr)
@@ -74,6 +76,6 @@ def set_up(level: str, style: LogFormat, secrets: Iterable[str] = ()) -> None:
     handler.addFilter(_WithRequestId())
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # uvicorn's and asyncio's own INFO lines tell an operator nothing that ours do not.
+    # INFO lines of uvicorn, asyncio and httpx repeat ours.
     for name in ("uvicorn.error", "asyncio", "httpx"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from app.config.error import ConfigError
-from app.config.settings import TensorParallelSize, flag_name, no_flag_name, require
+from app.config.settings import flag_name, no_flag_name
+from app.config.values import TensorParallelSize, require
 
 
 class PeerFlag(NamedTuple):

@@ -4,35 +4,29 @@ A `Config` holds settled values. The sources that users have (flags, environment
 app.config.sources, and JSON carries `Config.engine_options()` to the engine process.
 """
 
-import json
-import re
-from collections.abc import Callable, Mapping
-from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    PositiveInt,
-    WrapValidator,
-)
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from app.config.error import ConfigError
+from app.config.values import (
+    BlockRows,
+    Bytes,
+    Device,
+    Dtype,
+    JsonObject,
+    Keys,
+    LogLevel,
+    MetricsPrefix,
+    NumDrafts,
+    ParserName,
+    RootPath,
+    TensorParallelSize,
+    Words,
+)
 
 ENV_PREFIX = "DFLASH_"
-DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
-PARSERS = dict.fromkeys(
-    ("hermes", "qwen", "qwen25", "qwen2_5", "deepseek_r1", "deepseek-r1", "qwen3-thinking"), "qwen3"
-)
-UNREADABLE = (ValueError, LookupError, AttributeError, RecursionError)
-"""Errors of JSON and YAML readers beside their own: numbers of 5,000 digits, endless brackets, odd tags."""
-
 MODEL, SPECULATION, ENGINE = "model", "speculative decoding", "engine and memory"
 CHAT, SERVER, LOGS = "chat", "server", "logs and metrics"
 
@@ -62,92 +56,6 @@ def no_flag_name(field: str) -> str:
 def env_name(field: str) -> str:
     """Return the environment variable of a field: `page_size` -> `DFLASH_PAGE_SIZE`."""
     return ENV_PREFIX + field.upper()
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes of "4GiB", "2G" (both binary), "2GB" (decimal) or "1048576". Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?\s*", text.upper())
-    if match is None:
-        raise ValueError("a size is a number of bytes, or a number with a unit: 512MiB, 4GiB, 2G, 2GB")
-    number, unit, suffix = match.groups()
-    base = 1000 if suffix == "B" else 1024
-    return int(Decimal(number) * base ** " KMGT".index(unit or " "))
-
-
-def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, whatever the parser raises."""
-    try:
-        return json.loads(text)
-    except UNREADABLE as error:
-        raise ValueError(f"not JSON: {error}") from None
-
-
-def _split_words(value: object) -> object:
-    """Split text into words. Any of them may be a JSON list, like vLLM's. A flag's words come as a list already."""
-    if isinstance(value, str):
-        value = [value] if value.lstrip().startswith("[") else value.split()
-    if not isinstance(value, list):
-        return value
-    return [
-        word
-        for part in value
-        for word in (parse_json(part) if isinstance(part, str) and part.lstrip().startswith("[") else [part])
-    ]
-
-
-def _refuse_empty_keys(value: object, settle: Callable[[object], list[str]]) -> list[str]:
-    """Refuse a key that an unset variable has left empty, because it would open the server."""
-    keys = settle(value)
-    if any(not key.strip() for key in keys) or (not keys and value != []):
-        raise ValueError("a key may not be empty")
-    return keys
-
-
-def _if_text(read: Callable[[str], Any]) -> BeforeValidator:
-    """Return a validator that reads text, and leaves the other values of a YAML file alone."""
-    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
-
-
-def _spelt(names: Mapping[str, str]) -> BeforeValidator:
-    """Return a validator that ignores case and takes other projects' names."""
-    return _if_text(lambda text: names.get(text.lower(), text.lower()))
-
-
-def require(holds: Callable[[Any], object], message: str) -> AfterValidator:
-    """Return a validator that refuses a value with `message` unless it holds."""
-
-    def check(value: Any) -> Any:
-        if not holds(value):
-            raise ValueError(message)
-        return value
-
-    return AfterValidator(check)
-
-
-Words = Annotated[list[str], BeforeValidator(_split_words)]
-Keys = Annotated[Words, WrapValidator(_refuse_empty_keys)]
-JsonObject = Annotated[dict[str, Any], _if_text(parse_json)]
-Bytes = Annotated[PositiveInt, _if_text(parse_bytes)]
-Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(DTYPES)]
-Device = Annotated[
-    str,
-    require(
-        lambda name: re.fullmatch(r"auto|cpu|(cuda|npu)(:\d+)?", name),
-        "a device is auto, cpu, cuda, cuda:N, npu or npu:N",
-    ),
-]
-NumDrafts = Annotated[
-    int, require(lambda count: count >= 1, "a block needs at least 1 draft token; --no-speculation decodes plainly")
-]
-TensorParallelSize = Annotated[
-    int,
-    require(lambda size: size == 1, "tensor parallelism is not supported yet; run one replica per device"),
-]
-BlockRows = Annotated[str, Field(pattern=r"^(auto|full|[1-9]\d*)$")]
-RootPath = Annotated[str, Field(pattern=r"^(/[^/\s]+)*$")]
-MetricsPrefix = Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$")]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _spelt({})]
-ParserName = Annotated[Literal["auto", "none", "qwen3"], _spelt(PARSERS)]
 
 
 class Config(BaseModel):

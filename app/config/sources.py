@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from app.config.aliases import PEER_FLAGS, SpeculativeConfig
 from app.config.error import ConfigError
-from app.config.settings import ENV_PREFIX, MODEL, SPECULATION, UNREADABLE, Config, env_name, parse_json, setting
+from app.config.settings import ENV_PREFIX, MODEL, SPECULATION, Config, env_name, setting
+from app.config.values import UNREADABLE, parse_json
 
 SETTINGS: dict[str, Any] = Config.model_fields | {
     "config": setting(MODEL, None, "YAML file with the same names: `max_num_seqs: 8`", metavar="FILE"),

@@ -3,10 +3,10 @@
 import importlib
 import importlib.util
 import logging
-from pathlib import Path
 
 import torch
 
+from app.config.torch_build import has_npu
 from app.engine.backend.base import Backend
 from app.engine.errors import UnsupportedError
 
@@ -21,7 +21,7 @@ def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False
     checked; `compiled` is for what `engine/compile` compiles on a CPU.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "npu" if _can_use_npu() else "cpu"
     kind, _, number = device.partition(":")
     if compiled and kind != "cpu":
         raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
@@ -50,8 +50,8 @@ def _on_cuda() -> str:
     return "backend.torch.TorchBackend"
 
 
-def _has_npu() -> bool:
-    return any(Path("/dev").glob("davinci[0-9]*")) and importlib.util.find_spec("torch_npu") is not None
+def _can_use_npu() -> bool:
+    return has_npu() and importlib.util.find_spec("torch_npu") is not None
 
 
 def _npu_backend(device: str, index: int, npu_check: bool) -> Backend:

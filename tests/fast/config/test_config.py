@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from app.config.aliases import PEER_FLAGS
 from app.config.error import ConfigError
-from app.config.settings import Config, flag_name, parse_bytes
+from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, GivenSetting, load_config
+from app.config.values import parse_bytes
 
 VLLM_CONFIG = '{"method": "dflash", "model": "draft", "num_speculative_tokens": 15}'
 
