@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(folder: Path) -> Path:
-    """The same in two shards with an index."""
+    """A whole checkpoint in two shards with an index."""
     (folder / "model.safetensors").unlink()
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     for name, shard in shards.items():

@@ -1,4 +1,4 @@
-"""The command line: flags of ours and of our peers, quick help, and errors in one line with exit code 2."""
+"""The command line: our flags and other projects', quick help, and errors in one line with exit code 2."""
 
 import os
 import shlex
@@ -29,7 +29,7 @@ def load(*arguments: str) -> Config:
 
 
 def typed(command: str) -> Config:
-    """What a shell command that somebody types comes to."""
+    """Return the settings of a shell command."""
     return load(*shlex.split(command))
 
 
@@ -40,7 +40,7 @@ def refusal(*arguments: str) -> ConfigError:
 
 
 class Served:
-    """What a stand-in for the API server was started with."""
+    """Stand-in for the API server that keeps its arguments."""
 
     calls: list[tuple[Config, Path, Path | None]]
 

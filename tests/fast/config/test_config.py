@@ -1,4 +1,4 @@
-"""One class of settings: where a value may come from, who wins, and what a mistake is told."""
+"""Settings: the sources of a value, their order, and the error that each mistake gets."""
 
 import json
 import os
@@ -282,7 +282,7 @@ def test_a_key_file_that_holds_no_key_is_named_and_never_means_no_keys(tmp_path:
 
 @pytest.mark.parametrize("value", [[""], ["  "], ['[""]'], ["[]"], ['["a", " "]']])
 def test_a_key_that_is_asked_for_and_empty_is_refused_and_never_means_no_keys(value: list[str]) -> None:
-    """As from `--api-key "$UNSET"`: whoever says it wants a server that is closed."""
+    """`--api-key "$UNSET"` asks for a closed server, so an empty key must not open it."""
     for field in ("api_key", "admin_key"):
         assert flag_name(field) in str(refusal(flag(field, value)))
 

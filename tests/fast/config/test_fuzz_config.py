@@ -1,4 +1,4 @@
-"""Whatever flags, variables and YAML say, there are settled settings or one clear line: never a traceback."""
+"""Any flags, variables and YAML become settled settings or an error of one line, never a traceback."""
 
 import json
 import os
@@ -26,7 +26,7 @@ FLAGS = sorted(
 )
 
 no_zero_bytes = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
-"""What an environment and a command line can hold."""
+"""Text that an environment and a command line can hold."""
 words = no_zero_bytes | st.sampled_from(
     '1 0 -1 1.5 1e400 nan inf 99999999999999999999 ١٢ true no auto full cpu npu:0 bf16 4GiB 1.5.5G /a [] {} ["a"] [1'
     ' {"method":"dflash"} {"model":1} null dflash DFLASH'.split(" ")
@@ -50,8 +50,10 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(arguments: list[str]) -> None:
-    """Settings that the engine process reads as they were written, or an error of a line. What a chat template gets may
-    be more than JSON has, and the engine has no templates."""
+    """Settle the arguments, or get an error of one line. Settled settings are the same after a way through JSON.
+
+    Arguments of a chat template are left out, because they may be more than JSON has.
+    """
     try:
         config = load_config(parse_flags(arguments))
     except ConfigError as error:
@@ -142,7 +144,7 @@ def test_a_config_that_is_a_folder_is_told(tmp_path: Path) -> None:
     ids=lambda arguments: " ".join(arguments)[:50].encode("ascii", "backslashreplace").decode(),
 )
 def test_a_value_that_breaks_what_reads_it_is_told(arguments: tuple[str, str]) -> None:
-    """Numbers of thousands of digits, endless brackets, and bytes that are no UTF-8 (as \\udcff in an argument)."""
+    """Numbers have thousands of digits, brackets never end, and bytes are no UTF-8 (\\udcff in an argument)."""
     check(list(arguments))
 
 
