@@ -1,7 +1,8 @@
-"""One streamed request to an OpenAI-compatible server, timed; and what else a bench asks of a server."""
+"""One streamed request to an OpenAI-compatible server, timed; and the server's models and draft counters."""
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,20 +15,17 @@ import msgspec
 from app.bench.prompts import Prompt
 
 Clock = Callable[[], float]
-"""Seconds from some moment on."""
+LIMITED = ("ttft", "tpot", "e2el")
+"""The properties of an Answer that `--goodput` can limit."""
 
 _SAMPLE = re.compile(r"^(?:\w+:)?spec_decode_num_([a-z_]+?)(?:_total)?(?:\{(.*)\})?\s+([0-9.eE+]+)\s*$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-_SAYS_TEXT = ("content", "reasoning_content", "reasoning", "tool_calls")
-
-
-LIMITED = ("ttft", "tpot", "e2el")
-"""What `--goodput` can limit, as properties of an Answer."""
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class ServerError(Exception):
-    """A server that cannot be measured. The message is one line; `hint` says what to do."""
+    """A server that cannot be measured. The message is one line, and `hint` is the remedy."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -36,7 +34,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to ask: `url` without /v1. `fields` go into the body of every request."""
+    """Address and model. `url` is without /v1, and `fields` go into the body of every request."""
 
     name: str
     url: str
@@ -45,7 +43,7 @@ class Server:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def connect(self, seconds: float) -> httpx.AsyncClient:
-        """New connections, as many as wanted. `seconds` is how long a server may say nothing."""
+        """Return a client with new connections. `seconds` of silence are a failure."""
         return httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
@@ -58,10 +56,10 @@ class Server:
 
 @dataclass(slots=True)
 class Answer:
-    """One request. Moments are seconds of one clock; `error` says why it failed.
+    """One request. All moments are seconds of one clock.
 
-    A chunk is an event that brought text; `last` is the moment of the last one, of the finish reason if that came later
-    (a last token may have no text), or of the failure. `tokens` is what the server's usage says.
+    `chunks` are the moments of events with text. `last` is the moment of the last chunk, of a later finish reason,
+    because a last token may have no text, or of the failure. `tokens` is the server's usage.
     """
 
     sent: float
@@ -76,24 +74,24 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Time to first token: from sending to the first chunk, in seconds."""
+        """Seconds from sending to the first chunk: time to first token."""
         return (self.chunks[0] if self.chunks else self.last) - self.sent
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first, in seconds: (last - first) / (tokens - 1)."""
+        """Seconds per output token after the first: (last - first) / (tokens - 1)."""
         if self.tokens < 2 or not self.chunks:
             return None
         return (self.last - self.chunks[0]) / (self.tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token latencies, in seconds: from each chunk to the next, however many tokens it has."""
+        """Inter-token latencies: seconds from each chunk to the next, however many tokens it has."""
         return [after - before for before, after in pairwise(self.chunks)]
 
     @property
     def e2el(self) -> float:
-        """End-to-end latency: from sending to the last token, in seconds."""
+        """Seconds from sending to the last token: end-to-end latency."""
         return self.last - self.sent
 
     def take(self, event: str, now: float) -> None:
@@ -109,7 +107,7 @@ class Answer:
             self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
-            if choice.get("text") or any(delta.get(name) for name in _SAYS_TEXT):
+            if choice.get("text") or any(delta.get(name) for name in _TEXT_FIELDS):
                 self.chunks.append(now)
                 self.last = now
             self.text += choice.get("text") or delta.get("content") or ""
@@ -117,8 +115,8 @@ class Answer:
                 self.finish_reason = reason
                 self.last = now
 
-    def judge_end(self) -> None:
-        """A stream that ended without all that belongs to an answer has failed."""
+    def check_end(self) -> None:
+        """Set the error of a stream that ended before its answer was complete."""
         if self.error is None and self.finish_reason is None:
             self.error = "the stream ended without a finish_reason"
         if self.error is None and self.tokens == 0:
@@ -126,14 +124,14 @@ class Answer:
 
 
 class Events:
-    """Server-Sent Events out of the bytes of a stream, however they are cut."""
+    """Server-Sent Events from the bytes of a stream, however they are cut."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[str] = []
 
     def feed(self, received: bytes) -> list[str]:
-        """The data of every event that is complete now. Comments and other fields are passed over."""
+        """Return the data of every event that is complete now. Comments and other fields are ignored."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         events = []
         for line in (line.rstrip(b"\r") for line in lines):
@@ -145,27 +143,22 @@ class Events:
         return events
 
 
-def body_of(server: Server, prompt: Prompt, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The request: `asked` is what the bench wants of all prompts, the prompt's own length goes before it."""
+def body_of(server: Server, prompt: Prompt, wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request's body. The prompt's own length overrides that of `wishes`."""
     body: dict[str, Any] = {"model": server.model, "stream": True, "stream_options": {"include_usage": True}}
-    body |= {**prompt.body, **asked}
+    body |= {**prompt.body, **wishes}
     if prompt.max_tokens is not None:
         body["max_tokens"] = prompt.max_tokens
-    if prompt.exact:
-        # special tokens have no text, and without a text no chunk would tell when they came
+    if prompt.exact:  # special tokens have no text, and a token without text has no chunk and no time
         body |= {"ignore_eos": True, "skip_special_tokens": False}
     return {**body, **server.fields}
 
 
 async def ask(
-    http: httpx.AsyncClient,
-    server: Server,
-    prompt: Prompt,
-    asked: Mapping[str, Any],
-    clock: Clock = time.perf_counter,
+    http: httpx.AsyncClient, server: Server, prompt: Prompt, wishes: Mapping[str, Any], clock: Clock = time.perf_counter
 ) -> Answer:
-    """Send one request and read its stream. What goes wrong is told in the answer's `error`; nothing is raised."""
-    body = body_of(server, prompt, asked)
+    """Send one request and read its stream. A failure is the answer's `error`; nothing is raised."""
+    body = body_of(server, prompt, wishes)
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     events = Events()
     answer = Answer(sent=clock())
@@ -178,7 +171,7 @@ async def ask(
                 now = clock()
                 for event in events.feed(received):
                     answer.take(event, now)
-        answer.judge_end()
+        answer.check_end()
     except httpx.HTTPError as error:
         answer.error = f"{type(error).__name__}: {error}".rstrip(": ")
     except (ValueError, AttributeError) as error:
@@ -190,7 +183,7 @@ async def ask(
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """An error's status, and its message in OpenAI's shape or as it stands."""
+    """Return an error's status with its message, in OpenAI's shape or as plain text."""
     try:
         message = str(msgspec.json.decode(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -199,21 +192,20 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 async def first_model(server: Server) -> str:
-    """The first of /v1/models. Raises ServerError if there is no such server, or if it tells no model."""
+    """Return the first model of /v1/models. Raises ServerError if the server or a model is missing."""
     return next(iter(await _models(server)))
 
 
 async def positions(server: Server) -> int | None:
-    """How many tokens prompt and answer may have together, where the server tells, as ours and vLLM do."""
-    try:
-        told = (await _models(server))[server.model].get("max_model_len")
-    except (ServerError, KeyError):
-        return None
-    return told if isinstance(told, int) else None
+    """Return the tokens that prompt and answer may have together, if the server tells, like ours and vLLM."""
+    with suppress(ServerError, KeyError):
+        length = (await _models(server))[server.model].get("max_model_len")
+        return length if isinstance(length, int) else None
+    return None
 
 
 async def _models(server: Server) -> dict[str, dict[str, Any]]:
-    """Of /v1/models, by id; one at least. Raises ServerError."""
+    """Return the models of /v1/models by id, at least one. Raises ServerError."""
     async with server.connect(30.0) as http:
         try:
             response = await http.get("/v1/models")
@@ -225,25 +217,23 @@ async def _models(server: Server) -> dict[str, dict[str, Any]]:
     with suppress(ValueError, KeyError, TypeError):
         if models := {str(model["id"]): model for model in msgspec.json.decode(response.content)["data"]}:
             return models
-    told = _refusal(response.status_code, response.content)
-    raise ServerError(f"{server.url}/v1/models names no model: {told}", "name it with --model")
+    refusal = _refusal(response.status_code, response.content)
+    raise ServerError(f"{server.url}/v1/models names no model: {refusal}", "name it with --model")
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A server's counters of speculative decoding, or what they grew by: (name, position in the block from 0) -> count,
-    with position None for sums."""
+    """Counters of speculative decoding, or their growth, by name and position in the block. Sums have position None."""
 
     counts: Mapping[tuple[str, int | None], float]
 
     @classmethod
     def read(cls, exposition: str) -> "Drafting | None":
-        """From Prometheus' text, under any prefix and summed over all other labels; None where nothing is counted."""
-        counts: dict[tuple[str, int | None], float] = {}
+        """Read Prometheus' text under any prefix, summed over other labels. None means that there are no counters."""
+        counts: dict[tuple[str, int | None], float] = defaultdict(float)
         for name, labels, value in _SAMPLE.findall(exposition):
             found = _POSITION.search(labels)
-            key = name, int(found.group(1)) if found else None
-            counts[key] = counts.get(key, 0.0) + float(value)
+            counts[name, int(found.group(1)) if found else None] += float(value)
         return cls(counts) if ("drafts", None) in counts else None
 
     def since(self, before: "Drafting") -> "Drafting":
@@ -255,18 +245,17 @@ class Drafting:
 
     @property
     def steps(self) -> float:
-        """Of requests: those that verified drafts."""
+        """Steps of requests that verified drafts."""
         return self.counts["drafts", None]
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens of a step that verified drafts, the bonus included; None if there was no such step."""
+        """Tokens of a step that verified drafts, the bonus included. None means that there was no such step."""
         return 1 + self.counts.get(("accepted_tokens", None), 0.0) / self.steps if self.steps else None
 
     @property
     def acceptance_at(self) -> list[float]:
-        """By position: of the times that this draft was verified (where that is not counted: of all steps), the share
-        in which it was accepted."""
+        """Share of accepted drafts by position, of those verified; without that counter, of all steps."""
         positions = sorted(k for name, k in self.counts if name == "accepted_tokens_per_pos" and k is not None)
         times = [self.counts.get(("verified_tokens_per_pos", k), self.steps) for k in positions]
         accepted = [self.counts["accepted_tokens_per_pos", k] for k in positions]
@@ -274,7 +263,7 @@ class Drafting:
 
 
 async def drafting(http: httpx.AsyncClient) -> Drafting | None:
-    """The counters as they stand; None where the server has none."""
+    """Return the server's counters, or None if it has none."""
     try:
         response = await http.get("/metrics")
     except httpx.HTTPError:

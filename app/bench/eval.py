@@ -1,9 +1,9 @@
 """Accuracy and acceptance length, with and without drafts: `dflash-server bench eval`.
 
-Every problem is asked once at each concurrency, with DFlash and without: of two servers of our own, of the servers that
---base-url names, or, where it names one, of that one with `speculate: false` in the request. The number that an answer
-ends in is compared, as GSM8K's harnesses do. Exits with 1 if a request failed, if `speculate` was not heeded or if the
-acceptance length is not the expected one, with 2 for a mistake in what was asked for.
+Every problem is asked once at each concurrency, with DFlash and without. --base-url names one server, which is asked
+with `speculate: false` as well, or several. Otherwise the bench starts two servers. The final number of an answer is
+compared, like in GSM8K's harnesses. Exits with 1 if a request failed, if `speculate` was ignored or if the acceptance
+length is not the expected one, and with 2 for a mistake in the command line.
 """
 
 import argparse
@@ -15,16 +15,18 @@ from functools import partial
 
 from rich.console import Console
 
-from app.bench import prompts, report
+from app.bench import prompts
+from app.bench.cell import Cell
 from app.bench.client import Server, ServerError
-from app.bench.command import Publication, guarded, out_folder, progress
+from app.bench.command import guarded, out_folder, progress
 from app.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts
 from app.bench.http import servers
+from app.bench.report import Publication
 from app.bench.traffic import Pressure, Round, Wishes, run_round
-from app.config.settings import ConfigError
+from app.config.error import ConfigError
 
-NEAR = 0.03
-"""An acceptance length that differs by no more than this share is the expected one."""
+TOLERANCE = 0.03
+"""Relative difference of acceptance lengths that a few hundred problems cannot resolve."""
 ON, OFF = "dflash", "plain"
 
 
@@ -37,35 +39,30 @@ def evaluate(options: argparse.Namespace, command: str) -> int:
     datasets = prompts.named(options.data, options.seed, options.instruction)
     for dataset in datasets:
         if not all(prompt.judge for prompt in dataset.first(dataset.size or 1)):
-            hint = f"GSM8K's lines have an answer, and demo:{','.join(prompts.judged_domains())}"
             raise ConfigError(
-                f"--data {options.data}: nobody can tell whether answers to {dataset.name} are right", hint
+                f"--data {options.data}: nobody can tell whether answers to {dataset.name} are right",
+                f"GSM8K's lines have an answer, and demo:{','.join(prompts.judged_domains())}",
             )
     if options.base_url and options.serve_args:
         raise ConfigError("--base-url names servers that run, --serve-args start our own", "give one of them")
     publication = Publication(out_folder(options), {}, command)
-    cells = publication.cells
-    console = Console(stderr=True)
+    cells, console = publication.cells, Console(stderr=True)
     with publication, servers(options, (ON, OFF), console) as (found, publication.about), asyncio.Runner() as runner:
-        ways = _on_and_off(found)
+        ways = _on_and_off(found[0]) if len(found) == 1 else found
         for dataset in datasets:
             for concurrency in options.concurrency:
                 cells.append(_ask_all(runner, ways, dataset, Pressure(concurrency), options, console))
-    complaints = [*_not_heeded(cells, ways), *_unexpected(cells, options.expect_acceptance)]
+    complaints = [*_ignored(cells, ways), *_unexpected(cells, options.expect_acceptance)]
     for complaint in complaints:
         print(f"- {complaint}")
     if options.expect_acceptance and not complaints:
-        print(f"- every acceptance length is within {100 * NEAR:.0f} % of {options.expect_acceptance:g}")
+        print(f"- every acceptance length is within {100 * TOLERANCE:.0f} % of {options.expect_acceptance:g}")
     return int(bool(complaints) or publication.has_failures)
 
 
-def _on_and_off(found: Sequence[Server]) -> list[Server]:
-    """One server is asked both ways, several are asked as they are."""
-    if len(found) > 1:
-        return list(found)
-    server = found[0]
-    plainly = dict(server.fields) | {"speculate": False}
-    return [replace(server, name=ON), replace(server, name=OFF, fields=plainly)]
+def _on_and_off(server: Server) -> list[Server]:
+    """Return one server under two names, the second of which asks for no drafts."""
+    return [replace(server, name=ON), replace(server, name=OFF, fields={**server.fields, "speculate": False})]
 
 
 def _ask_all(
@@ -75,7 +72,7 @@ def _ask_all(
     pressure: Pressure,
     options: argparse.Namespace,
     console: Console,
-) -> report.Cell:
+) -> Cell:
     asked = dataset.first(options.limit or dataset.size or 1)
     wishes = Wishes(options.max_tokens, options.temperature, options.seed)
     played: dict[str, list[Round]] = {}
@@ -83,32 +80,31 @@ def _ask_all(
         for way in ways:
             task = bar.add_task(f"{dataset.name}, {pressure}: {way.name}", total=len(asked))
             done = partial(bar.advance, task)
-            turn = runner.run(run_round(way, asked, pressure, wishes, options.timeout, done))
-            if not turn.tokens:
+            found = runner.run(run_round(way, asked, pressure, wishes, options.timeout, done))
+            if not found.tokens:
                 hint = f"two servers can be compared: --base-url {ON}=URL --base-url {OFF}=URL"
-                why = turn.failures[0]
+                why = found.failures[0]
                 raise ServerError(f"every request to {way.name} failed: {why}", hint if "speculate" in why else "")
-            played[way.name] = [turn]
-    return report.Cell(dataset.name, pressure, asked, played)
+            played[way.name] = [found]
+    return Cell(dataset.name, pressure, asked, played)
 
 
-def _not_heeded(cells: Sequence[report.Cell], ways: Sequence[Server]) -> Iterator[str]:
-    """What was asked for without drafts, and drafted all the same."""
+def _ignored(cells: Sequence[Cell], ways: Sequence[Server]) -> Iterator[str]:
     for way in ways:
         plain = way.fields.get("speculate") is False
         if plain and any(cell.acceptance_length(way.name) for cell in cells):
             yield f"the server does not heed `speculate: false`: {way.name} had drafts too"
 
 
-def _unexpected(cells: Sequence[report.Cell], expected: float | None) -> Iterator[str]:
-    """Acceptance lengths of the first server that are not near to what was expected."""
+def _unexpected(cells: Sequence[Cell], expected: float | None) -> Iterator[str]:
+    """Yield a line for each acceptance length of the first server outside the tolerance."""
     for cell in cells if expected else ():
         length = cell.acceptance_length(next(iter(cell.rounds)))
         where = f"{cell.text}, {cell.pressure}"
         if length is None:
-            yield f"{where}: the server counts no drafts, so nothing is known of the acceptance length"
-        elif expected and abs(length / expected - 1) > NEAR:
-            away = f"{100 * (length / expected - 1):+.1f} % away, allowed are {100 * NEAR:.0f} %"
+            yield f"{where}: the server counts no drafts, so its acceptance length is unknown"
+        elif expected and abs(length / expected - 1) > TOLERANCE:
+            away = f"{100 * (length / expected - 1):+.1f} % away, allowed are {100 * TOLERANCE:.0f} %"
             yield f"{where}: the acceptance length is {length:.2f}, not {expected:g} ({away})"
 
 
@@ -116,15 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dflash-server bench eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")
-    parser.add_argument("--limit", type=count, metavar="N", help="the first N problems [default: all]")
-    parser.add_argument("--concurrency", type=counts, default=[1, 8], metavar="N,N", help="[default: 1,8]")
-    parser.add_argument("--expect-acceptance", type=amount, metavar="X", help="tokens a step that should come out")
-    parser.add_argument(
-        "--instruction",
-        default=prompts.BOXED,
-        help=f"follows every question of a file [default: {prompts.BOXED}]".replace("%", "%%"),
-    )
+    add = parser.add_argument
+    add("--data", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")
+    add("--limit", type=count, metavar="N", help="the first N problems [default: all]")
+    add("--concurrency", type=counts, default=[1, 8], metavar="N,N", help="[default: 1,8]")
+    add("--expect-acceptance", type=amount, metavar="X", help="the expected tokens a step")
+    about = f"follows every question of a file [default: {prompts.BOXED}]".replace("%", "%%")
+    add("--instruction", default=prompts.BOXED, help=about)
     add_server_flags(parser)
     add_sampling_flags(parser, max_tokens=512)
     return parser

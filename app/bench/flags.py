@@ -1,4 +1,4 @@
-"""Flags that the parts of the bench share, and what may stand behind them."""
+"""Flags that the parts of the bench share, and the types of their values."""
 
 import argparse
 import json
@@ -11,42 +11,28 @@ from app.bench.client import LIMITED
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("servers")
-    group.add_argument(
-        "--base-url",
-        type=named_url,
-        action="append",
-        default=[],
-        metavar="[NAME=]URL",
-        help="a server that runs, of whatever make; several are compared",
-    )
-    group.add_argument("--api-key", metavar="KEY")
-    group.add_argument("--model", metavar="NAME", help="[default: the first of /v1/models]")
-    group.add_argument(
-        "--serve-args", type=shlex.split, default=[], metavar="'...'", help="flags of `serve` for servers of our own"
-    )
-    group.add_argument(
-        "--timeout", type=amount, default=600.0, metavar="S", help="seconds of silence that are a failure"
-    )
+    add = parser.add_argument_group("servers").add_argument
+    about = "a running server of any make; several are compared"
+    add("--base-url", type=named_url, action="append", default=[], metavar="[NAME=]URL", help=about)
+    add("--api-key", metavar="KEY")
+    add("--model", metavar="NAME", help="[default: the first of /v1/models]")
+    about = "flags of `serve` for servers that the bench starts"
+    add("--serve-args", type=shlex.split, default=[], metavar="'...'", help=about)
+    add("--timeout", type=amount, default=600.0, metavar="S", help="seconds of silence that are a failure")
     add_out_flag(parser, "results.json and a PNG of each table")
 
 
-def add_out_flag(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"write {what} there")
+def add_out_flag(parser: argparse.ArgumentParser, content: str) -> None:
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"write {content} there")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    group = parser.add_argument_group("answers")
-    group.add_argument("--temperature", type=amount, default=0.0, metavar="T", help="[default: 0]")
-    group.add_argument("--max-tokens", type=count, default=max_tokens, metavar="N", help=f"[default: {max_tokens}]")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="[default: 0]")
-    group.add_argument(
-        "--extra-body",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help="""more fields of every request: '{"chat_template_kwargs": {"enable_thinking": false}}'""",
-    )
+    add = parser.add_argument_group("answers").add_argument
+    add("--temperature", type=amount, default=0.0, metavar="T", help="[default: 0]")
+    add("--max-tokens", type=count, default=max_tokens, metavar="N", help=f"[default: {max_tokens}]")
+    add("--seed", type=int, default=0, metavar="N", help="[default: 0]")
+    about = """more fields of every request: '{"chat_template_kwargs": {"enable_thinking": false}}'"""
+    add("--extra-body", type=json_object, default={}, metavar="JSON", help=about)
 
 
 def count(text: str) -> int:
@@ -74,7 +60,7 @@ def amount(text: str) -> float:
 
 
 def spreads(text: str) -> tuple[float, float]:
-    """ "1.2,1" -> (1.2, 1.0), "0.5" -> (0.5, 0.5)"""
+    """Return (1.2, 1.0) for "1.2,1" and (0.5, 0.5) for "0.5"."""
     found = [amount(part) for part in text.split(",")]
     if len(found) > 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number for prompts and one for answers")
@@ -89,7 +75,7 @@ def rates(text: str) -> list[float]:
 
 
 def limit(text: str) -> tuple[str, float]:
-    """ "ttft:500" -> ("ttft", 0.5)"""
+    """Return ("ttft", 0.5) for "ttft:500"."""
     kind, _, limit = text.partition(":")
     if kind not in LIMITED:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(f'{k}:MS' for k in LIMITED)}")
@@ -97,7 +83,7 @@ def limit(text: str) -> tuple[str, float]:
 
 
 def named_url(text: str) -> tuple[str, str]:
-    """ "peer=http://host:1/v1" -> ("peer", "http://host:1"); without a name it is host:port."""
+    """Return ("peer", "http://host:1") for "peer=http://host:1/v1". Without a name it is host:port."""
     found = re.fullmatch(r"(?:([^=/:]+)=)?(https?://([^/]+).*)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not URL or NAME=URL, with http:// or https://")

@@ -1,4 +1,4 @@
-"""Servers of our own, each a `dflash-server serve` in a process of its own, alive for as long as a bench lasts."""
+"""Servers that the bench starts: a `dflash-server serve` process for each variant."""
 
 import re
 import signal
@@ -13,7 +13,7 @@ import httpx
 
 from app.bench.client import ServerError
 from app.client.child_process import engine_environment
-from app.config.settings import ConfigError
+from app.config.error import ConfigError
 
 VARIANTS = {
     "plain": ("--no-speculation",),
@@ -28,7 +28,7 @@ _LINES_SHOWN = 4
 
 
 def flags_of(variant: str) -> tuple[str, ...]:
-    """What makes a server this variant. Raises ConfigError for one that does not exist."""
+    """Return the flags of `serve` for a variant. Raises ConfigError for an unknown one."""
     if variant in VARIANTS:
         return VARIANTS[variant]
     if found := re.fullmatch(r"k=([1-9]\d*)", variant):
@@ -39,9 +39,9 @@ def flags_of(variant: str) -> tuple[str, ...]:
 
 
 class OwnServer:
-    """A context in which the server lives. In a session of its own, so that Ctrl-C reaches us alone, who end it.
+    """Context with a running server, in a session of its own because Ctrl-C must reach the bench alone.
 
-    `program` is the module that takes the command line, with what it wants in front of it.
+    `program` is the module that gets the command line, with its own arguments in front.
     """
 
     def __init__(self, variant: str, serve_args: Sequence[str], program: Sequence[str] = ("app",)) -> None:
@@ -67,7 +67,7 @@ class OwnServer:
         return self
 
     def wait_until_ready(self, tell: Callable[[str], None]) -> None:
-        """Raises ServerError with the end of its log if it ends first. `tell` gets how far loading is."""
+        """Wait for /ready and tell the stage of loading. Raises ServerError with the end of the log if it ends."""
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
             while self.process.poll() is None:
                 try:
@@ -85,7 +85,6 @@ class OwnServer:
         )
 
     def last_words(self) -> str:
-        """The end of what it has printed."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
         return " | ".join(line.strip() for line in lines[-_LINES_SHOWN:] if line.strip()) or "it said nothing"

@@ -1,9 +1,8 @@
-"""Which of several ways is faster, on a machine whose speed drifts: every round runs each way once, in an order that
-turns, and only ratios within a round count. Pure Python.
+"""Speed ratios on a machine whose speed drifts: every round runs each variant once, and ratios are within rounds.
 
-The ratio is the Hodges-Lehmann estimate over the rounds, and its 95 % interval is Wilcoxon's signed-rank one: medians
-of pairwise means, so that a round that something held up moves them little. Rounds end when the answer is known, and
-looking after each of them makes the interval a little narrower than its 95 % say.
+The ratio is the Hodges-Lehmann estimate over the rounds (Hodges and Lehmann 1963), and its 95 % interval is that of
+Wilcoxon's signed ranks. Both are medians of pairwise means, so an outlier round moves them little. Rounds end when the
+answer is known. This looks at the data after each round, so the interval covers slightly less than 95 %.
 """
 
 import math
@@ -13,13 +12,13 @@ from dataclasses import dataclass
 from statistics import median
 
 MIN_ROUNDS = 6
-"""With fewer no interval of 95 % exists."""
-_QUANTILE = 1.96
+"""The signed-rank statistic of five rounds has no interval of 95 %."""
+_QUANTILE = 1.96  # of the normal distribution, at 97.5 %
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """An estimate and its 95 % interval; infinitely wide over fewer than MIN_ROUNDS rounds."""
+    """Estimate with its 95 % interval, which is infinite over fewer than MIN_ROUNDS rounds."""
 
     middle: float
     low: float
@@ -27,11 +26,11 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """Of the interval, as a share of the estimate."""
+        """Return the interval's width as a share of the estimate."""
         return (self.high - self.low) / self.middle
 
     def at_most(self, bound: float) -> bool | None:
-        """None where the interval has the bound in it."""
+        """Return None if the bound lies inside the interval."""
         return False if self.low > bound else True if self.high <= bound else None
 
     def __str__(self) -> str:
@@ -41,7 +40,7 @@ class Ratio:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """How many times as large our figures are as theirs of the same rounds; all are positive."""
+    """Return ours / theirs over the same rounds. All figures are positive."""
     logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
     means = sorted((a + b) / 2 for i, a in enumerate(logs) for b in logs[i:])
     if len(logs) < MIN_ROUNDS:
@@ -54,14 +53,14 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """That `variant` is at least `bound` times as fast as `against`; None: how many times is asked."""
+    """Claim that `variant` is at least `bound` times as fast as `against`. Without a bound the ratio is measured."""
 
     variant: str
     against: str
     bound: float | None = None
 
     def verdict(self, found: Ratio, tight: float) -> str:
-        """ "met", "missed" or "inconclusive"; without a bound "measured" or "inconclusive"."""
+        """Return "met", "missed" or "inconclusive"; without a bound "measured" or "inconclusive"."""
         known = found.width <= tight
         if self.bound is None:
             return "measured" if known else "inconclusive"
@@ -72,9 +71,9 @@ class Claim:
 
 @dataclass(slots=True)
 class Comparison:
-    """Speeds of each variant, one a round, and what is claimed of them. Settled when every claim has its verdict.
+    """Speeds of each variant by round, with claims about them.
 
-    An interval is `tight` when it is so much of its ratio wide.
+    A ratio is known when its interval is at most `tight` of it wide.
     """
 
     speeds: dict[str, list[float]]
@@ -104,9 +103,9 @@ def rounds(
     tight: float = 0.03,
     seed: int = 0,
 ) -> Iterator[Comparison]:
-    """Run rounds until the comparison is settled or `max_rounds` are over; each variant returns its speed.
+    """Yield the comparison after each round, until it is settled or `max_rounds` are over.
 
-    Yields what is known after every round. Whoever calls has warmed the variants up.
+    A variant returns its speed, and is warm already.
     """
     order = random.Random(seed)
     comparison = Comparison({name: [] for name in variants}, claims, tight)

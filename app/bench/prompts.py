@@ -1,4 +1,4 @@
-"""What servers are asked in a bench: the demo's held-out prompts, lines of a file, or made-up text of given lengths."""
+"""Prompts of a bench: the demo's held-out ones, lines of a file, or synthetic text of given lengths."""
 
 import itertools
 import json
@@ -8,44 +8,48 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from app import demo
-from app.config.settings import ConfigError
+from app.config.error import ConfigError
 
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
-"""What GSM8K's questions are followed by, as in DFlash's own evaluation."""
-LONGEST = 8
-"""No made-up length is more than so many times the mean."""
+"""Instruction behind GSM8K's questions in DFlash's own evaluation."""
+MAX_OVER_MEAN = 8
+"""Bound on a synthetic length, in means, because a log-normal tail has none."""
 SLACK = 16
-"""Tokens by which a short made-up prompt may be longer than was estimated; a long one by a quarter."""
+"""Tokens by which a short synthetic prompt may exceed its estimate. A long one may exceed it by a quarter."""
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 LINE_HINT = 'a line is {"messages": [...]}, {"prompt": "..."}, {"conversations": [...]} or {"question", "answer"}'
 
 _NUMBER = re.compile(r"((?<![\w).])[-\u2212])?\\?[$€£]?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
-# Each finds what stands behind its mark: to the end of the line, in the braces, to the end of the sentence.
+# The text behind each mark: to the end of the line, within the braces, to the end of the sentence.
 _MARKED = re.compile(r"####(?=(.*))")
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_SAID = re.compile(r"answer\s*(?:is|:|=|would be|will be)(?=(.*?)(?:[.!?](?:\s|$)|\n|$))", re.IGNORECASE)
+_SENTENCE = re.compile(r"answer\s*(?:is|:|=|would be|will be)(?=(.*?)(?:[.!?](?:\s|$)|\n|$))", re.IGNORECASE)
+
+Judge = Callable[[str], bool]
+"""Returns True if the text of an answer is right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`body` has the fields `messages` or `prompt` of a request. `max_tokens` None leaves the length to the bench;
-    `exact` wants all of them, whatever the model says. `judge` tells whether an answer is right."""
+    """Fields `messages` or `prompt` of a request.
+
+    `max_tokens` None leaves the length to the bench. `exact` asks for all tokens, beyond the end of the text.
+    """
 
     body: Mapping[str, Any]
     max_tokens: int | None = None
     exact: bool = False
-    judge: Callable[[str], bool] | None = None
+    judge: Judge | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """`first(n)` are its first n prompts; `size` None: there are as many as wanted, else they come round again."""
+    """Prompts, of which `first(n)` returns n. They repeat after `size` prompts; None means that they never do."""
 
     name: str
     first: Callable[[int], list[Prompt]]
@@ -54,7 +58,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Log-normal numbers of tokens: their means, and the sigmas of their logarithms, of which 0 makes all alike."""
+    """Log-normal numbers of tokens: their means, and the sigmas of their logarithms. Sigma 0 makes all alike."""
 
     input_len: int
     output_len: int
@@ -63,33 +67,48 @@ class Lengths:
 
 
 PRESETS = {"sharegpt": Lengths(230, 205, 1.2, 1.0)}
-"""About 220 and 200 when the longest are cut: vLLM's serving benchmark counts 200 to 230 for ShareGPT, by tokenizer. It
-names no spreads; these have as many short ones and as long a tail."""
+"""Means of about 220 and 200 after the cut: vLLM's serving benchmark counts 200 to 230 for ShareGPT, by tokenizer. It
+names no spreads; these give as many short prompts and as long a tail."""
 
 
 def named(wish: str, seed: int, instruction: str = BOXED) -> list[Dataset]:
     """Return the datasets of `demo`, of `demo:math,copy`, or of a file, whose questions `instruction` follows.
 
-    Raises ConfigError.
+    Seed 0 keeps the demo's order; another seed shuffles it. Raises ConfigError.
     """
     kind, _, domains = wish.partition(":")
     if kind != "demo":
         return [from_file(Path(wish), instruction)]
     held_out = demo.held_out()
-    chosen = domains.split(",") if domains else list(held_out)
-    for domain in chosen:
+    datasets = []
+    for domain in domains.split(",") if domains else held_out:
         if domain not in held_out:
             raise ConfigError(f"{wish}: the demo has no domain {domain!r}", f"its domains are {', '.join(held_out)}")
-    return [_cycled(domain, _of_demo(domain, seed)) for domain in chosen]
+        prompts = [
+            Prompt({"messages": prompt["messages"]}, judge=_judge(domain, prompt.get("answer")))
+            for prompt in held_out[domain]
+        ]
+        datasets.append(_cycled(domain, random.Random(seed).sample(prompts, len(prompts)) if seed else prompts))
+    return datasets
 
 
 def judged_domains() -> list[str]:
-    """Return the domains of the demo in which an answer is right or wrong."""
+    """Return the domains of the demo whose answers are right or wrong."""
     return [domain for domain, prompts in demo.held_out().items() if "answer" in prompts[0]]
 
 
+def _judge(domain: str, answer: str | None) -> Judge | None:
+    if answer is None:
+        return None
+    return _number_is(Decimal(answer)) if domain == "math" else lambda text: text.strip() == answer
+
+
+def _number_is(number: Decimal) -> Judge:
+    return lambda text: final_number(text) == number
+
+
 def from_file(path: Path, instruction: str = BOXED) -> Dataset:
-    """One prompt a line of JSON. Raises ConfigError with the number of the line that is none."""
+    """Read a prompt from each line of JSON. Raises ConfigError with the number of a wrong line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -99,22 +118,44 @@ def from_file(path: Path, instruction: str = BOXED) -> Dataset:
         raise ConfigError(f"{path}: not UTF-8", LINE_HINT) from None
     prompts = []
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
+        try:
+            if line.strip():
                 prompts.append(_from_line(line, instruction))
-            except ValueError as error:
-                raise ConfigError(f"{path}, line {number}: {error}", LINE_HINT) from None
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}", LINE_HINT) from None
     if not prompts:
         raise ConfigError(f"{path}: no prompts in it", LINE_HINT)
     return _cycled(path.stem, prompts)
 
 
+def _cycled(name: str, prompts: Sequence[Prompt]) -> Dataset:
+    return Dataset(name, lambda count: list(itertools.islice(itertools.cycle(prompts), count)), len(prompts))
+
+
 def synthetic(lengths: Lengths, tokens_per_word: float, seed: int, positions: int | None = None) -> Dataset:
-    """Texts of words that say nothing. Of what is drawn, and not all alike, a prompt takes no more than half of the
-    model's `positions`, and prompt and answer no more than there are."""
-    make = partial(_made_up, lengths, tokens_per_word, seed, positions)
+    """Return texts of words without meaning.
+
+    A drawn prompt takes at most half of the model's `positions`, and prompt and answer take at most all of them.
+    Lengths without a spread are left to the server.
+    """
+
+    def prompt(index: int) -> Prompt:
+        rng = random.Random(f"{seed}/{index}")
+        asked = _length(lengths.input_len, lengths.input_spread, positions and positions // 2, rng)
+        left = positions and positions - asked * 5 // 4 - SLACK
+        answered = _length(lengths.output_len, lengths.output_spread, left, rng)
+        text = words(max(1, round(asked / tokens_per_word)), rng)
+        return Prompt({"prompt": text}, max_tokens=answered, exact=True)
+
     name = f"{lengths.input_len} in, {lengths.output_len} out"
-    return Dataset(name, lambda count: [make(index) for index in range(count)])
+    return Dataset(name, lambda count: [prompt(index) for index in range(count)])
+
+
+def _length(mean: int, spread: float, bound: int | None, rng: random.Random) -> int:
+    if spread == 0:
+        return mean
+    drawn = min(round(rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)), MAX_OVER_MEAN * mean)
+    return max(1, drawn if bound is None else min(drawn, bound))
 
 
 def words(count: int, rng: random.Random) -> str:
@@ -122,12 +163,15 @@ def words(count: int, rng: random.Random) -> str:
 
 
 def final_number(text: str) -> Decimal | None:
-    """What an answer comes to, as GSM8K's harnesses read it: after `####`, in `\\boxed{}`, after "the answer is", or
-    the last number. The last of each kind counts; thinking does not. 1,234, $5, -5 and 18.00 are numbers."""
+    """Return the number of an answer, like GSM8K's harnesses, or None.
+
+    It stands after `####`, in `\\boxed{}`, after "the answer is", or last. The last of each kind counts, and thinking
+    does not. 1,234, $5, -5 and 18.00 are numbers.
+    """
     said = text.rpartition("</think>")[2].replace("{,}", ",").replace("\\!", "")
-    for form in (_MARKED, _BOX, _SAID):
+    for form in (_MARKED, _BOX, _SENTENCE):
         for rest in reversed(form.findall(said)):
-            # "the answer is 10 - 5 = 5" means what stands behind the last sign of equality
+            # "the answer is 10 - 5 = 5" means the number behind the last sign of equality
             numbers = _NUMBER.findall(rest.rpartition("=")[2]) or _NUMBER.findall(rest)
             if numbers:
                 return _decimal(numbers[0])
@@ -138,44 +182,6 @@ def final_number(text: str) -> Decimal | None:
 def _decimal(found: tuple[str, str]) -> Decimal:
     minus, digits = found
     return Decimal(("-" if minus else "") + digits.replace(",", ""))
-
-
-def _cycled(name: str, prompts: Sequence[Prompt]) -> Dataset:
-    return Dataset(name, lambda count: list(itertools.islice(itertools.cycle(prompts), count)), len(prompts))
-
-
-def _of_demo(domain: str, seed: int) -> list[Prompt]:
-    """Return the file's own order for seed 0, and one order of all prompts for each other seed."""
-    right = _same_number if domain == "math" else _same_text
-    prompts = [
-        Prompt({"messages": prompt["messages"]}, judge=partial(right, prompt["answer"]) if "answer" in prompt else None)
-        for prompt in demo.held_out()[domain]
-    ]
-    return random.Random(seed).sample(prompts, len(prompts)) if seed else prompts
-
-
-def _same_number(answer: str, text: str) -> bool:
-    return final_number(text) == Decimal(answer)
-
-
-def _same_text(answer: str, text: str) -> bool:
-    return text.strip() == answer.strip()
-
-
-def _made_up(lengths: Lengths, tokens_per_word: float, seed: int, positions: int | None, index: int) -> Prompt:
-    rng = random.Random(f"{seed}/{index}")
-    most = positions // 2 if positions else None
-    asked = _length(lengths.input_len, lengths.input_spread, most, rng)
-    most = positions - asked * 5 // 4 - SLACK if positions else None
-    answered = _length(lengths.output_len, lengths.output_spread, most, rng)
-    return Prompt({"prompt": words(max(1, round(asked / tokens_per_word)), rng)}, max_tokens=answered, exact=True)
-
-
-def _length(mean: int, spread: float, most: int | None, rng: random.Random) -> int:
-    if spread == 0:
-        return mean
-    drawn = min(round(rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)), LONGEST * mean)
-    return max(1, drawn if most is None else min(drawn, most))
 
 
 def _from_line(line: str, instruction: str) -> Prompt:
@@ -191,24 +197,19 @@ def _from_line(line: str, instruction: str) -> Prompt:
     if isinstance(fields.get("prompt"), str):
         return Prompt({"prompt": fields["prompt"]}, max_tokens)
     if isinstance(fields.get("question"), str) and isinstance(fields.get("answer"), str):
-        return _gsm8k(fields["question"], fields["answer"], instruction, max_tokens)
+        number = final_number(fields["answer"])
+        if number is None:
+            raise ValueError("its answer has no number")
+        content = "\n".join(filter(None, (fields["question"], instruction)))
+        return Prompt({"messages": [{"role": "user", "content": content}]}, max_tokens, judge=_number_is(number))
     for key, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in fields:
             return Prompt({"messages": list(_up_to_an_answer(fields[key], key, role, content))}, max_tokens)
     raise ValueError(f"none of messages, prompt, conversations, question is in it: {line.strip()[:40]}")
 
 
-def _gsm8k(question: str, answer: str, instruction: str, max_tokens: int | None) -> Prompt:
-    number = final_number(answer)
-    if number is None:
-        raise ValueError("its answer has no number")
-    content = f"{question}\n{instruction}" if instruction else question
-    messages = [{"role": "user", "content": content}]
-    return Prompt({"messages": messages}, max_tokens, judge=lambda text: final_number(text) == number)
-
-
 def _up_to_an_answer(turns: object, key: str, role: str, content: str) -> Iterator[dict[str, str]]:
-    """`messages` but for an answer at their end; of ShareGPT's `conversations` what stands before the first answer."""
+    """Yield `messages` without an answer at their end, or ShareGPT's `conversations` up to the first answer."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(f"{key} is no list of objects")
     if key == "messages":

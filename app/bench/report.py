@@ -1,136 +1,19 @@
-"""Figures out of raw timings: the tables that are printed, and everything as JSON."""
+"""Tables, notes and JSON about the cells of a bench."""
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import reduce
 from importlib.metadata import version
-from statistics import median
+from pathlib import Path
 from typing import Any
 
-from app.bench.client import Answer, Drafting
-from app.bench.machine import describe_host
-from app.bench.paired import Comparison, Ratio, ratio
-from app.bench.prompts import Prompt
-from app.bench.tables import markdown
-from app.bench.traffic import Pressure, Round
+import numpy as np
 
-QUANTILES = (50, 90, 99)
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One dataset under one pressure: what every variant answered, round by round. `comparison` has their speeds, and
-    claims each variant against the first; without one nothing is said of speed."""
-
-    text: str
-    pressure: Pressure
-    prompts: Sequence[Prompt]
-    rounds: Mapping[str, Sequence[Round]]
-    comparison: Comparison | None = None
-    warm_up_failures: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def answers(self, variant: str) -> list[Answer]:
-        """Those that came, of all rounds."""
-        return [a for turn in self.rounds[variant] for a in turn.answers if a.error is None]
-
-    def failures(self, variant: str) -> list[str]:
-        """Why requests failed, the warm-up's included."""
-        during = [reason for turn in self.rounds[variant] for reason in turn.failures]
-        return [*self.warm_up_failures.get(variant, ()), *during]
-
-    def speed(self, variant: str) -> float:
-        """Output tokens per second: the median of the rounds."""
-        return median(turn.speed for turn in self.rounds[variant])
-
-    def speed_up(self, variant: str) -> Ratio:
-        """Against the first variant."""
-        return ratio(*([turn.speed for turn in self.rounds[name]] for name in (variant, next(iter(self.rounds)))))
-
-    def drafting(self, variant: str) -> Drafting | None:
-        counts = [turn.drafting for turn in self.rounds[variant]]
-        known = [count for count in counts if count is not None]
-        return reduce(Drafting.and_also, known) if known and len(known) == len(counts) else None
-
-    def acceptance_length(self, variant: str) -> float | None:
-        counts = self.drafting(variant)
-        return counts.acceptance_length if counts else None
-
-    def accuracy(self, variant: str) -> float | None:
-        """The share of answers that are right; one that failed is not. None where nobody can tell."""
-        judged = [
-            answer.error is None and prompt.judge(answer.text)
-            for turn in self.rounds[variant]
-            for prompt, answer in zip(self.prompts, turn.answers, strict=True)
-            if prompt.judge is not None
-        ]
-        return sum(judged) / len(judged) if judged else None
-
-    def same_text(self, variant: str) -> float:
-        """Of the requests that both answered, the share whose answers equal the first variant's of the same round."""
-        pairs = [
-            (mine.text, theirs.text)
-            for turn, first in zip(self.rounds[variant], next(iter(self.rounds.values())), strict=True)
-            for mine, theirs in zip(turn.answers, first.answers, strict=True)
-            if mine.error is None and theirs.error is None
-        ]
-        return sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs))
-
-    def times(self, variant: str, kind: str) -> list[float]:
-        """Seconds: of every request its "ttft", "tpot" or "e2el", of every chunk but the first its "itl"."""
-        if kind == "itl":
-            return [gap for answer in self.answers(variant) for gap in answer.gaps]
-        times = [getattr(answer, kind) for answer in self.answers(variant)]
-        return [time for time in times if time is not None]
-
-    def goodput(self, variant: str, limits: Mapping[str, float]) -> float:
-        """Requests per second that keep all limits, which are in seconds."""
-        good = sum(is_good(answer, limits) for answer in self.answers(variant))
-        return good / sum(turn.seconds for turn in self.rounds[variant])
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """`name` is the PNG's as well; `meaning` stands below the title."""
-
-    name: str
-    title: str
-    meaning: str
-    rows: list[Row]
-
-    def __str__(self) -> str:
-        return f"## {self.title}\n\n{self.meaning}\n\n{markdown(self.rows)}\n"
-
-
-def percentile(values: Iterable[float], percent: float) -> float:
-    """Between two values in proportion, as NumPy does it by default."""
-    ranked = sorted(values)
-    place = (len(ranked) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ranked) - 1)
-    return ranked[below] + (ranked[above] - ranked[below]) * (place - below)
-
-
-def is_good(answer: Answer, limits: Mapping[str, float]) -> bool:
-    """Whether a request keeps limits in seconds. One that has no such time (a single token's TPOT) keeps it."""
-    return all((getattr(answer, kind) or 0.0) <= limit for kind, limit in limits.items())
-
-
-def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
-    """All those that have something to say."""
-    timed = [cell for cell in cells if cell.comparison is not None]
-    found = [
-        Table("speed", "Output tokens per second", SPEED, _speed(timed)),
-        Table("acceptance", "Mean acceptance length by batch size", ACCEPTANCE, _acceptance(cells)),
-        Table("positions", "Acceptance per position", POSITIONS, _positions(cells)),
-        Table("accuracy", "Accuracy", ACCURACY, _accuracy(cells)),
-        Table("latency", "Latency in ms, p50 / p90 / p99", LATENCY, _latency(timed)),
-        Table("goodput", "Goodput", _goodput_meaning(limits), _goodput(timed, limits) if limits else []),
-    ]
-    return [table for table in found if table.rows]
-
+from app.bench.cell import Cell
+from app.bench.client import Drafting
+from app.bench.table import Row, Table, describe_host, markdown, save, write_page
 
 SPEED = (
     "The median of the rounds. A ratio is of paired rounds: its Hodges-Lehmann estimate and its 95 % interval "
@@ -151,55 +34,127 @@ LATENCY = (
     "ITL: inter-token latency, from one chunk to the next; a step of a speculative decoder sends several tokens in one "
     "chunk. E2EL: end-to-end latency, from sending to the last token."
 )
+GOODPUT = "Requests per second, of which all times keep within {}."
 
 
-def _goodput_meaning(limits: Mapping[str, float]) -> str:
+@dataclass(slots=True)
+class Publication:
+    """A context that prints its cells as Markdown at its end, also if an error ends it early.
+
+    A folder gets JSON and pictures. A page gets its table only of a whole bench. `limits` are goodput's, in seconds.
+    `about` has a line for each server.
+    """
+
+    folder: Path | None
+    limits: dict[str, float]
+    command: str
+    page: Path | None = None
+    about: list[str] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def has_failures(self) -> bool:
+        return any(cell.num_failures for cell in self.cells)
+
+    def __enter__(self) -> "Publication":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if not self.cells:
+            return
+        shown = tables(self.cells, self.limits)
+        print(f"{describe_host()}\n")
+        print("".join(f"- {line}\n" for line in self.about))
+        print(f"{lengths(self.cells)}.\n")
+        print(*shown, sep="\n", end="\n\n")
+        remarks = "\n".join(f"- {note}" for note in notes(self.cells))
+        print(remarks)
+        if self.folder:
+            results = as_json(self.cells, shown, command=self.command, servers=self.about)
+            save(self.folder, "results", results, shown)
+        if self.page and not error:
+            write_page(
+                self.page,
+                [f"`{self.command}` ({describe_host()}):", markdown(shown[0].rows), *([remarks] if remarks else [])],
+            )
+
+
+def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
+    """Return the tables that have rows. `limits` are goodput's, in seconds."""
+    kind = cells[0].pressure.kind
+    variants = list(dict.fromkeys(name for cell in cells for name in cell.rounds))
+    drafting = [name for name in variants if any(cell.acceptance_length(name) for cell in cells)]
+    judged = [cell for cell in cells if any(cell.accuracy(name) is not None for name in cell.rounds)]
+    timed = [cell for cell in cells if cell.comparison is not None]
     said = ", ".join(f"{kind.upper()} {1000 * limit:g} ms" for kind, limit in limits.items())
-    return f"Requests per second, of which all times keep within {said}."
+    positions = _positions(cells, variants)
 
-
-def _by_text(cells: Iterable[Cell], figure: Callable[[Cell], Row]) -> list[Row]:
-    return [{"text": cell.text, cell.pressure.kind: cell.pressure.label} | figure(cell) for cell in cells]
-
-
-def _speed(cells: Sequence[Cell]) -> list[Row]:
-    def figure(cell: Cell) -> Row:
-        row: Row = {f"{name} tok/s": f"{cell.speed(name):.0f}" for name in cell.rounds}
-        assert cell.comparison is not None
-        for claim in cell.comparison.claims:
-            verdict = cell.comparison.verdict(claim)
-            shown = "" if verdict == "measured" else verdict
-            row[f"{claim.variant} / {claim.against}"] = f"{cell.comparison.ratio(claim)} {shown}".rstrip()
-        failed = sum(len(cell.failures(name)) for name in cell.rounds)
-        return row | {"rounds": cell.comparison.num_rounds, "requests": len(cell.prompts), "failed": failed}
-
-    return _by_text(cells, figure)
-
-
-def _acceptance(cells: Sequence[Cell]) -> list[Row]:
-    drafting = [name for name in _variants(cells) if any(cell.acceptance_length(name) for cell in cells)]
-
-    def figure(cell: Cell) -> Row:
+    def acceptance(cell: Cell) -> Row:
         lengths = {name: cell.acceptance_length(name) for name in drafting}
         return {name: f"{length:.2f}" if length else "-" for name, length in lengths.items()}
 
-    return _by_text(cells, figure) if drafting else []
+    def goodput(cell: Cell) -> Row:
+        found = {name: cell.goodput(name, limits) for name in cell.rounds}
+        return {name: f"{rate:.2f} ({100 * share:.0f} %)" for name, (rate, share) in found.items()}
+
+    def by_text(name: str, title: str, meaning: str, some: Sequence[Cell], row: Callable[[Cell], Row]) -> Table:
+        rows = [_head(cell) | row(cell) for cell in some]
+        figures = (
+            [f"{v} tok/s" for v in variants] if name == "speed" else [v for v in variants if rows and v in rows[0]]
+        )
+        return Table(name, title, meaning, rows, figures, label=f"{{{kind}}}")
+
+    found = [
+        by_text("speed", "Output tokens per second", SPEED, timed, _speed),
+        by_text(
+            "acceptance", "Mean acceptance length by batch size", ACCEPTANCE, cells if drafting else [], acceptance
+        ),
+        Table(
+            "positions",
+            "Acceptance per position",
+            POSITIONS,
+            positions,
+            [column for column in (positions[0] if positions else ()) if column.startswith("at ")],
+            label="{figure}",
+            series="{variant}",
+        ),
+        by_text("accuracy", "Accuracy", ACCURACY, judged, _accuracy),
+        Table(
+            "latency",
+            "Latency in ms, p50 / p90 / p99",
+            LATENCY,
+            [_head(cell) | _latency(cell, name) for cell in timed for name in cell.rounds],
+            ["TTFT", "TPOT", "ITL"],
+            panel="{text}: {figure}",
+            label=f"{{{kind}}}",
+            series="{variant}",
+        ),
+        by_text("goodput", "Goodput", GOODPUT.format(said), timed if limits else [], goodput),
+    ]
+    return [table for table in found if table.rows]
 
 
-def acceptance_at(cells: Sequence[Cell]) -> dict[tuple[str, str], list[float]]:
-    """(text, variant) -> acceptance by position, over all pressures; of those that drafted."""
-    found = {}
+def _head(cell: Cell) -> Row:
+    return {"text": cell.text, cell.pressure.kind: cell.pressure.label}
+
+
+def _speed(cell: Cell) -> Row:
+    row: Row = {f"{name} tok/s": f"{cell.speed(name):.0f}" for name in cell.rounds}
+    assert cell.comparison is not None
+    for claim in cell.comparison.claims:
+        verdict = cell.comparison.verdict(claim).removeprefix("measured")
+        row[f"{claim.variant} / {claim.against}"] = f"{cell.comparison.ratio(claim)} {verdict}".rstrip()
+    return row | {"rounds": cell.comparison.num_rounds, "requests": len(cell.prompts), "failed": cell.num_failures}
+
+
+def _positions(cells: Sequence[Cell], variants: Sequence[str]) -> list[Row]:
+    """Return acceptance by position for each text and variant that drafted, over all pressures."""
+    found: dict[tuple[str, str], list[float]] = {}
     for text in dict.fromkeys(cell.text for cell in cells):
-        for name in _variants(cells):
-            counts = [cell.drafting(name) for cell in cells if cell.text == text]
-            known = [count for count in counts if count is not None]
-            if known and (shares := reduce(Drafting.and_also, known).acceptance_at):
+        for name in variants:
+            counts = [count for cell in cells if cell.text == text and (count := cell.drafting(name))]
+            if counts and (shares := reduce(Drafting.and_also, counts).acceptance_at):
                 found[text, name] = shares
-    return found
-
-
-def _positions(cells: Sequence[Cell]) -> list[Row]:
-    found = acceptance_at(cells)
     longest = max(map(len, found.values()), default=0)
     return [
         {"text": text, "variant": name}
@@ -208,55 +163,30 @@ def _positions(cells: Sequence[Cell]) -> list[Row]:
     ]
 
 
-def _accuracy(cells: Sequence[Cell]) -> list[Row]:
-    def figure(cell: Cell) -> Row:
-        shares = {name: cell.accuracy(name) for name in cell.rounds}
-        row: Row = {name: "-" if share is None else f"{100 * share:.1f} %" for name, share in shares.items()}
-        others = list(cell.rounds)[1:]
-        row |= {f"{name} same text": f"{100 * cell.same_text(name):.1f} %" for name in others}
-        cut = Counter(answer.finish_reason for name in cell.rounds for answer in cell.answers(name))["length"]
-        failed = sum(len(cell.failures(name)) for name in cell.rounds)
-        return row | {"prompts": len(cell.prompts), "cut at max_tokens": cut, "failed": failed}
-
-    return _by_text([cell for cell in cells if any(cell.accuracy(name) is not None for name in cell.rounds)], figure)
+def _accuracy(cell: Cell) -> Row:
+    shares = {name: cell.accuracy(name) for name in cell.rounds}
+    row: Row = {name: "-" if share is None else f"{100 * share:.1f} %" for name, share in shares.items()}
+    row |= {f"{name} same text": f"{100 * cell.same_text(name):.1f} %" for name in list(cell.rounds)[1:]}
+    cut = sum(answer.finish_reason == "length" for name in cell.rounds for answer in cell.answers(name))
+    return row | {"prompts": len(cell.prompts), "cut at max_tokens": cut, "failed": cell.num_failures}
 
 
-def _latency(cells: Sequence[Cell]) -> list[Row]:
-    def figure(cell: Cell, name: str) -> Row:
-        times = {kind: cell.times(name, kind) for kind in ("ttft", "tpot", "itl", "e2el")}
-        return {"variant": name} | {kind.upper(): _quantiles(found) for kind, found in times.items()}
-
-    return [row for cell in cells for name in cell.rounds for row in _by_text([cell], partial(figure, name=name))]
-
-
-def _quantiles(times: Sequence[float]) -> str:
-    return " / ".join(milliseconds(percentile(times, q)) for q in QUANTILES) if times else "-"
+def _latency(cell: Cell, variant: str) -> Row:
+    row: Row = {"variant": variant}
+    for kind in ("ttft", "tpot", "itl", "e2el"):
+        times = cell.times(variant, kind)
+        row[kind.upper()] = " / ".join(map(milliseconds, np.percentile(times, (50, 90, 99)))) if times else "-"
+    return row
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits, or as many as there are before the point."""
+    """Return three digits, or all digits before the point."""
     ms = 1000 * seconds
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
-def _goodput(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Row]:
-    def figure(cell: Cell) -> Row:
-        row: Row = {}
-        for name in cell.rounds:
-            good = sum(is_good(answer, limits) for answer in cell.answers(name))
-            asked = sum(len(turn.answers) for turn in cell.rounds[name])
-            row[name] = f"{cell.goodput(name, limits):.2f} ({100 * good / asked:.0f} %)"
-        return row
-
-    return _by_text(cells, figure)
-
-
-def _variants(cells: Sequence[Cell]) -> list[str]:
-    return list(dict.fromkeys(name for cell in cells for name in cell.rounds))
-
-
 def notes(cells: Sequence[Cell]) -> list[str]:
-    """What a reader must know before believing the tables."""
+    """Return the facts that change the meaning of the tables."""
     found = []
     for cell in cells:
         where = f"{cell.text}, {cell.pressure}"
@@ -270,27 +200,18 @@ def notes(cells: Sequence[Cell]) -> list[str]:
             cached = sum(answer.cached_tokens for answer in answers)
             if cached > asked / 100:
                 found.append(f"{where}: {name} had {100 * cached / asked:.0f} % of the prompts' tokens in a cache")
-            if short := _cut_short(cell, name):
+            exact = [(prompt, answer) for prompt, answer in cell.asked(name) if prompt.exact and answer.error is None]
+            if short := sum(answer.tokens < (prompt.max_tokens or 0) for prompt, answer in exact):
                 found.append(f"{where}: {short} answers of {name} are shorter than asked: it ignores ignore_eos")
     verdicts = Counter(c.comparison.verdict(claim) for c in cells if c.comparison for claim in c.comparison.claims)
     if unknown := verdicts["inconclusive"]:
-        found.append(
-            f"{unknown} of {verdicts.total()} ratios are inconclusive: raise --max-rounds, or allow more --tight"
-        )
+        ratios = f"{unknown} of {verdicts.total()} ratios are inconclusive"
+        found.append(f"{ratios}: raise --max-rounds, or allow more --tight")
     return found
 
 
-def _cut_short(cell: Cell, variant: str) -> int:
-    return sum(
-        answer.error is None and answer.tokens < (prompt.max_tokens or 0)
-        for turn in cell.rounds[variant]
-        for prompt, answer in zip(cell.prompts, turn.answers, strict=True)
-        if prompt.exact
-    )
-
-
 def lengths(cells: Sequence[Cell]) -> str:
-    """The mean numbers of tokens that were asked and answered, by the servers' own counts."""
+    """Return the mean numbers of tokens of prompts and answers, by the servers' own counts."""
     answers = [answer for cell in cells for name in cell.rounds for answer in cell.answers(name)]
     asked = sum(answer.prompt_tokens for answer in answers) / len(answers)
     answered = sum(answer.tokens for answer in answers) / len(answers)
@@ -298,7 +219,7 @@ def lengths(cells: Sequence[Cell]) -> str:
 
 
 def as_json(cells: Sequence[Cell], shown: Sequence[Table], **about: Any) -> dict[str, Any]:
-    """Everything, raw timings included; `about` goes to its head."""
+    """Return all results with raw timings; `about` goes to the head."""
     names = ("dflash-server", "httpx", "torch")
     return {
         **about,
@@ -306,28 +227,25 @@ def as_json(cells: Sequence[Cell], shown: Sequence[Table], **about: Any) -> dict
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "tables": {table.name: table.rows for table in shown},
         "notes": notes(cells),
-        "requests": [row for cell in cells for row in _raw(cell)],
+        "requests": [row for cell in cells for row in _requests(cell)],
     }
 
 
-def _raw(cell: Cell) -> Iterable[Row]:
-    """Every request; `chunks` and `last` are seconds after it was sent."""
-    for name, turns in cell.rounds.items():
-        for number, turn in enumerate(turns):
-            for index, (prompt, answer) in enumerate(zip(cell.prompts, turn.answers, strict=True)):
-                yield {
-                    "text": cell.text,
-                    cell.pressure.kind: cell.pressure.label,
-                    "variant": name,
-                    "round": number,
-                    "prompt": index,
-                    "sent": round(answer.sent, 6),
-                    "chunks": [round(moment - answer.sent, 6) for moment in answer.chunks],
-                    "last": round(answer.e2el, 6),
-                    "prompt_tokens": answer.prompt_tokens,
-                    "cached_tokens": answer.cached_tokens,
-                    "tokens": answer.tokens,
-                    "finish_reason": answer.finish_reason,
-                    "error": answer.error,
-                    "right": None if prompt.judge is None else answer.error is None and prompt.judge(answer.text),
-                }
+def _requests(cell: Cell) -> Iterator[Row]:
+    """Yield every request. `chunks` and `last` are seconds after it was sent."""
+    for name in cell.rounds:
+        for index, (prompt, answer) in enumerate(cell.asked(name)):
+            yield _head(cell) | {
+                "variant": name,
+                "round": index // len(cell.prompts),
+                "prompt": index % len(cell.prompts),
+                "sent": round(answer.sent, 6),
+                "chunks": [round(moment - answer.sent, 6) for moment in answer.chunks],
+                "last": round(answer.e2el, 6),
+                "prompt_tokens": answer.prompt_tokens,
+                "cached_tokens": answer.cached_tokens,
+                "tokens": answer.tokens,
+                "finish_reason": answer.finish_reason,
+                "error": answer.error,
+                "right": None if prompt.judge is None else answer.error is None and prompt.judge(answer.text),
+            }

@@ -1,43 +1,44 @@
-"""How requests come: so many at once, each followed by the next, or one after the other at random moments."""
+"""Load on a server: a fixed number of requests at once, or Poisson arrivals."""
 
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from app.bench.client import Answer, Drafting, Server, ask, drafting
 from app.bench.prompts import Prompt
 
 Ask = Callable[[int], Awaitable[Answer]]
-"""Sends the request of that index."""
+"""Sends the request with an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """How every answer is drawn. A `temperature` above 0 gives request i the seed `seed` + i."""
+    """Sampling of every answer. If `temperature` is above 0, request i has the seed `seed` + i."""
 
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
 
     def of(self, index: int) -> dict[str, Any]:
-        """The fields of request `index`."""
+        """Return the fields of request `index`."""
         fields: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         return fields | {"seed": self.seed + index} if self.temperature > 0 else fields
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """`concurrency` requests at once, or, with a `rate`, so many a second with no limit to how many are under way."""
+    """`concurrency` requests at once. With a `rate` it is requests a second instead, any number of them at once."""
 
     concurrency: int = 1
     rate: float | None = None
 
     @property
     def usual_prompts(self) -> int:
-        """How many prompts a round has, if nobody says."""
+        """Prompts of a round without --num-prompts."""
         return max(8, 3 * self.concurrency) if self.rate is None else 32
 
     @property
@@ -54,14 +55,14 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The same prompts once, by one server. `drafting` is what its counters grew by, if it has any."""
+    """One server's answers to all prompts. `drafting` is the growth of its counters, if it has any."""
 
     answers: list[Answer]
     drafting: Drafting | None
 
     @property
     def seconds(self) -> float:
-        """From the first request's sending to the last token of all."""
+        """Seconds from the first request's sending to the last token of all."""
         return max(answer.last for answer in self.answers) - min(answer.sent for answer in self.answers)
 
     @property
@@ -79,39 +80,36 @@ class Round:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Moments of a Poisson process, in seconds from its first event on; `rate` is events per second."""
+    """Return moments of a Poisson process, in seconds after its first event. `rate` is events per second."""
     rng = random.Random(seed)
-    moments = [0.0]
-    while len(moments) < count:
-        moments.append(moments[-1] + rng.expovariate(rate))
-    return moments[:count]
+    return list(accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
 async def closed_loop(send: Ask, count: int, concurrency: int) -> list[Answer]:
-    """So many at once until all are answered; the answers have the order of the requests."""
-    answers: dict[int, Answer] = {}
-    waiting = iter(range(count))
+    """Send `count` requests, `concurrency` at once, and return the answers in the order of the requests."""
+    free = asyncio.Semaphore(concurrency)
 
-    async def one_after_the_other() -> None:
-        for index in waiting:
-            answers[index] = await send(index)
+    async def send_when_free(index: int) -> Answer:
+        async with free:
+            return await send(index)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, count)):
-            group.create_task(one_after_the_other())
-    return [answers[index] for index in range(count)]
+    return await _all(map(send_when_free, range(count)))
 
 
 async def at_moments(send: Ask, moments: Sequence[float]) -> list[Answer]:
-    """A request at each moment, in seconds from now on, however many are still under way."""
+    """Send a request at each moment, in seconds from now, without a limit to their number at once."""
     started = time.perf_counter()
 
-    async def later(index: int, moment: float) -> Answer:
+    async def send_at(index: int, moment: float) -> Answer:
         await asyncio.sleep(started + moment - time.perf_counter())
         return await send(index)
 
+    return await _all(send_at(index, moment) for index, moment in enumerate(moments))
+
+
+async def _all(requests: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(later(index, moment)) for index, moment in enumerate(moments)]
+        tasks = [group.create_task(request) for request in requests]
     return [task.result() for task in tasks]
 
 
@@ -123,8 +121,10 @@ async def run_round(
     timeout: float,
     done: Callable[[], None] = lambda: None,
 ) -> Round:
-    """Ask everything once; `done` is called after each answer. A server that says nothing for `timeout` seconds has
-    failed. Connections are new, so that none has been closed since the last round."""
+    """Send every prompt once over new connections, because a server may close those of the last round.
+
+    `done` is called after each answer. `timeout` seconds of silence are a failure.
+    """
     async with server.connect(timeout) as http:
 
         async def send(index: int) -> Answer:

@@ -13,10 +13,10 @@ import pytest
 
 from app.bench import flags, http, own_server
 from app.bench.__main__ import main
+from app.bench.cell import Cell
 from app.bench.client import ServerError
 from app.bench.command import guarded
 from app.bench.own_server import OwnServer, flags_of
-from app.bench.report import Cell
 from app.config.settings import ConfigError
 
 

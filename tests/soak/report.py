@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
+from numpy import percentile
 
-from app.bench.report import percentile
 from tests.soak.checks import API_GROWTH, ENGINE_GROWTH
 from tests.soak.load import BURST
 from tests.soak.rounds import Findings

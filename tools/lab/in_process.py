@@ -1,4 +1,4 @@
-"""Engines without a server, several in one process: what a request costs but for HTTP, and nothing else."""
+"""Engines without a server, several in one process."""
 
 import time
 from collections import deque
@@ -17,7 +17,7 @@ KV_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class Outcome:
-    """What requests came to, over their whole time, prefill included. A decoding sequence counts once a step."""
+    """Counts of requests over their whole time, prefill included. A decoding sequence counts once a step."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def drafting_share(self) -> float:
-        """Of the steps of decoding sequences, those that verified drafts."""
+        """The share of decoding sequences' steps that verified drafts."""
         return self.drafting / max(1, self.decoding)
 
     @property
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def engine(variant: str, target: Path, draft: Path, **config: Any) -> EngineCore:
-    """`variant` is "plain" (no draft is loaded), "full", "auto", or "k=N" for N rows of each sequence a step."""
+    """Return an engine. `variant` is "plain" without a draft, "full", "auto", or "k=N" for N rows of each sequence."""
     wishes: dict[str, Any] = {"device": "cpu", "kv_cache_memory": KV_BYTES, "prefix_caching": False} | config
     if variant != "plain":
         wishes |= {"draft": draft, "verify": int(variant[2:]) if variant.startswith("k=") else variant}
@@ -51,7 +51,7 @@ def engine(variant: str, target: Path, draft: Path, **config: Any) -> EngineCore
 
 
 def run(core: EngineCore, requests: Sequence[Request], concurrency: int) -> Outcome:
-    """So many requests at once; the next one comes when one has ended."""
+    """Run requests, `concurrency` at once. Raises RuntimeError if one has an error."""
     waiting, running = deque(requests), 0
     outcome = Outcome()
     started = time.perf_counter()
@@ -71,3 +71,8 @@ def run(core: EngineCore, requests: Sequence[Request], concurrency: int) -> Outc
             running -= delta.finish_reason is not None
     outcome.seconds = time.perf_counter() - started
     return outcome
+
+
+def speed(core: EngineCore, requests: Sequence[Request], concurrency: int) -> float:
+    """Run requests and return tokens per second."""
+    return run(core, requests, concurrency).speed

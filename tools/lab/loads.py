@@ -1,4 +1,4 @@
-"""What engines are asked in a bench: held-out prompts of the demo pair as token ids, by domain."""
+"""Requests of the laboratories: held-out prompts of the demo pair as token ids, by domain."""
 
 import itertools
 from functools import cache
@@ -10,14 +10,14 @@ from tools.demo_pair.corpus import DOMAINS, samples
 
 MAX_TOKENS = 128
 HOPELESS_TEMPERATURE = 3.0
-"""So much noise that no draft can know the next token."""
+"""At this temperature no draft can know the next token."""
 HOPELESS = f"prose at T = {HOPELESS_TEMPERATURE:g}"
 MIXED = "half math and half hopeless"
 LOADS = (*DOMAINS, HOPELESS, MIXED)
 
 
 def requests(load: str, count: int, temperature: float = 0.0) -> list[Request]:
-    """The first `count` requests of one of LOADS, each with a seed of its own. Hopeless ones have their temperature."""
+    """Return the first `count` requests of one of LOADS, each with its own seed."""
     if load == MIXED:
         halves = zip(requests("math", -(-count // 2)), requests(HOPELESS, -(-count // 2)), strict=True)
         return list(itertools.chain.from_iterable(halves))[:count]

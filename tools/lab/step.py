@@ -1,27 +1,27 @@
-"""What a decode step costs and where the time goes, in this process: `python -m tools.lab step`.
+"""The cost of a decode step and of its parts, in this process: `python -m tools.lab step`.
 
-Against the number of sequences and against their context, for plain steps and for whole blocks; a plain step keeps the
-draft's context as well, as it does in serving. Where no model is named it is one of the demo pair's shape, which has
-random weights and positions for every context. Exits with 1 if for certain a cost grows faster than linearly, or the
-host's part grows with context, which takes 6 rounds to tell; with 2 for a mistake in what was asked for.
+Plain steps and whole blocks are timed against the number of sequences and against their context. A plain step keeps the
+draft's context too, like in serving. Without --model the model has the demo pair's shape, random weights and positions
+for every context. Exits with 1 if a cost certainly grows faster than linearly, or the host's part certainly grows with
+context, which takes 6 rounds to tell. Exits with 2 for a mistake in the command line.
 """
 
 import argparse
-import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
-from rich.console import Console
 
-from app.bench.command import guarded, out_folder, progress, save
+from app.bench.command import guarded, out_folder, progress
 from app.bench.flags import add_out_flag, count, counts
-from app.bench.machine import describe
-from app.bench.report import Table
+from app.bench.paired import Ratio, ratio
+from app.bench.table import Row, Table
 from app.config.checkpoint import CheckpointError, resolve
-from app.config.settings import ConfigError
+from app.config.error import ConfigError
 from app.doctor.report import random_weights, simulated
 from app.engine.backend.factory import make_backend
 from app.engine.build.config import EngineConfig
@@ -32,24 +32,51 @@ from app.engine.models.config import read_config
 from app.engine.models.kv_pool import bytes_per_token
 from app.engine.models.loader import SafetensorsWeights
 from app.engine.models.qwen3 import qwen3_config
-from tools.lab import step_report
-from tools.lab.step_timing import Bench, measure, room
-from tools.lab.step_timing import describe as describe_engine
+from tools.lab.publish import Verdict, publish
+from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
 
-BATCHES = [1, 2, 4, 8, 16, 32]
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
-CONTEXT = 512
-ROUNDS = 9
-KV_HELP = "what it does not hold is left out, and told [default: as `serve`, on a CPU what the sizes fill, 4 at most]"
+LINEAR_ALLOWANCE = 0.2
+"""Share by which a cost may exceed proportion: noise, and sizes that suit a device less than others."""
+HOST_ALLOWANCE, HOST_ALLOWANCE_MS = 0.25, 0.02
+"""Share, and milliseconds, by which the host's part may grow: noise."""
+_FROM_GOOD_TO_BAD = (True, None, False)
+
+Found = Mapping[Shape, Measured]
+
+
+class Series(NamedTuple):
+    """Shapes that differ in the number of sequences alone, or in their context alone."""
+
+    axis: Literal["batch", "context"]
+    shapes: Sequence[Shape]
+
+    @property
+    def kind(self) -> str:
+        return "whole block" if self.shapes[0].drafts else "plain"
+
+    @property
+    def held(self) -> str:
+        """The size that the shapes have in common."""
+        first = self.shapes[0]
+        if self.axis == "batch":
+            return f"context {first.context}"
+        return "1 sequence" if first.batch == 1 else f"{first.batch} sequences"
+
+    def size(self, shape: Shape) -> int:
+        return shape.batch if self.axis == "batch" else shape.context
+
+    def __str__(self) -> str:
+        return f"{self.kind} step against {self.axis} at {self.held}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = settled(arguments)
-    return guarded(lambda: bench(options, shlex.join(["python", "-m", "tools.lab", "step", *arguments])))
+    options = parsed(arguments)
+    return guarded(lambda: bench(options, arguments))
 
 
-def settled(arguments: Sequence[str]) -> argparse.Namespace:
-    """What was asked for, with random weights where no model was."""
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options, with random weights if no model is given."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not (options.model or options.draft_model):
@@ -59,52 +86,44 @@ def settled(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def bench(options: argparse.Namespace, command: str) -> int:
+def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     folder = out_folder(options)
     torch.set_num_threads(options.threads)
-    banners = _banners(options)
+    banners = [random_weights.BANNER] * bool(options.random_weights)
+    banners += [simulated.BANNER] * bool(options.simulate_acceptance)
     print("".join(f"*** {banner} ***\n" for banner in banners), end="")
     engine, acceptance_length = load(options)
     timed = Bench(engine)
     all_series, left_out = fitting(options, timed, drafts=engine.draft is not None)
-    shapes = list(dict.fromkeys(shape for some in all_series for shape in some.shapes))
-    with progress(Console(stderr=True)) as bar:
+    shapes = list(dict.fromkeys(shape for series in all_series for shape in series.shapes))
+    products = {}
+    if not timed.is_asynchronous:
+        eager = timed
+        if options.compile:  # compiled code hides its matrix products
+            options.compile = False
+            eager = Bench(load(options)[0])
+        products = {shape: eager.products(shape) for shape in shapes}
+    with progress() as bar:
         task = bar.add_task("", total=len(shapes) * (options.rounds + 1))
-        found = measure(timed, shapes, options.rounds, lambda text: bar.update(task, advance=1, description=text))
-    tables = step_report.tables(
-        all_series, found, is_asynchronous=timed.is_asynchronous, acceptance_length=acceptance_length
-    )
-    verdicts = step_report.verdicts(all_series, found)
+        tell: Callable[[str], None] = lambda text: bar.update(task, advance=1, description=text)  # noqa: E731
+        found = measure(timed, shapes, options.rounds, tell, products)
     rounds = f"medians of {options.rounds} rounds, each of which ran every shape"
-    about = [*banners, describe_engine(engine), rounds, *left_out]
-    print(f"{describe()}\n\n" + "".join(f"- {line}\n" for line in about) + "\n" + "\n".join(map(str, tables)))
-    print("\n".join(f"- {verdict}" for verdict in verdicts))
-    if folder:
-        results = {
-            "command": command,
-            "machine": describe(),
-            "about": about,
-            "verdicts": [{"claim": v.claim, "holds": v.holds, "found": v.found} for v in verdicts],
-            "shapes": step_report.as_json(found),
-        }
-        save(folder, "step", results, lambda: _draw(folder, tables, all_series, found))
-    return int(any(verdict.holds is False for verdict in verdicts))
-
-
-def _draw(
-    folder: Path, tables: Sequence[Table], all_series: Sequence[step_report.Series], found: step_report.Found
-) -> None:
-    from tools.lab import step_plots
-
-    for table, group in zip(tables, step_report.groups(all_series).values(), strict=True):
-        step_plots.write(folder / f"{table.name}.png", table.title, group, found)
+    return publish(
+        "step",
+        arguments,
+        tables(all_series, found, is_asynchronous=timed.is_asynchronous, acceptance_length=acceptance_length),
+        folder,
+        about=[*banners, describe(engine), rounds, *left_out],
+        verdicts=verdicts(all_series, found),
+        shapes=as_json(found),
+    )
 
 
 def load(options: argparse.Namespace) -> tuple[Engine, float | None]:
-    """The engine, and its mean acceptance length if that is simulated. Raises ConfigError for what cannot be loaded."""
+    """Return the engine, and the mean acceptance length if that is simulated. Raises ConfigError."""
     try:
         with TemporaryDirectory() as folder:
-            config = _engine_config(options, *_checkpoints(options, Path(folder)))
+            config = engine_config(options, *_checkpoints(options, Path(folder)))
             weights = random_weights.RandomWeights if options.random_weights else SafetensorsWeights
             engine = build_engine(config, open_weights=weights)
     except (CheckpointError, UnsupportedError) as error:
@@ -120,30 +139,8 @@ def load(options: argparse.Namespace) -> tuple[Engine, float | None]:
     return engine, simulated.mean_length(rates)
 
 
-def fitting(options: argparse.Namespace, timed: Bench, *, drafts: bool) -> tuple[list[step_report.Series], list[str]]:
-    """The series as far as the model and its KV memory go, and what was left out, in words."""
-    longest = timed.longest
-    contexts = [length for length in options.contexts if length <= longest]
-    left_out = []
-    if too_long := sorted(set(options.contexts) - set(contexts)):
-        contexts.append(longest)
-        left_out.append(f"contexts {_listed(too_long)} are more than the model has room for: {longest} instead")
-    context = min(options.context, longest)
-    wanted = step_report.series(options.batches, context, sorted(set(contexts)), options.context_batches, drafts)
-    fitted = []
-    for some in wanted:
-        shapes = [shape for shape in some.shapes if timed.fits(shape)]
-        if missing := [some.size(shape) for shape in some.shapes if shape not in shapes]:
-            left_out.append(f"{some}: KV memory does not hold {_listed(missing)}")
-        if shapes:
-            fitted.append(step_report.Series(some.axis, shapes))
-    if not fitted:
-        raise ConfigError("KV memory holds none of the shapes", "give --kv-cache-memory, or smaller --contexts")
-    return fitted, left_out
-
-
 def _checkpoints(options: argparse.Namespace, folder: Path) -> tuple[Path, Path | None]:
-    """The folders of target and draft; those of random weights are made in `folder`."""
+    """Return the folders of target and draft. Those of random weights are written to `folder`."""
     if options.random_weights:
         return random_weights.write_configs(options.random_weights, folder)
     target = options.model or "demo"
@@ -151,8 +148,8 @@ def _checkpoints(options: argparse.Namespace, folder: Path) -> tuple[Path, Path 
     return resolve(target, "target"), resolve(draft, "draft") if draft else None
 
 
-def _engine_config(options: argparse.Namespace, target: Path, draft: Path | None) -> EngineConfig:
-    """With room for the longest context, as far as the model knows positions."""
+def engine_config(options: argparse.Namespace, target: Path, draft: Path | None) -> EngineConfig:
+    """Return a configuration with room for the longest context, within the model's positions."""
     config: dict[str, Any] = read_config(target)
     block_size = read_config(draft).get("block_size", random_weights.BLOCK_SIZE) if draft else 1
     longest = max(options.context, *options.contexts) + room(block_size)
@@ -171,7 +168,7 @@ def _engine_config(options: argparse.Namespace, target: Path, draft: Path | None
 
 
 def _kv_memory(options: argparse.Namespace, target: Path, draft: Path | None) -> int | None:
-    """Bytes: on a CPU what the largest shape fills, as far as serving would have it; elsewhere as in serving."""
+    """Return the bytes that the largest shape fills, on a CPU within serving's limits. None means like in serving."""
     backend = make_backend(options.device)
     if backend.device.type != "cpu":
         return None
@@ -189,10 +186,173 @@ def _kv_memory(options: argparse.Namespace, target: Path, draft: Path | None) ->
     return min(tokens * sum(bytes_per_token(decoder, dtype) for decoder in decoders), CPU_KV_BYTES, free // 2)
 
 
-def _banners(options: argparse.Namespace) -> list[str]:
-    return [random_weights.BANNER] * bool(options.random_weights) + [simulated.BANNER] * bool(
-        options.simulate_acceptance
+def fitting(options: argparse.Namespace, timed: Bench, *, drafts: bool) -> tuple[list[Series], list[str]]:
+    """Return the series that the model and its KV memory hold, and a line about each size that is left out."""
+    longest = timed.longest
+    too_long = sorted(length for length in options.contexts if length > longest)
+    contexts = sorted({min(length, longest) for length in options.contexts})
+    fitted, left_out = [], []
+    if too_long:
+        left_out.append(f"contexts {_listed(too_long)} are more than the model has room for: {longest} instead")
+    for series in all_series(options.batches, min(options.context, longest), contexts, options.context_batches, drafts):
+        shapes = [shape for shape in series.shapes if timed.fits(shape)]
+        if missing := [series.size(shape) for shape in series.shapes if shape not in shapes]:
+            left_out.append(f"{series}: KV memory does not hold {_listed(missing)}")
+        if shapes:
+            fitted.append(Series(series.axis, shapes))
+    if not fitted:
+        raise ConfigError("KV memory holds none of the shapes", "give --kv-cache-memory, or smaller --contexts")
+    return fitted, left_out
+
+
+def all_series(
+    batches: Sequence[int], context: int, contexts: Sequence[int], context_batches: Sequence[int], drafts: bool
+) -> list[Series]:
+    """Return plain steps and, with a draft, whole blocks: against batch, and against context at some batches."""
+    kinds = (False, True) if drafts else (False,)
+    found = [Series("batch", [Shape(batch, context, kind) for batch in batches]) for kind in kinds]
+    for batch in context_batches:
+        found += [Series("context", [Shape(batch, length, kind) for length in contexts]) for kind in kinds]
+    return [series for series in found if series.shapes]
+
+
+def tables(
+    series: Sequence[Series], found: Found, *, is_asynchronous: bool, acceptance_length: float | None
+) -> list[Table]:
+    """Return a table for each axis and held size, plain steps before whole blocks.
+
+    `acceptance_length` is the tokens of a sequence in a whole block, None if they are unknown.
+    """
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for some in series:
+        rows = groups.setdefault((some.axis, some.held), [])
+        rows += [
+            _row(some, before, shape, found, is_asynchronous, acceptance_length)
+            for before, shape in pairwise([None, *some.shapes])
+            if shape
+        ]
+    return [
+        Table(
+            f"{axis}-{held.replace(' ', '-')}",
+            f"Cost against {axis}, {held}",
+            _meaning(axis, is_asynchronous),
+            rows,
+            ["ms", "device" if is_asynchronous else "products"],
+            panel="{step}",
+            label=f"{{{axis}}}",
+        )
+        for (axis, held), rows in groups.items()
+    ]
+
+
+def _meaning(axis: str, is_asynchronous: bool) -> str:
+    more = "sequence" if axis == "batch" else "1000 tokens of context, each sequence,"
+    computed = (
+        "`dispatch` is launching until the device has all work, `wait` until its result is read; `device` is a step of "
+        "several that are queued, which the device never waits for, or dispatch where that is more."
+        if is_asynchronous
+        else "On a CPU the operators are computed as they are launched: `compute` is both, and cannot be told apart. "
+        "Its floor is `products`, the step's matrix products with weights alone, run again one after the other; "
+        "attention's are not among them."
     )
+    return (
+        f"Milliseconds. `+` is what each {more} costs beyond the row before. `build` makes the step's arrays. "
+        f"{computed} `operators` are what a step asks the device for; a function that `--compile` made is none. "
+        "`tok/s` is of all sequences together, of whole blocks where the acceptance length is known."
+    )
+
+
+def _row(
+    series: Series, before: Shape | None, shape: Shape, found: Found, is_asynchronous: bool, length: float | None
+) -> Row:
+    measured = found[shape]
+    computed, read = ("dispatch", "wait") if is_asynchronous else ("compute", "read")
+    length = length if shape.drafts else 1.0
+    return {
+        "step": series.kind,
+        series.axis: series.size(shape),
+        "ms": _ms(measured.ms),
+        "+": _ms(_added(series, before, shape, found)) if before else "",
+        "schedule": _ms(measured.middle(lambda split: split.schedule)),
+        "build": _ms(measured.middle(lambda split: split.build)),
+        computed: _ms(measured.middle(lambda split: split.launch - split.build)),
+        **({} if is_asynchronous else {"products": _ms(median(measured.products))}),
+        read: _ms(measured.middle(lambda split: split.read)),
+        **({"device": _ms(median(measured.queued))} if is_asynchronous else {}),
+        "commit": _ms(measured.middle(lambda split: split.commit)),
+        "operators": measured.operators,
+        "tok/s": f"{1000 * shape.batch * length / measured.ms:.0f}" if length else "",
+    }
+
+
+def _added(series: Series, before: Shape, shape: Shape, found: Found) -> float:
+    """Return milliseconds for each further sequence, or for 1000 further tokens of context of every sequence."""
+    more = (found[shape].ms - found[before].ms) / (series.size(shape) - series.size(before))
+    return more if series.axis == "batch" else 1000 * more / shape.batch
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def verdicts(series: Sequence[Series], found: Found) -> list[Verdict]:
+    """Return the verdicts about series of two sizes or more."""
+    long = [some for some in series if len(some.shapes) > 1]
+    return [linear(some, found) for some in long] + [flat_host(some, found) for some in long if some.axis == "context"]
+
+
+def linear(series: Series, found: Found) -> Verdict:
+    """Claim that no size costs more than any smaller one in proportion."""
+
+    def judged(small: Shape, large: Shape) -> tuple[int, float, str]:
+        grown = ratio(found[large].totals, found[small].totals)
+        times = series.size(large) / series.size(small)
+        text = f"at worst {grown} x from {series.size(small)} to {series.size(large)}, in proportion {times:.3g} x"
+        return _FROM_GOOD_TO_BAD.index(_at_most(grown, times * (1 + LINEAR_ALLOWANCE))), grown.middle / times, text
+
+    worst, _, text = max(judged(small, large) for small, large in combinations(series.shapes, 2))
+    claim = f"{series}: grows no faster than linearly, {100 * LINEAR_ALLOWANCE:.0f} % allowed for noise"
+    return Verdict(claim, _FROM_GOOD_TO_BAD[worst], text)
+
+
+def flat_host(series: Series, found: Found) -> Verdict:
+    """Claim that schedule, build and commit take as long at the longest context as at the shortest."""
+    small, large = found[series.shapes[0]].hosts, found[series.shapes[-1]].hosts
+    grown, shorter, longer = ratio(large, small), median(small), median(large)
+    sizes = f"from {series.shapes[0].context} to {series.shapes[-1].context}"
+    claim = (
+        f"{series}: the host part, run by itself, does not grow, {100 * HOST_ALLOWANCE:.0f} % or "
+        f"{1000 * HOST_ALLOWANCE_MS:.0f} us allowed for noise"
+    )
+    text = f"{grown} x {sizes}, {1000 * shorter:.0f} to {1000 * longer:.0f} us"
+    return Verdict(claim, _at_most(grown, 1 + max(HOST_ALLOWANCE, HOST_ALLOWANCE_MS / shorter)), text)
+
+
+def _at_most(grown: Ratio, bound: float) -> bool | None:
+    """Return None if the bound lies inside the interval."""
+    return False if grown.low > bound else True if grown.high <= bound else None
+
+
+def as_json(found: Found) -> list[Row]:
+    """Return every shape with the milliseconds of every round."""
+    return [
+        {"batch": shape.batch, "context": shape.context, "drafts": shape.drafts}
+        | {"operators": measured.operators, "copies": measured.copies}
+        | {part: [round(getattr(split, part), 4) for split in measured.splits] for part in (*Split._fields, "total")}
+        | {part: [round(ms, 4) for ms in getattr(measured, part)] for part in ("hosts", "queued", "products")}
+        for shape, measured in found.items()
+    ]
+
+
+def describe(engine: Engine) -> str:
+    """Return the models in one line."""
+    target, draft = engine.target, engine.draft
+    text = f"target of {target.num_layers} layers, hidden {target.hidden_size}, vocabulary {target.vocab_size}"
+    if draft:
+        text += f"; draft of {draft.decoder.num_layers} layers, block {draft.block_size}"
+    device = torch.cuda.get_device_name(engine.device) if engine.device.startswith("cuda") else engine.device
+    tokens = engine.core.scheduler.pool.num_usable * engine.sizes.page_size
+    return f"{text}; {engine.dtype} on {device}, KV memory for {tokens} tokens in pages of {engine.sizes.page_size}"
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -203,37 +363,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.lab step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    group = parser.add_argument_group("the models")
-    group.add_argument("--model", metavar="NAME", help="demo, a folder or a Hugging Face id")
-    group.add_argument("--draft-model", metavar="NAME", help="[default: demo for the demo, else none]")
-    group.add_argument(
-        "--random-weights",
-        metavar="NAME",
-        help=f"weights of no meaning instead, in the sizes of {', '.join(random_weights.NAMES)} or PATH/config.json, "
-        f"with a draft to match; the demo's shape gets {random_weights.DEMO_POSITIONS} positions [default: demo]",
+    add = parser.add_argument_group("the models").add_argument
+    add("--model", metavar="NAME", help="demo, a folder or a Hugging Face id")
+    add("--draft-model", metavar="NAME", help="[default: demo for the demo, else none]")
+    about = (
+        f"random weights instead, in the sizes of {', '.join(random_weights.NAMES)} or PATH/config.json, with a draft "
+        f"to match; the demo's shape gets {random_weights.DEMO_POSITIONS} positions [default: demo]"
     )
-    group.add_argument(
-        simulated.FLAG,
-        type=simulated.wish,
-        metavar="X",
-        help="draw how many drafts are accepted: a mean acceptance length, bonus included, or a rate for each position",
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn [default: 0]")
-    group = parser.add_argument_group("where they run")
-    group.add_argument("--device", default="auto", help="auto | cpu | cuda[:N] | npu[:N] [default: auto]")
-    group.add_argument("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
-    group.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N", help="of a CPU")
-    group.add_argument("--kv-cache-memory", type=float, metavar="GIB", help=KV_HELP)
-    group.add_argument("--enforce-eager", action="store_true", help="no graphs")
-    group.add_argument("--compile", action="store_true", help="what `serve --compile` runs")
-    group = parser.add_argument_group("what is measured")
-    group.add_argument("--batches", type=_sizes, default=BATCHES, metavar="N,N", help="[default: 1,2,4,8,16,32]")
-    group.add_argument("--context", type=_length, default=CONTEXT, metavar="N", help=f"of these [default: {CONTEXT}]")
-    group.add_argument("--contexts", type=_lengths, default=CONTEXTS, metavar="N,N", help="[default: 256 ... 8192]")
-    group.add_argument(
-        "--context-batches", type=_sizes, default=[1, 8], metavar="N,N", help="sequences of these [default: 1,8]"
-    )
-    group.add_argument("--rounds", type=count, default=ROUNDS, metavar="N", help=f"[default: {ROUNDS}]")
+    add("--random-weights", metavar="NAME", help=about)
+    about = "draw the number of accepted drafts: a mean acceptance length, bonus included, or a rate for each position"
+    add(simulated.FLAG, type=simulated.wish, metavar="X", help=about)
+    add("--seed", type=int, default=0, metavar="N", help="of what is drawn [default: 0]")
+    add = parser.add_argument_group("their device").add_argument
+    add("--device", default="auto", help="auto | cpu | cuda[:N] | npu[:N] [default: auto]")
+    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
+    add("--threads", type=count, default=torch.get_num_threads(), metavar="N", help="of a CPU")
+    about = "sizes that it does not hold are left out [default: like `serve`, on a CPU the sizes' own, at most 4]"
+    add("--kv-cache-memory", type=float, metavar="GIB", help=about)
+    add("--enforce-eager", action="store_true", help="no graphs")
+    add("--compile", action="store_true", help="like `serve --compile`")
+    add = parser.add_argument_group("the sizes").add_argument
+    add("--batches", type=_sizes, default=[1, 2, 4, 8, 16, 32], metavar="N,N", help="[default: 1,2,4,8,16,32]")
+    add("--context", type=_length, default=512, metavar="N", help="of these [default: 512]")
+    add("--contexts", type=_lengths, default=CONTEXTS, metavar="N,N", help="[default: 256 ... 8192]")
+    add("--context-batches", type=_sizes, default=[1, 8], metavar="N,N", help="sequences of these [default: 1,8]")
+    add("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
     add_out_flag(parser, "step.json and a PNG of each table")
     return parser
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.bench.tables import markdown
+from app.bench.table import markdown
 from app.config.checkpoint import DEMO
 from app.engine.backend.base import AttentionMetadata
 from app.engine.core import EngineCore

@@ -1,15 +1,14 @@
 """`--out` is a folder in every part: JSON of what was measured, and a picture of each table that was printed."""
 
 import json
-import math
+from argparse import Namespace
 
 import pytest
 
 from app.bench.paired import Comparison
-from app.bench.report import Table
-from tools.lab import api, bar_plots, cpu, widths
+from app.bench.table import first_number
+from tools.lab import api, cpu, widths
 from tools.lab.__main__ import PARTS, main
-from tools.lab.in_process import Outcome
 
 SPEEDS = {"plain": [100.0, 110.0], "k=1": [99.0, 108.0], "full": [250.0, 240.0], "auto": [251.0, 260.0]}
 
@@ -23,7 +22,7 @@ def rows_of_cpu(*_: object) -> list[dict[str, object]]:
 
 def rows_of_widths(*_: object) -> list[dict[str, object]]:
     found = [(load, concurrency) for load in ("math", "prose") for concurrency in (1, 4)]
-    return [widths.row(*cell, Comparison(SPEEDS, widths.claims(cell[0])), Outcome()) for cell in found]
+    return [widths.row(*cell, Comparison(SPEEDS, widths.claims(cell[0])), 0.5) for cell in found]
 
 
 @pytest.mark.parametrize(("part", "rows"), [(cpu, rows_of_cpu), (widths, rows_of_widths)])
@@ -35,7 +34,7 @@ def test_a_folder_gets_json_and_a_picture_of_the_table(part, rows, tmp_path, cap
     assert part.MEANING in printed and f"| {next(iter(rows()[0]))} |" in printed
     folder = tmp_path / "new" / "folder"
     told = json.loads((folder / f"{name}.json").read_text())
-    assert told["rows"] == rows() and told["command"].startswith(f"python -m tools.lab {name} --out ")
+    assert told["tables"] == {name: rows()} and told["command"].startswith(f"python -m tools.lab {name} --out ")
     assert {path.name for path in folder.iterdir()} == {f"{name}.json", f"{name}.png"}
     assert (folder / f"{name}.png").stat().st_size > 10_000
 
@@ -54,12 +53,18 @@ def test_every_part_says_that_it_takes_a_folder(capsys):
         assert "--out FOLDER" in capsys.readouterr().out, part
 
 
-def test_every_part_of_api_has_its_picture(tmp_path):
-    for name, (heads, columns) in api.PICTURES.items():
-        rows = [dict.fromkeys([*heads, *columns], "1,234"), dict.fromkeys([*heads, *columns], "5.6%")]
-        api._draw(tmp_path, [Table(name, name, "", rows)])
-        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
-    assert api.PICTURES.keys() == api.PARTS.keys()
+def test_a_start_has_a_row_and_a_bar_for_the_command_and_the_server(monkeypatch):
+    monkeypatch.setattr(api, "help_once", lambda: (0.25, 0.25))
+    monkeypatch.setattr(api, "start_once", lambda: (7.0, 6.0))
+    table, verdicts = api.start(Namespace(rounds=1), lambda _: None)
+    assert [(row["seconds"], row["CPU seconds"]) for row in table.rows] == [("0.25", "0.25"), ("7.00", "6.00")]
+    assert [verdict.holds for verdict in verdicts] == [True, False]
+    assert [(bar.panel, bar.value) for bar in table.bars] == [
+        ("seconds", 0.25),
+        ("CPU seconds", 0.25),
+        ("seconds", 7.0),
+        ("CPU seconds", 6.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -75,8 +80,8 @@ def test_every_part_of_api_has_its_picture(tmp_path):
     ],
 )
 def test_pictures_show_the_numbers_that_tables_say(cell, says):
-    assert bar_plots.number(cell) == says
+    assert first_number(cell) == says
 
 
 def test_what_a_table_leaves_open_is_no_bar():
-    assert math.isnan(bar_plots.number("-"))
+    assert first_number("-") is None

@@ -1,13 +1,12 @@
-"""The floor of what runs on a CPU: which matrix products are seen, and that compiled code is no hiding-place."""
+"""The floor of code on a CPU: the matrix products that are recorded."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from app.config.checkpoint import DEMO
-from app.engine.step.forward import Forward
 from tools.lab import in_process, loads
-from tools.lab.products import Products, by_operators
+from tools.lab.products import Products
 
 torch.set_num_threads(1)
 
@@ -49,21 +48,3 @@ def test_sixteen_bit_weights_have_a_floor_too():
     with Products() as products:
         torch.randn(3, 6, dtype=torch.bfloat16) @ torch.randn(6, 4, dtype=torch.bfloat16)
     assert products.seconds() > 0
-
-
-def test_what_is_compiled_is_left_out_for_a_while_and_comes_back():
-    core = in_process.engine("full", DEMO / "target", DEMO / "draft", max_num_seqs=1)
-    forward: Forward = core.runner.forward
-
-    def of_now():
-        return forward.fused_forward, forward.fused_propose, forward.drafter.fused_write
-
-    compiled = forward.fused_forward, forward.fused_propose, forward.drafter.fused_write = (
-        lambda: 1,
-        lambda: 2,
-        lambda: 3,
-    )
-    with pytest.raises(KeyError), by_operators(forward):
-        assert of_now() == (None,) * 3
-        raise KeyError
-    assert of_now() == compiled

@@ -5,7 +5,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,9 @@ from app.engine.schedule.batch import Batch
 from app.engine.step.runner import ModelRunner, PendingStep
 from tests.fast.doctor.tiny import TINY, tiny_engine
 from tools.lab import __main__ as parts
-from tools.lab import step, step_report, step_timing
+from tools.lab import step, step_timing
 from tools.lab.products import Products
-from tools.lab.step_report import Series, flat_host, linear, series
+from tools.lab.step import Series, all_series, flat_host, linear
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
 
 
@@ -67,12 +66,6 @@ def clock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def products_a_step(bench: Bench, shape: Shape) -> Any:
-    products = bench._products[shape]
-    assert products.seen
-    return pytest.approx(len(products.seen) / shape.timed)
-
-
 class Watched:
     """A runner that keeps the batches it launched as (tokens of each sequence, rows of each)."""
 
@@ -104,9 +97,9 @@ def test_sequences_come_to_their_context_without_a_prefill(
     found = bench.count(shape)
     bench.time(shape, found)
     bench.time(shape, found)
-    assert all(astuple(split) == pytest.approx(TAKES) for split in found.splits) and len(found.splits) == 2
+    assert all(tuple(split) == pytest.approx(TAKES) for split in found.splits) and len(found.splits) == 2
     assert found.hosts == pytest.approx([1 + 2 + 16] * 2)
-    assert found.products == [products_a_step(bench, shape)] * 2 and found.operators > 100
+    assert found.operators > 100 and bench.products(shape).seen
     steps = 1 + shape.timed
     assert len(watched.batches) == 4 * steps
     for batch in watched.batches[::steps]:
@@ -122,7 +115,7 @@ def test_once_a_prompt_is_known_the_context_is_exact(engine: Engine, watched: Wa
     bench = Bench(engine)
     bench.time(shape, Measured())
     bench.time(shape, Measured())
-    assert watched.batches[1 + step_timing.TIMED] == [(333, 16)] * 3
+    assert watched.batches[1 + step_timing.BLOCK_STEPS] == [(333, 16)] * 3
 
 
 @pytest.mark.exhaustive
@@ -136,11 +129,15 @@ def test_operators_do_not_depend_on_the_context(engine: Engine) -> None:
 def test_every_round_times_every_shape_once(engine: Engine, clock: Clock) -> None:
     shapes = [Shape(1, 20, False), Shape(2, 20, True)]
     told: list[str] = []
-    found = measure(Bench(engine), shapes, 3, told.append)
+    bench = Bench(engine)
+    products = {shape: bench.products(shape) for shape in shapes}
+    found = measure(bench, shapes, 3, told.append, products)
     assert [len(measured.splits) for measured in found.values()] == [3, 3] and len(told) == 2 * (1 + 3)
     for split in found[shapes[1]].splits:
-        assert astuple(split) == pytest.approx(TAKES)
-        assert (split.total, split.host) == pytest.approx((1 + 4 + 8 + 16, 1 + 2 + 16))
+        assert tuple(split) == pytest.approx(TAKES)
+        assert split.total == pytest.approx(1 + 4 + 8 + 16)
+    for shape in shapes:
+        assert found[shape].products == pytest.approx([len(products[shape].seen) / shape.timed] * 3)
     assert not found[shapes[0]].queued, "on a CPU launching is computing"
 
 
@@ -148,8 +145,8 @@ def test_a_device_that_runs_on_is_timed_with_steps_queued(engine: Engine, watche
     shape, found, bench = Shape(2, 30, True), Measured(), Bench(engine)
     bench.is_asynchronous = True
     bench.time(shape, found)
-    assert found.queued == pytest.approx([(4 * step_timing.QUEUED + 8) / step_timing.QUEUED])
-    assert watched.batches[-step_timing.QUEUED :] == [watched.batches[-1]] * step_timing.QUEUED
+    assert found.queued == pytest.approx([(4 * step_timing.QUEUED_STEPS + 8) / step_timing.QUEUED_STEPS])
+    assert watched.batches[-step_timing.QUEUED_STEPS :] == [watched.batches[-1]] * step_timing.QUEUED_STEPS
     assert engine.core.scheduler.pool.num_used == 0
 
 
@@ -169,13 +166,13 @@ def test_shapes_that_do_not_fit_are_known_beforehand(engine: Engine) -> None:
     ],
 )
 def test_on_a_cpu_kv_memory_is_what_the_sizes_fill(sizes: str, tokens: int, tmp_path: Path) -> None:
-    options = step.settled(["--device", "cpu", *sizes.split()])
+    options = step.parsed(["--device", "cpu", *sizes.split()])
     target, draft = write_configs("demo", tmp_path)
-    memory = step._engine_config(options, target, draft).kv_cache_memory
+    memory = step.engine_config(options, target, draft).kv_cache_memory
     bytes_per_token = 2 * (5 + 3) * 2 * 128 * 4
     assert memory is not None and tokens < memory / bytes_per_token < 1.4 * tokens
     options.contexts = [1 << 30]
-    assert step._engine_config(options, target, draft).kv_cache_memory <= CPU_KV_BYTES
+    assert step.engine_config(options, target, draft).kv_cache_memory <= CPU_KV_BYTES
 
 
 def test_what_does_not_fit_is_left_out_and_told(tmp_path: Path) -> None:
@@ -197,7 +194,7 @@ def grown(
     total: Callable[[int], float], host: Callable[[int], float] = lambda size: 0.3, rounds: int = 9
 ) -> tuple[Series, Any]:
     """Costs by context over rounds of which every other one was twice as slow."""
-    (some,) = series([], 512, CONTEXTS, [1], drafts=False)
+    (some,) = all_series([], 512, CONTEXTS, [1], drafts=False)
     found = {}
     for shape in some.shapes:
         slow = [1 + turn % 2 for turn in range(rounds)]
@@ -270,13 +267,13 @@ def test_a_host_part_that_grows_with_context_is_found_out(host: Callable[[int], 
 
 def test_tables_of_a_cpu_do_not_pretend_to_tell_launching_from_computing() -> None:
     some, found = grown(lambda n: 10.0)
-    (table,) = step_report.tables([some], found, is_asynchronous=False, acceptance_length=None)
+    (table,) = step.tables([some], found, is_asynchronous=False, acceptance_length=None)
     assert "compute" in table.rows[0] and not {"dispatch", "wait", "device"} & table.rows[0].keys()
     assert "cannot be told apart" in str(table)
     assert table.rows[0]["products"] == "0.100", "their floor is told beside them"
     for measured in found.values():
         measured.queued = [4.0]
-    (table,) = step_report.tables([some], found, is_asynchronous=True, acceptance_length=None)
+    (table,) = step.tables([some], found, is_asynchronous=True, acceptance_length=None)
     assert "products" not in table.rows[0]
     assert {"dispatch", "wait", "device"} <= table.rows[0].keys() and table.rows[0]["device"] == "4.000"
 
@@ -286,7 +283,7 @@ def test_tokens_a_second_are_told_of_blocks_where_their_acceptance_is_known() ->
     found = {shape: Measured(splits=[Split(0.0, 0.0, 10.0, 0.0, 0.0)], products=[1.0]) for shape in shapes}
     both = [Series("batch", [shape]) for shape in shapes]
     for length, wanted in ((None, ["400", ""]), (6.5, ["400", "2600"])):
-        (table,) = step_report.tables(both, found, is_asynchronous=False, acceptance_length=length)
+        (table,) = step.tables(both, found, is_asynchronous=False, acceptance_length=length)
         assert [row["tok/s"] for row in table.rows] == wanted
 
 
@@ -333,7 +330,7 @@ def test_the_exit_code_says_whether_a_claim_was_missed_for_certain(
 
 @pytest.mark.exhaustive
 def test_without_a_model_every_context_is_run_on_the_demo_pairs_shape() -> None:
-    options = step.settled(["--device", "cpu"])
+    options = step.parsed(["--device", "cpu"])
     engine, _ = step.load(options)
     all_series, left_out = step.fitting(options, Bench(engine), drafts=True)
     assert left_out == [] and (engine.target.num_layers, engine.target.vocab_size) == (5, 2560)
@@ -347,7 +344,7 @@ def test_without_a_model_every_context_is_run_on_the_demo_pairs_shape() -> None:
     [([], "demo"), (["--model", "demo"], None), (["--draft-model", "x"], None), (["--random-weights", "y"], "y")],
 )
 def test_random_weights_are_what_nobody_asked_otherwise_for(arguments: list[str], wanted: str | None) -> None:
-    assert step.settled(arguments).random_weights == wanted
+    assert step.parsed(arguments).random_weights == wanted
 
 
 @pytest.mark.parametrize(

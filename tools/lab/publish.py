@@ -1,0 +1,56 @@
+"""The end of every laboratory: tables, verdicts, JSON and pictures."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.bench.table import Table, cpu_name, save
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A claim, the finding, and if it holds. None means that the rounds cannot tell."""
+
+    claim: str
+    holds: bool | None
+    found: str
+
+    def __str__(self) -> str:
+        word = {True: "met", False: "MISSED", None: "inconclusive"}[self.holds]
+        return f"{word}: {self.claim} ({self.found})"
+
+
+def describe() -> str:
+    """Return the CPU, its cores, torch's threads and version in one line."""
+    return f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def publish(
+    part: str,
+    arguments: Sequence[str],
+    tables: Sequence[Table],
+    folder: Path | None,
+    *,
+    about: Sequence[str] = (),
+    verdicts: Sequence[Verdict] = (),
+    **results: Any,
+) -> int:
+    """Print tables and verdicts, and write them to the folder. Returns 1 if a claim is missed, else 0."""
+    print(f"{describe()}\n\n" + "".join(f"- {line}\n" for line in about))
+    print(*tables, sep="\n")
+    print(*(f"- {verdict}" for verdict in verdicts), sep="\n")
+    if folder:
+        found: dict[str, Any] = {
+            "command": shlex.join(["python", "-m", "tools.lab", part, *arguments]),
+            "machine": describe(),
+            "about": list(about),
+            "verdicts": [{"claim": v.claim, "holds": v.holds, "found": v.found} for v in verdicts],
+            "tables": {table.name: table.rows for table in tables},
+        }
+        save(folder, part, found | results, tables)
+    return int(any(verdict.holds is False for verdict in verdicts))
