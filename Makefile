@@ -61,6 +61,10 @@ test-rest: $(DEV_STAMP)
 
 test-all: test test-rest
 
+# A test of `make test-rest` makes them live again and compares.
+golden: $(DEV_STAMP)
+	$(BIN)/python -m tests.exhaustive.golden
+
 # With CI set it must be possible; elsewhere a platform without torch_npu's wheel goes on, and says what was left out.
 test-npu-if-possible:
 	@if $(MAKE) --no-print-directory $(NPU_STAMP); then $(MAKE) --no-print-directory test-npu ARGS='$(SLICE)'; \

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests import ROOT
 from tests.exhaustive.acceptance import FLOOR, NEAR, WAYS, answers, cold_run, keeps
+from tests.exhaustive.live import load_transformers
 from tests.fast.engine.lossless import (
     MARGIN,
     PATHS,
@@ -91,9 +92,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write (docs/proof.md)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        subjects = random_subjects(Path(folder), args.prompts)
+        subjects = random_subjects(Path(folder), args.prompts, load_transformers)
         if not args.random_pairs_only:
-            subjects.append(demo_subject(args.prompts, DEMO_TOKENS))
+            subjects.append(demo_subject(args.prompts, DEMO_TOKENS, load_transformers))
         findings = prove(subjects, covering_cases(args.strength))
     acceptance = {} if args.random_pairs_only else measure_acceptance()
     args.out.write_text("\n".join(page(findings, acceptance, sys.argv[1:])) + "\n", encoding="utf-8")
@@ -125,7 +126,7 @@ def prove(subjects: list[Subject], cases: list[Case]) -> list[Findings]:
             subject = found.subject
             for plain in PLAIN_CASES:
                 texts = []
-                for text in subject.transformers(plain):
+                for text in subject.plain(plain):
                     texts.append(text)
                     bars.advance(task)
                 found.plain.append((plain, subject.compare(texts, plain)))

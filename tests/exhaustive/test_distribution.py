@@ -25,6 +25,7 @@ from app.engine.cpu.backend import CpuBackend
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler
 from app.engine.sequence import Request
+from tests.exhaustive.live import load_transformers
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.reference import (
@@ -34,7 +35,6 @@ from tests.fast.engine.reference import (
     adjusted,
     features,
     filtered,
-    load_target,
     teacher_forced,
 )
 
@@ -101,7 +101,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         self.pair = make_pair(self.folder, seed=self.seed, **SHAPE)
-        self.target = load_target(self.pair.target)
+        self.target = load_transformers(self.pair.target)
         self.draft = ReferenceDraft(self.pair.draft, self.target)
         self._known: dict[tuple[int, ...], np.ndarray] = {}
 

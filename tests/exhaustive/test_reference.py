@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, apply_rotary_pos_emb
 
+from tests.exhaustive.live import load_transformers
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.reference import (
     ReferenceDraft,
@@ -21,7 +22,6 @@ from tests.fast.engine.reference import (
     greedy,
     gumbel,
     gumbel_of,
-    load_target,
     margin,
     mix,
     perturbed,
@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def target(pair: Pair) -> Qwen3ForCausalLM:
-    return load_target(pair.target)
+    return load_transformers(pair.target)
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +89,14 @@ def test_every_dialect_holds_the_same_tensors_and_drafts_the_same(tmp_path, pair
     assert {prefix + name for name in ours} == set(theirs)
     assert all(torch.equal(t, theirs[prefix + name]) for name, t in ours.items())
     context = features(target, PROMPT[:-1], pair.taps)
-    hidden = ReferenceDraft(other.draft, load_target(other.target)).block_hidden(context, PROMPT[-1], len(PROMPT))
+    hidden = ReferenceDraft(other.draft, load_transformers(other.target)).block_hidden(context, PROMPT[-1], len(PROMPT))
     assert torch.equal(hidden, draft.block_hidden(context, PROMPT[-1], len(PROMPT)))
 
 
 def test_bf16_files_hold_bf16_and_run_near_the_fp32_reference(tmp_path, pair, target, draft):
     low = make_pair(tmp_path, seed=3, dtype=torch.bfloat16)
     assert {t.dtype for t in all_tensors(low.target).values()} == {torch.bfloat16}
-    low_target = load_target(low.target, dtype=torch.bfloat16)
+    low_target = load_transformers(low.target, dtype=torch.bfloat16)
     context = features(low_target, PROMPT[:-1], low.taps)
     assert context.dtype == torch.bfloat16
     logits = ReferenceDraft(low.draft, low_target).block_logits(context, PROMPT[-1], len(PROMPT))
@@ -107,7 +107,7 @@ def test_bf16_files_hold_bf16_and_run_near_the_fp32_reference(tmp_path, pair, ta
 
 def test_random_targets_wander_and_rounding_stays_below_the_lossless_margin(tmp_path):
     for seed in range(4):
-        target = load_target(make_pair(tmp_path / str(seed), seed=seed, tied=seed % 2 == 1).target)
+        target = load_transformers(make_pair(tmp_path / str(seed), seed=seed, tied=seed % 2 == 1).target)
         text = PROMPT + greedy(target, PROMPT, 40)
         assert len(set(text[len(PROMPT) :])) >= 5, text
         logits = teacher_forced(target, text)
@@ -138,7 +138,7 @@ def test_default_taps_are_those_of_the_published_checkpoints(tmp_path):
     assert default_taps(1, 8) == [4]
     pair = make_pair(tmp_path, num_layers=6, taps=(1, 3), name_taps=False)
     assert "target_layer_ids" not in json.loads((pair.draft / "config.json").read_text())["dflash_config"]
-    assert ReferenceDraft(pair.draft, load_target(pair.target)).taps == [1, 3]
+    assert ReferenceDraft(pair.draft, load_transformers(pair.target)).taps == [1, 3]
 
 
 # Draft
@@ -303,7 +303,7 @@ def test_gumbel_choices_follow_the_softmax():
 def test_dflash_greedy_is_greedy(tmp_path, tied, width):
     for seed in range(1, 3):
         pair = make_pair(tmp_path / str(seed), seed=seed, tied=tied)
-        target = load_target(pair.target)
+        target = load_transformers(pair.target)
         plain = greedy(target, PROMPT, 20)
         run = dflash_greedy(target, ReferenceDraft(pair.draft, target), PROMPT, 20, width=width)
         assert run.tokens == plain

@@ -27,8 +27,10 @@ def modules_of(tree: ast.AST) -> set[str]:
     return {found for module, name in imports_of(tree) for found in (module, f"{module}.{name}".rstrip("."))}
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    """Every file of the tests."""
+    return {path.relative_to(TESTS): ast.parse(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py")}
 
 
 def imported_tests(tree: ast.AST) -> list[str]:
@@ -39,18 +41,20 @@ def private_names_of_the_policy(tree: ast.AST) -> list[str]:
     return [name for module, name in imports_of(tree) if module == POLICY and name.startswith("_")]
 
 
-def test_no_test_is_imported() -> None:
-    found = {path.relative_to(ROOT): names for path in TESTS.rglob("*.py") if (names := imported_tests(parsed(path)))}
+def test_no_test_is_imported(trees: dict[Path, ast.Module]) -> None:
+    found = {path: names for path, tree in trees.items() if (names := imported_tests(tree))}
     assert not found, "shared parts go to a plain module beside the tests"
 
 
-def test_no_private_name_of_the_policy_is_imported() -> None:
-    found = {
-        path.relative_to(ROOT): names
-        for path in TESTS.rglob("*.py")
-        if (names := private_names_of_the_policy(parsed(path)))
-    }
+def test_no_private_name_of_the_policy_is_imported(trees: dict[Path, ast.Module]) -> None:
+    found = {path: names for path, tree in trees.items() if (names := private_names_of_the_policy(tree))}
     assert not found, "its constants are tuning, and no promise"
+
+
+def test_no_fast_test_imports_transformers(trees: dict[Path, ast.Module]) -> None:
+    """Not even inside a function. tests/golden has what it says."""
+    fast = {path: modules_of(tree) for path, tree in trees.items() if path.is_relative_to("fast")}
+    assert not [path for path, names in fast.items() if {"transformers"} & {name.partition(".")[0] for name in names}]
 
 
 @pytest.mark.parametrize(

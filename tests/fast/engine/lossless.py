@@ -16,13 +16,12 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from app.config.checkpoint import DEMO
 from app.engine.build.config import EngineConfig
@@ -30,9 +29,10 @@ from app.engine.build.engine import Engine, build_engine
 from app.engine.core import Step
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Request
+from app.text.tokenizer import Tokenizer
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.pairs import make_pair
-from tests.fast.engine.reference import PLAIN, Sampling, first_difference, load_target, margin, sampled
+from tests.fast.engine.reference import PLAIN, Sampling, Target, first_difference, load_target, margin, sampled
 from tools.demo_pair.corpus import DOMAINS, samples
 
 # Models this small gain nothing from a second thread, and lose a factor of ten when the other core is busy.
@@ -95,16 +95,19 @@ def demo_prompts(domain: str, count: int, max_tokens: int, seed: int = 0) -> lis
     return [
         Prompt(
             token_ids=tuple(
-                tokenizer.encode(
-                    tokenizer.apply_chat_template(sample.messages, tokenize=False, add_generation_prompt=True),
-                    add_special_tokens=False,
-                )
+                tokenizer.encode(tokenizer.chat_template.render(sample.messages), add_special_tokens=False)
             ),
             max_tokens=max_tokens,
-            stop_token_ids=frozenset([tokenizer.eos_token_id]),
+            stop_token_ids=frozenset([_demo_eos()]),
         )
         for sample in itertools.islice(samples(domain, "heldout", seed), count)
     ]
+
+
+@cache
+def _demo_eos() -> int:
+    settings = json.loads((demo_folder("target") / "tokenizer_config.json").read_text())
+    return int(_demo_tokenizer().backend.token_to_id(settings["eos_token"]))
 
 
 def demo_folder(what: Literal["target", "draft"]) -> Path:
@@ -116,8 +119,8 @@ def demo_folder(what: Literal["target", "draft"]) -> Path:
 
 
 @cache
-def _demo_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(demo_folder("target"), local_files_only=True)
+def _demo_tokenizer() -> Tokenizer:
+    return Tokenizer(demo_folder("target"))
 
 
 # Filters and penalties
@@ -331,11 +334,13 @@ class Subject:
     target: Path
     draft: Path
     prompts: list[Prompt]
+    load: Callable[[Path], Target] = load_target
+    """What the target is loaded by, of which the reference is made."""
     _off: dict[tuple[float, str], list[list[int]]] = field(default_factory=dict)
 
     @cached_property
-    def reference(self) -> Qwen3ForCausalLM:
-        return load_target(self.target)
+    def reference(self) -> Target:
+        return self.load(self.target)
 
     @cached_property
     def max_model_len(self) -> int:
@@ -397,8 +402,8 @@ class Subject:
             self._off[temperature, sampling] = self.run(case).texts
         return self._off[temperature, sampling]
 
-    def transformers(self, case: Case) -> Iterator[list[int]]:
-        """Texts of plain decoding by Transformers, one token a step, with temperatures and sampling as in `case`."""
+    def plain(self, case: Case) -> Iterator[list[int]]:
+        """Texts of plain decoding by the reference, one token a step, with temperatures and sampling as in `case`."""
         for index, prompt in enumerate(self.prompts):
             yield sampled(
                 self.reference,
@@ -445,18 +450,41 @@ LUCKY: dict[str, Any] = {
 """A random pair of five tokens whose drafts, found by trying seeds, are accepted to every depth from 0 to the block."""
 
 
-def random_subjects(folder: Path, count: int) -> list[Subject]:
+PLAIN_CASES = [Case(temperature=temperature) for temperature in TEMPERATURES]
+PLAIN_CASES += [Case(temperature=None, sampling=sampling) for sampling in SAMPLINGS[1:]]
+"""Plain decoding with every temperature, and with filters and penalties that are counted anew for every token."""
+
+
+def assert_lossless(comparison: Comparison) -> None:
+    for difference in comparison.differences:
+        print(difference)
+    assert not comparison.wrong, f"first of {len(comparison.wrong)}: {comparison.wrong[0]}"
+
+
+def random_subjects(folder: Path, count: int, load: Callable[[Path], Target] = load_target) -> list[Subject]:
     """Grouped queries and an lm_head of its own, where drafts hardly ever hit; and the lucky pair."""
     shapes: dict[str, dict[str, Any]] = {"random": {"seed": 1, "block_size": 16}, "random-lucky": LUCKY}
     pairs = {name: make_pair(folder / name, **shape) for name, shape in shapes.items()}
     return [
-        Subject(name, pair.target, pair.draft, random_prompts(pair.vocab_size, count)) for name, pair in pairs.items()
+        Subject(name, pair.target, pair.draft, random_prompts(pair.vocab_size, count), load)
+        for name, pair in pairs.items()
     ]
 
 
-def demo_subject(count: int, max_tokens: int) -> Subject:
+LUCKY_PROMPTS = 6
+
+
+def lucky_subject(folder: Path, load: Callable[[Path], Target] = load_target) -> Subject:
+    """The lucky pair on six prompts: the subject of the fast tests."""
+    pair = make_pair(folder, **LUCKY)
+    prompts = random_prompts(pair.vocab_size, LUCKY_PROMPTS)
+    prompts = [replace(prompt, max_tokens=min(prompt.max_tokens, 28)) for prompt in prompts]
+    return Subject("random-lucky", pair.target, pair.draft, prompts, load)
+
+
+def demo_subject(count: int, max_tokens: int, load: Callable[[Path], Target] = load_target) -> Subject:
     """The demo pair on held-out prompts: two long ones that grow past 128 tokens together, then all domains in turn."""
     long = [prompt for prompt in demo_prompts("math", 500, max_tokens, seed=1) if 104 <= len(prompt.token_ids) <= 112]
     per_domain = [demo_prompts(domain, -(-count // len(DOMAINS)), max_tokens) for domain in DOMAINS]
     prompts = long[:2] + [prompt for turn in zip(*per_domain, strict=True) for prompt in turn]
-    return Subject("demo", demo_folder("target"), demo_folder("draft"), prompts[:count])
+    return Subject("demo", demo_folder("target"), demo_folder("draft"), prompts[:count], load)

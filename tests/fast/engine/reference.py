@@ -1,7 +1,8 @@
 """The method, written once more to be obviously right: one sequence, no pages, no cache of the draft's context.
 
-The proofs hold the engine against this file, so it shares no code with the engine. The target is Transformers'
-Qwen3ForCausalLM; the draft follows shared/DFLASH.md section 1 line by line.
+Tests hold the engine against this file, so it shares no code with the engine. The target is written once more as well,
+and is called as Transformers' Qwen3ForCausalLM is, so that either fits everywhere. tests/exhaustive holds one against
+the other. The draft follows shared/DFLASH.md section 1 line by line.
 """
 
 import json
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,31 +19,130 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 ContextKV = list[tuple[Tensor, Tensor]]
 """Per draft layer K (normed and rotated) and V of the context, each [kv_heads, n_context, head_dim]."""
+Target = Any
+"""A ReferenceTarget, or Transformers' Qwen3ForCausalLM."""
 
 
 # Target
 
 
-def load_target(folder: Path | str, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
-    """The target through Transformers, with its eager attention."""
-    disable_progress_bar()
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", local_files_only=True)
-    return model.eval()
+class Output(NamedTuple):
+    """What a target returns, by Transformers' names."""
+
+    logits: Tensor
+    """[1, T, V]"""
+    hidden_states: tuple[Tensor, ...]
+    """The embeddings and the residual stream after each layer, [1, T, H]; the last one is normed."""
+    past_key_values: list[tuple[Tensor, Tensor]]
+
+
+class ReferenceTarget:
+    """Qwen3 over one sequence at a time, in the dtype given. Raises NotImplementedError for biases and scaled RoPE."""
+
+    def __init__(self, folder: Path | str, dtype: torch.dtype) -> None:
+        folder = Path(folder)
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        tensors = {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+        if any(name.endswith(".bias") for name in tensors):
+            raise NotImplementedError("biases")
+        self.config = SimpleNamespace(**config)
+        self.weights = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in tensors.items()}
+        self.embedding = self.weights["embed_tokens.weight"]
+        self.head = self.embedding if config["tie_word_embeddings"] else self.weights["lm_head.weight"]
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.head_dim, self.eps = config["head_dim"], config["rms_norm_eps"]
+        self.rope_theta = _rope_theta(config)
+
+    def get_input_embeddings(self) -> SimpleNamespace:
+        return SimpleNamespace(weight=self.embedding)
+
+    def get_output_embeddings(self) -> SimpleNamespace:
+        return SimpleNamespace(weight=self.head)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        rows: Tensor,
+        past_key_values: list[tuple[Tensor, Tensor]] | None = None,
+        use_cache: bool = True,
+        output_hidden_states: bool = False,
+    ) -> Output:
+        """Run the rows [1, T] that come after those whose K and V are in `past_key_values`."""
+        num_cached = past_key_values[0][0].shape[1] if past_key_values else 0
+        positions = torch.arange(num_cached, num_cached + rows.shape[1])
+        x = F.embedding(rows[0], self.embedding)
+        hidden_states, cache = [x], []
+        for layer in range(self.config.num_hidden_layers):
+            name = f"layers.{layer}"
+            past = past_key_values[layer] if past_key_values else None
+            out, kv = self._attention(self._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", positions, past)
+            x = x + out
+            y = self._norm(x, f"{name}.post_attention_layernorm")
+            gate, up = (self._linear(y, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+            x = x + self._linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
+            hidden_states.append(x)
+            cache.append(kv)
+        hidden_states[-1] = self._norm(x, "norm")
+        logits = F.linear(hidden_states[-1], self.head)
+        return Output(logits[None], tuple(state[None] for state in hidden_states), cache)
+
+    def _attention(
+        self, x: Tensor, name: str, positions: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Every row over all rows before it and itself; and K and V of all."""
+        q, k, v = (self._linear(x, f"{name}.{part}_proj").view(len(x), -1, self.head_dim) for part in "qkv")
+        q = rotated(self._norm(q, f"{name}.q_norm").transpose(0, 1), positions, self.rope_theta)
+        k = rotated(self._norm(k, f"{name}.k_norm").transpose(0, 1), positions, self.rope_theta)
+        v = v.transpose(0, 1)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
+        groups = self.heads // self.kv_heads
+        scores = q @ k.repeat_interleave(groups, dim=0).transpose(1, 2) * self.head_dim**-0.5
+        later = torch.arange(k.shape[1]) > positions[:, None]
+        scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)
+        out = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v.repeat_interleave(groups, dim=0)
+        return self._linear(out.transpose(0, 1).reshape(len(x), -1), f"{name}.o_proj"), (k, v)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return normed(x, self.weights[f"{name}.weight"], self.eps)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"])
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm in float32, cast back, then the learned weight: Transformers' order."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Half rotation of [heads, T, head_dim]; angles in float32, cos and sin cast to x's dtype."""
+    head_dim = x.shape[-1]
+    inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    angles = positions[:, None].float() * inv_freq
+    cos = torch.cat([angles, angles], dim=-1).cos().to(x.dtype)
+    sin = torch.cat([angles, angles], dim=-1).sin().to(x.dtype)
+    return x * cos + torch.cat([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], dim=-1) * sin
+
+
+def load_target(folder: Path | str, dtype: torch.dtype = torch.float32) -> ReferenceTarget:
+    """The target without Transformers."""
+    return ReferenceTarget(folder, dtype)
 
 
 @torch.no_grad()
-def teacher_forced(target: Qwen3ForCausalLM, token_ids: Sequence[int]) -> Tensor:
+def teacher_forced(target: Target, token_ids: Sequence[int]) -> Tensor:
     """Logits [T, V] in float32; row i is the target's prediction for position i + 1."""
     return target(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
 
 @torch.no_grad()
-def features(target: Qwen3ForCausalLM, token_ids: Sequence[int], taps: Sequence[int]) -> Tensor:
+def features(target: Target, token_ids: Sequence[int], taps: Sequence[int]) -> Tensor:
     """The residual stream after each tapped layer, side by side: [T, len(taps) * H].
 
     Raises ValueError for the last layer: Transformers' last `hidden_states` entry has already gone through the final
@@ -64,7 +165,7 @@ class ReferenceDraft:
     `lm_head` keeps its own. Raises NotImplementedError for variants outside v1.
     """
 
-    def __init__(self, folder: Path | str, target: Qwen3ForCausalLM, block_size: int | None = None) -> None:
+    def __init__(self, folder: Path | str, target: Target, block_size: int | None = None) -> None:
         folder = Path(folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         dflash = config.get("dflash_config", {})
@@ -158,20 +259,10 @@ class ReferenceDraft:
         return self._linear(F.silu(gate) * up, f"{name}.down_proj")
 
     def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Half rotation of [heads, T, head_dim]; angles in float32, cos and sin cast to x's dtype."""
-        half = self.head_dim // 2
-        inv_freq = 1.0 / (self.rope_theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim))
-        angles = positions[:, None].float() * inv_freq
-        cos = torch.cat([angles, angles], dim=-1).cos().to(x.dtype)
-        sin = torch.cat([angles, angles], dim=-1).sin().to(x.dtype)
-        rotated = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        return x * cos + rotated * sin
+        return rotated(x, positions, self.rope_theta)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm in float32, cast back, then the learned weight: Transformers' order."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
-        return self.weights[f"{name}.weight"] * wide.to(x.dtype)
+        return normed(x, self.weights[f"{name}.weight"], self.eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.weights[f"{name}.weight"])
@@ -354,14 +445,14 @@ def decide(
 # Decoding
 
 
-def greedy(target: Qwen3ForCausalLM, prompt: Sequence[int], max_tokens: int, eos: Collection[int] = ()) -> list[int]:
+def greedy(target: Target, prompt: Sequence[int], max_tokens: int, eos: Collection[int] = ()) -> list[int]:
     """The new tokens of plain greedy decoding; a stop token is the last one returned."""
     return sampled(target, prompt, max_tokens, temperature=0.0, seed=0, eos=eos)
 
 
 @torch.no_grad()
 def sampled(
-    target: Qwen3ForCausalLM,
+    target: Target,
     prompt: Sequence[int],
     max_tokens: int,
     temperature: float,
@@ -403,7 +494,7 @@ class DFlashRun(NamedTuple):
 
 
 def dflash_greedy(
-    target: Qwen3ForCausalLM,
+    target: Target,
     draft: ReferenceDraft,
     prompt: Sequence[int],
     max_tokens: int,
@@ -416,7 +507,7 @@ def dflash_greedy(
 
 
 def dflash_sampled(
-    target: Qwen3ForCausalLM,
+    target: Target,
     draft: ReferenceDraft,
     prompt: Sequence[int],
     max_tokens: int,
@@ -467,7 +558,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def margin(
-    target: Qwen3ForCausalLM,
+    target: Target,
     token_ids: Sequence[int],
     index: int,
     temperature: float,

@@ -9,13 +9,12 @@ from random import Random
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from app.engine.build.engine import Engine
 from app.engine.sequence import Request
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.planted import PlannedRun, make_engine
-from tests.fast.engine.reference import features, load_target, sampled
+from tests.fast.engine.reference import ReferenceTarget, features, load_target, sampled
 
 LONGEST_ANSWER = 36
 BLOCKS = [2, 5, 8]
@@ -28,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def target(pair: Pair) -> Qwen3ForCausalLM:
+def target(pair: Pair) -> ReferenceTarget:
     return load_target(pair.target)
 
 
@@ -36,7 +35,7 @@ Text = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="module")
-def text(pair: Pair, target: Qwen3ForCausalLM) -> Text:
+def text(pair: Pair, target: ReferenceTarget) -> Text:
     @cache
     def make(prompt_len: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
         """A prompt of that length and what the target says after it, a block further than any answer goes."""

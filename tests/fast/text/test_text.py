@@ -45,6 +45,7 @@ def test_neither_torch_nor_transformers_is_imported_by_the_api_process(model_fol
     assert ran.stdout == "[]\n"
 
 
+@pytest.mark.exhaustive
 def test_prompts_are_those_of_transformers(folder, recwarn):
     transformers = pytest.importorskip("transformers")
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -1,0 +1,168 @@
+"""DFlash on == off == Transformers, token for token, with each value of each setting; and the comparison can fail.
+
+tests/exhaustive/test_lossless.py goes through every pair of settings, on three pairs of models, with Transformers live.
+What it said of these prompts is in tests/golden. `python -m tests.proof` runs the most.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from app.engine.build.engine import Engine
+from app.engine.sampling.sampler import Sampler
+from tests.fast.engine import lossless
+from tests.fast.engine.lossless import (
+    LUCKY_PROMPTS,
+    MARGIN,
+    PATHS,
+    PLAIN_CASES,
+    SETTINGS,
+    TEMPERATURES,
+    Case,
+    Comparison,
+    Difference,
+    Subject,
+    assert_lossless,
+    cap,
+    covering_cases,
+    lucky_subject,
+)
+from tests.golden.transformers import golden
+
+CASES = [
+    case
+    for seed in (1, 2)
+    for case in covering_cases(1, seed, path=tuple(path for path in PATHS if path != "compiled"))
+]
+
+
+@pytest.fixture(scope="module")
+def lucky(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return lucky_subject(tmp_path_factory.mktemp("lucky"))
+
+
+@pytest.fixture(scope="module")
+def near_ties() -> Iterator[list[Comparison]]:
+    """Near ties are capped over all cases, once the last has run."""
+    comparisons: list[Comparison] = []
+    yield comparisons
+    total = sum(comparisons, Comparison(0))
+    assert len(total.differences) <= cap(total.tokens), f"{len(total.differences)} near ties in {total.tokens} tokens"
+
+
+@pytest.mark.parametrize("case", PLAIN_CASES, ids=str)
+def test_plain_decoding_is_transformers_own(lucky: Subject, near_ties: list[Comparison], case: Case):
+    comparison = lucky.compare(golden().texts(lucky, case), case)
+    assert_lossless(comparison)
+    near_ties.append(comparison)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dflash_changes_no_token(lucky: Subject, near_ties: list[Comparison], case: Case):
+    run = lucky.run(case)
+    comparison = lucky.compare(run.texts, case)
+    assert_lossless(comparison)
+    near_ties.append(comparison)
+    assert comparison.tokens > 10 * LUCKY_PROMPTS
+    assert (run.preemptions > 0) == case.preempted
+    assert (run.verify_steps > 0) == (case.speculation != "off")
+    assert (run.cached_tokens > 0) == case.cached
+
+
+def test_each_value_of_each_setting_has_a_case():
+    for name, values in SETTINGS.items():
+        assert {getattr(case, name) for case in CASES} == {*values} - {"compiled"}
+
+
+def test_cases_are_the_same_for_the_same_seed():
+    assert covering_cases(2, seed=5) == covering_cases(2, seed=5) != covering_cases(2, seed=6)
+
+
+# The comparison
+
+
+@pytest.mark.parametrize(("tokens", "allowed"), [(0, 0), (1, 1), (50_000, 1), (50_001, 2), (560_000, 12)])
+def test_near_ties_are_capped_at_one_per_50k_tokens_begun(tokens: int, allowed: int):
+    assert cap(tokens) == allowed
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_a_replaced_token_is_a_difference_above_the_margin(lucky: Subject, temperature: float):
+    texts = [list(text) for text in lucky.off(temperature)]
+    vocab = lucky.reference.config.vocab_size
+    longest = max(range(len(texts)), key=lambda i: len(texts[i]))
+    texts[longest][9] = (texts[longest][9] + 1) % vocab
+    [difference] = lucky.compare(texts, Case(temperature=temperature)).wrong
+    assert (difference.prompt, difference.index) == (longest, 9) and difference.margin > MARGIN
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[:-1], lambda text: [*text, 1]])
+def test_a_text_of_another_length_is_no_near_tie(lucky: Subject, damage: Callable[[list[int]], list[int]]):
+    texts = [list(text) for text in lucky.off(0.0)]
+    texts[0] = damage(texts[0])
+    [difference] = lucky.compare(texts, Case()).wrong
+    assert difference.margin == float("inf")
+
+
+def test_a_true_near_tie_is_counted_and_forgiven(lucky: Subject, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lossless, "margin", lambda *_: 0.9 * MARGIN)
+    texts = [list(text) for text in lucky.off(0.0)]
+    texts[0][3] += 1
+    comparison = lucky.compare(texts, Case())
+    assert len(comparison.differences) == 1 and comparison.wrong == []
+
+
+def test_a_margin_that_is_no_number_is_not_forgiven():
+    assert Comparison(1, (Difference(0, 0, 0.0, float("nan")),)).wrong
+
+
+def accept_one_draft_too_many(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = engine.core.runner
+    launch = runner.launch
+
+    def generous(batch):
+        pending = launch(batch)
+        result = pending.read()
+        drafted = [rows.num_drafts for rows in batch.sampling]
+        result.num_accepted = [min(n + 1, d) for n, d in zip(result.num_accepted, drafted, strict=True)]
+        pending.read = lambda: result
+        return pending
+
+    monkeypatch.setattr(runner, "launch", generous)
+
+
+def mix_up_pages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = engine.core.scheduler
+    commit = scheduler.commit
+
+    def careless(batch, result):
+        for rows in batch.prefills:
+            if len(rows.seq.pages) > 1:
+                rows.seq.pages[0], rows.seq.pages[1] = rows.seq.pages[1], rows.seq.pages[0]
+        return commit(batch, result)
+
+    monkeypatch.setattr(scheduler, "commit", careless)
+
+
+def draw_by_place_in_the_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = Sampler.choose
+
+    def unseeded(self, hidden, lm_head, *draws):
+        choices = choose(self, hidden, lm_head, *draws)
+        return choices if not any(draws) else (choices + torch.arange(len(choices)) % 2) % lm_head.shape[0]
+
+    monkeypatch.setattr(Sampler, "choose", unseeded)
+
+
+@pytest.mark.parametrize(
+    ("fault", "temperature"),
+    [(accept_one_draft_too_many, 0.0), (mix_up_pages, 0.0), (draw_by_place_in_the_batch, 1.0)],
+)
+def test_a_faulty_engine_is_found_out(lucky: Subject, monkeypatch: pytest.MonkeyPatch, fault, temperature: float):
+    case = Case(concurrency=4, temperature=temperature)
+    assert not lucky.compare(lucky.run(case).texts, case).differences
+    engine = lucky.engine(case)
+    fault(engine, monkeypatch)
+    texts = lossless.run_engine(engine, lucky.requests(case)).texts
+    assert lucky.compare(texts, case).wrong
