@@ -120,7 +120,7 @@ def memory(opened: "Backend") -> Finding:
     free, total = opened.memory()
     held = total - free
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    if opened.device.type == "cpu":
+    if opened.memory_is_host:
         return ok(found)
     if held >= MEMORY_SHARE * total:
         return failed(found, "others hold the device: end them, or choose another with --device")

@@ -1,4 +1,4 @@
-"""What a device must offer. The models and dflash/ are written against this and know no device."""
+"""The operators of a device. models/ and dflash/ are written against this class and name no device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend.graph import Graph, RerunGraph
+from app.engine.verify import verify
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """One layer's paged K and V, each [pages, page_size, kv_heads, head_dim]."""
+    """Paged K and V of one layer, each [pages, page_size, kv_heads, D]."""
 
     k: Tensor
     v: Tensor
@@ -22,14 +23,12 @@ class LayerKv:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """What attention reads for the rows of S sequences lying back to back.
+    """The lengths and pages of S sequences whose rows lie back to back.
 
-    `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device; `query_lens` and
-    `host_seq_lens` are the same
-    lengths on the host, exact unless the backend has `device_side_lengths`. `host_seq_lens` include the rows
-    themselves. Causal
-    rows see the tokens up to themselves, others all `seq_lens` tokens. `plan` is what `Backend.plan_attention` derived,
-    once for all layers.
+    `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device. `query_lens` and
+    `host_seq_lens` are the same lengths on the host, exact unless the backend has `device_side_lengths`. Sequence
+    lengths include the rows themselves. A causal row sees the tokens up to itself, any other row all `seq_lens` tokens.
+    `plan` is the result of `Backend.plan_attention`, one for all layers.
     """
 
     query_start_loc: Tensor
@@ -43,12 +42,12 @@ class AttentionMetadata:
 
 
 Rotation = tuple[Tensor, ...]
-"""RoPE at T positions: cos and sin, each [T, 1, D] with both halves alike, or what a backend's own tables hold."""
+"""RoPE at T positions: cos and sin, each [T, 1, D] with both halves alike, or the rows of a backend's own tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Sizes a device works well with when the user gives none."""
+    """Sizes that work well on a device when the user gives none."""
 
     dtype: torch.dtype
     page_size: int
@@ -56,96 +55,100 @@ class Defaults:
 
 
 class Backend(ABC):
-    """The operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D]."""
+    """The operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D].
+
+    Tensors of hidden states have the engine's dtype, and indices are int32, unless a method says otherwise.
+    """
 
     defaults: Defaults
     interleaved_rope = False
-    """Whether RoPE turns dims (2i, 2i + 1) of a head together: q and k weights are put in that order when loaded."""
+    """True if RoPE turns dims (2i, 2i + 1) of a head together. Rows of q and k are put in that order when loaded."""
     separate_prefill = True
-    """Whether rows of prompts go through an attention call of their own in a step in which others decode."""
+    """True if rows of prompts get an attention call of their own in a step in which others decode."""
     captures = False
-    """Whether graphs are the faster way here; `capture` works everywhere."""
+    """True if graphs are the faster way on this device. `capture` works on every device."""
     allows_empty_sequences = False
-    """Whether attention takes sequences without rows, so that a step that fills a graph needs no padding."""
+    """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
     device_side_lengths = False
-    """Whether attention takes lengths from the device when it runs, where a decode step is replayed from graphs. Then
-    those on the host may be less than the true ones, and a step is launched before the one before it is read."""
-
-    fused_places: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None
-    """`forward.places` in one launch, given owners, offsets, numbers, page table and page size; None composes it."""
-    fused_verify: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor] | None = None
-    """`dflash.verify` in one launch; None composes it."""
-    fused_follow: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
-    """`forward.follow` in one launch; None composes it."""
+    """True if attention in a graph reads lengths from the device at each replay. Lengths on the host may then be too
+    small, so a step is launched before the step in flight is read."""
+    memory_is_host = False
+    """True if the device has no memory of its own, so other processes share it and no allocator measures a peak."""
+    can_wait_cheaply = False
+    """True if reading a value back is cheap, because the host itself computes it and no queue drains."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
-        """Raises UnsupportedError, naming the setting, for what this device's operators are known not to do."""
+        """Raises UnsupportedError, naming the setting, if an operator of this device is known not to do it."""
         return
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
-        """The tables on the device that a `Rotation` is taken from row by row, for `angles` [positions, D / 2] fp32."""
+        """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32."""
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(self.device, dtype), angles.sin().to(self.device, dtype)
 
     def pack_weight(self, weight: Tensor) -> Tensor:
-        """A weight that `linear` reads, with the same shape and values, laid out in memory as it reads it fastest."""
+        """Return a weight [out, in] of the same shape and values, in the memory order that `linear` reads fastest."""
         return weight
 
     def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
-        """What `attention` needs of `meta` beyond itself, with `group` query heads to a KV head.
+        """Return what `attention` needs of `meta` beyond itself, for `group` query heads to a KV head.
 
-        Called once a step, before the forward, so that `attention` itself can be captured in a graph.
+        The step calls this once before the forward, so that `attention` itself can be captured in a graph.
         """
         return None
 
     @abstractmethod
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
-        """softmax(q k^T / sqrt(D)) v over paged K/V, grouped-query heads. Returns o [T, heads, D].
+        """Return softmax(q k^T / sqrt(D)) v [T, heads, D] over paged K and V, with grouped-query heads.
 
-        Slots past `seq_lens` may hold anything finite; nothing of them may show in o.
+        Slots past `seq_lens` may hold any finite number, which must not show in the result.
         """
 
     @abstractmethod
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
-        """Put row t at slot `slot_mapping[t]` = page id * page_size + offset; int32, unique in a call.
+        """Put row t of K and V [T, kv_heads, D] at slot `slot_mapping[t]` = page id * page_size + offset.
 
-        The rows may be strided views of a wider tensor.
+        The slots [T] are unique in a call. The rows may be strided views of a wider tensor.
         """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last axis."""
+        """Return RMSNorm (arXiv 1910.07467) of x [..., H] over the last axis: x / sqrt(mean(x^2) + eps) * weight."""
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        """Return (rms_norm(x + residual), x + residual), each [T, H]."""
 
     @abstractmethod
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
-        """RoPE of each head: dims (i, D/2 + i) turn together, or (2i, 2i + 1) where `interleaved_rope`."""
+        """Return RoPE (arXiv 2104.09864) of each head: dims (i, D/2 + i) turn together, or (2i, 2i + 1) if
+        `interleaved_rope`."""
 
     @abstractmethod
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """down(silu(gate(x)) * up(x)); `gate_up` is [2I, H], gate first."""
+        """Return down(silu(gate(x)) * up(x)) [T, H]; `gate_up` is [2I, H] with the gate first, `down` [H, I]."""
 
     def qkv_into_kv(
         self,
         qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """`qkv` [T, heads + 2 * kv_heads, D]: RMSNorm and RoPE on each head of q and k, then `write_kv`. Returns q."""
+        """Apply RMSNorm and RoPE to each head of q and k in `qkv` [T, heads + 2 * kv_heads, D], and write K and V.
+
+        A norm's weight is [D], or None for a model without it. Returns q [T, heads, D].
+        """
         kv_heads = kv.k.shape[-2]
         q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        q = self.rope(self.rms_norm(q, q_norm, eps), rotation)
-        k = self.rope(self.rms_norm(k, k_norm, eps), rotation)
+        q = self.rope(q if q_norm is None else self.rms_norm(q, q_norm, eps), rotation)
+        k = self.rope(k if k_norm is None else self.rms_norm(k, k_norm, eps), rotation)
         self.write_kv(k, v, kv, slot_mapping)
         return q
 
@@ -159,30 +162,82 @@ class Backend(ABC):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> None:
-        """`kv_tl2hd` [T, layers, 2, kv_heads, D], K before V, of all layers at once: RMSNorm with the weights `k_norm`
-        [layers, D] and RoPE on each head of K, then `write_kv` at `slot_mapping` [T * layers]. `ones` are D of them."""
+        """Apply RMSNorm and RoPE to each head of K, and write K and V of all layers at once.
+
+        `kv_tl2hd` is [T, layers, 2, kv_heads, D] with K before V, `k_norm` [layers, D], `ones` [D] of ones, and
+        `slot_mapping` [T * layers] as of `KvPool.slots_in_all_layers`.
+        """
         k, v = kv_tl2hd.unbind(2)
         k = self.rms_norm(k, ones, eps) * k_norm[:, None]
         k = self.rope(k.flatten(1, 2), rotation).view(-1, *k.shape[2:])
         self.write_kv(k, v.flatten(0, 1), kv, slot_mapping)
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
-        """Rows [D * b, H] of the embedding: of each anchor [D], and of b - 1 masks behind it."""
+        """Return rows [D * b, H] of the embedding [V, H]: each anchor [D], and b - 1 masks behind it."""
         blocks = anchors.new_full((anchors.shape[0], block_size), mask_token_id)
         blocks[:, 0] = anchors
         return F.embedding(blocks.flatten(), embedding)
 
+    def positions_and_slots(
+        self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return (positions, slots) [R] int32 of rows `row_numbers` 0 .. R - 1, which belong to `seq_ids` [R].
+
+        A row's position is its number plus `position_offsets` [S] of its sequence. `page_table` is [S, P].
+        """
+        positions = position_offsets[seq_ids] + row_numbers
+        page = positions // page_size
+        in_page = positions - page * page_size
+        return positions, torch.add(in_page, page_table[seq_ids, page], alpha=page_size)
+
+    def verify(
+        self,
+        choices: Tensor,
+        drafts: Tensor | None,
+        logits_start: Tensor,
+        num_drafts: Tensor,
+        draft_index: Tensor,
+    ) -> Tensor:
+        """Return `engine.verify.verify` of the same arguments."""
+        return verify(choices, drafts, logits_start, num_drafts, draft_index)
+
+    def advance_by_accepted(
+        self,
+        verified: Tensor,
+        prev_row: Tensor,
+        token_ids: Tensor,
+        anchor_rows: Tensor,
+        position_offsets: Tensor,
+        seq_lens: Tensor,
+    ) -> None:
+        """Move S sequences, in place, to where the step in flight leaves them.
+
+        `verified` [L, w + 1] is that step's result of `verify`, and `prev_row` [S] a sequence's row in it. Its
+        `position_offsets` and `seq_lens` [S] grow by the accepted drafts. Its anchor, at `anchor_rows` [S] of
+        `token_ids`, becomes the bonus token. A sequence with `prev_row` -1 stays where it is.
+        """
+        in_flight, anchors = prev_row >= 0, anchor_rows.long()
+        results = verified[prev_row.clamp(min=0)]
+        accepted = results[:, -1:]
+        bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token; its request ends
+        token_ids[anchors] = torch.where(in_flight, bonus, token_ids[anchors]).to(torch.int32)
+        num_accepted = torch.where(in_flight, accepted.flatten(), 0).to(torch.int32)
+        position_offsets += num_accepted
+        seq_lens += num_accepted
+
     def high_half(self, x: Tensor) -> Tensor:
-        """The upper 16 bits of int32, as numbers 0 to 65535."""
+        """Return the upper 16 bits of int32 x, as int32 numbers 0 to 65535."""
         return (x >> 16) & 0xFFFF
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight.T"""
+        """Return x @ weight.T, [T, out] for x [T, in] and a packed weight [out, in]."""
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
-        """Record what `run` launches, whose attention reads `metas`, planned. It is also run, so that nothing lazy is
-        left; the tensors it reads must keep their place."""
+        """Return the recorded launches of `run`, whose attention reads the planned `metas`.
+
+        `run` also runs once, so no lazy initialisation is left. The tensors that it reads must keep their place.
+        """
         return RerunGraph(run)
 
     def explain(self, error: BaseException) -> str | None:
@@ -196,43 +251,20 @@ class Backend(ABC):
 
     @abstractmethod
     def upload(self, host: Tensor, to: Tensor) -> None:
-        """Queue the copy of a host tensor to one of the device, without waiting for either."""
+        """Queue the copy of a host tensor to a device tensor of the same shape, without waiting for either."""
 
     @abstractmethod
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin the copy of x to the host behind the work queued so far; calling the result waits for that alone."""
+        """Begin the copy of x to the host behind the work queued so far. The result waits for that copy alone."""
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of the device."""
+        """Return (free, total) bytes of the device."""
 
     def retain_allocator_memory(self) -> None:
-        """All that stays is allocated: from now on memory that a step gives back may be kept for the next one."""
+        """Let the allocator keep the memory that a step frees. Called once all lasting memory is allocated."""
         return
 
     @abstractmethod
     def peak_memory(self, run: Callable[[], object]) -> int:
-        """Bytes of the device that `run` takes at its peak; all that is not in use afterwards is given back."""
-
-
-def download_behind(x: Tensor, event: Any) -> Callable[[], Tensor]:
-    """`start_download` through pinned memory; `event` is a new one of the device's stream."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    event.record()
-
-    def wait() -> Tensor:
-        event.synchronize()
-        return host
-
-    return wait
-
-
-def peak_memory(memory: Any, run: Callable[[], object]) -> int:
-    """`Backend.peak_memory` by a device's own allocator; `memory` is torch.cuda or torch.npu."""
-    memory.reset_peak_memory_stats()
-    before = memory.memory_allocated()
-    run()
-    peak = memory.max_memory_allocated() - before
-    memory.empty_cache()
-    return int(peak)
+        """Return the bytes of the device that `run` takes at its peak, and give back all that is unused afterwards."""

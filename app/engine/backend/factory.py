@@ -47,7 +47,7 @@ def _on_cuda() -> str:
         logger.info("attention and the operators between matrix products: kernels in Triton")
         return "cuda.backend.CudaBackend"
     logger.warning("Triton is not installed: operators are PyTorch's, and there are no graphs; pip install triton")
-    return "backend.torch.TorchBackend"
+    return "cuda.torch_backend.TorchCudaBackend"
 
 
 def _can_use_npu() -> bool:

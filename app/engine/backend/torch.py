@@ -1,4 +1,4 @@
-"""The backend in plain PyTorch: the reference on every device, and what runs on CUDA where Triton is not."""
+"""The backend in plain PyTorch, on the memory of the host. It is the reference for every other backend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import (
-    AttentionMetadata,
-    Backend,
-    Defaults,
-    LayerKv,
-    Rotation,
-    download_behind,
-    peak_memory,
-)
+from app.engine.backend.base import AttentionMetadata, Backend, Defaults, LayerKv, Rotation
 from app.engine.backend.host_memory import host_memory
 
 MAX_SCORES = 1 << 24
@@ -58,25 +50,20 @@ class Call:
 
 
 class TorchBackend(Backend):
-    allows_empty_sequences = True
-    gathered_at_once = MAX_GATHERED_TOKENS
+    """PyTorch's operators. Attention gathers K and V out of the pages, for a few padded calls a step."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        on_cpu = device.type == "cpu"
-        if not on_cpu:
-            torch.cuda.set_device(device)
-            torch.backends.cuda.enable_cudnn_sdp(False)  # on Hopper it makes a plan for each new length, in 25 to 70 ms
-        self.defaults = Defaults(
-            dtype=torch.float32 if on_cpu else torch.bfloat16, page_size=16, max_num_seqs=32 if on_cpu else 256
-        )
+    defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
+    allows_empty_sequences = True
+    memory_is_host = True
+    can_wait_cheaply = True
+    max_gathered_tokens = MAX_GATHERED_TOKENS
 
     def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
-        """Few padded calls, none of them mostly padding and none over the memory bounds above."""
+        """Return few padded calls, none of them mostly padding and none over the memory bounds above."""
         pieces = _pieces(meta, MAX_SCORES // group)
-        bins = _bins(pieces, group, self.gathered_at_once)
+        bins = _bins(pieces, group, self.max_gathered_tokens)
         whole = len(bins) == 1 and [piece.seq for piece in pieces] == list(range(len(meta.query_lens)))
-        return [self._call(meta, some, group, whole=whole) for some in bins]
+        return [self._call(meta, pieces, group, whole=whole) for pieces in bins]
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         return self.attend(q_thd, kv, meta.plan)
@@ -119,22 +106,18 @@ class TorchBackend(Backend):
         return F.linear(x, weight)
 
     def upload(self, host: Tensor, to: Tensor) -> None:
-        to.copy_(host if self.device.type == "cpu" else host.pin_memory(), non_blocking=True)
+        to.copy_(host)
 
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
-        if self.device.type == "cpu":
-            kept = x.clone()  # a graph's next replay writes to the same place
-            return lambda: kept
-        return download_behind(x, torch.cuda.Event())
+        kept = x.clone()  # a graph's next replay writes to the same place
+        return lambda: kept
 
     def memory(self) -> tuple[int, int]:
-        if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)
         return host_memory()
 
     def peak_memory(self, run: Callable[[], object]) -> int:
-        """Of a GPU; nothing counts a CPU's."""
-        return peak_memory(torch.cuda, run) if self.device.type == "cuda" else 0
+        """Return 0 without running: the host's allocator counts no peak."""
+        return 0
 
     def _attend(self, q_thd: Tensor, kv: LayerKv, call: Call) -> Tensor:
         """Padded q [S * Q, heads, D] -> o of the same shape."""

@@ -217,7 +217,7 @@ def _kv_bytes(
     Raises UnsupportedError when what was asked for does not fit beside those.
     """
     step = 0
-    if backend.device.type != "cpu":
+    if not backend.memory_is_host:
         step = step_memory(runner_over, backend, sizes) * (1 + graphs)
     free, total = backend.memory()
     if config.kv_cache_memory is not None:
@@ -227,7 +227,7 @@ def _kv_bytes(
                 f"{sizes.max_num_batched_tokens} rows are more than the {free >> 20} MiB free on {backend.device}"
             )
         return config.kv_cache_memory
-    if backend.device.type == "cpu":
+    if backend.memory_is_host:
         return min(CPU_KV_BYTES, free // 2)
     return int(total * config.memory_utilization) - (total - free) - step
 

@@ -22,15 +22,15 @@ class CompiledBackend(TorchBackend):
     """Plain operators, which inductor fuses by itself, over weights laid out as a CPU's."""
 
     separate_prefill = False
-    gathered_at_once = CpuBackend.gathered_at_once
+    max_gathered_tokens = CpuBackend.max_gathered_tokens
     pack_weight = CpuBackend.pack_weight
     retain_allocator_memory = CpuBackend.retain_allocator_memory
-    fused_places = CpuBackend.fused_places
-    fused_verify = staticmethod(CpuBackend.fused_verify)
+    positions_and_slots = CpuBackend.positions_and_slots
+    verify = CpuBackend.verify
 
     def plan_attention(self, meta: AttentionMetadata, group: int) -> OneCall | list[Call]:
         """What operators one by one need where one call does not do."""
-        if fits_one_call(meta.query_lens, meta.host_seq_lens, group, self.gathered_at_once):
+        if fits_one_call(meta.query_lens, meta.host_seq_lens, group, self.max_gathered_tokens):
             return OneCall(max(meta.query_lens), max(meta.host_seq_lens))
         return super().plan_attention(meta, group)
 

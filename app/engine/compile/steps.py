@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, LayerKv
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.compile.aot import Compiled, compiler
 from app.engine.compile.backend import OneCall, Padded
 from app.engine.compile.cache import kept_packages
@@ -20,7 +20,7 @@ from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows, rotation_at
 from app.engine.sampling.sampler import greedy
 from app.engine.sequence import NOT_FINITE
-from app.engine.step.forward import AttentionInputs, DraftTensors, Forward, Forwarded, TargetTensors, places
+from app.engine.step.forward import DraftTensors, Forward, Forwarded, TargetTensors
 
 
 def compile_stages(
@@ -98,7 +98,9 @@ def _target(forward: Forward, pool: KvPool, folder: Path) -> Callable[[Tensor, T
         meta = AttentionMetadata(
             x.ends, x.seq_lens, x.pages, [x.token_ids.shape[0]], [], page_size, causal=True, plan=plan
         )
-        positions, slot_mapping = places(AttentionInputs(x.seq_ids, x.position_offsets, meta), numbers)
+        positions, slot_mapping = Backend.positions_and_slots(
+            forward.backend, x.seq_ids, x.position_offsets, numbers, x.pages, page_size
+        )
         rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
         hidden, features = model.forward(x.token_ids, rows, _Layers.of(layers))
         hidden = hidden[x.logits_indices]
@@ -176,7 +178,9 @@ def _draft(
         meta = AttentionMetadata(
             x.seq_lens, x.seq_lens, x.pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan
         )
-        positions, slot_mapping = places(AttentionInputs(numbers // block, x.position_offsets, meta), numbers)
+        positions, slot_mapping = Backend.positions_and_slots(
+            forward.backend, numbers // block, x.position_offsets, numbers, x.pages, page_size
+        )
         rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
         embedded = forward.backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
         hidden = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])[:, 1:]

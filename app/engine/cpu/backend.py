@@ -25,7 +25,7 @@ _MOST_KEPT = (1 << 30, 32 << 20)
 
 class CpuBackend(TorchBackend):
     interleaved_rope = True
-    gathered_at_once = 1 << 13
+    max_gathered_tokens = 1 << 13
     """What was gathered is read again before the caches have lost it."""
 
     def pack_weight(self, weight: Tensor) -> Tensor:
@@ -51,15 +51,15 @@ class CpuBackend(TorchBackend):
     def qkv_into_kv(
         self,
         qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Heads of q and k in the same operators."""
-        if qkv.dtype != torch.float32:
+        """Turn the heads of q and k in the same operators."""
+        if qkv.dtype != torch.float32 or q_norm is None or k_norm is None:
             return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
         kv_heads = kv.k.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
@@ -94,22 +94,26 @@ class CpuBackend(TorchBackend):
         kv.k.view(-1, *k_thd.shape[1:]).index_copy_(0, slot_mapping, k_thd)
         kv.v.view(-1, *v_thd.shape[1:]).index_copy_(0, slot_mapping, v_thd)
 
-    def fused_places(
-        self, owners: Tensor, offsets: Tensor, numbers: Tensor, page_table: Tensor, page_size: int
+    def positions_and_slots(
+        self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Indices that need no expansion, and a table read as one row of numbers."""
-        positions = offsets.index_select(0, owners).add_(numbers)
+        """Read the table as one row of numbers, with indices that need no expansion."""
+        positions = position_offsets.index_select(0, seq_ids).add_(row_numbers)
         pages = positions // page_size
-        places = torch.add(pages, owners, alpha=page_table.shape[1])
-        slot_mapping = page_table.view(-1).index_select(0, places).sub_(pages).mul_(page_size).add_(positions)
+        entries = torch.add(pages, seq_ids, alpha=page_table.shape[1])
+        slot_mapping = page_table.view(-1).index_select(0, entries).sub_(pages).mul_(page_size).add_(positions)
         return positions, slot_mapping
 
-    @staticmethod
-    def fused_verify(
-        choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_index: Tensor
+    def verify(
+        self,
+        choices: Tensor,
+        drafts: Tensor | None,
+        logits_start: Tensor,
+        num_drafts: Tensor,
+        draft_index: Tensor,
     ) -> Tensor:
-        """In NumPy, whose calls cost a fraction of PyTorch's."""
-        own, rows = choices.numpy(), first.numpy()
+        """Verify in NumPy, whose calls cost a fraction of PyTorch's."""
+        own, rows = choices.numpy(), logits_start.numpy()
         if drafts is None:
             out = np.zeros((len(rows), 2), dtype=own.dtype)
             out[:, 0] = own[rows]

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.backend.graph import Graph
-from app.engine.backend.torch import TorchBackend
 from app.engine.cuda import inputs, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
+from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 
 HEAD_DIMS = (16, 32, 64, 128)
 
 
-class CudaBackend(TorchBackend):
+class CudaBackend(TorchCudaBackend):
     """Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which takes all lengths from
     the device; prompts through PyTorch's.
 
@@ -30,17 +30,13 @@ class CudaBackend(TorchBackend):
 
     captures = True
     device_side_lengths = True
-    fused_places = staticmethod(inputs.places)
-    fused_verify = staticmethod(inputs.verify)
-    fused_follow = staticmethod(inputs.follow)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        on_gpu = device.type == "cuda"
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
-        self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
+        self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default is one for all: the end of another engine's graph would take from ours cuBLAS's workspace.
-        self._capture_stream = torch.cuda.Stream(device) if on_gpu else None
+        self._capture_stream = torch.cuda.Stream(device) if self.on_gpu else None
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         if head_dim not in HEAD_DIMS:
@@ -81,13 +77,15 @@ class CudaBackend(TorchBackend):
     def qkv_into_kv(
         self,
         qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
         eps: float,
         rotation: Rotation,
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
+        if q_norm is None or k_norm is None:
+            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
         return rows.qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
 
     def context_into_kv(
@@ -105,8 +103,34 @@ class CudaBackend(TorchBackend):
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
         return inputs.embed_blocks(anchors, mask_token_id, block_size, embedding)
 
+    def positions_and_slots(
+        self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor]:
+        return inputs.positions_and_slots(seq_ids, position_offsets, row_numbers, page_table, page_size)
+
+    def verify(
+        self,
+        choices: Tensor,
+        drafts: Tensor | None,
+        logits_start: Tensor,
+        num_drafts: Tensor,
+        draft_index: Tensor,
+    ) -> Tensor:
+        return inputs.verify(choices, drafts, logits_start, num_drafts, draft_index)
+
+    def advance_by_accepted(
+        self,
+        verified: Tensor,
+        prev_row: Tensor,
+        token_ids: Tensor,
+        anchor_rows: Tensor,
+        position_offsets: Tensor,
+        seq_lens: Tensor,
+    ) -> None:
+        inputs.advance_by_accepted(verified, prev_row, token_ids, anchor_rows, position_offsets, seq_lens)
+
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return super().capture(run, metas)
         run()
         graph = CudaGraph(run, self._graph_pool, self._capture_stream)

@@ -15,11 +15,11 @@ EMBED_BLOCK = 1024
 FOLLOW_BLOCK = 32
 
 
-def places(
-    seq_ids: Tensor, position_offsets: Tensor, numbers: Tensor, page_table: Tensor, page_size: int
+def positions_and_slots(
+    seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """`forward.places`: (positions, slot_mapping) [R] int32 of rows 0 .. R - 1 of sequences `seq_ids` [R]."""
-    num_rows = len(numbers)
+    """Return `Backend.positions_and_slots`."""
+    num_rows = len(row_numbers)
     positions, slot_mapping = (torch.empty(num_rows, dtype=torch.int32, device=seq_ids.device) for _ in range(2))
     place[triton.cdiv(num_rows, PLACES_BLOCK),](
         seq_ids,
@@ -100,9 +100,11 @@ def embed(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + columns, x, mask=inside)
 
 
-def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Tensor, draft_index: Tensor) -> Tensor:
-    """`dflash.verify`."""
-    num_seqs, width = len(first), 1 if drafts is None else drafts.shape[1] + 1
+def verify(
+    choices: Tensor, drafts: Tensor | None, logits_start: Tensor, num_drafts: Tensor, draft_index: Tensor
+) -> Tensor:
+    """Return `engine.verify.verify`."""
+    num_seqs, width = len(logits_start), 1 if drafts is None else drafts.shape[1] + 1
     out = torch.empty(num_seqs, width + 1, dtype=choices.dtype, device=choices.device)
     if num_seqs == 0:  # all rows are a prompt's, and it goes on
         return out
@@ -110,7 +112,7 @@ def verify(choices: Tensor, drafts: Tensor | None, first: Tensor, num_drafts: Te
     accept[triton.cdiv(num_seqs, lines),](
         choices,
         choices if drafts is None else drafts,
-        first,
+        logits_start,
         num_drafts,
         draft_index,
         out,
@@ -154,16 +156,21 @@ def accept(
     tl.store(to + WIDTH, accepted.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def follow(
-    verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, position_offsets: Tensor, seq_lens: Tensor
+def advance_by_accepted(
+    verified: Tensor,
+    prev_row: Tensor,
+    token_ids: Tensor,
+    anchor_rows: Tensor,
+    position_offsets: Tensor,
+    seq_lens: Tensor,
 ) -> None:
-    """`forward.follow`."""
-    num_seqs = len(lines)
+    """Apply `Backend.advance_by_accepted`."""
+    num_seqs = len(prev_row)
     begin[triton.cdiv(num_seqs, FOLLOW_BLOCK),](
         verified,
-        lines,
+        prev_row,
         token_ids,
-        places,
+        anchor_rows,
         position_offsets,
         seq_lens,
         num_seqs,

@@ -12,15 +12,8 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.base import (
-    AttentionMetadata,
-    Backend,
-    Defaults,
-    LayerKv,
-    Rotation,
-    download_behind,
-    peak_memory,
-)
+from app.engine.backend import accelerator
+from app.engine.backend.base import AttentionMetadata, Backend, Defaults, LayerKv, Rotation
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
@@ -157,15 +150,13 @@ class NpuBackend(Backend):
         return isinstance(error, ContractError) or super().is_fatal(error)
 
     def upload(self, host: Tensor, to: Tensor) -> None:
-        """Pinned and non-blocking, both, else the host waits (N24)."""
-        to.copy_(host.pin_memory(), non_blocking=True)
+        accelerator.upload(host, to)
 
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
-        return download_behind(x, torch_npu.npu.Event())
+        return accelerator.start_download(x, torch_npu.npu)
 
     def memory(self) -> tuple[int, int]:
-        free, total = torch_npu.npu.mem_get_info(self.device)
-        return int(free), int(total)
+        return accelerator.memory(self.device, torch_npu.npu)
 
     def peak_memory(self, run: Callable[[], object]) -> int:
-        return peak_memory(torch_npu.npu, run)
+        return accelerator.peak_memory(run, torch_npu.npu)

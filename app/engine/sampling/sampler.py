@@ -25,8 +25,8 @@ from app.engine.sequence import NOT_FINITE
 LOGITS_CHUNK_BYTES = 256 << 20
 """Logits are made in row chunks of at most this many fp32 bytes: 4096 rows x 152k tokens would be 2.5 GB."""
 GREEDY_CHUNK_BYTES = 1 << 30
-"""The same on an accelerator where only the argmax is wanted, which makes nothing else of them: each chunk reads the
-whole lm_head, and 32 blocks of 16 rows x 152k tokens are 0.3 GB."""
+"""Chunk limit for greedy rows on an accelerator. Only the argmax is kept, so larger chunks are safe, and each chunk
+reads the whole lm_head. 32 blocks of 16 rows x 152k tokens are 0.3 GB."""
 
 _TOKEN_SALT = 0x85EBCA6B
 
@@ -95,9 +95,9 @@ class Sampler:
     def __init__(self, vocab_size: int, backend: Backend) -> None:
         self._backend = backend
         self.max_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
-        """Whose logits are made at once."""
-        on_cpu = backend.device.type == "cpu"
-        self._most_greedy = self.max_rows if on_cpu else max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
+        """Rows whose logits are made at once."""
+        greedy_rows = max(1, GREEDY_CHUNK_BYTES // (4 * vocab_size))
+        self._max_greedy_rows = self.max_rows if backend.memory_is_host else greedy_rows
         tokens = torch.arange(vocab_size, dtype=torch.int32, device=backend.device)
         self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
@@ -105,7 +105,7 @@ class Sampler:
         """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id. NOT_FINITE where the best logit is NaN
         or infinite."""
         chunks = []
-        max_rows = self.max_rows if draws else self._most_greedy
+        max_rows = self.max_rows if draws else self._max_greedy_rows
         for i, part in enumerate(torch.split(hidden, max_rows)):
             logits = self._backend.linear(part, lm_head)
             choice, is_lost = greedy(logits)
@@ -117,7 +117,7 @@ class Sampler:
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """The argmax [R] int64 for hidden states [R, H]: some token of the vocabulary also where nothing is finite."""
-        parts = torch.split(hidden, self._most_greedy)
+        parts = torch.split(hidden, self._max_greedy_rows)
         chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
@@ -145,10 +145,11 @@ class Sampler:
         return (logits + self.gumbel(state)).argmax(dim=-1)
 
     def _filtered(self, logits: Tensor, state: Tensor, of: Filters) -> Tensor:
-        """From a short list of tokens where that is known to be enough. A CPU looks whether it is; other devices would
-        have to be waited for."""
-        may_look = logits.device.type == "cpu"
-        if not (of.short or may_look):
+        """Draw from a short list of tokens where that is known to be enough.
+
+        Elsewhere the host looks whether it was enough, but only where that look is cheap.
+        """
+        if not (of.short or self._backend.can_wait_cheaply):
             return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
         short = filters.shortlist(logits, of, filters.SHORTLIST)
         noise = self.gumbel(state, short.tokens)

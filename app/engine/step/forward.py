@@ -11,7 +11,6 @@ from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.backend.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import Drafter
-from app.engine.dflash.verify import verify
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, StepRows
 from app.engine.models.qwen3 import Qwen3
@@ -35,7 +34,7 @@ class DraftTensors(NamedTuple):
 
     request_ids: list[str]
     anchors: Tensor
-    lines: Tensor
+    prev_row: Tensor
     rows: AttentionInputs
 
 
@@ -48,7 +47,7 @@ class TargetTensors(NamedTuple):
     logits_start: Tensor
     num_drafts: Tensor
     draft_index: Tensor
-    lines: Tensor
+    prev_row: Tensor
     groups: list[AttentionInputs]
 
 
@@ -95,16 +94,16 @@ class Forward:
 
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
         """`inputs` as `packed` holds them; attention has yet to be planned."""
-        anchors, lines, *group = packed.tensors
-        return DraftTensors(inputs.request_ids, anchors, lines, self._rows(inputs.group, group, causal=False))
+        anchors, prev_row, *group = packed.tensors
+        return DraftTensors(inputs.request_ids, anchors, prev_row, self._rows(inputs.group, group, causal=False))
 
     def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
         """`inputs` as `packed` holds them; attention has yet to be planned."""
-        token_ids, token_source, logits_indices, logits_start, num_drafts, draft_index, lines, *rest = packed.tensors
+        token_ids, token_source, logits_indices, logits_start, num_drafts, draft_index, prev_row, *rest = packed.tensors
         groups = [self._rows(group, rest[5 * i : 5 * i + 5], causal=True) for i, group in enumerate(inputs.groups)]
         every_row = len(logits_indices) == len(token_ids)
         logits = None if every_row else logits_indices, logits_start, num_drafts, draft_index
-        return TargetTensors(token_ids, token_source, *logits, lines, groups)
+        return TargetTensors(token_ids, token_source, *logits, prev_row, groups)
 
     def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
         """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
@@ -116,14 +115,15 @@ class Forward:
         rows.meta.plan = self.backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
 
     def advance_draft(self, verified: Tensor, inputs: DraftTensors) -> None:
-        """See `follow`."""
-        places = self._row_numbers[: len(inputs.anchors)]
-        self._follow(verified, inputs.lines, inputs.anchors, places, inputs.rows)
+        """Move the blocks to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""
+        anchor_rows = self._row_numbers[: len(inputs.anchors)]
+        self._advance(verified, inputs.prev_row, inputs.anchors, anchor_rows, inputs.rows)
 
     def advance_target(self, verified: Tensor, inputs: TargetTensors) -> None:
-        """See `follow`; of a step in which nobody prefills."""
+        """Move the rows of a decode step to where the step in flight leaves their sequences."""
         (rows,) = inputs.groups
-        self._follow(verified, inputs.lines, inputs.token_ids, rows.meta.query_start_loc[: len(inputs.lines)], rows)
+        anchor_rows = rows.meta.query_start_loc[: len(inputs.prev_row)]
+        self._advance(verified, inputs.prev_row, inputs.token_ids, anchor_rows, rows)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
@@ -157,9 +157,8 @@ class Forward:
             choices[some.rows] = self.sampler.choose(hidden[some.rows], self.target.lm_head, [own])
 
     def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
-        """See `dflash.verify`."""
-        fused = self.backend.fused_verify or verify
-        return fused(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index)
+        """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""
+        return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index)
 
     @property
     def _drafter(self) -> Drafter:
@@ -168,8 +167,8 @@ class Forward:
         return self.drafter
 
     def _forward(self, token_ids: Tensor, inputs: TargetTensors) -> Forwarded:
-        places = [self._places(rows) for rows in inputs.groups]
-        positions, slot_mapping = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
+        parts = [self._positions_and_slots(rows) for rows in inputs.groups]
+        positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         rows = StepRows(self.rotary.at(positions), slot_mapping, [rows.meta for rows in inputs.groups])
         hidden, features = self.target.forward(token_ids, rows, self._pool)
         if inputs.logits_indices is not None:
@@ -177,7 +176,7 @@ class Forward:
         return Forwarded(hidden, None, features, positions, slot_mapping)
 
     def _propose(self, inputs: DraftTensors) -> Tensor:
-        positions, slot_mapping = self._places(inputs.rows)
+        positions, slot_mapping = self._positions_and_slots(inputs.rows)
         drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, inputs.rows.meta)
         return drafts.to(torch.int32)
 
@@ -189,43 +188,14 @@ class Forward:
         )
         return AttentionInputs(seq_ids, position_offsets, meta)
 
-    def _follow(
-        self, verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, rows: AttentionInputs
+    def _advance(
+        self, verified: Tensor, prev_row: Tensor, token_ids: Tensor, anchor_rows: Tensor, rows: AttentionInputs
     ) -> None:
-        fused, count = self.backend.fused_follow or follow, len(lines)
-        fused(verified, lines, token_ids, places, rows.position_offsets[:count], rows.meta.seq_lens[:count])
+        offsets, seq_lens = rows.position_offsets[: len(prev_row)], rows.meta.seq_lens[: len(prev_row)]
+        self.backend.advance_by_accepted(verified, prev_row, token_ids, anchor_rows, offsets, seq_lens)
 
-    def _places(self, rows: AttentionInputs) -> tuple[Tensor, Tensor]:
-        numbers, meta = self._row_numbers[: len(rows.seq_ids)], rows.meta
-        if fused := self.backend.fused_places:
-            return fused(rows.seq_ids, rows.position_offsets, numbers, meta.page_table, meta.page_size)
-        return places(rows, numbers)
-
-
-def places(rows: AttentionInputs, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """(positions, slots) [R] int32 of rows with these `numbers` 0 .. R - 1. Slots are by the page size that attention
-    reads with."""
-    meta = rows.meta
-    positions = rows.position_offsets[rows.seq_ids] + numbers
-    page = positions // meta.page_size
-    in_page = positions - page * meta.page_size
-    return positions, torch.add(in_page, meta.page_table[rows.seq_ids, page], alpha=meta.page_size)
-
-
-def follow(
-    verified: Tensor, lines: Tensor, token_ids: Tensor, places: Tensor, position_offsets: Tensor, seq_lens: Tensor
-) -> None:
-    """Let S sequences begin, in place, where a step has brought them that nobody has read yet.
-
-    `verified` [L, w + 1] is what `dflash.verify` said of it, and `lines` [S] which line is whose. A sequence begins as
-    many positions further on as drafts were accepted, and its anchor, at `places` [S] of `token_ids`, is the bonus
-    token. One with the line -1 stays as it is.
-    """
-    of_step, places = lines >= 0, places.long()
-    results = verified[lines.clamp(min=0)]
-    accepted = results[:, -1:]
-    bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and nothing comes of it
-    token_ids[places] = torch.where(of_step, bonus, token_ids[places]).to(torch.int32)
-    further = torch.where(of_step, accepted.flatten(), 0).to(torch.int32)
-    position_offsets += further
-    seq_lens += further
+    def _positions_and_slots(self, rows: AttentionInputs) -> tuple[Tensor, Tensor]:
+        row_numbers, meta = self._row_numbers[: len(rows.seq_ids)], rows.meta
+        return self.backend.positions_and_slots(
+            rows.seq_ids, rows.position_offsets, row_numbers, meta.page_table, meta.page_size
+        )

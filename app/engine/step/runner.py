@@ -21,7 +21,7 @@ from app.engine.step.inputs import DraftInputs, SamplingRows, StepInputs, Target
 
 
 class PendingStep:
-    """A step that was launched. `packed` [S, w + 1] is what `dflash.verify` returns, on its way to the host."""
+    """A step that was launched. `packed` [S, w + 1] is what `engine.verify` returns, on its way to the host."""
 
     def __init__(self, packed: Tensor, backend: Backend) -> None:
         self._wait = backend.start_download(packed)

@@ -90,13 +90,13 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         context = empty(rows, DRAFT_LAYERS, 2, kv_heads, dim)
         norms, slot_mapping = empty(DRAFT_LAYERS, dim), numbers(rows * DRAFT_LAYERS)
         backend.context_into_kv(context, norms, empty(dim), 1e-6, rotation, kv, slot_mapping)
-        backend.fused_places(numbers(rows), numbers(num_seqs), numbers(rows), table, 16)
+        backend.positions_and_slots(numbers(rows), numbers(num_seqs), numbers(rows), table, 16)
         backend.embed_blocks(numbers(num_seqs), 151669, BLOCK_SIZE, empty(config["vocab_size"], hidden))
         choices, drafts = empty(rows, dtype=torch.int64), numbers(num_seqs, BLOCK_SIZE - 1)
         for some in (drafts, None):
-            backend.fused_verify(choices, some, *(numbers(num_seqs) for _ in range(3)))
+            backend.verify(choices, some, *(numbers(num_seqs) for _ in range(3)))
         verified = empty(33, BLOCK_SIZE + 1, dtype=torch.int64)
-        backend.fused_follow(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
+        backend.advance_by_accepted(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
 
 
 def launch_more(backend: CudaBackend) -> None:

@@ -15,8 +15,8 @@ from app.doctor.report.cuda.kernels import CALLS, seconds_in_a_graph
 from app.engine.backend import factory
 from app.engine.backend.factory import make_backend
 from app.engine.backend.graph import RerunGraph
-from app.engine.backend.torch import TorchBackend
 from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.torch_backend import TorchCudaBackend
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,7 @@ def test_cuda_is_our_kernels_where_triton_is_installed_and_says_which(
     )
     with caplog.at_level("INFO"):
         made = make_backend("cuda:0")
-    assert type(made) is (CudaBackend if triton else TorchBackend)
+    assert type(made) is (CudaBackend if triton else TorchCudaBackend)
     assert made.captures is triton and made.defaults.dtype == torch.bfloat16 and made.defaults.page_size == 16
     assert ("kernels in Triton" in caplog.text) == triton and ("not installed" in caplog.text) == (not triton)
     assert cudnn == [False], "it plans for 25 to 70 ms at each new length of a prompt"

@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.backend.base import Backend, LayerKv, Rotation
 from app.engine.backend.torch import TorchBackend
 from app.engine.cuda.backend import CudaBackend
-from app.engine.dflash.verify import verify
 from app.engine.models.layers import RotaryTable
-from app.engine.step.forward import AttentionInputs, follow, places
 
 torch.set_num_threads(1)
 
@@ -136,15 +134,8 @@ def test_positions_and_slots_of_ragged_rows(backend, dtype, page_size):
     position_offsets = (torch.tensor(starts) - query_start_loc[:-1]).to(torch.int32)
     table = torch.randint(1 << 20, (4, 140), generator=noise).to(torch.int32)
     numbers = torch.arange(sum(counts), dtype=torch.int32)
-    expected = places(
-        AttentionInputs(
-            seq_ids,
-            position_offsets,
-            AttentionMetadata(query_start_loc, query_start_loc, table, counts, counts, page_size, True),
-        ),
-        numbers,
-    )
-    found = backend.fused_places(seq_ids, position_offsets, numbers, table, page_size)
+    arguments = (seq_ids, position_offsets, numbers, table, page_size)
+    found, expected = (made.positions_and_slots(*arguments) for made in (backend, REFERENCE))
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == torch.int32 and torch.equal(got, want)
 
@@ -160,7 +151,7 @@ def test_verify_is_the_reference_whatever_is_accepted(backend, dtype):
         draft_index = torch.where(num_drafts > 0, torch.randint(4, (7,), generator=noise), 0)
         lengths = [x.to(torch.int32) for x in (first, num_drafts, draft_index)]
         for some in (drafts, None):
-            found, expected = backend.fused_verify(choices, some, *lengths), verify(choices, some, *lengths)
+            found, expected = (made.verify(choices, some, *lengths) for made in (backend, REFERENCE))
             assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
@@ -175,8 +166,8 @@ def test_sequences_begin_where_the_step_before_has_brought_them(backend, dtype):
         places = (torch.arange(num_seqs + 1) * width).to(torch.int32)[:-1]
         before = [torch.randint(90, (size,), generator=noise).to(torch.int32) for size in (700, num_seqs, num_seqs)]
         found, expected = ([x.clone() for x in before] for _ in range(2))
-        for run, (token_ids, position_offsets, kv_len) in ((backend.fused_follow, found), (follow, expected)):
-            run(verified, lines, token_ids, places, position_offsets, kv_len)
+        for run, (token_ids, position_offsets, kv_len) in ((backend, found), (REFERENCE, expected)):
+            run.advance_by_accepted(verified, lines, token_ids, places, position_offsets, kv_len)
         assert all(map(torch.equal, found, expected))
         tokens, *lengths = found
         for i, line in enumerate(lines.tolist()):
@@ -192,4 +183,4 @@ def test_a_step_that_samples_nobody_verifies_nothing(backend, dtype):
     none = torch.zeros(0, dtype=torch.int32)
     for drafts in (None, torch.zeros(1, 3, dtype=torch.int32)):
         lengths = (none.long(), drafts, none, none, none)
-        assert backend.fused_verify(*lengths).shape == verify(*lengths).shape
+        assert backend.verify(*lengths).shape == REFERENCE.verify(*lengths).shape

@@ -24,6 +24,8 @@ PAGE = 128
 
 
 class OnNpu(TorchBackend):
+    memory_is_host = can_wait_cheaply = False
+
     def __init__(self, device: torch.device) -> None:
         Backend.__init__(self, device)
         self.defaults = Defaults(dtype=torch.float32, page_size=PAGE, max_num_seqs=4)

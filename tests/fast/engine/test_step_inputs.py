@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from app.engine.backend.base import AttentionMetadata
+from app.engine.backend.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Request, Sequence
 from app.engine.step import inputs as step_inputs
-from app.engine.step.forward import AttentionInputs, places
 from app.engine.step.graph_sizes import settle_graph_sizes
 from app.engine.step.inputs import RowGroup, StepInputs
 
@@ -83,8 +83,9 @@ def on_device(group: RowGroup, page_size: int) -> tuple[list[int], list[int]]:
         page_size,
         True,
     )
-    positions, slot_mapping = places(
-        AttentionInputs(seq_ids, position_offsets, meta), torch.arange(len(seq_ids), dtype=torch.int32)
+    row_numbers = torch.arange(len(seq_ids), dtype=torch.int32)
+    positions, slot_mapping = TorchBackend(torch.device("cpu")).positions_and_slots(
+        seq_ids, position_offsets, row_numbers, meta.page_table, meta.page_size
     )
     assert positions.dtype == slot_mapping.dtype == torch.int32, "what Ascend's operators take"
     return positions.tolist(), slot_mapping.tolist()

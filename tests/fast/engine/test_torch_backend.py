@@ -21,7 +21,6 @@ from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, with_pairs_adjacent
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler, SamplingMetadata
-from app.engine.step.forward import AttentionInputs, places
 from tests.fast.engine.reference import choose, gumbel
 
 torch.set_num_threads(1)
@@ -140,7 +139,7 @@ def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, sc
     """Long prompts are cut by rows, and sequences of different sizes go to different calls."""
     for name, bound in (("MAX_SCORES", scores), ("SMALL_CALL", small)):
         monkeypatch.setattr(f"app.engine.backend.torch.{name}", bound)
-    monkeypatch.setattr(backend, "gathered_at_once", tokens)
+    monkeypatch.setattr(backend, "max_gathered_tokens", tokens)
     num_calls = []
     for query_lens, host_seq_lens in LENGTHS.values():
         case = Ragged(query_lens, host_seq_lens, causal=causal)
@@ -150,7 +149,7 @@ def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, sc
 
 
 def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(backend, monkeypatch):
-    monkeypatch.setattr(backend, "gathered_at_once", 64)
+    monkeypatch.setattr(backend, "max_gathered_tokens", 64)
     monkeypatch.setattr("app.engine.backend.torch.SMALL_CALL", 0)
     alike = Ragged([2] * 6, [30, 28, 32, 29, 31, 27])
     alike.check(backend)
@@ -366,14 +365,13 @@ def test_a_weight_that_was_laid_out_gives_the_same(backend, rows):
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_the_cpus_places_are_the_stages_own(page_size):
+def test_the_cpus_positions_and_slots_are_the_composed_ones(page_size):
     owners = torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32)
     offsets = torch.tensor([9, 12, 40], dtype=torch.int32)
     table = torch.randperm(36, generator=seeded()).to(torch.int32).view(3, 12)
-    meta = AttentionMetadata(offsets, offsets, table, [3, 1, 2], [12, 16, 46], page_size, causal=True)
-    numbers = torch.arange(6, dtype=torch.int32)
-    found = CpuBackend(CPU).fused_places(owners, offsets, numbers, table, page_size)
-    for got, expected in zip(found, places(AttentionInputs(owners, offsets, meta), numbers), strict=True):
+    arguments = (owners, offsets, torch.arange(6, dtype=torch.int32), table, page_size)
+    found, composed = (made(CPU).positions_and_slots(*arguments) for made in (CpuBackend, TorchBackend))
+    for got, expected in zip(found, composed, strict=True):
         assert got.dtype == torch.int32 and torch.equal(got, expected)
 
 
@@ -480,7 +478,7 @@ def test_logits_are_never_made_for_more_rows_than_a_chunk_has(backend, monkeypat
 
 def test_an_accelerator_reads_the_lm_head_once_for_32_whole_blocks_unless_rows_are_drawn():
     counting = Counting(CPU)
-    counting.device = torch.device("meta")
+    counting.device, counting.memory_is_host = torch.device("meta"), False
     vocab_size, rows = 151_936, 32 * 16 + 1
     sampler = Sampler(vocab_size, counting)
     hidden, lm_head = (torch.empty(size, 4, device="meta") for size in (rows, vocab_size))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.cpu.backend import CpuBackend
-from app.engine.dflash.verify import verify
+from app.engine.verify import verify
 
 torch.set_num_threads(1)
 
@@ -39,7 +39,7 @@ class Case:
         lists = (self.first, self.num_drafts, self.draft_index)
         choices, *lengths = (torch.tensor(x, dtype=torch.int64) for x in (self.choices, *lists))
         packed = verify(choices, drafts, *lengths)
-        on_cpu = CpuBackend.fused_verify(choices, drafts, *lengths)
+        on_cpu = CpuBackend(torch.device("cpu")).verify(choices, drafts, *lengths)
         assert packed.dtype == on_cpu.dtype == torch.int64
         assert packed.tolist() == on_cpu.tolist()
         return packed.tolist()

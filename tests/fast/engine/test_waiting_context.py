@@ -50,7 +50,7 @@ def test_no_slot_that_waits_is_written_by_another_and_nobody_drafts_before(
     def watched_choose(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
         owed = slots_of(forward.pending_context._steps)
-        written = {slot for rows in inputs.groups for slot in forward._places(rows)[1].tolist()}
+        written = {slot for rows in inputs.groups for slot in forward._positions_and_slots(rows)[1].tolist()}
         assert not owed & written
         found = choose(inputs, *args, **kwargs)
         most = max(most, len(forward.pending_context._steps))

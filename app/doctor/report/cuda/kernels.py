@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +12,11 @@ from torch import Tensor
 from app.doctor.report.cuda.floor import BANDWIDTH
 from app.doctor.report.cuda.parts import Part, Row, failure
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
-from app.engine.backend.torch import TorchBackend
 from app.engine.build.self_test import TOLERANCE
 from app.engine.cuda import rows as rows_of_backend
 from app.engine.cuda.backend import CudaBackend
-from app.engine.dflash.verify import verify
+from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.models.layers import RotaryTable
-from app.engine.step.forward import AttentionInputs, follow, places
 
 CALLS = 20
 """Of a kernel in the graph that is timed: a launch from Python costs more than most of them take."""
@@ -56,7 +53,7 @@ class Cases:
 
     def __init__(self, backend: CudaBackend, sizes: Sizes, dtype: torch.dtype) -> None:
         self._backend, self._sizes, self._dtype = backend, sizes, dtype
-        self._reference = TorchBackend(backend.device)
+        self._reference = TorchCudaBackend(backend.device)
         self._noise = torch.Generator(backend.device).manual_seed(0)
 
     def all(self) -> list[Case]:
@@ -182,12 +179,11 @@ class Cases:
 
     def _of_blocks(self, batch: int) -> list[Case]:
         """Integers and copies: the same bit by bit."""
-        backend, sizes = self._backend, self._sizes
+        backend, reference, sizes = self._backend, self._reference, self._sizes
         rows, drafts = batch * sizes.block, batch * (sizes.block - 1)
         seq_ids = self._ints([i // sizes.block for i in range(rows)])
         position_offsets = self._ints([self._sizes.context - sizes.block * i for i in range(batch)])
         table = self._slots(batch * (sizes.context // 16 + 2)).view(batch, -1)
-        meta = AttentionMetadata(seq_ids, seq_ids, table, [sizes.block] * batch, [], 16, True)
         numbers = self._ints(list(range(rows)))
         embedding, anchors = self._normal(64, sizes.hidden), self._ints([i % 64 for i in range(batch)])
         choices = torch.randint(2, (rows,), generator=self._noise, device=backend.device)
@@ -198,16 +194,16 @@ class Cases:
         verified = torch.randint(sizes.block, (batch, sizes.block + 1), generator=self._noise, device=backend.device)
         lines = self._ints(list(reversed(range(batch))))
 
-        def begun(follow: Any) -> tuple[Tensor, ...]:
+        def advanced(on: Backend) -> tuple[Tensor, ...]:
             token_ids, starts, kv_len = numbers.clone(), position_offsets.clone(), position_offsets.clone()
-            follow(verified, lines, token_ids, lengths[0], starts, kv_len)
+            on.advance_by_accepted(verified, lines, token_ids, lengths[0], starts, kv_len)
             return token_ids, starts, kv_len
 
         return [
             Case(
-                f"places, {rows} rows",
-                lambda: backend.fused_places(seq_ids, position_offsets, numbers, table, 16),
-                lambda: places(AttentionInputs(seq_ids, position_offsets, meta), numbers),
+                f"positions_and_slots, {rows} rows",
+                lambda: backend.positions_and_slots(seq_ids, position_offsets, numbers, table, 16),
+                lambda: reference.positions_and_slots(seq_ids, position_offsets, numbers, table, 16),
                 12 * rows,
                 exact=True,
             ),
@@ -220,15 +216,15 @@ class Cases:
             ),
             Case(
                 f"verify, {batch} sequences",
-                lambda: (backend.fused_verify(choices, blocks, *lengths),),
-                lambda: (verify(choices, blocks, *lengths),),
+                lambda: (backend.verify(choices, blocks, *lengths),),
+                lambda: (reference.verify(choices, blocks, *lengths),),
                 12 * rows,
                 exact=True,
             ),
             Case(
-                f"follow, {batch} sequences, and three copies",
-                lambda: begun(backend.fused_follow),
-                lambda: begun(follow),
+                f"advance_by_accepted, {batch} sequences, and three copies",
+                lambda: advanced(backend),
+                lambda: advanced(reference),
                 8 * rows,
                 exact=True,
             ),

@@ -17,9 +17,7 @@ from app.doctor.operators import Inputs, Operator, difference
 from app.doctor.report.npu.part import Part, Prompts, Result, rounded
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.backend.factory import make_backend
-from app.engine.dflash.verify import verify
 from app.engine.sampling.sampler import Sampler
-from app.engine.step.forward import AttentionInputs, places
 
 PAGE = 128
 BF16 = 2.0**-7
@@ -242,10 +240,9 @@ def _places(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     query_lens = [1 + i for i in range(16)]
     query_start_loc = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32).to(backend.device)
     starts, table = inputs.integers(0, 900, 16), inputs.scattered(16 * 8, 999).view(16, 8)
-    meta = AttentionMetadata(query_start_loc, starts, table, query_lens, [], PAGE, causal=True)
     numbers = torch.arange(sum(query_lens), dtype=torch.int32, device=backend.device)
     owners = torch.tensor([i for i, rows in enumerate(query_lens) for _ in range(rows)], dtype=torch.int32)
-    return places(AttentionInputs(owners.to(backend.device), starts - query_start_loc[:-1], meta), numbers)
+    return backend.positions_and_slots(owners.to(backend.device), starts - query_start_loc[:-1], numbers, table, PAGE)
 
 
 def _verify(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -254,4 +251,4 @@ def _verify(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
     counts = num_drafts.cpu() + 1
     first = (counts.cumsum(0) - counts).to(backend.device, torch.int32)
     choices, drafts = inputs.integers(0, 3, 16 * 16).long(), inputs.integers(0, 2, 16, 15)
-    return (verify(choices, drafts, first, num_drafts, inputs.scattered(16, 16)),)
+    return (backend.verify(choices, drafts, first, num_drafts, inputs.scattered(16, 16)),)

@@ -1,0 +1,41 @@
+"""The backend on CUDA GPUs without Triton: PyTorch's operators, and no graphs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from app.engine.backend import accelerator
+from app.engine.backend.base import Defaults
+from app.engine.backend.torch import TorchBackend
+
+
+class TorchCudaBackend(TorchBackend):
+    """PyTorch's operators, pinned copies and the GPU's own memory. On a CPU it is for tests."""
+
+    memory_is_host = False
+    can_wait_cheaply = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            torch.cuda.set_device(device)
+            # On Hopper cuDNN's attention makes a plan for each new length, which takes 25 to 70 ms.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256)
+
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        if self.on_gpu:
+            accelerator.upload(host, to)
+        else:
+            super().upload(host, to)
+
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        return accelerator.start_download(x, torch.cuda) if self.on_gpu else super().start_download(x)
+
+    def memory(self) -> tuple[int, int]:
+        return accelerator.memory(self.device, torch.cuda) if self.on_gpu else super().memory()
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        return accelerator.peak_memory(run, torch.cuda) if self.on_gpu else super().peak_memory(run)

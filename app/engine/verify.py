@@ -1,0 +1,29 @@
+"""Verification: keep the longest prefix of the draft that equals the target's own choices, plus one bonus token.
+
+Because a kept draft *equals* the target's choice, the emitted tokens are the target's choices themselves, at any
+temperature. The draft decides how many tokens a step emits, never which. That makes every drafter lossless.
+"""
+
+import torch
+from torch import Tensor
+
+
+def verify(
+    choices: Tensor, drafts: Tensor | None, logits_start: Tensor, num_drafts: Tensor, draft_index: Tensor
+) -> Tensor:
+    """Accept drafts of S sequences at once.
+
+    `choices` [R] int64 is the target's choice after each logit row. Sequence i has the rows logits_start[i] ..
+    logits_start[i] + num_drafts[i], int32 [S]. `drafts` [D, columns] int32 has the drafts of sequence i in row
+    draft_index[i], or in any row if it has none. Returns [S, w + 1] int64: the choices of a sequence padded with
+    repeats, then its number of accepted drafts. w is the columns and one more, or 1 without drafts.
+    """
+    if drafts is None:
+        return torch.stack((choices[logits_start], torch.zeros_like(logits_start)), dim=1)
+    column = torch.arange(drafts.shape[1] + 1, device=choices.device)
+    rows = logits_start[:, None] + torch.minimum(column, num_drafts[:, None])
+    tokens = choices[rows]
+    kept = (tokens[:, :-1] == drafts[draft_index]) & (column[1:] <= num_drafts[:, None])
+    # The first draft that is not kept. A product along the rows would run on an NPU's host processor (N32).
+    accepted = torch.where(kept, drafts.shape[1], column[:-1]).amin(dim=1, keepdim=True)
+    return torch.cat((tokens, accepted), dim=1)
