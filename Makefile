@@ -34,7 +34,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Only from make's command line: conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench test test-rest test-all golden test-npu-if-possible test-npu npu-launches check proof soak audit
+.PHONY: serve bench test test-rest test-all golden test-npu-if-possible test-npu npu-launches check prose proof soak audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -100,7 +100,12 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.prose
 	$(BIN)/bandit --quiet --recursive app --configfile pyproject.toml --severity-level medium
+
+# The number of findings in each folder; those in the list CLEAN of tools/prose.py have none.
+prose: $(DEV_STAMP)
+	$(BIN)/python -m tools.prose --all
 
 # Are there known holes in what is installed? No part of `check`: it asks PyPI's advisories, which need a network, and fails
 # where they cannot be had.
