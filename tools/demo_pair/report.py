@@ -1,6 +1,6 @@
-"""Measures the shipped pair on held-out samples with the engine itself: `python -m tools.demo_pair.report`.
+"""The shipped pair on held-out samples, decoded by the serving engine: `python -m tools.demo_pair.report`.
 
-Writes the table into README.md beside the checkpoint. Whatever it says was decoded by the code that serves requests.
+The table goes into README.md beside the checkpoint.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
+from app.bench.table import Row, markdown, write_page
 from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, build_engine
 from app.engine.core import Step
@@ -29,8 +30,11 @@ _AT_ONCE = 16
 
 @dataclass
 class Measured:
-    """`tokens` were emitted by `steps` steps that verified drafts. `verified[k]` steps checked a draft at position k
-    and `accepted[k]` kept it; `entropy` is the target's over its own answers, in nats a token."""
+    """Counts of one domain. `steps` verified drafts and emitted `tokens`.
+
+    `verified[k]` steps checked a draft at position k, and `accepted[k]` kept it. `entropy` is the target's over its own
+    answers, in nats a token.
+    """
 
     domain: str
     samples: int
@@ -41,17 +45,15 @@ class Measured:
     verified: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(1, 16), 0))
     accepted: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(1, 16), 0))
 
-    def row(self) -> list[str]:
-        right = f"{100 * self.right / self.samples:.1f} %" if self.domain in _COUNTED else "-"
-        rates = [f"{self.accepted[k] / max(1, self.verified[k]):.2f}" for k in POSITIONS]
-        return [
-            self.domain,
-            str(self.samples),
-            right,
-            f"{self.tokens / max(1, self.steps):.2f}",
-            *rates,
-            f"{self.entropy:.3f}",
-        ]
+    def row(self) -> Row:
+        return {
+            "domain": self.domain,
+            "samples": self.samples,
+            "right": f"{100 * self.right / self.samples:.1f} %" if self.domain in _COUNTED else "-",
+            "acceptance length": f"{self.tokens / max(1, self.steps):.2f}",
+            **{f"at {k}": f"{self.accepted[k] / max(1, self.verified[k]):.2f}" for k in POSITIONS},
+            "entropy": f"{self.entropy:.3f}",
+        }
 
 
 def measure(
@@ -101,49 +103,8 @@ def entropy_of(target: Target, ids: Sequence[int], first: int) -> float:
     return float(-(log_p.exp() * log_p).sum())
 
 
-def page(rows: Sequence[Measured], command: str) -> str:
-    """The README of the demo pair, as Markdown."""
-    head = ["domain", "samples", "right", "acceptance length", *(f"at {k}" for k in POSITIONS), "entropy"]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *(m.row() for m in rows))]
-    return _PAGE.format(table="\n".join(lines), command=command)
-
-
-_PAGE = """# The demo pair
-
-A Qwen3-shaped target and its DFlash draft, small enough to ship and trained by the code in this folder on
-generated text. It is here to show drafting, acceptance and real text on any machine; it knows nothing else.
-
-`python -m tools.demo_pair.train` makes a pair from nothing, on two CPU cores in about two hours, and goes on where it
-was stopped. It needs the `dev` extra. The shipped pair took 67 minutes for the target and 58 for the draft on two cores
-that did other work besides. Its draft went on twice with more steps, and its tokenizer and target come from the time
-when copy and jumble were one domain, in the same shares.
-
-| domain | what is asked |
-|---|---|
-| math | small arithmetic problems in many wordings, answered in worked steps |
-| prose | short stories from a grammar in which many words fit at every place |
-| code | small Python functions and their explanation |
-| copy | to repeat, reverse, sort, number or capitalise known sentences and sets of words, some with a word changed |
-| jumble | the same with words in no order at all, so that nothing but the prompt says what comes next |
-| talk | greetings, thanks, what the model is, and one honest line for everything it cannot do |
-
-## Held-out samples
-
-Templates that training never saw, fp32, block 16, every block verified whole, greedy unless a temperature is named.
-Printed by
-`{command}`:
-
-{table}
-
-*acceptance length*: tokens per verify step, the bonus included, token-weighted. *at k*: of the drafts verified at
-position k, the share kept (all before them being kept). *entropy*: the target's own uncertainty over its answers, in
-nats a token: where it is high, as in prose, no draft can know the next word. *right*: the final number in math, the
-exact text in copy, jumble and code; stories and talk have many good answers.
-"""
-
-
 def write_report(folder: Path = CHECKPOINT, count: int = 200, seed: int = 1) -> None:
-    """Measure the pair in `folder` on `count` samples a domain; print the page and write it beside the folder."""
+    """Measure the pair in `folder` on `count` samples a domain, print the table, and put it into the README beside."""
     engine = build_engine(EngineConfig(folder / "target", folder / "draft", device="cpu"))
     tokenizer = Tokenizer(folder / "target")
     target, _, _ = load_pair(folder)
@@ -151,11 +112,12 @@ def write_report(folder: Path = CHECKPOINT, count: int = 200, seed: int = 1) -> 
     for domain in DOMAINS:
         chosen = list(itertools.islice(samples(domain, "heldout", seed), count))
         rows.append(measure(engine, tokenizer, target, domain, chosen))
-        if domain == "prose":  # People let stories be drawn; greedy ones are the same few sentences.
+        if domain == "prose":  # greedy stories are the same few sentences
             rows.append(measure(engine, tokenizer, target, domain, chosen, temperature=1.0))
-    text = page(rows, f"python -m tools.demo_pair.report --samples {count} --seed {seed}")
-    (folder.parent / "README.md").write_text(text)
-    print(text)
+    table = markdown([measured.row() for measured in rows])
+    print(table)
+    if (page := folder.parent / "README.md").exists():
+        write_page(page, [f"`python -m tools.demo_pair.report --samples {count} --seed {seed}`:", table])
 
 
 def main() -> None:
