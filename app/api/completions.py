@@ -23,7 +23,7 @@ async def completions(request: Request) -> Response:
     params = ["prompt"] if body.prompt_is_one else [f"prompt.{i}" for i in range(body.num_prompts)]
     with call.acquire() as permits:
         given = [
-            await prompts.of_prompt(call.services, prompt, param, info, add_special_tokens=special)
+            await prompts.encode_prompt(call.services, prompt, param, info, add_special_tokens=special)
             for prompt, param in zip(body.prompts, params, strict=True)
         ]
         budgets = [

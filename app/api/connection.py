@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's own, with an end to everything that a client could make it wait for."""
+"""Connection of one client: uvicorn's own, with a time limit on everything that a client can delay."""
 
 import asyncio
 import socket
@@ -9,31 +9,31 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from app.api.errors import ApiError
-from app.api.middleware import MOST_HEAD_BYTES, head_too_large
+from app.api.middleware import MAX_HEAD_BYTES, head_too_large
 
 HEAD_SECONDS = 10.0
 STALLED_SECONDS = 120.0
 _KEEP_ALIVE_SECONDS = 75
-"""Longer than proxies keep a connection (60 s mostly): who closes first may lose what the other sends just then."""
+"""Longer than the 60 s of most proxies, because the side that closes first may lose a request of the other side."""
 
 
 class Connection(H11Protocol):
-    """A head must be whole HEAD_SECONDS after it, or the connection, began. For bodies see body.py, for clients that
-    do not read `set_stall_timeout`.
+    """A connection that is closed if a head is not complete after HEAD_SECONDS.
 
-    h11, because httptools loses the bodies of clients that offer h2c (Java's own) and chunks answers to HTTP/1.0.
+    body.py limits the time of bodies, and `set_stall_timeout` the time of clients that do not read. The parser is h11,
+    because httptools loses the bodies of clients that offer h2c, like Java's, and chunks answers to HTTP/1.0.
     """
 
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_head()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
-            self._expect_head()
+            self._start_timer()
         else:
             self._stop_timer()
 
@@ -41,7 +41,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._stop_timer()
 
-    def _expect_head(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
@@ -51,7 +51,7 @@ class Connection(H11Protocol):
             self._timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, in OpenAI's shape. uvicorn calls this while it handles h11's exception."""
+        """Answer bytes that are no HTTP in OpenAI's shape. uvicorn calls this while it handles h11's exception."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = sys.exc_info()[1]
             too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
@@ -64,20 +64,20 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An offer to upgrade is passed over, which HTTP allows."""
+        """Ignore an offer to upgrade, which HTTP allows."""
 
 
 SETTINGS: dict[str, Any] = {
     "http": Connection,
     "ws": "none",
     "lifespan": "off",
-    "h11_max_incomplete_event_size": MOST_HEAD_BYTES,
+    "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
     "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
 }
-"""For uvicorn.Config."""
+"""Keyword arguments of uvicorn.Config."""
 
 
 def set_stall_timeout(listener: socket.socket) -> None:
-    """Let the kernel end connections whose client, though alive, has read nothing for STALLED_SECONDS. Linux only."""
+    """Let the kernel end connections whose client reads nothing for STALLED_SECONDS. Only on Linux."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALLED_SECONDS))

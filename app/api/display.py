@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while the server starts: a progress bar, then a short table."""
+"""Display of the start at a terminal: a progress bar, then a short table."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 async def show_start(engine: EngineClient, url: str, model: str) -> None:
-    """Follow the engine until it is ready, then print the table; again after a restart. Runs until cancelled."""
+    """Show the engine's progress and then the table, at every start of the engine. Runs until cancelled."""
     console = Console(stderr=True)
     while True:
         state = await _show_loading(engine, console)
@@ -34,7 +34,7 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
 
 
 async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
-    """A progress bar on a terminal, else a log line for every stage."""
+    """Show a progress bar on a terminal, else log a line for every stage. Return the state behind loading."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
     shown: AbstractContextManager[object] = bar if console.is_terminal else nullcontext()
@@ -56,7 +56,7 @@ def _advance(bar: Progress, task: TaskID, progress: LoadProgress) -> None:
 
 
 def ready_table(info: EngineInfo) -> Table:
-    """What was loaded."""
+    """Return the table of what is loaded."""
     table = Table(title="dflash-server is ready", show_header=False, title_justify="left", min_width=60)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -75,7 +75,7 @@ def ready_table(info: EngineInfo) -> Table:
 
 
 def first_request(url: str, model: str) -> str:
-    """A curl command that works as it stands."""
+    """Return a curl command that works unchanged."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     return shlex.join(["curl", f"{url}/v1/chat/completions", "-d", body])
 

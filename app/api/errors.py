@@ -1,5 +1,6 @@
-"""Every error a client can get, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from http import HTTPStatus
 
@@ -13,28 +14,19 @@ from app.client.supervisor import EngineUnavailable
 from app.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 2
-_LONGEST_ECHO = 64
 _CLIENT_CLOSED_REQUEST = 499
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """What to answer instead of a result. `param` names the field at fault, dotted ("messages.0.role")."""
+    """An error to answer with. `param` is the dotted path of the field at fault, like "messages.0.role"."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = headers
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] | None = None
 
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
@@ -51,9 +43,9 @@ class ApiError(Exception):
         return Response(content, self.status, headers=self.headers, media_type="application/json")
 
 
-def clip(text: str, longest: int = _LONGEST_ECHO) -> str:
-    """What a client sent, short enough to be said back."""
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+def clip(text: str, max_length: int = 64) -> str:
+    """Return a client's text, short enough for a message."""
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -61,34 +53,35 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_val
 
 
 def body_too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, f"The body is larger than {limit:,} bytes, the most that is read. Send less.", code="request_too_large"
-    )
+    message = f"The body is larger than {limit:,} bytes, the most that is read. Send less."
+    return ApiError(413, message, code="request_too_large")
 
 
-def model_not_found(asked: str, served: list[str]) -> ApiError:
+def model_not_found(name: str, served: list[str]) -> ApiError:
     names = ", ".join(f"`{name}`" for name in served)
-    return ApiError(
-        404, f"The model `{clip(asked)}` does not exist here. Served: {names}.", param="model", code="model_not_found"
-    )
+    message = f"The model `{clip(name)}` does not exist here. Served: {names}."
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def context_length_exceeded(
-    param: str, limit: int, prompt: int, asked: int | None = None, *, at_least: bool = False
+    param: str, limit: int, prompt: int, max_tokens: int | None = None, *, at_least: bool = False
 ) -> ApiError:
-    """`asked` is the explicit limit on new tokens, if that is what makes it too long; `at_least` bounds `prompt`."""
-    if asked is None:
+    """Return the error of a `prompt` that is too long by itself, or together with the client's `max_tokens`.
+
+    `at_least` marks a `prompt` whose number of tokens is a lower bound.
+    """
+    if max_tokens is None:
         count = f"at least {prompt}" if at_least else f"{prompt}"
-        given = f"your prompt has {count} tokens, which leaves no room for an answer. Shorten the prompt"
+        reason = f"your prompt has {count} tokens, which leaves no room for an answer. Shorten the prompt"
     else:
-        given = f"you asked for {prompt + asked}: {prompt} in the prompt and {asked} to be made. Reduce one of them"
-    return bad_request(
-        f"This model's maximum context length is {limit} tokens, and {given}.", param, "context_length_exceeded"
-    )
+        total = f"{prompt + max_tokens}: {prompt} in the prompt and {max_tokens} to be made"
+        reason = f"you asked for {total}. Reduce one of them"
+    message = f"This model's maximum context length is {limit} tokens, and {reason}."
+    return bad_request(message, param, "context_length_exceeded")
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """The engine is loading, draining or gone; the same request may be sent again later."""
+    """Return the 503 of an engine that is loading, draining or dead. The client may send the request again."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
@@ -99,14 +92,14 @@ def busy(message: str, code: str = "server_busy") -> ApiError:
 def deadline_exceeded() -> ApiError:
     return ApiError(
         504,
-        "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended. What came of "
-        "the answer, if anything, is not all of it.",
+        "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended. Its answer is "
+        "incomplete.",
         code="deadline_exceeded",
     )
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
-    """Answer every exception in OpenAI's shape. Requests that the engine refuses are counted in `metrics`."""
+    """Answer every exception of `app` in OpenAI's shape. Count the requests that the engine refuses in `metrics`."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(Busy, partial(_turned_away, metrics))
     app.add_exception_handler(EngineUnavailable, partial(_turned_away, metrics))
@@ -121,7 +114,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _turned_away(metrics: Metrics, request: Request, error: Exception) -> Response:
-    """Answer 429 or 503 to a request that the engine does not take now."""
+    """Answer 429 or 503 to a request that the engine does not admit now."""
     if isinstance(error, EngineUnavailable):
         refusal = unavailable(str(error), f"engine_{error.phase}")
     else:
@@ -131,7 +124,7 @@ async def _turned_away(metrics: Metrics, request: Request, error: Exception) -> 
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
-    """What Starlette itself refuses: unknown paths and wrong methods."""
+    """Answer Starlette's own errors, like unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     where = f"{request.method} {clip(request.scope['path'])}"
@@ -139,7 +132,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         answer = ApiError(404, f"There is nothing at {where}.", code="not_found")
     elif error.status_code == 405:
         methods = set(headers.get("Allow", "").split(", "))
-        if methods & {"GET", "HEAD"}:  # Starlette names one route's alone, and HEAD has a route of its own here.
+        if methods & {"GET", "HEAD"}:  # HEAD has its own route, and Starlette names those of one route.
             methods |= {"GET", "HEAD"}
         allowed = headers["Allow"] = ", ".join(sorted(methods))
         answer = ApiError(405, f"{where} is not possible: use {allowed}.", code="method_not_allowed", headers=headers)
@@ -150,10 +143,10 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this; the status is for the access log."""
+    """Set the status for the access log, because the client has left."""
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    """A bug of ours. The log has the traceback; the client gets nothing of it."""
+    """Answer 500 to a bug. The log has the traceback."""
     return ApiError(500, "The server failed on this request; its log says why.", code="internal_error").response()

@@ -1,4 +1,4 @@
-"""Around every request: its id, taken or made, one line in the access log, the API key, and a proxy's prefix."""
+"""ASGI layers around every request: its id, the access log, limits of its head, keys, CORS, and a proxy's prefix."""
 
 import asyncio
 import hashlib
@@ -23,15 +23,16 @@ logger = logging.getLogger("app.access")
 
 _PROBES = {"/live", "/ready", "/health", "/metrics"}
 OPEN_PATHS = {"/", "/docs", "/openapi.json", "/live", "/ready", "/health"}
-MOST_HEADERS = 100
-MOST_HEAD_BYTES = 2**15
+MAX_HEADERS = 100
+MAX_HEAD_BYTES = 2**15
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestIds:
-    """Takes X-Request-Id (1 to 128 printable ASCII characters) or makes one, returns it, and logs the request.
+    """Layer that gives every request an id, returns it as X-Request-Id, and logs the request.
 
-    This wraps the application from outside, so that even the answer to a bug of ours carries the id.
+    The client's X-Request-Id is used if it has 1 to 128 printable ASCII characters. This is the outermost layer, so
+    that the 500 of a bug has the id too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -41,8 +42,9 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        identifier = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        identifier = Headers(scope=scope).get("x-request-id", "")
+        if not _SAFE_ID.fullmatch(identifier):
+            identifier = uuid.uuid4().hex
         token = request_id.set(identifier)
         started = time.monotonic()
         status = 0
@@ -56,20 +58,20 @@ class RequestIds:
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             try:
                 await send(message)
-            except RuntimeError as error:  # uvloop's way to say that the client hung up while uvicorn was answering.
+            except RuntimeError as error:  # uvloop raises this if the client has left.
                 if "the handler is closed" not in str(error):
                     raise
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            # Starlette answers 500 and raises again. Once the client has its answer the connection may live on; a
-            # response broken off in the middle must end with it, which is what uvicorn does.
+            # Starlette answers 500 and raises again. A complete answer leaves the connection usable. For an incomplete
+            # one uvicorn closes the connection.
             if not complete:
                 raise
-            logger.exception("a bug of ours answered %s %s with 500", scope["method"], quote(scope["path"]))
+            logger.exception("a bug answered %s %s with 500", scope["method"], quote(scope["path"]))
         except asyncio.CancelledError:
-            # uvicorn ends what still runs when it goes down. A client that has no answer yet gets one.
+            # uvicorn cancels running requests at its shutdown. A client without an answer gets one.
             if status:
                 raise
             answer = unavailable("The server is shutting down.", "engine_draining").response()
@@ -77,13 +79,13 @@ class RequestIds:
         finally:
             level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
             milliseconds = 1000 * (time.monotonic() - started)
-            path = quote(scope["path"])  # A path may hold anything, line ends too.
+            path = quote(scope["path"])  # A path may contain line ends.
             logger.log(level, "%s %s %d %.1f ms", scope["method"], path, status, milliseconds)
             request_id.reset(token)
 
 
 class Keys:
-    """Keys of which a request may bear one. Comparing takes the same time whatever was sent."""
+    """Set of keys. A comparison takes the same time for every key that a client sends."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
@@ -92,10 +94,10 @@ class Keys:
         return len(self._digests)
 
     def check(self, headers: Headers, what: str) -> None:
-        """Raises ApiError 401, which says that `what` is needed, unless the headers bear one of the keys."""
+        """Raise ApiError 401, which says that `what` is needed, unless the headers have one of the keys."""
         kind = headers.get("authorization", "").partition(" ")[0]
-        given = shown_key(headers)
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        sent = sent_key(headers)
+        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401,
@@ -105,14 +107,16 @@ class Keys:
             )
 
 
-def shown_key(headers: Headers) -> bytes:
-    """The digest of the key that a request shows, whatever case and spaces are around it."""
+def sent_key(headers: Headers) -> bytes:
+    """Return the digest of the request's key, without the spaces around it."""
     return _digest(headers.get("authorization", "").partition(" ")[2].strip(" ").encode("latin-1"))
 
 
 class ApiKeys:
-    """Lets only requests through that bear one of `keys`, but for OPEN_PATHS: probes have no key, and pages tell
-    nothing of this server but what it can do."""
+    """Layer that answers 401 to requests without one of `keys`.
+
+    OPEN_PATHS need none, because probes have no key, and pages show only what the server can do.
+    """
 
     def __init__(self, app: ASGIApp, keys: Keys, root_path: str = "") -> None:
         self._app = app
@@ -132,7 +136,7 @@ class ApiKeys:
 
 
 class HeadLimits:
-    """Answers 431 to a head that no client of ours has reason to send."""
+    """Layer that answers 431 to a head with too many headers or bytes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -142,7 +146,7 @@ class HeadLimits:
             headers = scope["headers"]
             size = sum(len(name) + len(value) for name, value in headers)
             size += len(scope["raw_path"]) + len(scope["query_string"])
-            if len(headers) > MOST_HEADERS or size > MOST_HEAD_BYTES:
+            if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
                 await head_too_large().response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -151,31 +155,33 @@ class HeadLimits:
 def head_too_large() -> ApiError:
     return ApiError(
         431,
-        f"A request may have {MOST_HEADERS} headers, and {MOST_HEAD_BYTES:,} bytes of them with its path. Send less.",
+        f"A request may have {MAX_HEADERS} headers, and {MAX_HEAD_BYTES:,} bytes of them with its path. Send less.",
         code="headers_too_large",
         headers={"Connection": "close"},
     )
 
 
 class CloseWhileDraining:
-    """While the server drains, every answer ends its connection: the client's next request goes to another replica, and
-    none is on its way when the connection closes."""
+    """Layer that closes each connection with its answer while the server drains.
+
+    The client's next request then goes to another replica, and none is in flight when the server ends.
+    """
 
     def __init__(self, app: ASGIApp, engine: EngineClient) -> None:
         self._app = app
         self._engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_last(message: Message) -> None:
+        async def send_and_close(message: Message) -> None:
             if message["type"] == "http.response.start" and self._engine.state.phase == "draining":
                 MutableHeaders(scope=message)["Connection"] = "close"
             await send(message)
 
-        await self._app(scope, receive, send_last)
+        await self._app(scope, receive, send_and_close)
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, with refusals in OpenAI's shape."""
+    """Starlette's layer for CORS, with errors in OpenAI's shape."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
@@ -189,7 +195,7 @@ class Cors(CORSMiddleware):
 
 
 class RootPath:
-    """Sends `GET /llm` on to `/llm/`, where the page's relative links work, if /llm is what a proxy puts in front."""
+    """Layer that redirects GET /llm to /llm/ behind a proxy's prefix /llm, because the page's links are relative."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app

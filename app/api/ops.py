@@ -1,4 +1,4 @@
-"""What operators and orchestrators ask (is it alive, is it ready, how is it doing), and what they may change."""
+"""Probes, metrics and the one change that operators and orchestrators may make."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ router = APIRouter()
 @router.head("/live", include_in_schema=False)
 @router.get("/live")
 async def live() -> Response:
-    """200 as long as this process answers at all."""
+    """Return 200 while this process answers."""
     return json_response({"status": "live"})
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", **openapi.READY)
 async def ready(request: Request) -> Response:
-    """200 only when requests are taken; else 503 with the phase, the reason if any, and how far loading is."""
+    """Return 200 if requests are admitted, else 503 with the phase, the reason and the progress of loading."""
     state = services_of(request).engine.state
     return json_response(_describe(state)) if state.phase == "ready" else _not_ready(state)
 
@@ -33,7 +33,7 @@ async def ready(request: Request) -> Response:
 @router.head("/health", include_in_schema=False)
 @router.get("/health", **openapi.HEALTH)
 async def health(request: Request) -> Response:
-    """200 with no body while the engine works, draining included; 503 while it loads or is dead."""
+    """Return 200 without a body while the engine works or drains, and 503 while it loads or is dead."""
     state = services_of(request).engine.state
     if state.phase in ("ready", "draining"):
         return Response(status_code=200)
@@ -49,7 +49,7 @@ async def metrics(request: Request) -> Response:
 @router.post("/flush_cache", include_in_schema=False)
 @router.post("/reset_prefix_cache", **openapi.RESET_PREFIX_CACHE)
 async def reset_prefix_cache(request: Request) -> Response:
-    """No request from now on finds a cached prefix. Needs an admin key, if there are any."""
+    """Forget all cached prefixes. Needs an admin key if the server has any."""
     admin_keys: Keys = request.app.state.admin_keys
     if admin_keys:
         admin_keys.check(request.headers, "An admin key")

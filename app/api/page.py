@@ -1,4 +1,4 @@
-"""The pages: at `/` to chat with the model and see DFlash work, at `/docs` what openapi.json says."""
+"""Two pages: a chat that shows DFlash at work at `/`, and the text of openapi.json at `/docs`."""
 
 from functools import cache
 from pathlib import Path

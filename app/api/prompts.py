@@ -1,4 +1,4 @@
-"""From what a request says to the token ids of its prompt."""
+"""Prompts of requests, as token ids."""
 
 import asyncio
 from dataclasses import dataclass
@@ -13,44 +13,45 @@ from app.text.parsers.qwen3 import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong
 
 _LONGEST_TEMPLATE_ERROR = 300
-_END = len("\n\n") + len(END_THINK) + len("\n\n")  # where a template's own opening mark stands, if it has one
+_END_LENGTH = len("\n\n") + len(END_THINK) + len("\n\n")
+"""Characters at the end of a prompt in which a template's own mark of reasoning stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in tokens. `in_reasoning`: its end has opened a reasoning block for the model to go on with."""
+    """Token ids of a prompt. `in_reasoning` if its end opens a reasoning block for the model to continue."""
 
     token_ids: list[int]
     in_reasoning: bool = False
 
 
 async def render_and_encode(
-    services: Services, asked: TemplatedRequest, info: EngineInfo, *, must_fit: bool = True
+    services: Services, body: TemplatedRequest, info: EngineInfo, *, must_fit: bool = True
 ) -> Prompt:
-    """The messages through the chat template, in a thread. Raises ApiError naming the field at fault."""
+    """Return the prompt of a conversation, rendered and encoded in a thread. Raises ApiError that names the field."""
     template = services.tokenizer.chat_template
-    check_template(asked, template)
-    special = bool(asked.add_special_tokens)
+    check_template(body, template)
+    special = bool(body.add_special_tokens)
 
-    def made() -> tuple[str, list[int]]:
+    def work() -> tuple[str, list[int]]:
         text = template.render(
-            [message.for_template() for message in asked.messages],
-            tools=asked.offered_tools or None,
-            add_generation_prompt=asked.add_generation_prompt is not False,
-            continue_final_message=bool(asked.continue_final_message),
-            switches={**services.template_kwargs, **asked.switches(template.switches)},
+            [message.for_template() for message in body.messages],
+            tools=body.offered_tools or None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            switches={**services.template_kwargs, **body.switches(template.switches)},
         )
         return text, _encode(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
 
     try:
-        text, token_ids = await asyncio.to_thread(made)
+        text, token_ids = await asyncio.to_thread(work)
     except ChatTemplateError as error:
         raise bad_request(clip(str(error), _LONGEST_TEMPLATE_ERROR), "messages") from None
-    begun = asked.messages[-1].text if asked.continue_final_message else text[-_END:]
-    return Prompt(token_ids, begun.rfind(THINK) > begun.rfind(END_THINK))
+    end = body.messages[-1].text if body.continue_final_message else text[-_END_LENGTH:]
+    return Prompt(token_ids, end.rfind(THINK) > end.rfind(END_THINK))
 
 
-async def of_text(
+async def encode_text(
     services: Services,
     text: str,
     param: str,
@@ -59,7 +60,7 @@ async def of_text(
     add_special_tokens: bool = True,
     must_fit: bool = True,
 ) -> list[int]:
-    """`text` in tokens, made in a thread. Raises ApiError as `_encode` does."""
+    """Encode `text` in a thread. Raises what `_encode` raises."""
     return await asyncio.to_thread(
         _encode, services, text, param, info, add_special_tokens=add_special_tokens, must_fit=must_fit
     )
@@ -68,11 +69,14 @@ async def of_text(
 def _encode(
     services: Services, text: str, param: str, info: EngineInfo, *, add_special_tokens: bool, must_fit: bool
 ) -> list[int]:
-    """`text` in tokens. Raises ApiError if it has tokens the model does not know, and, without the work of making them,
-    if there must be more than fit (`must_fit`)."""
-    most = info.max_model_len if must_fit else None
+    """Return the token ids of `text`.
+
+    Raises ApiError for a token that the model does not have. With `must_fit` also, and before the work, for a text that
+    is certainly longer than the context.
+    """
+    max_tokens = info.max_model_len if must_fit else None
     try:
-        token_ids = services.tokenizer.encode(text, most, add_special_tokens=add_special_tokens)
+        token_ids = services.tokenizer.encode(text, max_tokens, add_special_tokens=add_special_tokens)
     except PromptTooLong as error:
         raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
     if (largest := max(token_ids, default=0)) >= info.vocab_size:
@@ -84,13 +88,12 @@ def _encode(
     return token_ids
 
 
-async def of_prompt(
+async def encode_prompt(
     services: Services, prompt: str | list[int], param: str, info: EngineInfo, *, add_special_tokens: bool = True
 ) -> Prompt:
-    """A bare prompt, text or token ids, which came as `param`. Raises ApiError if it is empty, too long, or has unknown
-    ids."""
+    """Return a bare prompt. `param` is its field. Raises ApiError if it is empty, too long, or has unknown ids."""
     if isinstance(prompt, str):
-        token_ids = await of_text(services, prompt, param, info, add_special_tokens=add_special_tokens)
+        token_ids = await encode_text(services, prompt, param, info, add_special_tokens=add_special_tokens)
     else:
         check_ids(param, prompt, info)
         token_ids = prompt
@@ -100,14 +103,14 @@ async def of_prompt(
 
 
 def check_ids(param: str, token_ids: list[int] | None, info: EngineInfo) -> None:
-    """Raises ApiError for the first id that is beyond the model's vocabulary."""
+    """Raise ApiError for the first id beyond the model's vocabulary."""
     if token_ids and max(token_ids) >= info.vocab_size:
         index = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocab_size)
-        raise no_such_id(f"{param}.{index}", token_ids[index], info)
+        raise unknown_id(f"{param}.{index}", token_ids[index], info)
 
 
-def no_such_id(param: str, token_id: int, info: EngineInfo) -> ApiError:
-    """The error for a token id beyond the model's vocabulary."""
+def unknown_id(param: str, token_id: int, info: EngineInfo) -> ApiError:
+    """Return the error for a token id beyond the model's vocabulary."""
     return bad_request(
         f"`{param}` has the token id {token_id}, but this model's vocabulary ends at {info.vocab_size - 1}.", param
     )

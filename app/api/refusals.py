@@ -1,8 +1,7 @@
-"""What a request may not ask: one table of refusals.
+"""Table of the fields that are refused.
 
-Nothing a client sends is silently ignored: a field is honoured (protocol.py), refused by name here unless its value
-changes nothing, or unknown and at the top level, which is tolerated because SDKs and gateways add their own
-bookkeeping ("user", "metadata", "store", "service_tier", ...).
+No field is ignored in silence. It is honoured (schemas.py), or refused here unless its value changes nothing. Unknown
+fields at the top level are tolerated, because SDKs and gateways add their own ("user", "metadata", "service_tier").
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ Harmless = Callable[[Any], bool]
 
 
 class Refusal(NamedTuple):
-    """`field` is refused, with `why` as the message, unless it is absent, null, or `harmless(value)`."""
+    """A refused field. `why` is the message, unless the field is absent, null, or `harmless(value)`."""
 
     field: str
     harmless: Harmless
@@ -36,7 +35,7 @@ def _is(*neutral: bool | str) -> Harmless:
 
 
 def _not_above_one(value: Any) -> bool:
-    """What is no count at all is left to protocol.py, which says so."""
+    """Return True also for a value that is no count, because schemas.py refuses that."""
     return not isinstance(value, int) or value <= 1
 
 
@@ -190,17 +189,17 @@ ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
     ),
     TokenizeRequest: _BARE,
 }
-"""Fields of the other endpoint."""
+"""Fields of other endpoints."""
 
 
 def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
-    """What a body for `model` may not say."""
+    """Return the refusals for bodies of `model`."""
     return REFUSALS + ELSEWHERE.get(model, ())
 
 
 def field_table() -> list[tuple[str, str]]:
-    """Rows (fields, what happens to them) for the README: what is honoured, then what is refused and why."""
-    never = {"best_of"}  # Parsed, so that a wrong value is named; 1 is all it may be.
+    """Return rows (fields, treatment) for the documentation: the honoured fields, then the refused ones."""
+    never = {"best_of"}  # A field of schemas.py, so that a wrong value is named, though it may only be 1.
     both = set(ChatCompletionRequest.model_fields) & set(CompletionRequest.model_fields) - never
     rows = [(_named(both), "honoured")]
     for path, model in (("/v1/chat/completions", ChatCompletionRequest), ("/v1/completions", CompletionRequest)):
@@ -211,8 +210,8 @@ def field_table() -> list[tuple[str, str]]:
             refusal.why.removeprefix(f"`{refusal.field}`: ").replace(f"`{refusal.field}`", "them"), []
         ).append(refusal)
     for why, refusals in refused.items():
-        told = refusals[0].why if len(refusals) == 1 else why[0].upper() + why[1:]
-        rows.append((_named([refusal.field for refusal in refusals]), told))
+        treatment = refusals[0].why if len(refusals) == 1 else why[0].upper() + why[1:]
+        rows.append((_named([refusal.field for refusal in refusals]), treatment))
     return rows
 
 
@@ -221,7 +220,7 @@ def _named(fields: Sequence[str] | set[str]) -> str:
 
 
 def find_refusal(raw: dict[str, Any], table: Sequence[Refusal]) -> Refusal | None:
-    """The first row of the table that this body runs into."""
+    """Return the first row of the table that refuses a field of this body."""
     for refusal in table:
         value: Any = raw
         for name in refusal.field.split("."):

@@ -1,95 +1,99 @@
-"""The requests that are understood, in OpenAI's shapes; answers.py has what comes back.
+"""Requests in OpenAI's shapes.
 
-Only fields that are honoured appear here. What else a client sends ends up in `model_extra`, where refusals.py finds
-what must be refused. Values are strict: "5" is not a number. Every list has a greatest length and fails at its first
-wrong item (`fail_fast`), so that no body makes the server busy with complaints.
+Only fields that are honoured appear here. Other fields are kept in `model_extra`, where refusals.py looks for them.
+Values are strict, so that "5" is not a number. Every list has a maximum length and fails at its first wrong item
+(`fail_fast`), because a large body of errors would keep the server busy.
 """
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-MOST_MESSAGES = 4096
-MOST_PARTS = 1024
-MOST_PROMPTS = 4096
-MOST_PROMPT_IDS = 2**20
-MOST_TOOLS = 256
-MOST_CALLS = 256
-MOST_STOPS = 64
-MOST_STOP_IDS = 1024
-LONGEST_STOP = 1024
-MOST_CHOICES = 16
-MOST_BIASES = 1024
-LONGEST_SALT = 256
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_PROMPTS = 4096
+MAX_PROMPT_IDS = 2**20
+MAX_TOOLS = 256
+MAX_CALLS = 256
+MAX_STOPS = 64
+MAX_STOP_IDS = 1024
+MAX_STOP_LENGTH = 1024
+MAX_CHOICES = 16
+MAX_BIASES = 1024
+MAX_SALT_LENGTH = 256
 
-LARGEST = 2**31 - 1
-MOST_NESTED = 64
+MAX_INT = 2**31 - 1
+MAX_NESTING = 64
 
-TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
-Count = Annotated[int, Field(ge=1, le=LARGEST)]
-StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-PromptIds = Annotated[list[TokenId], Field(max_length=MOST_PROMPT_IDS, fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+PromptIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Body(BaseModel):
-    """Strict about what it knows. What it does not know is kept in `model_extra`, for refusals.py to judge."""
+    """A JSON object with strict fields. Unknown fields are kept in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class StreamOptions(Body):
-    """`continuous_usage_stats` puts the usage so far on every chunk. `include_speculation` adds to chunks and to the
-    last usage how many drafts every step verified and accepted."""
+    """Options of a stream. `continuous_usage_stats` puts the usage so far on every chunk.
+
+    `include_speculation` adds the drafts that every step verified and accepted to the chunks and to the last usage.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_speculation: bool | None = None
 
 
-class AskedOfModel(Body):
-    """A request that names a model. None means that a field was absent or null."""
+class ModelRequest(Body):
+    """A request that may name a model. A field is None if it was absent or null."""
 
     model: str | None = None
 
 
-class GenerationRequest(AskedOfModel):
-    """What both generating endpoints take. The sampling fields are vLLM's, by name, range and meaning; only
-    `repetition_penalty` has bounds of our own, which keep logits finite."""
+class GenerationRequest(ModelRequest):
+    """Fields of both generating endpoints. Names, ranges and meanings of the sampling fields are vLLM's.
+
+    Only the bounds of `repetition_penalty` are this server's, and keep logits finite.
+    """
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     max_tokens: Count | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculate: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _few_biases(cls, value: object) -> object:
-        """Before each of them is looked at: a dict knows no `fail_fast`."""
-        if isinstance(value, dict) and len(value) > MOST_BIASES:
-            raise ValueError(f"must have at most {MOST_BIASES} entries, not {len(value)}")
+    def _check_num_biases(cls, value: object) -> object:
+        """Check the number before any entry, because a dict has no `fail_fast`."""
+        if isinstance(value, dict) and len(value) > MAX_BIASES:
+            raise ValueError(f"must have at most {MAX_BIASES} entries, not {len(value)}")
         return value
 
     @property
@@ -117,45 +121,47 @@ class GenerationRequest(AskedOfModel):
 
 
 class TextPart(Body):
-    """One part of a message."""
+    """A part of a message."""
 
     type: Literal["text"]
     text: str
 
     @field_validator("type", mode="before")
     @classmethod
-    def _text_only(cls, value: object) -> object:
+    def _check_type(cls, value: object) -> object:
         if isinstance(value, str) and value != "text":
             raise ValueError('must be "text": this model reads no images, sounds or files')
         return value
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(Body):
-    """`arguments` is JSON text of an object, as the model once wrote it; chat templates get the object."""
+    """A called function. `arguments` is the JSON text of an object. Chat templates get the object."""
 
     name: str
     arguments: str | None = None
 
     @field_validator("arguments")
     @classmethod
-    def _object_in_json(cls, value: str | None) -> str | None:
+    def _check_json_object(cls, value: str | None) -> str | None:
         try:
             parsed = json.loads(value or "{}")
-            json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # A lone surrogate is no text.
+            json.dumps(
+                parsed, ensure_ascii=False, allow_nan=False
+            ).encode()  # Raises for NaN and for half a surrogate pair.
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise ValueError("must be the JSON text of an object")
-        if _nested(parsed) > MOST_NESTED:
-            raise ValueError(f"must not be nested more than {MOST_NESTED} deep")
+        if _depth(parsed) > MAX_NESTING:
+            raise ValueError(f"must not be nested more than {MAX_NESTING} deep")
         return value
 
 
-def _nested(value: Any) -> int:
-    """How many objects and lists lie in each other."""
+def _depth(value: Any) -> int:
+    """Return how deep objects and lists are nested."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
@@ -164,7 +170,7 @@ def _nested(value: Any) -> int:
 
 
 class CalledTool(Body):
-    """A call that the assistant made in an earlier turn; `index` is a left-over of streaming."""
+    """A call that the assistant made in an earlier turn. `index` comes from streamed chunks and means nothing here."""
 
     index: int | None = None
     id: str | None = None
@@ -177,13 +183,13 @@ class CalledTool(Body):
 
 
 class ChatMessage(Body):
-    """One message. Unknown fields pass only while they say nothing (null or empty), as SDKs send them back."""
+    """A message. Unknown fields may be null or empty, because SDKs send them back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -193,7 +199,7 @@ class ChatMessage(Body):
         return "\n".join(part.text for part in self.content)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it; "developer" is OpenAI's newer word for "system"."""
+        """Return the message as chat templates expect it. "developer" is OpenAI's newer word for "system"."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
@@ -214,7 +220,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function that the model may call. `strict` may not be true: no grammar holds the model to the schema."""
+    """A function that the model may call. `strict` may not be true, because no grammar enforces the schema."""
 
     type: Literal["function"]
     function: Function
@@ -225,11 +231,11 @@ class Tool(Body):
         return {"type": self.type, "function": function}
 
 
-class TemplatedRequest(AskedOfModel):
-    """A conversation, and how its prompt is made of it."""
+class TemplatedRequest(ModelRequest):
+    """A conversation, and the options of its prompt."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -237,19 +243,19 @@ class TemplatedRequest(AskedOfModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def switches(self, known: Collection[str]) -> dict[str, Any]:
-        """The variables of the chat template's own that are set; null says nothing."""
+        """Return the set variables of the chat template's own (`known`). A null counts as unset."""
         return {k: v for k, v in (self.chat_template_kwargs or {}).items() if v is not None and k in known}
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model gets to see."""
+        """Tools that the prompt shows to the model."""
         if self.tool_choice == "none":
             return []
         return [tool.for_template() for tool in self.tools or []]
 
 
 class ChatCompletionRequest(TemplatedRequest, GenerationRequest):
-    """`max_tokens` is the older name of `max_completion_tokens`, which wins where both are given, as at OpenAI."""
+    """A conversation to answer. `max_completion_tokens` wins over `max_tokens`, which is its older name."""
 
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
@@ -257,13 +263,13 @@ class ChatCompletionRequest(TemplatedRequest, GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """`prompt` is a text, token ids, or a list of either."""
+    """Prompts to continue. `prompt` is a text, token ids, or a list of either."""
 
     prompt: (
         str
         | PromptIds
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
-        | Annotated[list[PromptIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     add_special_tokens: bool | None = None
     echo: bool | None = None
@@ -278,18 +284,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Whatever form it came in."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt_is_one:
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        return [item for item in self.prompt if isinstance(item, str)] or [
-            item for item in self.prompt if isinstance(item, list)
-        ]
+        return cast("list[str | list[int]]", [self.prompt] if self.prompt_is_one else self.prompt)
 
 
-class TokenizeRequest(AskedOfModel):
-    """A bare text, tokenised as /v1/completions would."""
+class TokenizeRequest(ModelRequest):
+    """A bare text, which is tokenised like a prompt of /v1/completions."""
 
     prompt: str
     add_special_tokens: bool | None = None
@@ -297,10 +296,12 @@ class TokenizeRequest(AskedOfModel):
 
 
 class TokenizeChatRequest(TemplatedRequest):
-    """A conversation, tokenised as /v1/chat/completions would."""
+    """A conversation, which is tokenised like one of /v1/chat/completions."""
 
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(AskedOfModel):
+class DetokenizeRequest(ModelRequest):
+    """Token ids of a text."""
+
     tokens: PromptIds

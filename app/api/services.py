@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 
 from app.api.errors import bad_request, clip, model_not_found
-from app.api.middleware import shown_key
+from app.api.middleware import sent_key
 from app.client.client import EngineClient
 from app.metrics import Metrics
 from app.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class Services:
     def client_id(self, request: Request) -> str:
         """Return the client that --max-concurrency-per-key counts the request for."""
         if self.has_keys:
-            return shown_key(request.headers).hex()
+            return sent_key(request.headers).hex()
         return request.client.host if request.client else ""
 
     def deadline(self, request: Request, arrived: float) -> float | None:

@@ -13,7 +13,7 @@ router = APIRouter()
 
 @router.post("/tokenize", **openapi.TOKENIZE)
 async def tokenize(request: Request) -> Response:
-    """The tokens of a bare prompt, or of a conversation as the chat template writes it."""
+    """Return the tokens of a bare prompt, or of a conversation through the chat template."""
     services = services_of(request)
     raw = await read_json(request)
     if raw.get("messages") is not None:
@@ -27,7 +27,7 @@ async def tokenize(request: Request) -> Response:
         services.served_name(bare.model)
         info = services.engine.ready_info()
         special = bare.add_special_tokens is not False
-        token_ids = await prompts.of_text(
+        token_ids = await prompts.encode_text(
             services, bare.prompt, "prompt", info, add_special_tokens=special, must_fit=False
         )
         wants_strings = bare.return_token_strs
@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", **openapi.DETOKENIZE)
 async def detokenize(request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, with special tokens."""
     services = services_of(request)
     body = parse(await read_json(request), DetokenizeRequest, services.metrics)
     services.served_name(body.model)

@@ -1,4 +1,4 @@
-"""What no single field can tell, and what depends on the model that is served."""
+"""Checks of several fields together, and of fields against the model that is served."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,46 +12,51 @@ from app.text.chat_template import ChatTemplate
 
 
 def token_budget(
-    param: str, prompt: int, asked: int | None, default: int | None, limit: int, asked_param: str = "max_tokens"
+    param: str,
+    prompt: int,
+    max_tokens: int | None,
+    default: int | None,
+    limit: int,
+    max_tokens_param: str = "max_tokens",
 ) -> int:
-    """How many tokens a request may make so that prompt and answer fit `limit` together.
+    """Return the number of tokens that a request may generate, so that prompt and answer fit `limit` together.
 
-    `asked` is the client's number and must fit as it stands; without it, `default` or all that fits, whichever is
-    less. Raises ApiError `context_length_exceeded`; `param` is the field that holds the prompt, `asked_param` the one
-    that alone asks for more than there is.
+    The client's `max_tokens` must fit. Without it the budget is `default`, or all that fits if that is less. Raises
+    ApiError `context_length_exceeded` about the prompt's field `param`, or about `max_tokens_param` if that alone
+    exceeds `limit`.
     """
     room = limit - prompt
     if room < 1:
         raise context_length_exceeded(param, limit, prompt)
-    if asked is not None and asked > room:
-        raise context_length_exceeded(param if asked <= limit else asked_param, limit, prompt, asked)
-    return asked or min(room, default or room)
+    if max_tokens is not None and max_tokens > room:
+        raise context_length_exceeded(param if max_tokens <= limit else max_tokens_param, limit, prompt, max_tokens)
+    return max_tokens or min(room, default or room)
 
 
-def check_fields_together(parsed: Body) -> None:
-    """What no single field can tell. Raises ApiError."""
-    for where, extra in _extras(parsed):
+def check_fields_together(body: Body) -> None:
+    """Raise ApiError for fields that exclude or need each other, and for unknown fields below the top level."""
+    for where, extra in _extras(body):
         _refuse_extra(where, extra)
-    if isinstance(parsed, GenerationRequest) and parsed.stream_options is not None and not parsed.stream:
+    if isinstance(body, GenerationRequest) and body.stream_options is not None and not body.stream:
         raise bad_request("`stream_options` is only allowed when `stream` is true.", "stream_options")
-    if isinstance(parsed, TemplatedRequest):
-        _check_conversation(parsed)
+    if isinstance(body, TemplatedRequest):
+        _check_conversation(body)
 
 
-def _check_conversation(parsed: TemplatedRequest) -> None:
-    for index, message in enumerate(parsed.messages):
+def _check_conversation(body: TemplatedRequest) -> None:
+    for index, message in enumerate(body.messages):
         _check_message(f"messages.{index}", message)
-    for index, tool in enumerate(parsed.tools or []):
+    for index, tool in enumerate(body.tools or []):
         if tool.function.strict:
             param = f"tools.{index}.function.strict"
             raise bad_request(f"`{param}` may not be true. {GRAMMAR.format(param)}", param, "unsupported_parameter")
-    if parsed.continue_final_message:
-        if parsed.add_generation_prompt:
+    if body.continue_final_message:
+        if body.add_generation_prompt:
             raise bad_request(
                 "`continue_final_message` and `add_generation_prompt` exclude each other. Send one of them.",
                 "continue_final_message",
             )
-        last = parsed.messages[-1]
+        last = body.messages[-1]
         if last.role != "assistant" or last.tool_calls or not last.text:
             raise bad_request(
                 "`continue_final_message` needs a last message of the assistant's with text in it.",
@@ -69,15 +74,15 @@ def _check_message(where: str, message: ChatMessage) -> None:
             raise bad_request(f"`{param}` belongs to messages of the role {role}, not {message.role}.", param)
 
 
-def check_template(asked: TemplatedRequest, template: ChatTemplate) -> None:
-    """What the model's own chat template cannot do. Raises ApiError."""
-    if asked.offered_tools and "tools" not in template.variables:
+def check_template(body: TemplatedRequest, template: ChatTemplate) -> None:
+    """Raise ApiError for fields that the model's chat template does not use."""
+    if body.offered_tools and "tools" not in template.variables:
         raise bad_request(
             "This model's chat template has no place for `tools`. Leave them out, or describe them in a message.",
             "tools",
             "unsupported_parameter",
         )
-    for index, message in enumerate(asked.messages):
+    for index, message in enumerate(body.messages):
         if message.tool_calls and "tool_calls" not in (template.source or ""):
             param = f"messages.{index}.tool_calls"
             raise bad_request(
@@ -85,7 +90,7 @@ def check_template(asked: TemplatedRequest, template: ChatTemplate) -> None:
                 param,
                 "unsupported_parameter",
             )
-    for name, value in (asked.chat_template_kwargs or {}).items():
+    for name, value in (body.chat_template_kwargs or {}).items():
         if name == "enable_thinking" and not isinstance(value, bool | None):
             param = f"chat_template_kwargs.{name}"
             raise bad_request(f"`{param}` must be true or false: to a template any text is true.", param)
@@ -99,10 +104,10 @@ def check_template(asked: TemplatedRequest, template: ChatTemplate) -> None:
             )
 
 
-def _extras(parsed: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The unknown fields of every object below the top level, with the object's path."""
-    for field in type(parsed).model_fields:
-        value = getattr(parsed, field)
+def _extras(model: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the unknown fields of every object below the top level, with the object's path."""
+    for field in type(model).model_fields:
+        value = getattr(model, field)
         items = [(str(i), item) for i, item in enumerate(value)] if isinstance(value, list) else [("", value)]
         for index, item in items:
             if isinstance(item, BaseModel):
@@ -112,7 +117,7 @@ def _extras(parsed: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str,
 
 
 def _refuse_extra(where: str, extra: dict[str, Any]) -> None:
-    """Below the top level an unknown field passes only while it says nothing."""
+    """Raise ApiError for an unknown field that is not null, false or empty."""
     for name, value in extra.items():
         if value is not None and value is not False and not empty(value):
             param = f"{where}.{clip(name)}"

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from app.api.sampling import seed_of_choice
-from app.api.schemas import MOST_CHOICES
+from app.api.schemas import MAX_CHOICES
 from tests.fast.api.connections import connect
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
@@ -134,7 +134,7 @@ def test_the_first_choice_has_the_seed_that_one_alone_would_have(server, seed):
 
 
 def test_choices_of_neighbouring_seeds_have_no_seed_in_common_and_all_fit_64_bits():
-    seeds = [seed_of_choice(seed, choice) for seed in range(64) for choice in range(MOST_CHOICES)]
+    seeds = [seed_of_choice(seed, choice) for seed in range(64) for choice in range(MAX_CHOICES)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**64 for seed in seeds)
 
 
@@ -154,7 +154,7 @@ def test_without_a_seed_every_choice_and_every_request_has_its_own(server):
 
 
 @pytest.mark.parametrize(("path", "base"), [CHAT, TEXT])
-@pytest.mark.parametrize("n", [0, -1, MOST_CHOICES + 1, 1.0, "2", True, [2]])
+@pytest.mark.parametrize("n", [0, -1, MAX_CHOICES + 1, 1.0, "2", True, [2]])
 def test_a_wrong_count_is_refused_by_name(server, path, base, n):
     response = server.http.post(path, json=base | {"n": n})
     assert response.status_code == 400
@@ -165,8 +165,8 @@ def test_a_wrong_count_is_refused_by_name(server, path, base, n):
 @pytest.mark.parametrize(("path", "base"), [CHAT, TEXT])
 def test_as_many_as_may_be_are_answered(server, path, base):
     server.script.plan([*server.ids("fine"), 2])
-    answer = server.http.post(path, json=base | {"n": MOST_CHOICES}).json()
-    assert [choice["index"] for choice in answer["choices"]] == list(range(MOST_CHOICES))
+    answer = server.http.post(path, json=base | {"n": MAX_CHOICES}).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(MAX_CHOICES))
 
 
 @pytest.mark.parametrize(

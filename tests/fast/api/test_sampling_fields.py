@@ -6,13 +6,13 @@ import shutil
 import openai
 import pytest
 
-from app.api.schemas import LONGEST_SALT, MOST_BIASES
+from app.api.schemas import MAX_BIASES, MAX_SALT_LENGTH
 from tests.fast.api.served import serving
 
 CHAT = ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
 TEXT = ("/v1/completions", {"model": "tiny", "prompt": "hi"})
 ENDPOINTS = pytest.mark.parametrize(("path", "base"), [CHAT, TEXT])
-LONGEST = "x" * LONGEST_SALT
+LONGEST = "x" * MAX_SALT_LENGTH
 NEUTRAL = {
     "temperature": 0.6,  # The model's own.
     "top_k": 0,
@@ -150,13 +150,13 @@ def test_there_may_be_so_many_biases_and_no_more(own_server):
     own_server.script.ready(vocab_size=2**17)
     own_server.reach("ready")
     own_server.script.plan([2])
-    biases = {str(token): 1 for token in range(MOST_BIASES)}
+    biases = {str(token): 1 for token in range(MAX_BIASES)}
     submit = submitted(own_server, TEXT[0], TEXT[1] | {"logit_bias": biases})
-    assert submit["sampling"]["logit_bias"] == [[token, 1.0] for token in range(MOST_BIASES)]
+    assert submit["sampling"]["logit_bias"] == [[token, 1.0] for token in range(MAX_BIASES)]
     for more in (1, 100_000):
-        biases |= {str(MOST_BIASES + token): "x" for token in range(more)}
+        biases |= {str(MAX_BIASES + token): "x" for token in range(more)}
         error = refusal(own_server, TEXT[0], TEXT[1] | {"logit_bias": biases})
-        assert error["param"] == "logit_bias" and str(MOST_BIASES) in error["message"]
+        assert error["param"] == "logit_bias" and str(MAX_BIASES) in error["message"]
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-6])

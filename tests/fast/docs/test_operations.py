@@ -4,8 +4,7 @@ import re
 
 import yaml
 
-from app.api import body, connection, middleware
-from app.api import schemas as protocol
+from app.api import body, connection, middleware, schemas
 from app.config.settings import flag_name
 from app.config.sources import SETTINGS
 from app.metrics import TABLE
@@ -43,13 +42,13 @@ def test_every_flag_and_metric_that_is_named_exists() -> None:
 
 def test_the_limits_that_are_told_are_the_codes_own() -> None:
     for told in (
-        f"{middleware.MOST_HEAD_BYTES // 2**10} KiB, {middleware.MOST_HEADERS} headers, whole within "
+        f"{middleware.MAX_HEAD_BYTES // 2**10} KiB, {middleware.MAX_HEADERS} headers, whole within "
         f"{connection.HEAD_SECONDS:g} s",
         f"{body.MAX_BODY_BYTES // 2**20} MiB (413); {body.BODY_SECONDS:g} s and then "
         f"{body.MIN_BYTES_PER_SECOND // 2**10} KiB a second (408); {body.MAX_BYTES_BEING_READ // 2**20} MiB",
-        f"{protocol.MOST_MESSAGES:,} messages, {protocol.MOST_STOPS} stop strings of {protocol.LONGEST_STOP:,} "
-        f"characters, {protocol.MOST_STOP_IDS:,} stop token ids, {protocol.MOST_BIASES:,} entries in `logit_bias`, "
-        f"{protocol.MOST_CHOICES} choices, {protocol.MOST_TOOLS} tools",
+        f"{schemas.MAX_MESSAGES:,} messages, {schemas.MAX_STOPS} stop strings of {schemas.MAX_STOP_LENGTH:,} "
+        f"characters, {schemas.MAX_STOP_IDS:,} stop token ids, {schemas.MAX_BIASES:,} entries in `logit_bias`, "
+        f"{schemas.MAX_CHOICES} choices, {schemas.MAX_TOOLS} tools",
         f"reads nothing for {connection.STALLED_SECONDS:g} s",
         f"{chat_template.MAX_SECONDS:g} s and {chat_template.MAX_CHARACTERS // 2**20} Mi characters",
     ):
