@@ -48,7 +48,7 @@ def page(findings: Findings, fuzzed: Fuzzed, arguments: Sequence[str]) -> Iterat
     yield "# Reliability"
     yield ""
     yield f"Written by `{shlex.join(['python', '-m', 'tests.soak', *arguments])}`; do not edit. `make soak` runs it in"
-    yield "full: 20 minutes of load and faults, after 10 of schemathesis. `make test` has about a minute of it."
+    yield "full: 20 minutes of load and faults, after 10 of schemathesis. `make test-all` has about a minute of it."
     command = shlex.join(["dflash-server", "serve", *plan.flags])
     yield f"Python {platform.python_version()}, torch {torch.__version__}, `{command}`;"
     yield "the server, its engine with one thread, and all clients on one CPU."
