@@ -1,12 +1,9 @@
 """Flags of vLLM, vllm-ascend and SGLang that mean something here, as data, and what their values mean."""
 
-from typing import Annotated, Any, Literal, NamedTuple
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any, Literal, NamedTuple
 
 from app.config.error import ConfigError
 from app.config.settings import flag_name, no_flag_name
-from app.config.values import TensorParallelSize, require
 
 
 class PeerFlag(NamedTuple):
@@ -84,27 +81,11 @@ PEER_FLAGS = (
 )
 
 
-DFlashOnly = Annotated[
-    str, require(lambda method: method.lower() == "dflash", 'this server decodes with method "dflash" only')
-]
-
-
-class SpeculativeConfig(BaseModel):
-    """vLLM's `--speculative-config`, which sets several settings at once."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    method: DFlashOnly = "dflash"
-    model: str | None = None
-    num_speculative_tokens: int | None = None
-    enforce_eager: bool | None = None
-    draft_tensor_parallel_size: TensorParallelSize = 1
-
-    def settings(self) -> dict[str, Any]:
-        """Return setting -> value. `enforce_eager` in this place is the draft's alone, like in vLLM."""
-        values = {
-            "draft_model": self.model,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "draft_enforce_eager": self.enforce_eager,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+SPECULATIVE_CONFIG = {
+    "method": None,
+    "model": "draft_model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "enforce_eager": "draft_enforce_eager",
+    "draft_tensor_parallel_size": "tensor_parallel_size",
+}
+"""Key of vLLM's `--speculative-config` -> our setting. The method must be dflash."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from app.config.aliases import PEER_FLAGS, SpeculativeConfig
+from app.config.aliases import PEER_FLAGS, SPECULATIVE_CONFIG
 from app.config.error import ConfigError
 from app.config.settings import ENV_PREFIX, MODEL, SPECULATION, Config, env_name, setting
 from app.config.values import UNREADABLE, parse_json
@@ -147,33 +147,30 @@ def _put_beneath(above: dict[str, GivenSetting], below: dict[str, GivenSetting])
 def _spread(source: Iterable[GivenSetting]) -> Iterator[GivenSetting]:
     """Yield the settings of a source. A speculative config is replaced by the settings inside it."""
     for given in source:
-        if given.field != "speculative_config":
+        if given.field == "speculative_config":
+            yield from _speculative_config(given.spelling, given.value)
+        else:
             yield given
-            continue
-        for field, value in _speculative_config(given).settings().items():
-            yield GivenSetting(f"{given.spelling} ({field})", field, value)
 
 
-def _speculative_config(given: GivenSetting) -> SpeculativeConfig:
-    """Return a checked speculative config, from JSON text or from a mapping in a YAML file."""
-    spelling, value = given.spelling, given.value
+def _speculative_config(spelling: str, config: Any) -> Iterator[GivenSetting]:
+    """Yield the settings inside a speculative config, which is JSON text or a mapping in a YAML file."""
     example = """for example '{"method": "dflash", "model": "PATH", "num_speculative_tokens": 15}'"""
     try:
-        value = parse_json(value) if isinstance(value, str) else value
+        config = parse_json(config) if isinstance(config, str) else config
     except ValueError as error:
         raise ConfigError(f"{spelling}: {error}", example) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{spelling}: an object is wanted, not {value!r}", example)
-    known = SpeculativeConfig.model_fields
-    for key in value:
-        if key not in known:
-            hint = nearest(str(key), known) or f"known are {', '.join(known)}"
+    if not isinstance(config, dict):
+        raise ConfigError(f"{spelling}: an object is wanted, not {config!r}", example)
+    for key, value in config.items():
+        if key not in SPECULATIVE_CONFIG:
+            hint = nearest(str(key), SPECULATIVE_CONFIG) or f"known are {', '.join(SPECULATIVE_CONFIG)}"
             raise ConfigError(f"{spelling}: unknown key {key!r}", hint)
-    try:
-        return SpeculativeConfig.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{spelling}: {first['loc'][0]} {first['input']!r}: {_reason(first)}") from None
+        field = SPECULATIVE_CONFIG[key]
+        if field is None and str(value).lower() != "dflash":
+            raise ConfigError(f'{spelling}: {key} {value!r}: this server decodes with method "dflash" only')
+        if field is not None and value is not None:
+            yield GivenSetting(f"{spelling} ({key})", field, value)
 
 
 def _reason(error: Any) -> str:
