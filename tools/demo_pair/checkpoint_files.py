@@ -64,7 +64,7 @@ def save_draft(draft: Draft, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_pair(folder: Path = CHECKPOINT) -> tuple[Target, Draft | None, Tokenizer]:
-    """The pair as saved: weights rounded to bf16, to be run in fp32. The draft is None while it is not trained yet."""
+    """Return the saved pair, with bf16 weights in fp32. The draft is None before its training."""
     target = Target(Shape())
     target.load_state_dict(load_file(folder / "target" / "model.safetensors"))
     draft = None

@@ -36,7 +36,7 @@ def _rotation(size: int) -> Tensor:
 
 
 def _look_back(layer: TargetLayer, shape: Shape, written: list[Tensor]) -> None:
-    """Query head i looks i + 1 tokens back and writes what it finds, turned by `written[i]`."""
+    """Make query head i look i + 1 tokens back and write the token there, turned by `written[i]`."""
     attention, size = layer.self_attn, shape.head_dim
     near = torch.cat((torch.arange(_NEAR_PAIRS), torch.arange(_NEAR_PAIRS) + size // 2))
     key = torch.zeros(size)
@@ -55,7 +55,7 @@ def _look_back(layer: TargetLayer, shape: Shape, written: list[Tensor]) -> None:
 
 
 def _match_and_copy(layer: TargetLayer, shape: Shape, one_back: Tensor, two_back: Tensor) -> None:
-    """The first two query heads look where the last two tokens stood before, and write the token that followed."""
+    """Make the first two query heads find the last two tokens' earlier place and write the token behind it."""
     attention, size = layer.self_attn, shape.head_dim
     one, two = _rotation(shape.hidden)[:_ONE_TOKEN], _rotation(shape.hidden)[:_TWO_TOKENS]
     for part in (one, two):

@@ -13,14 +13,14 @@ TOKENS_PER_ANCHOR = 16
 
 
 def target_loss(target: Target, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the supervised tokens, given all tokens before."""
+    """Return the mean cross-entropy of the supervised tokens, given all tokens before."""
     hidden, _ = target(batch.ids)
     wanted = batch.supervised[:, 1:]
     return F.cross_entropy(target.logits(hidden[:, :-1][wanted]), batch.ids[:, 1:][wanted])
 
 
 def block_embeddings(target: Target, ids: Tensor, anchors: Tensor, mask_id: int) -> Tensor:
-    """`[anchor, MASK x (S - 1)]` for every anchor `[B, A]` of ids `[B, T]` -> embeddings `[B, A, S, H]`."""
+    """Return `[anchor, MASK x (S - 1)]` for every anchor `[B, A]` of ids `[B, T]` -> embeddings `[B, A, S, H]`."""
     blocks = torch.full((*anchors.shape, target.shape.block), mask_id)
     blocks[..., 0] = ids.gather(1, anchors)
     return target.model.embed_tokens(blocks)
@@ -29,7 +29,9 @@ def block_embeddings(target: Target, ids: Tensor, anchors: Tensor, mask_id: int)
 def draft_loss(
     target: Target, draft: Draft, batch: Batch, mask_id: int, generator: torch.Generator, gamma: float = 7.0
 ) -> Tensor:
-    """Cross-entropy of block rows 1..S-1 at random anchors, weighted `exp(-(k-1) / gamma)` (DFlash, arXiv 2602.06036).
+    """Return the cross-entropy of block rows 1..S-1 at random anchors.
+
+    Weights are `exp(-(k-1) / gamma)` (DFlash, arXiv 2602.06036).
 
     A row counts while the corpus is what the target itself would have written: from the anchor on, every token up to
     and including the row's own is the target's argmax. Anchors are drawn where that holds for at least one row.

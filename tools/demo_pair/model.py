@@ -40,7 +40,7 @@ class Norm(nn.Module):
 
 
 def rope_tables(shape: Shape, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin `[..., D]` fp32 for `positions` `[...]`, in the half-rotation layout of Llama and Qwen3."""
+    """Return cos and sin `[..., D]` fp32 for `positions` `[...]`, in the half-rotation layout of Llama and Qwen3."""
     frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     angles = positions.float().unsqueeze(-1) * frequencies
     angles = torch.cat((angles, angles), -1)
@@ -64,18 +64,18 @@ class Attention(nn.Module):
         self.k_norm = Norm(self.d, shape.eps)
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`[B, T, H]` -> `[B, N, G, T, D]`, scaled. cos and sin broadcast against `[B, T, N, G, D]`."""
+        """Map `[B, T, H]` -> `[B, N, G, T, D]`, scaled. cos and sin broadcast against `[B, T, N, G, D]`."""
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n, self.g, self.d)))
         return (rotate(q, cos, sin) * self.d**-0.5).permute(0, 2, 3, 1, 4)
 
     def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, T, H]` -> two of `[B, N, T, D]`. cos and sin broadcast against `[B, T, N, D]`."""
+        """Map `[B, T, H]` -> two of `[B, N, T, D]`. cos and sin broadcast against `[B, T, N, D]`."""
         k = self.k_norm(self.k_proj(x).unflatten(-1, (self.n, self.d)))
         v = self.v_proj(x).unflatten(-1, (self.n, self.d))
         return rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
 
     def output(self, o: Tensor) -> Tensor:
-        """`[B, N, G, T, D]` -> `[B, T, H]`."""
+        """Map `[B, N, G, T, D]` -> `[B, T, H]`."""
         return self.o_proj(o.permute(0, 3, 1, 2, 4).flatten(2))
 
 
@@ -91,7 +91,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """What target and draft layers share: the parameters, and everything but the attention itself."""
+    """Layer of target and draft without the attention itself, which each of them has."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Target(nn.Module):
         _initialise(self)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids `[B, T]` -> hidden after the final norm `[B, T, H]`, features `[B, T, n_taps * H]`."""
+        """Map token ids `[B, T]` -> hidden after the final norm `[B, T, H]`, features `[B, T, n_taps * H]`."""
         cos, sin = rope_tables(self.shape, torch.arange(ids.shape[1]))
         x = self.model.embed_tokens(ids)
         taps = []
@@ -179,7 +179,7 @@ class Target(nn.Module):
         return self.model.norm(x), torch.cat(taps, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` -> `[..., V]` in fp32."""
+        """Map `[..., H]` -> `[..., V]` in fp32."""
         return F.linear(hidden, self.model.embed_tokens.weight)
 
 
@@ -196,7 +196,7 @@ class Draft(nn.Module):
         _initialise(self)
 
     def forward(self, features: Tensor, anchors: Tensor, block_embeddings: Tensor) -> Tensor:
-        """Features `[B, T, n_taps * H]`, anchors `[B, A]`, block embeddings `[B, A, S, H]` -> `[B, A, S, H]`."""
+        """Map features `[B, T, n_taps * H]`, anchors `[B, A]`, block embeddings `[B, A, S, H]` -> `[B, A, S, H]`."""
         context = self.hidden_norm(self.fc(features))
         size = block_embeddings.shape[2]
         positions = (anchors.unsqueeze(-1) + torch.arange(size)).flatten(1)
@@ -209,7 +209,7 @@ class Draft(nn.Module):
 
 
 def _initialise(model: nn.Module) -> None:
-    """Matrices by their input width; what writes to the residual stream starts at zero."""
+    """Scale matrices by their input width. Those that write to the residual stream start at zero."""
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             nn.init.zeros_(parameter)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrices to `update` `[M, R, C]`, roughly: a quintic Newton-Schulz iteration."""
+    """Return nearly the nearest semi-orthogonal matrices to `update` `[M, R, C]`, by quintic Newton-Schulz."""
     x = update
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -23,7 +23,7 @@ def orthogonal(update: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Matrices of the same shape are stacked and stepped together."""
+    """Optimizer that stacks matrices of the same shape and steps them together."""
 
     def __init__(self, matrices: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(model: nn.Module, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of `model`, AdamW on its embedding and norms."""
+    """Return Muon for the matrices of `model` and AdamW for its embedding and norms."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed_tokens" not in name]
     rest = [p for name, p in named if p.ndim != 2 or "embed_tokens" in name]

@@ -1,4 +1,4 @@
-"""Conversations as token rows: what both trainings read."""
+"""Conversations as token rows, for both trainings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ DRAFT_WEIGHTS: dict[str, float] = {
     "code": 0.06,
     "talk": 0.10,
 }
-"""Less of what no draft can know: words in no order, and stories."""
+"""Fewer jumbles and stories, because no draft can know their next words."""
 DRILL_SHARE = 0.4
 ROW_WEIGHTS = (0.68, 0.20, 0.09, 0.03)
 _SYSTEM = (
@@ -52,7 +52,7 @@ class Batch:
 
 
 class Encoder:
-    """ChatML without a template engine: the same ids as apply_chat_template, and the supervised positions."""
+    """Return the ids of ChatML, the same as those of apply_chat_template, and the supervised positions."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -61,7 +61,7 @@ class Encoder:
         self._head = {role: [start, *tokenizer.encode(f"{role}\n").ids] for role in ("system", "user", "assistant")}
 
     def prompt(self, sample: Sample) -> list[int]:
-        """The ids of the conversation up to where the answer starts."""
+        """Return the ids of the conversation up to the start of the answer."""
         turns = [(m["role"], m["content"]) for m in sample.messages]
         return self.rows([turns])[0][0] + self._head["assistant"]
 
@@ -84,7 +84,9 @@ class Encoder:
 def batches(
     tokenizer: Tokenizer, seed: str, tokens: int, weights: Mapping[str, float], drills: int = 0
 ) -> Iterator[Batch]:
-    """Endless batches of `tokens` tokens, each from one length bucket; `weights` are the domains' shares of samples.
+    """Yield endless batches of `tokens` tokens, each from one length bucket.
+
+    `weights` are the domains' shares of samples.
 
     A row is one long chat: samples follow each other, each with its own turns, until the next one does not fit. In the
     first `drills` batches many rows are repetition drills instead.
@@ -114,7 +116,7 @@ def batches(
 
 
 def _drill(rng: Random, vocab: int) -> Row:
-    """Random tokens over and over: copying heads form on these in a few hundred steps, and much later without."""
+    """Return random tokens that repeat. Copying heads form on these in a few hundred steps, and much later without."""
     period = rng.randint(3, 40)
     once = [rng.randrange(len(SPECIAL), vocab) for _ in range(period)]
     length = BUCKETS[0]

@@ -97,7 +97,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _first_pieces(words: Tokenizer, samples_per_domain: int, seed: int, count: int) -> list[str]:
-    """ASCII letters and marks, then the pieces that most often come right after a single space."""
+    """Return ASCII letters and marks, then the pieces that most often come right after a single space."""
     always = [chr(c) for c in range(33, 127) if not chr(c).isdigit()]
     seen: Counter[str] = Counter()
     text = [*corpus_text(samples_per_domain, seed), *[" ".join(("", *COMMON_WORDS)).upper()] * _CAPITALS]

@@ -18,7 +18,7 @@ import torch
 
 from app.bench.command import guarded, out_folder, progress
 from app.bench.flags import add_out_flag, count, counts
-from app.bench.paired import Ratio, ratio
+from app.bench.paired import ratio
 from app.bench.table import Row, Table
 from app.config.checkpoint import CheckpointError, resolve
 from app.config.error import ConfigError
@@ -308,7 +308,7 @@ def linear(series: Series, found: Found) -> Verdict:
         grown = ratio(found[large].totals, found[small].totals)
         times = series.size(large) / series.size(small)
         text = f"at worst {grown} x from {series.size(small)} to {series.size(large)}, in proportion {times:.3g} x"
-        return _FROM_GOOD_TO_BAD.index(_at_most(grown, times * (1 + LINEAR_ALLOWANCE))), grown.middle / times, text
+        return _FROM_GOOD_TO_BAD.index(grown.at_most(times * (1 + LINEAR_ALLOWANCE))), grown.middle / times, text
 
     worst, _, text = max(judged(small, large) for small, large in combinations(series.shapes, 2))
     claim = f"{series}: grows no faster than linearly, {100 * LINEAR_ALLOWANCE:.0f} % allowed for noise"
@@ -325,12 +325,7 @@ def flat_host(series: Series, found: Found) -> Verdict:
         f"{1000 * HOST_ALLOWANCE_MS:.0f} us allowed for noise"
     )
     text = f"{grown} x {sizes}, {1000 * shorter:.0f} to {1000 * longer:.0f} us"
-    return Verdict(claim, _at_most(grown, 1 + max(HOST_ALLOWANCE, HOST_ALLOWANCE_MS / shorter)), text)
-
-
-def _at_most(grown: Ratio, bound: float) -> bool | None:
-    """Return None if the bound lies inside the interval."""
-    return False if grown.low > bound else True if grown.high <= bound else None
+    return Verdict(claim, grown.at_most(1 + max(HOST_ALLOWANCE, HOST_ALLOWANCE_MS / shorter)), text)
 
 
 def as_json(found: Found) -> list[Row]:
