@@ -55,7 +55,7 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
         raise ConfigError(message, "see `dflash-server serve --help`") from None
     for field, given in settings.items():
         try:
-            config.model_dump_json(include={field})  # the engine gets its settings as JSON
+            config.model_dump_json(include={field})  # an argument's bytes may be no UTF-8
         except (UnicodeError, ValueError) as error:
             raise ConfigError(f"{given.spelling}: {' '.join(str(error).split())}") from None
     return config

@@ -17,7 +17,7 @@ from app.bench.cell import Cell
 from app.bench.client import ServerError
 from app.bench.command import guarded
 from app.bench.own_server import OwnServer, flags_of
-from app.config.settings import ConfigError
+from app.config.error import ConfigError
 
 
 @pytest.fixture(scope="module")

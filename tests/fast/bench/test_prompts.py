@@ -10,7 +10,7 @@ import pytest
 
 from app import demo
 from app.bench.prompts import BOXED, PRESETS, Lengths, Prompt, final_number, from_file, named, synthetic
-from app.config.settings import ConfigError
+from app.config.error import ConfigError
 from tools.demo_pair import prompts as demo_prompts
 from tools.demo_pair.corpus import is_right, samples
 from tools.demo_pair.corpus.math import final_number as last_number

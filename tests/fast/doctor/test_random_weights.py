@@ -8,7 +8,7 @@ import torch
 
 from app import cli
 from app.config.checkpoint import DEMO
-from app.config.settings import ConfigError
+from app.config.error import ConfigError
 from app.doctor.report.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
 from app.engine.backend.factory import make_backend
 from app.engine.dflash.config import DFlashConfig

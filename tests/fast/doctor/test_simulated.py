@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from app.config.settings import ConfigError
+from app.config.error import ConfigError
 from app.doctor.report.simulated import SimulatedRunner, even_chance, mean_length, simulate, survival, wish
 from app.engine.core import Step
 from app.engine.schedule.batch import Batch, Delta, ScheduledSequence, StepResult
