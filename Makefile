@@ -1,4 +1,4 @@
-# Needs make and Python >= 3.11, nothing else, but for what the tests use (README.md). Every target makes .venv first, once:
+# Needs make and Python >= 3.11, nothing else, but for what the tests use (README.md, "Development"). Every target makes .venv first, once:
 # `serve` and `bench` install what serving needs, all others what the tests need as well.
 #
 #   make serve                                            the demo pair on http://127.0.0.1:8000
@@ -8,7 +8,7 @@
 #   make golden                                           what Transformers says, to tests/golden
 #   make audit                                            known holes in what is installed, by PyPI's advisories
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
-#   make bench                                            plain decoding against DFlash over HTTP, by turns, to README.md
+#   make bench                                            plain decoding against DFlash over HTTP, by turns, to docs/performance.md
 #   make bench ARGS="--concurrency 1,4"                   anything else of `dflash-server bench`, and to no page
 #   .venv/bin/python -m tools.lab step | cpu | widths | api   this server's own code measured, with Transformers for `cpu`
 #   make test-npu | make npu-launches                     the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
@@ -40,9 +40,9 @@ serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/dflash-server bench $(or $(ARGS),$(README_TABLE))
+	$(BIN)/dflash-server bench $(or $(ARGS),$(HTTP_TABLE))
 
-README_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --max-rounds 6 --into README.md
+HTTP_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --max-rounds 6 --into docs/performance.md
 
 # Three processes for two cores, since some tests wait, with one thread each: torch's threads wait for one another in busy
 # loops, and on a core that does other work as well that makes everything many times slower.

@@ -1,42 +1,67 @@
-"""The README says what the code does: tables are made from it, and what it names exists."""
+"""The README and the pages beside it say what the code does: tables are made from it, and every name exists."""
 
 import re
 
+import pytest
+
 from app.api.refusals import field_table
 from app.config.aliases import PEER_FLAGS
+from app.config.flags import serve_parser
 from tests import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+README = PAGES["README.md"]
+OTHER_COMMANDS = {"--extra-index-url", "--base-url", "--device", "--json", "--publish", "--rm", "--stop-timeout"}
+OTHER_COMMANDS |= {"--file", "--tag", "--compile", "--threads"}
 
 
-def flags_as_markdown() -> str:
-    rows = [("theirs", "ours", "whose", "note"), ("---",) * 4]
-    rows += [(f"`{p.flag}`", f"`{p.ours}`" if p.ours else "-", p.peers, p.note) for p in PEER_FLAGS]
+def markdown(*rows: tuple[str, ...]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def test_the_readme_has_at_most_200_lines() -> None:
+    assert README.count("\n") <= 200
+
+
 def test_the_table_of_peers_flags_is_the_codes_own() -> None:
-    assert flags_as_markdown() in README, f"put this into README.md:\n{flags_as_markdown()}"
+    rows = [(f"`{p.flag}`", f"`{p.ours}`" if p.ours else "-", p.peers, p.note) for p in PEER_FLAGS]
+    table = markdown(("theirs", "ours", "whose", "note"), ("---",) * 4, *rows)
+    assert f"\n\n{table}\n\n" in PAGES["migrating.md"], f"put this into docs/migrating.md:\n{table}"
 
 
 def test_the_acceptance_table_is_the_one_that_the_report_printed() -> None:
     report = (ROOT / "app" / "demo" / "README.md").read_text(encoding="utf-8")
     table = report[report.index("| domain | samples") :].partition("\n\n")[0]
-    assert table.count("\n") > 4 and table in README, f"put this into README.md:\n{table}"
-
-
-def fields_as_markdown() -> str:
-    rows = [("fields", "what happens"), ("---",) * 2, *field_table()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    assert table.count("\n") > 4 and table in PAGES["performance.md"], f"put this into docs/performance.md:\n{table}"
 
 
 def test_the_table_of_request_fields_is_the_codes_own() -> None:
-    assert fields_as_markdown() in README, f"put this into README.md:\n{fields_as_markdown()}"
+    table = markdown(("fields", "what happens"), ("---",) * 2, *field_table())
+    assert f"\n\n{table}\n\n" in PAGES["api.md"], f"put this into docs/api.md:\n{table}"
 
 
-def test_every_file_and_make_target_that_it_names_exists() -> None:
+def test_the_speeds_of_the_readme_are_those_of_the_page_with_all_results() -> None:
+    """Each ratio with its interval stands in docs/performance.md under the same command."""
+    section = README.partition("\n## Speed")[2].partition("\n## ")[0]
+    command = re.findall(r"`(python -m tools\.lab [^`]*)`", section)[0]
+    results = PAGES["performance.md"].partition(f"`{command}`")[2].partition("\n## ")[0]
+    ratios = re.findall(r"\d+\.\d\d \(\d+\.\d\d-\d+\.\d\d\)", section)
+    assert len(ratios) >= 3 and [ratio for ratio in ratios if ratio not in results] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "api.md", "migrating.md"])
+def test_every_flag_that_it_names_exists(name: str) -> None:
+    flags = set(serve_parser()._option_string_actions) | OTHER_COMMANDS | {p.flag for p in PEER_FLAGS}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGES[name])) <= flags
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_file_and_make_target_that_it_names_exists(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"`?make ([a-z]+)", README)):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for path in re.findall(r"\]\(([\w./-]+)\)", README):
-        assert (ROOT / path).exists(), path
+    for target in set(re.findall(r"`(?:[\w=/:.]+ )?make ([a-z-]+)", PAGES[name])):
+        assert re.search(rf"^([\w-]+ )*{target}( [\w-]+)*:", makefile, re.MULTILINE), target
+    folder = ROOT if name == "README.md" else ROOT / "docs"
+    for path in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", PAGES[name]):
+        assert (folder / path).exists(), path
