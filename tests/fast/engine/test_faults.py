@@ -163,7 +163,8 @@ def test_features_that_are_not_finite_spoil_no_drafts_but_their_own(lucky: Pair)
 
 @pytest.mark.parametrize(
     ("phase", "speculate"),
-    [(phase, True) for phase in PHASES] + [(phase, False) for phase in PHASES if phase != "draft"],
+    [(phase, True) for phase in PHASES]
+    + [pytest.param(phase, False, marks=pytest.mark.exhaustive) for phase in PHASES if phase != "draft"],
 )
 def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
     pair: Pair, phase: str, speculate: bool, monkeypatch: pytest.MonkeyPatch

@@ -172,7 +172,9 @@ def _near(x: Tensor, sampling: Sampling, rounding: float) -> np.ndarray:
     return near & bool((gaps < rounding).any())
 
 
-@pytest.mark.parametrize("temperature", [0.01, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize(
+    "temperature", [0.3, 1.0, *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (0.01, 3.0))]
+)
 @pytest.mark.parametrize("vocab", [1, 2, 7, 97, SHORTLIST, SHORTLIST + 1, 700])
 def test_filters_keep_what_a_full_sort_keeps(vocab: int, temperature: float):
     some_complete = some_incomplete = 0
