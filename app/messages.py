@@ -1,18 +1,21 @@
-"""Every message that crosses the border between the API process and the engine process.
+"""Nouns that the API process and the engine process share. `app.wire` carries them from one to the other.
 
-The border carries msgspec messages over ZeroMQ. The API process sends `Request` messages, the engine process
-answers with `Reply` messages. Every message has the epoch of the engine it is meant for or comes from: a restarted
-engine gets the next epoch, and whatever a dead one left behind in a socket is dropped by that number.
+The standard library alone, because device reports run the engine in bare images.
 """
 
-from typing import Literal
-
-import msgspec
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+MIN_TEMPERATURE = 1e-5
+"""A request below it is greedy, because the noise is lost in the rounding of logits / T."""
 
-class Sampling(msgspec.Struct, frozen=True):
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
     """How the target chooses a token. Temperature 0 is argmax; `seed` is an unsigned 64-bit number.
 
     Names and meanings are vLLM's; the defaults change nothing. `top_k` 0 is off. `logit_bias` is (token, bias) pairs.
@@ -26,89 +29,45 @@ class Sampling(msgspec.Struct, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: list[tuple[int, float]] = []
+    logit_bias: Sequence[tuple[int, float]] = ()
     min_tokens: int = 0
 
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """One request. `token_ids` is the whole prompt, never empty; the engine knows no text. Requests share cached KV
-    only where they have the same `cache_salt`."""
+    @property
+    def is_filtered(self) -> bool:
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_penalised(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def is_argmax(self) -> bool:
+        """True if the target's choice is the argmax of its logits as they are."""
+        return self.is_greedy and not (self.is_penalised or self.logit_bias or self.min_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request for tokens. `token_ids` is the whole prompt, never empty, because the engine knows no text.
+
+    `max_tokens` >= 1 fits the context together with the prompt. `speculate=False` decodes without drafts. Requests
+    share cached KV only if they have the same `cache_salt`.
+    """
 
     request_id: str
-    epoch: int
-    token_ids: list[int]
-    sampling: Sampling
-    stop_token_ids: list[int]
+    token_ids: Sequence[int]
     max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: Collection[int] = ()
     speculate: bool = True
     cache_salt: str = ""
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The client has gone, or a stop string has matched: free the request's pages. No reply is sent."""
-
-    request_id: str
-    epoch: int
-
-
-class FlushCache(msgspec.Struct, frozen=True, tag=True):
-    """Forget all cached prefixes. Answered by a StepOutput without deltas."""
-
-    epoch: int
-
-
-class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Leave the step loop and exit 0."""
-
-
-Command = Submit | Abort | FlushCache | Shutdown
-
-
-class LoadProgress(msgspec.Struct, frozen=True, tag=True):
-    """How far the start is: `stage` is "target", "draft" (in bytes), "graphs", "compile" or "warm-up" (in steps)."""
-
-    epoch: int
-    stage: str
-    done: int
-    total: int
-
-
-class EngineInfo(msgspec.Struct, frozen=True):
-    """What was loaded, for the start-up table, /v1/models and the checks at the door.
-
-    `draft` is None for a target alone, and then `block_size` is 1 and `taps` is empty.
-    """
-
-    target: str
-    draft: str | None
-    device: str
-    dtype: str
-    block_size: int
-    taps: list[int]
-    page_size: int
-    num_pages: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    vocab_size: int
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Weights are loaded and the engine is warm: requests may come."""
-
-    epoch: int
-    info: EngineInfo
-
-
-class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start or go on. `user_error`: the configuration is at fault, so a restart is pointless."""
-
-    epoch: int
-    reason: str
-    user_error: bool = False
-
-
-class SpecStep(msgspec.Struct, frozen=True, array_like=True):
+class SpecStep(NamedTuple):
     """One engine step of one request: tokens emitted, drafts verified, and drafts accepted (without the bonus)."""
 
     n_tokens: int
@@ -116,12 +75,13 @@ class SpecStep(msgspec.Struct, frozen=True, array_like=True):
     n_accepted: int
 
 
-class TokenDelta(msgspec.Struct, frozen=True):
-    """New tokens of one request, in order; `steps` says how they were come by, one entry per engine step.
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one request, in order, and the steps that they come from.
 
-    `cached_tokens` of the prompt were found in the prefix cache: every delta of a request says the same.
-    The last delta of a request has a `finish_reason`. With "stop" its last token is the stop token itself: it
-    counts as a token and is not text. With "error" `error` says what happened.
+    `cached_tokens` of the prompt were found in the prefix cache; every delta of a request has the same number. The
+    last delta of a request has a `finish_reason`. With "stop" its last token is the stop token itself, which counts as
+    a token and is not text. With "error" `error` is the reason.
     """
 
     request_id: str
@@ -131,13 +91,25 @@ class TokenDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     error: str | None = None
 
+    @property
+    def num_verified(self) -> int:
+        return sum(step.n_verified for step in self.steps)
 
-class StepStats(msgspec.Struct, frozen=True):
-    """The engine after a step: `kind` is "prefill", "decode" or "mixed", or "idle" where there was no step; preemptions
-    count since the start, and pages leave out the scratch pages. In this step so many sequences decoded, and so many of
-    these verified drafts. Prefix cache queries and hits are in tokens, since the
-    start: prompt tokens of requests that were let in, and how many of them were found. `num_not_finite` and
-    `num_faults` are requests since the start that ended for logits that were not finite, and for exceptions."""
+    @property
+    def num_accepted(self) -> int:
+        return sum(step.n_accepted for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """State of the engine after a step. `kind` is "prefill", "decode" or "mixed", or "idle" if there was no step.
+
+    `seconds` are wall-clock time, from the end of the step before if this one was in flight by then. `num_decoding`
+    sequences decoded in the step, and `num_drafting` of them verified drafts. Pages leave out the scratch pages. All
+    other numbers count since the start: preemptions, prompt tokens of admitted requests (`prefix_cache_queries`) and
+    those found in the cache (`prefix_cache_hits`), requests that ended because of logits that were not finite
+    (`num_not_finite`), and because of exceptions (`num_faults`).
+    """
 
     kind: str
     seconds: float
@@ -154,12 +126,61 @@ class StepStats(msgspec.Struct, frozen=True):
     num_faults: int = 0
 
 
-class StepOutput(msgspec.Struct, frozen=True, tag=True):
-    """One message per engine step for the whole batch."""
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Result of one engine step for the whole batch."""
 
-    epoch: int
     deltas: list[TokenDelta]
     stats: StepStats
 
 
-Reply = LoadProgress | Ready | Fatal | StepOutput
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts about a loaded engine, for the start-up table, /v1/models and the checks before admission.
+
+    Without a draft model `draft` is None, `block_size` is 1 and `taps` is empty.
+    """
+
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    block_size: int
+    taps: list[int]
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Wishes of the user; the engine chooses what is None. Folders hold config.json and safetensors.
+
+    Memory is in bytes. `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or
+    "bfloat16". `enforce_eager` False captures graphs even on a device that does not profit from them.
+    `prefix_caching` shares KV pages of equal prefixes. `npu_check` holds every operator call on an NPU to
+    docs/npu-contract.md. `compile` turns a CPU's forwards into C++ before the first step. `verify` is how many rows of
+    a block the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
+    """
+
+    target: Path
+    draft: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    kv_cache_memory: int | None = None
+    memory_utilization: float = 0.9
+    enforce_eager: bool | None = None
+    draft_enforce_eager: bool = False
+    max_graphs: int = 48
+    prefix_caching: bool = True
+    npu_check: bool = False
+    compile: bool = False
+    verify: str | int = "full"

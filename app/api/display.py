@@ -12,7 +12,8 @@ from rich.table import Table
 
 from app.client.client import EngineClient
 from app.client.supervisor import EngineState
-from app.messages import EngineInfo, LoadProgress
+from app.messages import EngineInfo
+from app.wire import LoadProgress
 
 logger = logging.getLogger(__name__)
 

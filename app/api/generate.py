@@ -4,12 +4,12 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fastapi import Request, Response
-from msgspec.structs import replace
 
+from app import messages
 from app.api import prompts
 from app.api.answers import Answers, json_response
 from app.api.body import parse, read_json
@@ -21,7 +21,7 @@ from app.api.services import Services, services_of
 from app.api.stream import Choice, Choices, EventStream, events, unless_gone
 from app.client.admission import Permits
 from app.client.request_stream import RequestStream
-from app.messages import EngineInfo, Submit
+from app.messages import EngineInfo
 from app.text.detokenizer import Detokenizer
 from app.text.parsers.qwen3 import OutputParser
 
@@ -93,7 +93,9 @@ def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], p
     return choices
 
 
-def _requests(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int]) -> Iterator[tuple[Prompt, Submit]]:
+def _requests(
+    call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int]
+) -> Iterator[tuple[Prompt, messages.Request]]:
     """Yield the engine's request for every choice. The choices of a prompt are neighbours."""
     body, tokenizer = call.body, call.services.tokenizer
     for max_tokens in budgets:
@@ -107,9 +109,8 @@ def _requests(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int]
             logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
         seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
         for number in range(body.num_choices):
-            request = Submit(
+            request = messages.Request(
                 request_id=f"{request_id}-{index * body.num_choices + number}",
-                epoch=0,
                 token_ids=prompt.token_ids,
                 sampling=replace(sampling, seed=seed_of_choice(seed, number)),
                 stop_token_ids=stop_token_ids,

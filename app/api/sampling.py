@@ -3,7 +3,7 @@
 from app.api.errors import bad_request
 from app.api.prompts import unknown_id
 from app.api.schemas import GenerationRequest
-from app.messages import EngineInfo, Sampling
+from app.messages import EngineInfo, SamplingParams
 from app.text.tokenizer import GenerationDefaults
 
 _GREEDY_BELOW = 1e-5
@@ -12,7 +12,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-def sampling_of(body: GenerationRequest, defaults: GenerationDefaults, info: EngineInfo) -> Sampling:
+def sampling_of(body: GenerationRequest, defaults: GenerationDefaults, info: EngineInfo) -> SamplingParams:
     """Return the request's parameters without its seed. Raises ApiError for a bias of an unknown token.
 
     Greedy decoding has no filters, like vLLM's, because every filter keeps the most likely token.
@@ -23,7 +23,7 @@ def sampling_of(body: GenerationRequest, defaults: GenerationDefaults, info: Eng
     top_p = defaults.top_p if body.top_p is None else body.top_p
     min_p = defaults.min_p if body.min_p is None else body.min_p
     repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
-    return Sampling(
+    return SamplingParams(
         temperature=0.0 if greedy else temperature,
         top_k=0 if greedy else max(0, top_k),
         top_p=1.0 if greedy else top_p,

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 import socket
@@ -26,6 +25,7 @@ from app.config.settings import Config
 from app.metrics import Metrics
 from app.text.chat_template import ChatTemplateError
 from app.text.tokenizer import Tokenizer, TokenizerError
+from app.wire import encode_config
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     sampling = ", ".join(f"{name} {value:g}" for name, value in asdict(tokenizer.defaults).items())
     logger.info("sampling where a request says nothing: %s", sampling)
     with contextlib.closing(listener):
-        paths = {"target": str(target), "draft": None if draft is None else str(draft)}
-        settings = json.dumps({"engine": config.engine_options()} | paths)
+        settings = encode_config(config.for_engine(target, draft))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(Server(config, tokenizer, engine_command, settings, listener).serve())
 

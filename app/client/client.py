@@ -8,13 +8,12 @@ import asyncio
 import time
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from app.client.admission import Admission, Permits
 from app.client.request_stream import RequestStream
 from app.client.supervisor import EngineState, EngineUnavailable, Supervisor
-from app.messages import Abort, EngineInfo, FlushCache, StepOutput, Submit, TokenDelta
+from app.messages import EngineInfo, Request, StepOutput, TokenDelta
 from app.metrics import Metrics
+from app.wire import Abort, FlushCache, Submit
 
 
 class _Running(NamedTuple):
@@ -81,7 +80,7 @@ class EngineClient:
 
     def submit(
         self,
-        request: Submit,
+        request: Request,
         *,
         arrived: float | None = None,
         deadline: float | None = None,
@@ -89,7 +88,7 @@ class EngineClient:
     ) -> RequestStream:
         """Send one request to the engine, and return the stream of its deltas, which the caller closes.
 
-        `request.request_id` must be new; its epoch is set here. `arrived` is the `time.monotonic()` when the client
+        `request.request_id` must be new. `arrived` is the `time.monotonic()` when the client
         asked, and `deadline` the one when the request is aborted if it still runs. One of `permits` is used; without
         `permits` one is acquired. Raise EngineUnavailable or Busy, or what the encoder raises. Then nothing was sent
         and no permit was used.
@@ -98,7 +97,7 @@ class EngineClient:
         permits = permits or self.acquire(client_id="")
         assert request.request_id not in self._running
         try:
-            self.supervisor.send(replace(request, epoch=self.supervisor.epoch))
+            self.supervisor.send(Submit(self.supervisor.epoch, request))
         except BaseException:
             permits.close()
             raise
@@ -168,7 +167,7 @@ class EngineClient:
         running = self._running.get(stream.request_id)
         if running is not None and running.stream is stream:
             self._forget(stream.request_id)
-            self.supervisor.send(Abort(stream.request_id, self.supervisor.epoch))
+            self.supervisor.send(Abort(self.supervisor.epoch, stream.request_id))
             self.admission.num_unacknowledged += 1
 
     def _forget(self, request_id: str) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from app.client.child_process import engine_environment
-from app.messages import Command, Reply
+from app.wire import Command, Reply
 
 # A reply that was sent just before the process ended may arrive after its end.
 _LAST_WORDS_SECONDS = 0.2

@@ -16,8 +16,9 @@ from typing import Literal
 import msgspec
 
 from app.client.link import EngineLink
-from app.messages import Command, EngineInfo, Fatal, LoadProgress, Ready, Reply, Shutdown, StepOutput, Submit
+from app.messages import EngineInfo, StepOutput
 from app.metrics import Metrics
+from app.wire import Command, Fatal, LoadProgress, Ready, Reply, Shutdown, Stepped, Submit
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Supervisor:
         self._task = asyncio.create_task(self._run(), name="engine supervisor")
 
     def send(self, command: Command) -> None:
-        """Send a command to the engine, which must send a StepOutput within `step_timeout` seconds.
+        """Send a command to the engine, which must send a Stepped within `step_timeout` seconds.
 
         Raise what the encoder raises for a command that cannot be encoded. Then nothing was sent.
         """
@@ -200,9 +201,9 @@ class Supervisor:
     def _handle(self, reply: Reply) -> None:
         if reply.epoch != self.epoch:
             return
-        if isinstance(reply, StepOutput):
+        if isinstance(reply, Stepped):
             self._num_outputs += 1
-            if not self._on_output(reply):  # Not earlier, because a hanging engine does not read an Abort.
+            if not self._on_output(reply.output):  # Not earlier, because a hanging engine does not read an Abort.
                 self._has_work.clear()
         elif self.state.phase == "draining":
             return
@@ -214,7 +215,7 @@ class Supervisor:
             self._set_state(EngineState("ready", info=reply.info))
 
     async def _watch(self, hang: asyncio.Timeout) -> None:
-        """Let `hang` expire once the engine has had work for `step_timeout` seconds and sent no StepOutput.
+        """Let `hang` expire once the engine has had work for `step_timeout` seconds and sent no Stepped.
 
         Silence is counted in naps, not by the clock. A pause of the whole server is then one nap, after which the
         engine can still reply.

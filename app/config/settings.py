@@ -1,7 +1,7 @@
 """Every setting of the server: name, type, limits, default, and its line in `--help`.
 
 A `Config` holds settled values. The sources that users have (flags, environment, YAML file) are read by
-app.config.sources, and JSON carries `Config.engine_options()` to the engine process.
+app.config.sources, and the engine process gets `Config.for_engine()`.
 """
 
 from pathlib import Path
@@ -25,16 +25,11 @@ from app.config.values import (
     TensorParallelSize,
     Words,
 )
+from app.messages import EngineConfig
 
 ENV_PREFIX = "DFLASH_"
 MODEL, SPECULATION, ENGINE = "model", "speculative decoding", "engine and memory"
 CHAT, SERVER, LOGS = "chat", "server", "logs and metrics"
-
-ENGINE_OPTIONS = set(
-    "device dtype max_model_len max_num_seqs max_num_batched_tokens page_size kv_cache_memory memory_utilization "
-    "draft_enforce_eager max_graphs prefix_caching npu_check compile".split()
-)
-"""Settings that the engine takes unchanged."""
 
 
 def setting(group: str, default: Any, help: str, *, metavar: str = "VALUE", **options: Any) -> Any:
@@ -157,6 +152,16 @@ class Config(BaseModel):
     log_prompts: bool = setting(LOGS, False, "let prompts into the log")
     metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for existing dashboards")
 
+    def for_engine(self, target: Path, draft: Path | None) -> EngineConfig:
+        """Return the engine's part, which has no keys. `target` and `draft` are the checkpoints' folders."""
+        own = EngineConfig.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
+        drafts = self.num_speculative_tokens
+        chosen["block_size"] = None if drafts is None else drafts + 1
+        chosen["enforce_eager"] = self.enforce_eager or None
+        chosen["verify"] = int(self.verify) if self.verify.isdecimal() else self.verify
+        return EngineConfig(target, draft, **chosen)
+
     def api_keys(self) -> list[str]:
         """Return all keys, those in the file included. Raises ConfigError if the file holds none or is unreadable."""
         if self.api_key_file is None:
@@ -169,12 +174,3 @@ class Config(BaseModel):
         if not keys:
             raise ConfigError(f"--api-key-file {self.api_key_file}: has no key", "put one key on a line")
         return [*self.api_key, *keys]
-
-    def engine_options(self) -> dict[str, Any]:
-        """Return the arguments of EngineConfig, its two folders left out. JSON carries them to the engine process."""
-        drafts = self.num_speculative_tokens
-        return self.model_dump(include=ENGINE_OPTIONS) | {
-            "block_size": None if drafts is None else drafts + 1,
-            "enforce_eager": self.enforce_eager or None,
-            "verify": int(self.verify) if self.verify.isdecimal() else self.verify,
-        }

@@ -5,28 +5,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.engine.schedule.batch import Batch, Delta
+from app.engine.schedule.batch import Batch
 from app.engine.schedule.scheduler import Scheduler
-from app.engine.sequence import Request
 from app.engine.step.runner import ModelRunner, PendingStep
+from app.messages import Request, StepOutput, TokenDelta
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one step did: its deltas, its kind ("prefill", "decode" or "mixed") and its wall-clock seconds, from the end
-    of the last one if it was in flight by then; how many sequences decoded, and how many of these verified drafts."""
-
-    deltas: list[Delta]
-    kind: str
-    seconds: float
-    num_decoding: int
-    num_drafting: int
-
-
-IDLE = Step([], "idle", 0.0, 0, 0)
-"""No step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +44,8 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Raises ValueError, naming what is wrong, for a request that could never run."""
         vocab_size = self.runner.forward.target.config.vocab_size
-        added = [token for token, _ in request.logit_bias] + list(request.stop_token_ids if request.min_tokens else ())
+        added = [token for token, _ in request.sampling.logit_bias]
+        added += request.stop_token_ids if request.sampling.min_tokens else ()
         if not all(0 <= token < vocab_size for token in (*request.token_ids, *added)):
             raise ValueError(
                 f"request {request.request_id}: token ids, of logit_bias and stop_token_ids too, must lie in "
@@ -75,7 +60,7 @@ class EngineCore:
         """Forget all cached prefixes."""
         self.scheduler.flush_cache()
 
-    def step(self) -> Step:
+    def step(self) -> StepOutput:
         """One step for everything that has work; call only while `has_work`.
 
         A sequence that alone makes it fail is dropped, and the others go on. Raises what no sequence is to blame for.
@@ -94,8 +79,10 @@ class EngineCore:
             num_seqs, prefilled = len(batch.decodes), bool(batch.prefills)
             work = num_seqs, batch.num_drafting, batch.block_rows, batch.num_verify_rows - num_seqs
             self.scheduler.policy.took(*work, 1000 * seconds, prefilled=prefilled)
-        kind = batch.kind if batch else IDLE.kind
-        return Step(batch.dropped + deltas, kind, seconds, len(batch.decodes), batch.num_drafting)
+        kind = batch.kind if batch else "idle"
+        num_seqs = len(batch.decodes)
+        stats = self.scheduler.stats(kind, seconds, num_decoding=num_seqs, num_drafting=batch.num_drafting)
+        return StepOutput(batch.dropped + deltas, stats)
 
     def _schedule(self) -> Batch:
         batch = self.scheduler.schedule()
@@ -103,7 +90,7 @@ class EngineCore:
             self.runner.scrub(batch.scrub)
         return batch
 
-    def _run(self, batch: Batch, pending: PendingStep | None = None, *, overlap: bool = False) -> list[Delta]:
+    def _run(self, batch: Batch, pending: PendingStep | None = None, *, overlap: bool = False) -> list[TokenDelta]:
         """Launch, unless it is `pending` already, read and commit. Where that fails it is done again in halves: until
         it is committed nothing of a step counts, for the next one writes the same slots; nor does what is ahead."""
         try:
@@ -151,7 +138,7 @@ class EngineCore:
         self.scheduler.discard_ahead()
         self.runner.rollback()
 
-    def run(self, requests: list[Request], on_step: Callable[[Step], None] | None = None) -> dict[str, list[int]]:
+    def run(self, requests: list[Request], on_step: Callable[[StepOutput], None] | None = None) -> dict[str, list[int]]:
         """Run requests to their end, without a server: request id -> the tokens it emitted. Raises RuntimeError if one
         of them ends with an error."""
         emitted: dict[str, list[int]] = {request.request_id: [] for request in requests}

@@ -1,8 +1,7 @@
 """The engine process: `python -m app.engine.process COMMANDS REPLIES EPOCH`, started by the API process.
 
-The two addresses are ZeroMQ sockets that the parent has bound. The first line of stdin is a JSON object `{"engine":
-..., "target": folder, "draft": folder or null}`; after it stdin stays open, and its end means that the parent is gone.
-This is the only module of the engine that knows messages. Below it there are plain dataclasses.
+The two addresses are ZeroMQ sockets that the parent has bound. The first line of stdin is an EngineConfig. After it
+stdin stays open, and its end means that the parent is gone. This module alone of the engine knows `app.wire`.
 """
 
 import logging
@@ -11,33 +10,25 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
 
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, Progress, build_engine
-from app.engine.core import IDLE, Step
 from app.engine.errors import UnsupportedError
-from app.engine.schedule.batch import Delta
-from app.engine.sequence import Request
-from app.messages import (
+from app.messages import EngineConfig, EngineInfo, Request, StepOutput, TokenDelta
+from app.wire import (
     Abort,
     Command,
-    EngineInfo,
     Fatal,
     FlushCache,
     LoadProgress,
     Ready,
     Reply,
     Shutdown,
-    SpecStep,
-    StepOutput,
-    StepStats,
+    Stepped,
     Submit,
-    TokenDelta,
+    decode_config,
 )
 
 logger = logging.getLogger(__name__)
@@ -92,12 +83,12 @@ class Link:
 
 def main() -> int:
     commands, replies, epoch = sys.argv[1:]
-    settings = msgspec.json.decode(sys.stdin.readline())
+    config = decode_config(sys.stdin.readline())
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     link = Link(commands, replies, int(epoch))
     try:
-        engine = build_engine(_engine_config(settings), _progress(link))
-        link.send(Ready(link.epoch, _info(engine, settings)))
+        engine = build_engine(config, _progress(link))
+        link.send(Ready(link.epoch, _info(engine, config)))
         serve(link, engine)
         return 0
     except UnsupportedError as error:
@@ -117,25 +108,28 @@ def serve(link: Link, engine: Engine) -> None:
         for command in link.receive(wait=not core.has_work):
             match command:
                 case Submit():
-                    if refusal := _add(engine, command):
-                        link.send(StepOutput(link.epoch, [refusal], _stats(engine)))
+                    if refusal := _add(engine, command.request):
+                        link.send(_idle(link, engine, refusal))
                 case Unreadable():
                     core.abort(command.request_id)
                     refusal = _refusal(command.request_id, command.reason)
-                    link.send(StepOutput(link.epoch, [refusal], _stats(engine)))
+                    link.send(_idle(link, engine, refusal))
                 case Abort():
                     core.abort(command.request_id)
                     if not core.has_work:  # no step will tell that the pages are free
-                        link.send(StepOutput(link.epoch, [], _stats(engine)))
+                        link.send(_idle(link, engine))
                 case FlushCache():
                     core.flush_cache()
-                    link.send(StepOutput(link.epoch, [], _stats(engine)))
+                    link.send(_idle(link, engine))
                 case Shutdown():
                     return
         if core.has_work:
-            step = core.step()
-            deltas = [_token_delta(delta) for delta in step.deltas]
-            link.send(StepOutput(link.epoch, deltas, _stats(engine, step)))
+            link.send(Stepped(link.epoch, core.step()))
+
+
+def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:
+    """Return the reply to a command that no step follows."""
+    return Stepped(link.epoch, StepOutput(list(deltas), engine.core.scheduler.stats()))
 
 
 def _last_words(error: Exception) -> str:
@@ -145,15 +139,15 @@ def _last_words(error: Exception) -> str:
     return f"{said.splitlines()[0]} ({notes[0]})" if notes else said
 
 
-def _add(engine: Engine, submit: Submit) -> TokenDelta | None:
+def _add(engine: Engine, request: Request) -> TokenDelta | None:
     """None, or why this request cannot run: the door should have known, and nobody else may suffer from it."""
     try:
-        engine.core.add(_request(submit))
+        engine.core.add(request)
     except ValueError as error:
-        return _refusal(submit.request_id, str(error))
+        return _refusal(request.request_id, str(error))
     except Exception as error:
-        logger.error("request %s cannot be taken", submit.request_id, exc_info=error)
-        return _refusal(submit.request_id, f"the request cannot be taken: {type(error).__name__}: {error}")
+        logger.error("request %s cannot be taken", request.request_id, exc_info=error)
+        return _refusal(request.request_id, f"the request cannot be taken: {type(error).__name__}: {error}")
     return None
 
 
@@ -164,36 +158,20 @@ def _refusal(request_id: str, reason: str) -> TokenDelta:
 def _unreadable(message: bytes, error: msgspec.DecodeError) -> Unreadable:
     """Raises `error` where not even the request can be told: someone would wait for its answer for ever."""
     try:
-        request_id = msgspec.msgpack.decode(message)["request_id"]
-    except (msgspec.DecodeError, LookupError, TypeError):
+        fields = msgspec.msgpack.decode(message)
+        request_id = fields.get("request", fields)["request_id"]
+    except (msgspec.DecodeError, AttributeError, LookupError, TypeError):
         request_id = None
     if not isinstance(request_id, str):
         raise error
     return Unreadable(request_id, f"the engine cannot read the request: {error}")
 
 
-def _engine_config(settings: dict[str, Any]) -> EngineConfig:
-    target, draft = settings["target"], settings["draft"]
-    return EngineConfig(target=Path(target), draft=Path(draft) if draft else None, **settings["engine"])
-
-
-def _request(submit: Submit) -> Request:
-    return Request(
-        request_id=submit.request_id,
-        token_ids=tuple(submit.token_ids),
-        max_tokens=submit.max_tokens,
-        stop_token_ids=frozenset(submit.stop_token_ids),
-        speculate=submit.speculate,
-        cache_salt=submit.cache_salt,
-        **{**msgspec.structs.asdict(submit.sampling), "logit_bias": tuple(submit.sampling.logit_bias)},
-    )
-
-
-def _info(engine: Engine, settings: dict[str, Any]) -> EngineInfo:
+def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
     sizes, draft = engine.sizes, engine.draft
     return EngineInfo(
-        target=settings["target"],
-        draft=settings["draft"],
+        target=str(config.target),
+        draft=None if config.draft is None else str(config.draft),
         device=engine.device,
         dtype=engine.dtype,
         block_size=sizes.block_size,
@@ -205,30 +183,6 @@ def _info(engine: Engine, settings: dict[str, Any]) -> EngineInfo:
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         vocab_size=engine.target.vocab_size,
     )
-
-
-def _stats(engine: Engine, step: Step = IDLE) -> StepStats:
-    scheduler = engine.core.scheduler
-    return StepStats(
-        kind=step.kind,
-        seconds=step.seconds,
-        num_decoding=step.num_decoding,
-        num_drafting=step.num_drafting,
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        used_pages=scheduler.pool.num_used,
-        num_pages=scheduler.pool.num_usable,
-        num_preemptions=scheduler.num_preemptions,
-        prefix_cache_queries=scheduler.prefix_cache_queries,
-        prefix_cache_hits=scheduler.prefix_cache_hits,
-        num_not_finite=scheduler.num_not_finite,
-        num_faults=scheduler.num_faults,
-    )
-
-
-def _token_delta(delta: Delta) -> TokenDelta:
-    steps = [SpecStep(len(delta.token_ids), delta.num_verified, delta.num_accepted)]
-    return TokenDelta(delta.request_id, delta.token_ids, steps, delta.cached_tokens, delta.finish_reason, delta.error)
 
 
 def _progress(link: Link) -> Progress:

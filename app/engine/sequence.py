@@ -4,55 +4,10 @@ import hashlib
 from array import array
 from dataclasses import dataclass, field
 
-MIN_TEMPERATURE = 1e-5
-"""Below this the noise is lost in the rounding of logits / T, so the request is greedy."""
+from app.messages import Request
 
 NOT_FINITE = -1
 """In the place of a token: the logits that it would be chosen by are not finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked for. `token_ids` is the prompt, never empty; `max_tokens` >= 1 fits the context with it.
-
-    `seed` is unsigned 64-bit and is read only when the request is not greedy. `speculate=False` decodes it plainly.
-    Names and meanings of the filters and penalties are vLLM's; the defaults change nothing. `top_k` 0 is off;
-    `logit_bias` is (token, bias) pairs. Requests share cached KV only where they have the same `cache_salt`.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    speculate: bool = True
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    cache_salt: str = ""
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < MIN_TEMPERATURE
-
-    @property
-    def is_filtered(self) -> bool:
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
-    def is_penalised(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the target's choice is the argmax of its logits as they are."""
-        return self.is_greedy and not (self.is_penalised or self.logit_bias or self.min_tokens)
 
 
 @dataclass(slots=True, eq=False)

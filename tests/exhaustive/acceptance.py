@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from app.engine.build.engine import Engine
-from app.engine.sequence import Request
+from app.messages import Request
 from tests.fast.engine.lossless import Prompt, Run, demo_folder, demo_prompts, make_engine, run_engine
 
 PROMPTS = 16

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from app.engine.build.engine import Engine
-from app.engine.core import Step
-from app.engine.sequence import Request
+from app.messages import Request, StepOutput
 from tests.exhaustive.acceptance import (
     FLOOR,
     PROMPTS,
@@ -61,6 +60,6 @@ def test_a_mistake_falls_through_the_floor_and_leaves_the_text(domain: str, mist
 def test_steps_that_verified_nothing_are_not_counted():
     first = requests("math")[0]
     plain = Request("plain", first.token_ids, 20, speculate=False)
-    seen: list[Step] = []
+    seen: list[StepOutput] = []
     run = run_engine(engine(), [plain], seen.append)
     assert len(seen) > 1 and run.verify_steps == 0 and run.verify_tokens == 0

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from app.engine.backend.factory import make_backend
 from app.engine.build.engine import Engine
-from app.engine.core import Step
 from app.engine.cpu.backend import CpuBackend
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler
-from app.engine.sequence import Request
+from app.messages import StepOutput
 from tests.exhaustive.live import load_transformers
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.reference import (
@@ -161,14 +161,15 @@ class Asked:
         """How often each answer [V, V, V] came, and how many drafts were accepted."""
         counts, accepted = np.zeros((VOCAB,) * LENGTH, dtype=int), 0
 
-        def count(step: Step) -> None:
+        def count(step: StepOutput) -> None:
             nonlocal accepted
             accepted += sum(delta.num_accepted for delta in step.deltas)
 
         seeds = {number if number % 2 else number * 0x9E3779B97F4A7C15 % 2**64 for number in range(answers)}
         assert len(seeds) == answers
         requests = [
-            Request(str(seed), self.prompt, LENGTH, self.temperature, seed, **vars(self.sampling)) for seed in seeds
+            flat_request(str(seed), self.prompt, LENGTH, temperature=self.temperature, seed=seed, **vars(self.sampling))
+            for seed in seeds
         ]
         for answer in engine.core.run(requests, count).values():
             counts[tuple(answer)] += 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.core import Step
+from app.messages import StepOutput
 from tests.exhaustive.live import load_transformers
 from tests.fast.engine import lossless
 from tests.fast.engine.lossless import (
@@ -113,7 +113,7 @@ def test_a_stop_token_ends_the_text_wherever_it_lies_in_an_accepted_block(tmp_pa
             wanted[stopped.request_id] = text[: text.index(stop) + 1] if stop in text else text
     cut_inside = 0
 
-    def note(step: Step) -> None:
+    def note(step: StepOutput) -> None:
         nonlocal cut_inside
         cut_inside += sum(d.finish_reason == "stop" and len(d.token_ids) <= d.num_accepted for d in step.deltas)
 

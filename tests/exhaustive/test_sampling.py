@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from app.engine.sequence import Request
+from app.messages import Request
 from tests.exhaustive.live import load_transformers
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.planted import make_engine
 from tests.fast.engine.reference import Sampling, adjusted, filtered
@@ -22,7 +23,7 @@ def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
 
 def asking(request_id: str, prompt_len: int, **asked: Any) -> Request:
     rng = Random(prompt_len)
-    return Request(request_id, tuple(rng.randrange(97) for _ in range(prompt_len)), 24, **asked)
+    return flat_request(request_id, tuple(rng.randrange(97) for _ in range(prompt_len)), 24, **asked)
 
 
 @pytest.mark.parametrize(

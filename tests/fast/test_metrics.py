@@ -10,7 +10,7 @@ from app.metrics import TABLE, Metrics
 def output(steps: list[SpecStep], queries: int = 0, hits: int = 0) -> StepOutput:
     tokens = sum(step.n_tokens for step in steps)
     stats = StepStats("decode", 0.02, 3, 1, 50, 200, 0, queries, hits)
-    return StepOutput(1, [TokenDelta("r", [7] * tokens, steps)], stats)
+    return StepOutput([TokenDelta("r", [7] * tokens, steps)], stats)
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -65,7 +65,7 @@ def test_what_an_engine_counts_from_its_start_is_counted_across_restarts(name: s
 
     def says(count: int) -> None:
         stats = replace(output([]).stats, **{field: count})
-        metrics.step(StepOutput(1, [], stats))
+        metrics.step(StepOutput([], stats))
 
     says(2), says(5), metrics.engine_ended()
     assert samples(metrics)[f"dflash:{name}_total"] == 5
@@ -76,7 +76,7 @@ def test_what_an_engine_counts_from_its_start_is_counted_across_restarts(name: s
 def test_an_idle_output_sets_the_gauges_and_is_no_step():
     metrics = Metrics()
     metrics.step(output([SpecStep(1, 0, 0)]))
-    metrics.step(StepOutput(1, [], StepStats("idle", 0.0, 0, 0, 0, 200, 0)))
+    metrics.step(StepOutput([], StepStats("idle", 0.0, 0, 0, 0, 200, 0)))
     found = samples(metrics)
     assert found["dflash:num_requests_running"] == found["dflash:kv_cache_usage_perc"] == 0
     assert not any("step_seconds" in name and "idle" in name for name in found)

@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize(("tokens", "a_step", "sizes"), [(5, 1, [1] * 5), (9, 4, [1, 4, 4]), (8, 4, [1, 4, 3])])
 def test_a_scripted_answer_has_its_tokens_in_steps_of_which_the_first_is_the_prefills(tokens, a_step, sizes):
-    outputs = steps_of(["a", "b"], 7, [10, 11, 12], tokens, a_step)
+    outputs = steps_of(["a", "b"], [10, 11, 12], tokens, a_step)
     assert len(outputs) == len(sizes)
     for name in ("a", "b"):
         deltas = [delta for output in outputs for delta in output.deltas if delta.request_id == name]

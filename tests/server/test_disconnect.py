@@ -16,7 +16,7 @@ from app.api.middleware import RequestIds
 from app.api.stream import EventStream
 from app.client.supervisor import EngineUnavailable
 from app.log import request_id
-from app.messages import Sampling, SpecStep, Submit
+from app.messages import Request, SpecStep
 from tests.fast.api.connections import connect, connection_address, request
 from tests.fast.api.served import PATIENCE
 
@@ -73,7 +73,7 @@ def test_after_an_abort_the_gauges_say_that_nothing_runs_even_if_a_step_was_in_f
 def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
     async def submit():
         with pytest.raises(OverflowError):
-            server.engine.submit(Submit("unsendable", 0, [1], Sampling(), [2**64], 5))
+            server.engine.submit(Request("unsendable", [1], 5, stop_token_ids=[2**64]))
         return server.engine.num_running, server.engine.admission.num_in_flight
 
     before = server.metric("prompt_tokens_total")
@@ -87,7 +87,7 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
     ids = server.bytes("x" * 200)
 
     async def slow():
-        return server.engine.submit(Submit("slow", 0, [1], Sampling(), [2], 250))
+        return server.engine.submit(Request("slow", [1], 250, stop_token_ids=[2]))
 
     stream = server.call(slow)
     server.script.see("Submit")
@@ -111,7 +111,7 @@ def test_what_the_engine_is_done_with_has_no_place_any_more_though_nobody_has_re
     server.script.plan([5, 2])
 
     async def submit():
-        return server.engine.submit(Submit("unread", 0, [1], Sampling(), [2], 250))
+        return server.engine.submit(Request("unread", [1], 250, stop_token_ids=[2]))
 
     stream = server.call(submit)
     server.call(server.engine.drained)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from app.client import supervisor
-from app.messages import Sampling, Submit
+from app.messages import Request
 from tests.fast.api.served import Clock, serving
 from tests.server.running import ASK, started
 
@@ -160,7 +160,7 @@ def kill(server):
 
 def test_after_a_death_no_request_has_a_place_though_nobody_has_read_its_end(ready_server):
     async def submit():
-        return ready_server.engine.submit(Submit("unread", 0, [1], Sampling(), [2], 5))
+        return ready_server.engine.submit(Request("unread", [1], 5, stop_token_ids=[2]))
 
     stream = ready_server.call(submit)
     ready_server.script.order("die", code=3)

@@ -10,7 +10,7 @@ from queue import Queue
 import pytest
 
 from app.client import admission, supervisor
-from app.messages import Sampling, Submit
+from app.messages import Request
 from tests.fast.api.connections import connect
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Clock, serving, until
@@ -311,7 +311,7 @@ def test_nothing_that_is_sent_to_an_engine_which_does_not_listen_is_lost(model_f
         hangable = Hangable(server, naps)
 
         async def send_all():
-            requests = [Submit(f"{i}", 0, [300] * 50_000, Sampling(), [2], 5) for i in range(20)]
+            requests = [Request(f"{i}", [300] * 50_000, 5, stop_token_ids=[2]) for i in range(20)]
             for stream in [server.engine.submit(request) for request in requests]:
                 stream.close()
 

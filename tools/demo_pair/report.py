@@ -13,10 +13,8 @@ import torch
 from rich.progress import track
 
 from app.bench.table import Row, markdown, write_page
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, build_engine
-from app.engine.core import Step
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request, SamplingParams, StepOutput
 from app.text.tokenizer import Tokenizer
 from tools.demo_pair.checkpoint_files import CHECKPOINT, load_pair
 from tools.demo_pair.corpus import DOMAINS, Sample, is_right, samples
@@ -67,7 +65,7 @@ def measure(
     """Answers to `chosen`, 16 at a time, with every block verified whole."""
     measured = Measured(f"{domain}, T = {temperature:g}" if temperature else domain, len(chosen))
 
-    def count(step: Step) -> None:
+    def count(step: StepOutput) -> None:
         for delta in step.deltas:
             if delta.num_verified:
                 measured.tokens += len(delta.token_ids)
@@ -83,7 +81,13 @@ def measure(
         prompts = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         stops = frozenset(tokenizer.eos_ids)
         requests = [
-            Request(str(i), prompt, _MAX_TOKENS, temperature=temperature, seed=start + i, stop_token_ids=stops)
+            Request(
+                str(i),
+                prompt,
+                _MAX_TOKENS,
+                sampling=SamplingParams(temperature=temperature, seed=start + i),
+                stop_token_ids=stops,
+            )
             for i, prompt in enumerate(prompts)
         ]
         answers = engine.core.run(requests, count)

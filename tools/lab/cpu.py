@@ -20,7 +20,7 @@ from app.bench.table import Row, Table
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
 from app.engine.core import EngineCore
-from app.engine.sequence import Request
+from app.messages import Request
 from tools.lab import in_process, loads
 from tools.lab.products import Products
 from tools.lab.publish import publish

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import build_engine
 from app.engine.core import EngineCore
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request
 
 KV_BYTES = 256 << 20
 
@@ -60,7 +59,7 @@ def run(core: EngineCore, requests: Sequence[Request], concurrency: int) -> Outc
             core.add(waiting.popleft())
             running += 1
         step = core.step()
-        outcome.decoding += step.num_decoding
+        outcome.decoding += step.stats.num_decoding
         for delta in step.deltas:
             if delta.error:
                 raise RuntimeError(delta.error)

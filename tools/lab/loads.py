@@ -4,7 +4,7 @@ import itertools
 from functools import cache
 
 from app.config.checkpoint import DEMO
-from app.engine.sequence import Request
+from app.messages import Request, SamplingParams
 from app.text.tokenizer import Tokenizer
 from tools.demo_pair.corpus import DOMAINS, samples
 
@@ -24,11 +24,10 @@ def requests(load: str, count: int, temperature: float = 0.0) -> list[Request]:
     hopeless = load == HOPELESS
     return [
         Request(
+            sampling=SamplingParams(temperature=HOPELESS_TEMPERATURE if hopeless else temperature, seed=index),
             request_id=f"{load} {index}",
             token_ids=prompt,
             max_tokens=MAX_TOKENS,
-            temperature=HOPELESS_TEMPERATURE if hopeless else temperature,
-            seed=index,
             stop_token_ids=frozenset(_tokenizer().eos_ids),
         )
         for index, prompt in enumerate(_prompts("prose" if hopeless else load, count))

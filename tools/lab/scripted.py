@@ -15,19 +15,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 import zmq
 
-from app.messages import (
-    Command,
-    EngineInfo,
-    FinishReason,
-    Ready,
-    Reply,
-    Shutdown,
-    SpecStep,
-    StepOutput,
-    StepStats,
-    Submit,
-    TokenDelta,
-)
+from app.messages import EngineInfo, FinishReason, Request, SpecStep, StepOutput, StepStats, TokenDelta
+from app.wire import Command, Ready, Reply, Shutdown, Stepped, Submit
 
 NUM_PAGES = 1 << 12
 
@@ -38,9 +27,7 @@ def stay_on(cores: Collection[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def steps_of(
-    request_ids: Sequence[str], epoch: int, token_ids: Sequence[int], tokens: int, tokens_a_step: int
-) -> list[StepOutput]:
+def steps_of(request_ids: Sequence[str], token_ids: Sequence[int], tokens: int, tokens_a_step: int) -> list[StepOutput]:
     """Return all steps of a batch whose answers repeat `token_ids` up to `tokens`. The first step has one token."""
     batch = len(request_ids)
     drafting = batch * (tokens_a_step > 1)
@@ -54,7 +41,7 @@ def steps_of(
         finish: FinishReason | None = "length" if done == tokens else None
         steps = [SpecStep(count, count - 1, count - 1)]
         deltas = [TokenDelta(name, list(said), list(steps), finish_reason=finish) for name in request_ids]
-        outputs.append(StepOutput(epoch, deltas, stats))
+        outputs.append(StepOutput(deltas, stats))
     return outputs
 
 
@@ -75,19 +62,17 @@ def engine(cores: str, turn: str, batch: str, tokens_a_step: str, waits: str, to
         outbox.send(msgspec.msgpack.encode(reply))
 
     send(Ready(int(epoch), _info(int(batch))))
-    submits: list[Submit] = []
+    requests: list[Request] = []
     while not isinstance(command := decoder.decode(inbox.recv()), Shutdown):
         if isinstance(command, Submit):
-            submits.append(command)
-        if len(submits) == int(batch):
-            names, tokens = [submit.request_id for submit in submits], submits[0].max_tokens
-            for number, output in enumerate(
-                steps_of(names, int(epoch), json.loads(token_ids), tokens, int(tokens_a_step))
-            ):
-                send(output)
+            requests.append(command.request)
+        if len(requests) == int(batch):
+            names, tokens = [request.request_id for request in requests], requests[0].max_tokens
+            for number, output in enumerate(steps_of(names, json.loads(token_ids), tokens, int(tokens_a_step))):
+                send(Stepped(int(epoch), output))
                 if json.loads(waits) or number == 0:
                     turns.recv()
-            submits = []
+            requests = []
     return 0
 
 

@@ -24,7 +24,6 @@ from app.config.checkpoint import CheckpointError, resolve
 from app.config.error import ConfigError
 from app.doctor.report import random_weights, simulated
 from app.engine.backend.factory import make_backend
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import CPU_KV_BYTES, Engine, build_engine
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
@@ -32,6 +31,7 @@ from app.engine.models.config import read_config
 from app.engine.models.kv_pool import bytes_per_token
 from app.engine.models.loader import SafetensorsWeights
 from app.engine.models.qwen3 import qwen3_config
+from app.messages import EngineConfig
 from tools.lab.publish import Verdict, publish
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
 

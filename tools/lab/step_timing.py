@@ -19,9 +19,9 @@ from app.doctor.op_count import Launches
 from app.engine.arrays import Ints
 from app.engine.build.engine import Engine
 from app.engine.schedule.batch import Batch, StepResult
-from app.engine.sequence import Request
 from app.engine.step import inputs as step_inputs
 from app.engine.step.runner import PendingStep
+from app.messages import Request
 from tools.lab.products import Products
 
 BLOCK_STEPS = 2

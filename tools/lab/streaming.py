@@ -25,11 +25,12 @@ from app.bench.own_server import OwnServer
 from app.bench.table import Row, Table
 from app.client.request_stream import RequestStream
 from app.config.checkpoint import DEMO
-from app.messages import Reply, StepOutput
+from app.messages import StepOutput
 from app.metrics import Metrics
 from app.text.detokenizer import Detokenizer
 from app.text.parsers.qwen3 import OutputParser
 from app.text.tokenizer import Tokenizer
+from app.wire import Reply, Stepped
 from tools.demo_pair.corpus import samples
 from tools.lab.publish import Verdict
 from tools.lab.scripted import steps_of
@@ -227,8 +228,8 @@ class Split(NamedTuple):
 
 def split(tokenizer: Tokenizer, token_ids: Sequence[int], batch: int, tokens: int, tokens_a_step: int) -> Split:
     """Time each part alone, in this process, over the steps of the scripted engine. Each is the best of five rounds."""
-    outputs = steps_of([f"{index:032x}-0" for index in range(batch)], 1, token_ids, tokens, tokens_a_step)
-    messages = [msgspec.msgpack.encode(output) for output in outputs]
+    outputs = steps_of([f"{index:032x}-0" for index in range(batch)], token_ids, tokens, tokens_a_step)
+    messages = [msgspec.msgpack.encode(Stepped(1, output)) for output in outputs]
     texts = _texts(tokenizer, outputs, STOP)
     pieces = [[Piece(0, text) for text in row] for row in texts]
     bare = _seconds(lambda: _texts(tokenizer, outputs, ()))

@@ -1,48 +1,17 @@
-"""What the engine is asked to be, and the sizes it settles on."""
+"""Sizes of an engine, settled from the wishes of an EngineConfig."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from app.engine.backend.base import Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.page_pool import SCRATCH_PAGES
+from app.messages import EngineConfig
 
 MIN_BATCHED_TOKENS = 2048
 MIN_MODEL_LEN = 2
 """A token of prompt and one of answer."""
 PREFILL_SHARE = 512
 """Rows a derived token budget leaves to prefill when every sequence verifies a whole block."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The user's wishes; None means: choose for me. Folders hold config.json and safetensors; memory is in bytes.
-
-    `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or "bfloat16".
-    `enforce_eager` False captures graphs even where the device does not (they are then run again and again);
-    `prefix_caching` shares KV pages of equal prefixes; `npu_check` holds every operator call on an NPU to
-    docs/npu-contract.md; `compile` has a CPU's forwards made C++ before the first step. `verify` is how many rows of a
-    block the target verifies, the anchor included: "full" is all, "auto" what pays, 1 none but the anchor.
-    """
-
-    target: Path
-    draft: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    block_size: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    page_size: int | None = None
-    kv_cache_memory: int | None = None
-    memory_utilization: float = 0.9
-    enforce_eager: bool | None = None
-    draft_enforce_eager: bool = False
-    max_graphs: int = 48
-    prefix_caching: bool = True
-    npu_check: bool = False
-    compile: bool = False
-    verify: str | int = "full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from app.engine.backend.base import Backend
 from app.engine.backend.factory import make_backend
-from app.engine.build.config import EngineConfig, Sizes, settle_pages, settle_sizes
+from app.engine.build.config import Sizes, settle_pages, settle_sizes
 from app.engine.build.memory import step_memory
 from app.engine.build.self_test import check_attention
 from app.engine.build.time_steps import measure_costs
@@ -28,11 +28,11 @@ from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.schedule.page_pool import PagePool
 from app.engine.schedule.scheduler import Scheduler
-from app.engine.sequence import Request
 from app.engine.step.forward import Forward
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.runner import ModelRunner
+from app.messages import EngineConfig, Request
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in

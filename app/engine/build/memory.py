@@ -9,8 +9,9 @@ from app.engine.backend.base import Backend
 from app.engine.build.config import Sizes
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import Sequence
 from app.engine.step.runner import ModelRunner
+from app.messages import Request, SamplingParams
 
 
 def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, sizes: Sizes) -> int:
@@ -76,5 +77,5 @@ def _widest_step(sizes: Sizes) -> Batch:
 
 
 def _sequence(num_tokens: int, pages: range, temperature: float) -> Sequence:
-    request = Request("profile", (0,) * num_tokens, max_tokens=num_tokens + 1, temperature=temperature)
+    request = Request("profile", (0,) * num_tokens, num_tokens + 1, SamplingParams(temperature))
     return Sequence(request, arrival=0, pages=array("i", pages))

@@ -1,11 +1,9 @@
 """What one step runs: which rows of which sequences. Built by the scheduler, turned into arrays by `step_inputs`."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from app.engine.sequence import Sequence
-
-FinishReason = Literal["stop", "length", "error"]
+from app.messages import TokenDelta
 
 
 @dataclass(slots=True)
@@ -53,7 +51,7 @@ class Batch:
     decodes: list[ScheduledSequence] = field(default_factory=list)
     prefills: list[ScheduledSequence] = field(default_factory=list)
     scrub: list[int] = field(default_factory=list)
-    dropped: list["Delta"] = field(default_factory=list)
+    dropped: list[TokenDelta] = field(default_factory=list)
     least_block: int = 0
 
     @property
@@ -118,19 +116,3 @@ class StepResult:
 
     tokens: list[list[int]]
     num_accepted: list[int]
-
-
-@dataclass(slots=True)
-class Delta:
-    """New tokens of one request. The last delta has a `finish_reason`: "stop" (the last token is a stop token),
-    "length", or "error", and then `error` says what happened. `num_verified` and `num_accepted` count drafts;
-    `num_accepted` is without the bonus. Every delta of a request has the same `cached_tokens`: how many tokens of its
-    prompt were found in the prefix cache."""
-
-    request_id: str
-    token_ids: list[int]
-    num_verified: int
-    num_accepted: int
-    finish_reason: FinishReason | None
-    cached_tokens: int = 0
-    error: str | None = None

@@ -4,11 +4,13 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 from app.engine.dflash.policy import Policy
-from app.engine.schedule.batch import Batch, Delta, FinishReason, ScheduledSequence, StepResult
+from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import OutOfPages, PagePool
-from app.engine.sequence import NOT_FINITE, Request, Sequence
+from app.engine.sequence import NOT_FINITE, Sequence
+from app.messages import FinishReason, Request, SpecStep, StepStats, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,26 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def stats(
+        self, kind: str = "idle", seconds: float = 0.0, *, num_decoding: int = 0, num_drafting: int = 0
+    ) -> StepStats:
+        """Return the state after a step of this kind."""
+        return StepStats(
+            kind=kind,
+            seconds=seconds,
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            used_pages=self.pool.num_used,
+            num_pages=self.pool.num_usable,
+            num_preemptions=self.num_preemptions,
+            prefix_cache_queries=self.prefix_cache_queries,
+            prefix_cache_hits=self.prefix_cache_hits,
+            num_decoding=num_decoding,
+            num_drafting=num_drafting,
+            num_not_finite=self.num_not_finite,
+            num_faults=self.num_faults,
+        )
+
     def add(self, request: Request) -> None:
         """Raises ValueError for a request that could never run; whoever takes requests checks this at the door."""
         total = len(request.token_ids) + request.max_tokens
@@ -104,7 +126,7 @@ class Scheduler:
         for seq in self.running:
             seq.cacheable = False
 
-    def drop(self, seq: Sequence, error: Exception) -> Delta:
+    def drop(self, seq: Sequence, error: Exception) -> TokenDelta:
         """End a sequence that alone raises `error`; its last delta."""
         self.fault = error
         self._faults_in_row += 1
@@ -113,7 +135,7 @@ class Scheduler:
         self._end(seq)
         logger.error("request %s is dropped", seq.request.request_id, exc_info=error)
         reason = f"the request was dropped because its step failed: {type(error).__name__}: {error}"
-        return Delta(seq.request.request_id, [], 0, 0, "error", seq.num_cached or 0, reason)
+        return _delta(seq, [], finish_reason="error", error=reason)
 
     def end_step(self) -> None:
         """Raises the last sequence's error where one after another was dropped and nobody has got on since."""
@@ -127,7 +149,7 @@ class Scheduler:
         self._unread = set()
         left_behind = [slot for seq in self._unclean for slot in self._slots_from(seq, seq.num_computed)]
         self._unclean.clear()
-        dropped: list[Delta] = []
+        dropped: list[TokenDelta] = []
         while True:
             try:
                 batch = self._schedule()
@@ -150,7 +172,7 @@ class Scheduler:
         here = [(line, rows) for line, rows in enumerate(batch.decodes) if rows.seq.batch_slot >= 0]
         if batch.prefills or [rows.seq for _, rows in here] != self.running or self._unclean or self._admits():
             return None
-        if not all(seq.is_decoding and seq.request.is_argmax for seq in self.running):
+        if not all(seq.is_decoding and seq.request.sampling.is_argmax for seq in self.running):
             return None
         here = [(line, rows) for line, rows in here if rows.seq.num_remaining > 1]
         reaches = [self._reach(rows.seq) + rows.count for _, rows in here]
@@ -203,11 +225,11 @@ class Scheduler:
             budget -= batch.prefills[-1].count
         return batch
 
-    def commit(self, batch: Batch, result: StepResult) -> list[Delta]:
+    def commit(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
         """Take the step's tokens into the sequences, and the pages it has filled into the cache. Whoever stops leaves
         at once and frees its pages. Of who has left since the step was launched nothing counts."""
         results = zip(result.tokens, result.num_accepted, strict=True)
-        deltas: list[Delta] = []
+        deltas: list[TokenDelta] = []
         unclear: list[Sequence] = []
         for rows in batch.rows:
             seq = rows.seq
@@ -239,7 +261,7 @@ class Scheduler:
         rows.seq.is_sound = False
         self._publish(rows)
 
-    def _take_tokens(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> Delta | None:
+    def _take_tokens(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
         """None where nothing is to be said of a sequence before it was computed anew."""
         seq = rows.seq
         if NOT_FINITE in tokens:  # drafts that were refused leave KV behind the last token
@@ -251,7 +273,7 @@ class Scheduler:
         self._publish(rows)
         return delta
 
-    def _accept_not_finite(self, rows: ScheduledSequence, tokens: list[int]) -> Delta | None:
+    def _accept_not_finite(self, rows: ScheduledSequence, tokens: list[int]) -> TokenDelta | None:
         """`tokens` are those before the one that cannot be chosen. Nobody may find the sequence's pages any more; if it
         has found some of them itself, then these may be at fault."""
         seq = rows.seq
@@ -261,11 +283,11 @@ class Scheduler:
         delta = self._accept(rows, tokens, len(tokens))
         if not delta.finish_reason:
             self.num_not_finite += 1
-            delta.finish_reason = "error"
-            delta.error = _NOT_FINITE.format(seq.num_tokens - len(seq.request.token_ids))
+            error = _NOT_FINITE.format(seq.num_tokens - len(seq.request.token_ids))
+            return replace(delta, finish_reason="error", error=error)
         return delta
 
-    def _accept(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> Delta:
+    def _accept(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta:
         """Stop conditions hold in token order: nothing behind the first is emitted or counted."""
         seq, request = rows.seq, rows.seq.request
         num_verified = rows.num_drafts
@@ -282,7 +304,7 @@ class Scheduler:
         self.policy.observe(seq, rows.num_drafts, num_accepted)
         seq.token_ids.extend(emitted)
         seq.num_computed = seq.num_tokens - 1
-        return Delta(request.request_id, emitted, num_verified, num_accepted, finish_reason, seq.num_cached or 0)
+        return _delta(seq, emitted, num_verified, num_accepted, finish_reason)
 
     def _publish(self, rows: ScheduledSequence) -> None:
         """Pages that end between the rows' start and what is computed now. KV of refused drafts lies past that."""
@@ -423,3 +445,16 @@ class Scheduler:
         seq.pages = array("i")
         seq.num_found = 0
         seq.is_sound = False
+
+
+def _delta(
+    seq: Sequence,
+    token_ids: list[int],
+    num_verified: int = 0,
+    num_accepted: int = 0,
+    finish_reason: FinishReason | None = None,
+    error: str | None = None,
+) -> TokenDelta:
+    """Return what one step yields for a sequence."""
+    steps = [SpecStep(len(token_ids), num_verified, num_accepted)]
+    return TokenDelta(seq.request.request_id, token_ids, steps, seq.num_cached or 0, finish_reason, error)

@@ -260,16 +260,16 @@ def _token_ids(shares: list[ScheduledSequence]) -> Ints:
 def _draws(sampling: list[ScheduledSequence], logits_start: list[int], draft_index: list[int]) -> list[SamplingRows]:
     kinds: dict[tuple[bool, bool], list[tuple[ScheduledSequence, int, int]]] = {}
     for rows, first, draft in zip(sampling, logits_start, draft_index, strict=True):
-        request = rows.seq.request
-        if not request.is_argmax:
-            kinds.setdefault((request.is_filtered, request.is_penalised), []).append((rows, first, draft))
+        asked = rows.seq.request.sampling
+        if not asked.is_argmax:
+            kinds.setdefault((asked.is_filtered, asked.is_penalised), []).append((rows, first, draft))
     return [_draw_inputs(drawn) for drawn in kinds.values()]
 
 
 def _draw_inputs(drawn: list[tuple[ScheduledSequence, int, int]]) -> SamplingRows:
     """Of (rows, the first of their logit rows, their row of the drafts)."""
     counts = [rows.num_drafts + 1 for rows, _, _ in drawn]
-    requests = [rows.seq.request for rows, _, _ in drawn]
+    params = [rows.seq.request.sampling for rows, _, _ in drawn]
 
     def floats(values: Iterable[float]) -> Floats:
         return np.repeat(np.array(list(values), dtype=np.float32), counts)
@@ -285,21 +285,21 @@ def _draw_inputs(drawn: list[tuple[ScheduledSequence, int, int]]) -> SamplingRow
     return SamplingRows(
         rows=_ranges([first for _, first, _ in drawn], counts),
         state=np.concatenate([_noise_states(rows) for rows, _, _ in drawn]),
-        temperature=floats(1.0 if request.is_greedy else request.temperature for request in requests),
-        drawn=ints(not request.is_greedy for request in requests),
-        top_k=floats(request.top_k or np.inf for request in requests),
-        top_p=floats(request.top_p if request.top_p < 1 else np.inf for request in requests),
-        min_p=floats(request.min_p for request in requests),
-        presence=floats(request.presence_penalty for request in requests),
-        frequency=floats(request.frequency_penalty for request in requests),
-        repetition=floats(request.repetition_penalty for request in requests),
+        temperature=floats(1.0 if asked.is_greedy else asked.temperature for asked in params),
+        drawn=ints(not asked.is_greedy for asked in params),
+        top_k=floats(asked.top_k or np.inf for asked in params),
+        top_p=floats(asked.top_p if asked.top_p < 1 else np.inf for asked in params),
+        min_p=floats(asked.min_p for asked in params),
+        presence=floats(asked.presence_penalty for asked in params),
+        frequency=floats(asked.frequency_penalty for asked in params),
+        repetition=floats(asked.repetition_penalty for asked in params),
         batch_slots=ints(rows.seq.batch_slot for rows, _, _ in drawn),
         places=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
         draft_rows=ints(draft for _, _, draft in drawn),
         added=np.array([place for place, _ in added], dtype=np.int32).reshape(-1, 2),
         added_values=np.array([value for _, value in added], dtype=np.float32),
-        penalised=[rows.seq for rows, _, _ in drawn if rows.seq.request.is_penalised],
-        is_filtered=requests[0].is_filtered,
+        penalised=[rows.seq for rows, _, _ in drawn if rows.seq.request.sampling.is_penalised],
+        is_filtered=params[0].is_filtered,
     )
 
 
@@ -309,15 +309,15 @@ def _added(rows: ScheduledSequence, start: int) -> list[tuple[tuple[int, int], f
     emitted = rows.end - rows.num_drafts - len(request.token_ids)
     added = []
     for row in range(rows.num_drafts + 1):
-        added += [((start + row, token), bias) for token, bias in request.logit_bias]
-        if emitted + row < request.min_tokens:
+        added += [((start + row, token), bias) for token, bias in request.sampling.logit_bias]
+        if emitted + row < request.sampling.min_tokens:
             added += [((start + row, token), -np.inf) for token in request.stop_token_ids]
     return added
 
 
 def _noise_states(rows: ScheduledSequence) -> Ints:
     """The noise state of the token that each logit row draws: the anchor's row draws the sequence's next token."""
-    return noise_states(rows.seq.request.seed, rows.end - rows.num_drafts, rows.num_drafts + 1)
+    return noise_states(rows.seq.request.sampling.seed, rows.end - rows.num_drafts, rows.num_drafts + 1)
 
 
 def _group(shares: list[ScheduledSequence], counts: list[int], page_size: int) -> RowGroup:

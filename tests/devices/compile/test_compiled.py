@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import build_engine
 from app.engine.compile import aot as compiled
 from app.engine.compile.cache import load_package
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.sampling import sampler
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request, SamplingParams
 from tests.fast.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
 from tests.fast.engine.pairs import make_pair
 
@@ -66,9 +65,8 @@ def requests(count: int = 6) -> list[Request]:
         Request(
             f"{index}",
             tuple(token % SHAPE["vocab_size"] for token in range(3 + index, 8 + 4 * index)),
+            sampling=SamplingParams(temperature=[0.0, 0.8][index % 2], seed=index),
             max_tokens=30,
-            temperature=[0.0, 0.8][index % 2],
-            seed=index,
             speculate=index != 3,
         )
         for index in range(count)
@@ -163,7 +161,10 @@ def test_what_is_compiled_is_kept_whatever_the_lengths_and_the_memory(pair, kept
     before = sorted(kept.iterdir())
     monkeypatch.setattr("torch.export.export", None)
     core, other = engine(pair, compile=True), by_operators(engine(pair, compile=True))
-    long = [Request(f"{i}", tuple(range(5)) * 54, max_tokens=60, seed=i, temperature=0.7 * i) for i in range(2)]
+    long = [
+        Request(f"{i}", tuple(range(5)) * 54, sampling=SamplingParams(seed=i, temperature=0.7 * i), max_tokens=60)
+        for i in range(2)
+    ]
     assert core.run(long) == other.run(long)
     assert_same_kv(core, other)
     assert sorted(kept.iterdir()) == before and kept.stat().st_mode & 0o777 == 0o700

@@ -12,10 +12,10 @@ import torch
 
 import app.engine.build.engine as build
 from app.engine.build.engine import Engine
-from app.engine.core import Step
 from app.engine.cuda import attention, inputs, rows
 from app.engine.cuda.backend import CudaBackend
-from app.engine.sequence import Request
+from app.messages import Request, StepOutput
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import make_engine, run_engine
 from tests.fast.engine.pairs import Pair, make_pair
@@ -55,7 +55,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def requests(asked: str = "greedy", count: int = 2) -> list[Request]:
     prompts = [tuple(i * i % 3 for i in range(19)), (1, 2), (2, 0, 1)][:count]
-    return [Request(f"r{i}", prompt, max_tokens=9 - i, seed=i, **ASKED[asked]) for i, prompt in enumerate(prompts)]
+    return [flat_request(f"r{i}", prompt, max_tokens=9 - i, seed=i, **ASKED[asked]) for i, prompt in enumerate(prompts)]
 
 
 def engine(pair: Pair, draft: bool = True, **wishes: Any) -> Engine:
@@ -97,7 +97,7 @@ def test_nor_does_a_cached_prompt_change_one_or_lose_a_draft(pair: Pair, expecte
     cold = requests()[0]
     tokens_of_steps: dict[str, list[int]] = {"cold": [], "warm": []}
 
-    def note(step: Step) -> None:
+    def note(step: StepOutput) -> None:
         for delta in step.deltas:
             tokens_of_steps[delta.request_id].append(len(delta.token_ids))
 

@@ -7,7 +7,7 @@ from app.doctor.report.npu import demo_pair
 from app.doctor.report.npu.demo_pair import Run, engine, run
 from app.doctor.report.npu.part import Prompts
 from app.engine.core import EngineCore
-from app.engine.sequence import Request
+from app.messages import Request
 
 __all__ = ["Run", "engine", "gap", "prompts", "requests", "run"]
 

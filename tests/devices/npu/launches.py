@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 import app.engine.build.engine as build
-from app.engine.build.config import EngineConfig
 from app.engine.core import EngineCore
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request, SamplingParams
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import Pair, make_pair
@@ -74,8 +73,15 @@ def engine(pair: Pair, **config: Any) -> EngineCore:
 def decode_step(core: EngineCore, temperature: float) -> Trace:
     """The trace of a step in which four sequences verify whole blocks."""
     for i in range(4):
-        core.add(Request(f"r{i}", tuple(range(1, 20 + i)), max_tokens=60, temperature=temperature, seed=i))
-    while core.step().kind != "decode":
+        core.add(
+            Request(
+                f"r{i}",
+                tuple(range(1, 20 + i)),
+                sampling=SamplingParams(temperature=temperature, seed=i),
+                max_tokens=60,
+            )
+        )
+    while core.step().stats.kind != "decode":
         pass
     with traced() as trace:
         core.step()

@@ -12,10 +12,9 @@ import torch
 import app.engine.build.engine as build
 from app.engine.backend.base import Backend, Defaults
 from app.engine.backend.torch import TorchBackend
-from app.engine.build.config import EngineConfig
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request, SamplingParams
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import Pair, make_pair
@@ -49,7 +48,8 @@ def engine(pair: Pair, **config: Any) -> Any:
 def requests() -> list[Request]:
     prompts = [tuple(range(1, 12)), tuple(range(30, 75)), (5, 6, 5, 6, 5, 6), tuple(range(1, 90))]
     return [
-        Request(f"r{i}", prompt, max_tokens=12, temperature=0.7 * (i == 2), seed=i) for i, prompt in enumerate(prompts)
+        Request(f"r{i}", prompt, sampling=SamplingParams(temperature=0.7 * (i == 2), seed=i), max_tokens=12)
+        for i, prompt in enumerate(prompts)
     ]
 
 
@@ -92,7 +92,7 @@ def test_the_fused_operators_are_what_an_eager_step_launches(pair: Pair, monkeyp
         core = engine(pair, device="npu:0", enforce_eager=True)
         for request in requests():
             core.add(request)
-        while core.step().kind != "decode":
+        while core.step().stats.kind != "decode":
             pass
         with traced() as trace:
             core.step()

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import app.engine.build.engine as build
-from app.engine.build.config import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request, SamplingParams
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import make_pair
 
@@ -21,8 +20,11 @@ def test_a_sequence_whose_logits_are_nan_ends_alone(
 ) -> None:
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     pair = make_pair(tmp_path, head_dim=64, num_layers=2, draft_layers=1, taps=(0,))
-    good, late = (Request(name, tuple(range(1, 9)), 12, temperature=temperature, seed=3) for name in ("good", "late"))
-    bad = Request("bad", (1, 2, 3), 12, temperature=temperature, seed=4)
+    good, late = (
+        Request(name, tuple(range(1, 9)), 12, sampling=SamplingParams(temperature=temperature, seed=3))
+        for name in ("good", "late")
+    )
+    bad = Request("bad", (1, 2, 3), 12, sampling=SamplingParams(temperature=temperature, seed=4))
     with torch.inference_mode(), Numerics(lift=["N7"]):
         sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 3, "max_graphs": 2, "dtype": "float32"}
         pages: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory": 8 << 20}

@@ -11,15 +11,15 @@ import torch
 import torch_npu
 
 import app.engine.build.engine as build
-from app.engine.build.config import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.check import SCRATCH_BLOCK, Checked
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request
 from tests.devices.npu import demo
 from tests.devices.npu.null_device import traced
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
 
 pytestmark = pytest.mark.usefixtures("numerics")
@@ -43,7 +43,7 @@ def engine(pair: Pair, **config: Any) -> EngineCore:
 
 def requests(**kwargs: Any) -> list[Request]:
     prompts = [tuple(range(1, 12)), tuple(range(30, 75)), (5, 6, 5, 6, 5, 6), tuple(range(1, 90))]
-    return [Request(f"r{i}", prompt, max_tokens=30, seed=i, **kwargs) for i, prompt in enumerate(prompts)]
+    return [flat_request(f"r{i}", prompt, max_tokens=30, seed=i, **kwargs) for i, prompt in enumerate(prompts)]
 
 
 class Attended:
@@ -91,7 +91,7 @@ def test_lengths_given_anew_to_graphs_are_those_that_eager_code_passes(monkeypat
             for call, entry in zip(own, entries, strict=True):
                 check_padded(call, entry)
                 compared += 1
-        if step.kind == "decode":
+        if step.stats.kind == "decode":
             assert not calls and not attended.eager and len(attended.updates) >= 1
             accepted |= {delta.num_accepted for delta in step.deltas if delta.num_verified}
     assert compared > 100 and accepted >= {0, 15} and accepted - {0, 15}
@@ -109,7 +109,7 @@ def check_padded(eager: Lengths, entry: Lengths) -> None:
 def test_draft_and_target_calls_keep_to_their_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     core = demo.engine("npu:0", "bfloat16")
     core.add(demo.requests(1, greedy=True)[0])
-    while core.step().kind != "decode":
+    while core.step().stats.kind != "decode":
         pass
     attended = Attended(monkeypatch)
     core.step()
@@ -155,7 +155,7 @@ def test_a_greedy_decode_step_launches_its_two_graphs_and_nothing_else(pair: Pai
     core = engine(pair)
     for request in requests():
         core.add(request)
-    while core.step().kind != "decode":
+    while core.step().stats.kind != "decode":
         pass
     with traced() as trace:
         core.step()

@@ -8,27 +8,14 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import zmq
 
-from app.messages import (
-    Abort,
-    Command,
-    EngineInfo,
-    Fatal,
-    FlushCache,
-    LoadProgress,
-    Ready,
-    Reply,
-    Shutdown,
-    SpecStep,
-    StepOutput,
-    StepStats,
-    Submit,
-    TokenDelta,
-)
+from app.messages import EngineInfo, Request, SpecStep, StepOutput, StepStats, TokenDelta
+from app.wire import Abort, Command, Fatal, FlushCache, LoadProgress, Ready, Reply, Shutdown, Stepped
 
 
 class ScriptedEngine:
@@ -46,7 +33,7 @@ class ScriptedEngine:
         self.replies = context.socket(zmq.PUSH)
         self.replies.connect(replies)
         self.seen.linger = self.replies.linger = 1000  # The reader of the rest may have ended.
-        self.running: dict[str, Submit] = {}
+        self.running: dict[str, Request] = {}
         self.emitted: dict[str, int] = {}
         self.plan: list[list[int]] | None = None
         self.cached_tokens = 0
@@ -90,13 +77,10 @@ class ScriptedEngine:
                 delta = TokenDelta(order["request_id"], order["token_ids"], steps, finish_reason=order["finish"])
                 if delta.finish_reason is not None:
                     self.running.pop(delta.request_id, None)
-                self.send(StepOutput(self.epoch, [delta], self.stats(0.01)))
+                self.send(Stepped(self.epoch, StepOutput([delta], self.stats(0.01))))
             case "stale":
-                self.send(
-                    StepOutput(
-                        self.epoch - 1, [TokenDelta(order["request_id"], order["token_ids"], [])], self.stats(0.0)
-                    )
-                )
+                delta = TokenDelta(order["request_id"], order["token_ids"], [])
+                self.send(Stepped(self.epoch - 1, StepOutput([delta], self.stats(0.0))))
             case "garbage":
                 self.replies.send(b"\xc1")
             case "sleep":
@@ -110,18 +94,19 @@ class ScriptedEngine:
             sys.exit(0)
         fields = msgspec.to_builtins(command)
         del fields["epoch"]
-        self.tell(fields.pop("type"), **fields)
+        self.tell(fields.pop("type"), **fields.pop("request", fields))
         if isinstance(command, FlushCache):
-            self.send(StepOutput(self.epoch, [], msgspec.structs.replace(self.stats(0.0), kind="idle")))
+            self.send(Stepped(self.epoch, StepOutput([], replace(self.stats(0.0), kind="idle"))))
         elif isinstance(command, Abort):
             if self.running.pop(command.request_id, None) and not self.running:
-                self.send(StepOutput(self.epoch, [], msgspec.structs.replace(self.stats(0.0), kind="idle")))
+                self.send(Stepped(self.epoch, StepOutput([], replace(self.stats(0.0), kind="idle"))))
         elif command.epoch == self.epoch:
-            self.running[command.request_id] = command
-            self.emitted[command.request_id] = 0
+            request = command.request
+            self.running[request.request_id] = request
+            self.emitted[request.request_id] = 0
             for step in self.plan or []:
-                if command.request_id in self.running:
-                    self.step(command.request_id, step, None, None)
+                if request.request_id in self.running:
+                    self.step(request.request_id, step, None, None)
 
     def step(self, request_id: str, token_ids: list[int], finish: Any, error: str | None) -> None:
         """Send one engine step, cut at the first stop token or at the limit, as the engine cuts it."""
@@ -138,7 +123,7 @@ class ScriptedEngine:
             self.running.pop(request_id, None)
         steps = [SpecStep(len(token_ids), 15, len(token_ids) - 1)] if token_ids else []
         delta = TokenDelta(request_id, token_ids, steps, self.cached_tokens, finish, error)
-        self.send(StepOutput(self.epoch, [delta], self.stats(0.01)))
+        self.send(Stepped(self.epoch, StepOutput([delta], self.stats(0.01))))
 
     def stats(self, seconds: float) -> StepStats:
         return StepStats("decode", seconds, len(self.running), 0, 3 * len(self.running), 100, 0)

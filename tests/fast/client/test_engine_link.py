@@ -15,7 +15,7 @@ from app.client import link as engine_link
 from app.client.child_process import KEYS, engine_environment
 from app.client.link import EngineLink
 from app.config.settings import env_name
-from app.messages import Fatal, Reply
+from app.wire import Fatal, Reply
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,7 @@ from app.engine.backend.factory import make_backend
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.qwen3 import Qwen3, qwen3_config
-from app.engine.sequence import Request
+from app.messages import Request
 from tests.fast.doctor.tiny import TINY, tiny_engine
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from app.config.error import ConfigError
 from app.doctor.report.simulated import SimulatedRunner, even_chance, mean_length, simulate, survival, wish
-from app.engine.core import Step
-from app.engine.schedule.batch import Batch, Delta, ScheduledSequence, StepResult
-from app.engine.sequence import Request, Sequence
+from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
+from app.engine.sequence import Sequence
 from app.engine.step.runner import ModelRunner
+from app.messages import Request, StepOutput, TokenDelta
 from tests.fast.doctor.tiny import tiny_engine
+from tests.fast.engine.flat_request import flat_request
 
 PUBLISHED = (0.861, 0.724, 0.599, 0.504, 0.425, 0.363, 0.307, 0.262)
 
@@ -110,19 +111,19 @@ def test_every_step_is_computed_and_read_and_its_tokens_are_the_targets() -> Non
     assert result == StepResult([list(range(16))], [15])
 
 
-def run(folder: Path, wished: float, requests: int, **request: Any) -> tuple[dict[str, list[int]], list[Delta]]:
+def run(folder: Path, wished: float, requests: int, **request: Any) -> tuple[dict[str, list[int]], list[TokenDelta]]:
     """All requests to their end; after every step lengths and pages are those of the tokens emitted."""
     engine = tiny_engine(folder, page_size=4)
     core, deltas = engine.core, []
     simulate(core, survival((wished,), engine.sizes.block_size))
 
-    def check(step: Step) -> None:
+    def check(step: StepOutput) -> None:
         deltas.extend(step.deltas)
         for seq in core.scheduler.running:
             assert seq.num_computed == seq.num_tokens - 1
             assert len(set(seq.pages)) == len(seq.pages) >= -(-seq.num_computed // 4)
 
-    emitted = core.run([Request(str(i), (i + 1, 2, 3), **request) for i in range(requests)], check)
+    emitted = core.run([flat_request(str(i), (i + 1, 2, 3), **request) for i in range(requests)], check)
     assert core.scheduler.pool.num_used == 0
     return emitted, deltas
 

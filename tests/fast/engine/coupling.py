@@ -20,8 +20,7 @@ from app.engine.backend.base import AttentionMetadata
 from app.engine.core import EngineCore
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.sampling.noise import noise_states
-from app.engine.schedule.batch import Delta
-from app.engine.sequence import Request
+from app.messages import Request, TokenDelta
 from tools.lab import in_process, loads
 
 RATIOS = (0.0, 0.5, 0.8, 1.0, 1.2)
@@ -52,7 +51,7 @@ class Coupled:
         firsts = (positions.view(-1, block)[:, 0] + 1).tolist()
         states = [noise_states(r.seed, first, block - 1) for r, first in zip(requests, firsts, strict=True)]
         noise = self._real._sampler.gumbel(torch.from_numpy(np.concatenate(states))).view_as(logits)
-        scaled = noise * torch.tensor([request.temperature for request in requests])[:, None, None]
+        scaled = noise * torch.tensor([request.sampling.temperature for request in requests])[:, None, None]
         drafts = torch.stack([(logits + ratio * scaled).argmax(dim=-1) for ratio in RATIOS], dim=1)
         self._proposed = dict(zip(request_ids, drafts.numpy(), strict=True))
         return torch.stack([drafts[i, self._choice(name)] for i, name in enumerate(request_ids)])
@@ -60,7 +59,7 @@ class Coupled:
     def _choice(self, request_id: str) -> int:
         return int(self._scores[request_id].argmax()) if self._ratio is None else RATIOS.index(self._ratio)
 
-    def learn(self, delta: Delta) -> None:
+    def learn(self, delta: TokenDelta) -> None:
         """How many drafts of each ratio would have been accepted of the tokens that are known now."""
         said = np.array(delta.token_ids[: self._proposed[delta.request_id].shape[1]])
         right = self._proposed[delta.request_id][:, : len(said)] == said

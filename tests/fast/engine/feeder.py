@@ -11,7 +11,8 @@ from torch import Tensor
 
 from app.engine.build.engine import Engine
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import Sequence
+from app.messages import Request
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import make_pair
 

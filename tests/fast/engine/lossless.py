@@ -24,13 +24,12 @@ from typing import Any, Literal
 import torch
 
 from app.config.checkpoint import DEMO
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, build_engine
-from app.engine.core import Step
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request, StepOutput
 from app.text.tokenizer import Tokenizer
 from tests.fast.engine.device_lengths import device_lengths
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.reference import PLAIN, Sampling, Target, first_difference, load_target, margin, sampled
 from tools.demo_pair.corpus import DOMAINS, samples
@@ -279,11 +278,11 @@ class Run:
         return self.verify_tokens / self.verify_steps if self.verify_steps else math.nan
 
 
-def run_engine(engine: Engine, requests: list[Request], on_step: Callable[[Step], None] = lambda _: None) -> Run:
+def run_engine(engine: Engine, requests: list[Request], on_step: Callable[[StepOutput], None] = lambda _: None) -> Run:
     scheduler = engine.core.scheduler
     run = Run([], preemptions=-scheduler.num_preemptions, cached_tokens=-scheduler.prefix_cache_hits)
 
-    def count(step: Step) -> None:
+    def count(step: StepOutput) -> None:
         on_step(step)
         for delta in step.deltas:
             if delta.num_verified:
@@ -352,7 +351,7 @@ class Subject:
 
     def requests(self, case: Case) -> list[Request]:
         return [
-            Request(
+            flat_request(
                 request_id=f"{index}{again}",
                 token_ids=prompt.token_ids,
                 max_tokens=prompt.max_tokens,
@@ -387,7 +386,7 @@ class Subject:
             prefix_caching=case.cached,
         )
 
-    def run(self, case: Case, on_step: Callable[[Step], None] = lambda _: None) -> Run:
+    def run(self, case: Case, on_step: Callable[[StepOutput], None] = lambda _: None) -> Run:
         return run_engine(self.engine(case), self.requests(case), on_step)
 
     def sampling(self, kind: str, index: int) -> Sampling:

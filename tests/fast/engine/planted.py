@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from app.engine.backend.base import AttentionMetadata
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, build_engine
-from app.engine.core import Step
 from app.engine.dflash.drafter import Drafter
 from app.engine.models.config import DecoderConfig
-from app.engine.schedule.batch import Delta
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import Sequence
+from app.messages import EngineConfig, Request, StepOutput, TokenDelta
 from tests.fast.engine.pairs import Pair
 
 torch.set_num_threads(1)
@@ -187,8 +185,8 @@ class PlannedRun:
         self.drafter = plant(engine, texts, self.cut)
         self.requests: dict[str, Request] = {}
         self.emitted: dict[str, list[int]] = {}
-        self.deltas: dict[str, list[Delta]] = defaultdict(list)
-        self.steps: list[Step] = []
+        self.deltas: dict[str, list[TokenDelta]] = defaultdict(list)
+        self.steps: list[StepOutput] = []
         self.preemptions_before = self.scheduler.num_preemptions
 
     @property
@@ -211,7 +209,7 @@ class PlannedRun:
         assert set(self.deltas) == set(self.requests)
         return self.emitted
 
-    def step(self) -> Step:
+    def step(self) -> StepOutput:
         before = {seq.request.request_id: seq.num_tokens for seq in self._sequences}
         anchored = {seq.request.request_id for seq in self.scheduler.running if seq.num_computed == seq.num_tokens - 1}
         num_proposals = len(self.drafter.proposals)

@@ -10,9 +10,10 @@ import torch
 from app.engine.build.engine import Engine
 from app.engine.core import EngineCore
 from app.engine.sampling.penalties import TokenCounts
-from app.engine.schedule.batch import Delta
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import Sequence
 from app.engine.step import inputs as step_inputs
+from app.messages import Request, TokenDelta
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import Pair
 from tests.fast.schedule.scheduler_harness import check_pages
@@ -37,7 +38,7 @@ def requests(pair: Pair, count: int, *, max_tokens: int = 24, **asked: Any) -> l
     rng = random.Random(5)
     tokens = [token for token in range(pair.vocab_size) if token != BAD_TOKEN]
     prompts = [tuple(rng.choices(tokens, k=rng.randint(5, 30))) for _ in range(count)]
-    return [Request(f"r{i}", prompt, max_tokens, **asked) for i, prompt in enumerate(prompts)]
+    return [flat_request(f"r{i}", prompt, max_tokens, **asked) for i, prompt in enumerate(prompts)]
 
 
 class Run:
@@ -46,7 +47,7 @@ class Run:
     def __init__(self, engine: Engine, asked: list[Request]) -> None:
         self.engine, self.core, self.scheduler = engine, engine.core, engine.core.scheduler
         self.texts: dict[str, list[int]] = {request.request_id: [] for request in asked}
-        self.ends: dict[str, Delta] = {}
+        self.ends: dict[str, TokenDelta] = {}
         for request in asked:
             self.core.add(request)
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, build_engine
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig, read_config
 from app.engine.models.qwen3 import qwen3_config
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request
 from tests.fast.engine.pairs import Pair, make_pair
 
 torch.set_num_threads(1)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.engine.build.engine import Engine
-from app.engine.core import Step
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import Sequence
+from app.messages import Request, StepOutput
 from tests.fast.engine.draft_mistakes import (
     IN_THE_ENGINE,
     IN_THE_WEIGHTS,
@@ -225,7 +225,7 @@ def steps_of(engine: Engine, requests: list[Request]) -> dict[str, list[tuple[in
     """Per request (tokens, verified, accepted) of every step after the one that ended its prompt."""
     steps: dict[str, list[tuple[int, int, int]]] = {request.request_id: [] for request in requests}
 
-    def note(step: Step) -> None:
+    def note(step: StepOutput) -> None:
         for delta in step.deltas:
             steps[delta.request_id].append((len(delta.token_ids), delta.num_verified, delta.num_accepted))
 

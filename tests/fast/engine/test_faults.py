@@ -9,8 +9,9 @@ import torch
 
 from app.engine.build.engine import Engine
 from app.engine.npu.check import ContractError
-from app.engine.sequence import Request
 from app.engine.step import inputs as step_inputs
+from app.messages import Request, SamplingParams
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import LUCKY
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.planted_faults import (
@@ -71,7 +72,7 @@ def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pa
 @pytest.mark.parametrize("way", WAYS)
 def test_a_prompt_that_gives_nan_gets_no_token(pair: Pair, way: str):
     good = requests(pair, 4, **WAYS[way])
-    bad = Request("bad", (3, 4, BAD_TOKEN, 5), 9, **WAYS[way])
+    bad = flat_request("bad", (3, 4, BAD_TOKEN, 5), 9, **WAYS[way])
     plain = undisturbed(engine_of(pair, kv_pages=40), good)
     run = Run(engine_of(pair, kv_pages=40), [good[0], bad, *good[1:]]).to_the_end()
     assert list(run.errors()) == ["bad"] and "0 tokens into the answer" in run.errors()["bad"]
@@ -109,7 +110,8 @@ def test_pages_that_may_hold_nan_are_found_by_nobody(pair: Pair):
 @pytest.mark.parametrize("live_part", [True, False])
 def test_who_shares_pages_with_nan_is_computed_anew_and_says_what_it_would_have_said(pair: Pair, live_part: bool):
     first, second = (
-        Request(name, (*range(20), last), 12, temperature=0.7, seed=4) for name, last in (("first", 30), ("second", 31))
+        Request(name, (*range(20), last), 12, sampling=SamplingParams(temperature=0.7, seed=4))
+        for name, last in (("first", 30), ("second", 31))
     )
     plain = undisturbed(engine_of(pair, prefix_caching=True), [second])
     run = Run(engine_of(pair, prefix_caching=True), [first]).until(3, "first")
@@ -174,7 +176,7 @@ def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
     settings: dict[str, Any] = {"max_num_batched_tokens": 40, "prefix_caching": True}
     plain = undisturbed(engine_of(pair, **settings), good)
     engine = engine_of(pair, **settings)
-    bad = Request("bad", (9, 8, 7) * 10, 30, **asked)
+    bad = flat_request("bad", (9, 8, 7) * 10, 30, **asked)
     run = Run(engine, good[:2])
     run.until(5)
     PHASES[phase](monkeypatch, engine.core)
@@ -299,7 +301,15 @@ def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
             prompt = tuple(rng.choices(range(5), k=3)) * rng.choice((1, 1, 2, 5, 20))
             for sibling in range(rng.choice((1, 1, 3))):
                 live.append(f"{count} {sibling}")
-                core.add(Request(live[-1], prompt, 30, seed=sibling, temperature=0.7, speculate=rng.random() < 0.7))
+                core.add(
+                    Request(
+                        live[-1],
+                        prompt,
+                        30,
+                        sampling=SamplingParams(seed=sibling, temperature=0.7),
+                        speculate=rng.random() < 0.7,
+                    )
+                )
             count += 1
         if core.has_work:
             ended = {delta.request_id for delta in core.step().deltas if delta.finish_reason}

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from app.engine import process
-from app.messages import Fatal
+from app.engine.core import EngineCore
+from app.engine.npu.error_codes import explain
+from app.engine.schedule.page_pool import PagePool
+from app.engine.schedule.scheduler import Scheduler
+from app.messages import Request
+from app.wire import Fatal
 
 DEVICE_ERROR = (
     "npuSynchronizeDevice:NPUStream.cpp:627 NPU function error: AclrtSynchronizeDevice, error code is 507015\n"
@@ -43,14 +48,18 @@ links: list[StandInLink] = []
 def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]:
     """(the last reply, the traceback) of an engine process whose first step raises RuntimeError(message)."""
 
-    def step() -> None:
+    def launch(batch: Any) -> None:
         raise RuntimeError(message)
 
-    engine = SimpleNamespace(core=SimpleNamespace(has_work=True, step=step))
+    backend = SimpleNamespace(explain=lambda error: explain(str(error)), is_fatal=lambda error: True)
+    pool = PagePool(num_pages=8, page_size=4)
+    scheduler = Scheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
+    scheduler.add(Request("r", [1, 2], max_tokens=2))
+    engine = SimpleNamespace(core=EngineCore(scheduler, SimpleNamespace(backend=backend, launch=launch)))
     monkeypatch.setattr(process, "Link", StandInLink)
     monkeypatch.setattr(process, "_leave_with_parent", lambda: None)
-    monkeypatch.setattr(process, "_engine_config", lambda settings: None)
-    monkeypatch.setattr(process, "_info", lambda engine, settings: None)
+    monkeypatch.setattr(process, "decode_config", lambda line: None)
+    monkeypatch.setattr(process, "_info", lambda engine, config: None)
     monkeypatch.setattr(process, "build_engine", lambda config, progress: engine)
     monkeypatch.setattr(sys, "argv", ["process", "commands", "replies", "1"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import build_engine
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request, SamplingParams
 from tests.fast.engine.no_reads import NoReads
 from tests.fast.engine.pairs import make_pair
 
@@ -24,7 +23,15 @@ def engine(tmp_path: Path) -> Any:
 def add_mixed_requests(core: Any) -> None:
     for i in range(5):
         prompt = tuple(range(1, 20 + 9 * i))
-        core.add(Request(f"r{i}", prompt, max_tokens=20, temperature=float(i % 2), seed=i, speculate=i != 3))
+        core.add(
+            Request(
+                f"r{i}",
+                prompt,
+                sampling=SamplingParams(temperature=float(i % 2), seed=i),
+                max_tokens=20,
+                speculate=i != 3,
+            )
+        )
 
 
 def test_launch_never_reads_a_value_back(engine: Any) -> None:

@@ -12,10 +12,12 @@ import torch
 
 from app.doctor.report.simulated import simulate, survival
 from app.engine.build.engine import Engine
-from app.engine.schedule.batch import Batch, Delta
-from app.engine.sequence import NOT_FINITE, Request
+from app.engine.schedule.batch import Batch
+from app.engine.sequence import NOT_FINITE
+from app.messages import Request, SamplingParams, TokenDelta
 from tests.fast.engine import planted_faults
 from tests.fast.engine.device_lengths import device_lengths
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.launch_log import Log
 from tests.fast.engine.lossless import LUCKY
 from tests.fast.engine.no_reads import NoReads
@@ -53,7 +55,7 @@ def overlapping(pair: Pair, **settings: Any) -> Engine:
 def requests(count: int, vocab_size: int = 5, **asked: Any) -> list[Request]:
     rng = random.Random(3)
     prompts = [tuple(rng.choices(range(min(vocab_size, BAD_TOKEN)), k=rng.randint(2, 30))) for _ in range(count)]
-    return [Request(f"r{i}", prompt, **{"max_tokens": 24} | asked) for i, prompt in enumerate(prompts)]
+    return [flat_request(f"r{i}", prompt, **{"max_tokens": 24} | asked) for i, prompt in enumerate(prompts)]
 
 
 def test_the_next_step_is_launched_before_a_step_is_read(lucky: Pair):
@@ -78,7 +80,7 @@ def test_every_step_accepts_what_it_would_have_accepted_alone(lucky: Pair):
             engine.core.run([request], lambda step: [said(found, delta) for delta in step.deltas])
         return found
 
-    def said(found: dict[str, list[int]], delta: Delta) -> None:
+    def said(found: dict[str, list[int]], delta: TokenDelta) -> None:
         found.setdefault(delta.request_id, []).append(len(delta.token_ids))
 
     found = steps(overlapping(lucky))
@@ -97,7 +99,7 @@ def test_every_call_says_what_a_step_did(lucky: Pair):
     run = Run(overlapping(lucky), requests(3))
     while run.core.has_work:
         step = run.core.step()
-        assert step.deltas and step.seconds > 0
+        assert step.deltas and step.stats.seconds > 0
         for delta in step.deltas:
             run.texts[delta.request_id] += delta.token_ids
 
@@ -105,7 +107,9 @@ def test_every_call_says_what_a_step_did(lucky: Pair):
 @pytest.mark.parametrize("speculate", [True, False])
 def test_who_draws_his_tokens_or_counts_them_is_waited_for(lucky: Pair, speculate: bool):
     greedy, drawn = requests(2, speculate=speculate)
-    drawn = Request(drawn.request_id, drawn.token_ids, 8, temperature=0.8, seed=1, frequency_penalty=0.3)
+    drawn = Request(
+        drawn.request_id, drawn.token_ids, 8, sampling=SamplingParams(temperature=0.8, seed=1, frequency_penalty=0.3)
+    )
     engine = overlapping(lucky)
     log = Log(engine.core)
     run = Run(engine, [greedy, drawn]).to_the_end()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from app.engine.build.engine import Engine
-from app.engine.sequence import Request
+from app.messages import Request
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.planted import PlannedRun, make_engine
 from tests.fast.engine.reference import ReferenceTarget, features, load_target, sampled
@@ -64,7 +65,7 @@ class Asked:
     def add(self, prompt_len: int, max_tokens: int, **options: object) -> Request:
         request_id = f"r{len(self.requests)}"
         whole = self._text(prompt_len, options.get("temperature", 0.0), options.get("seed", 0))
-        request = Request(request_id, tuple(whole[:prompt_len]), max_tokens, **options)
+        request = flat_request(request_id, tuple(whole[:prompt_len]), max_tokens, **options)
         self.requests.append(request)
         self.texts[request_id] = whole
         return request
@@ -113,7 +114,7 @@ def test_the_counts_of_one_request_worked_out_by_hand(engine_of, text):
     run.run(asked.requests)
     assert counts(run, request.request_id) == [(1, 0, 0), (4, 7, 3), (4, 7, 3), (4, 4, 3), (1, 0, 0)]
     assert [p.position for p in run.drafter.proposals] == [7, 11, 15]
-    assert [step.kind for step in run.steps] == ["prefill"] + ["decode"] * 4
+    assert [step.stats.kind for step in run.steps] == ["prefill"] + ["decode"] * 4
 
 
 def test_sequences_of_one_batch_are_accepted_each_for_itself(engine_of, text):
@@ -273,7 +274,7 @@ def test_prompts_taken_in_chunks_beside_verify_rows_disturb_nobody(engine_of, te
     for prompt_len in (31, 23, 17, 1):
         run.add(asked.add(prompt_len, 12))
     emitted = run.run()
-    assert run.num_preemptions == 0 and sum(step.kind == "mixed" for step in run.steps) > 3
+    assert run.num_preemptions == 0 and sum(step.stats.kind == "mixed" for step in run.steps) > 3
     for request in asked.requests:
         start = len(request.token_ids)
         assert emitted[request.request_id] == asked.texts[request.request_id][start : start + request.max_tokens]

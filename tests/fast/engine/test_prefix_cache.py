@@ -16,9 +16,8 @@ import pytest
 from app.config.settings import Config
 from app.engine import process
 from app.engine.build.engine import Engine
-from app.engine.schedule.batch import Delta
-from app.engine.sequence import Request
-from app.messages import FlushCache, Sampling, Shutdown, StepOutput, Submit
+from app.messages import Request, TokenDelta
+from app.wire import FlushCache, Shutdown, Stepped, Submit, decode_config, encode_config
 from tests.fast.engine.lossless import (
     LUCKY,
     Case,
@@ -71,7 +70,7 @@ class Answers(dict[str, list[int]]):
         self.counts: dict[str, Counts] = defaultdict(list)
         self.cached: dict[str, int] = {}
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: TokenDelta) -> None:
         self.setdefault(delta.request_id, []).extend(delta.token_ids)
         self.counts[delta.request_id].append((len(delta.token_ids), delta.num_verified, delta.num_accepted))
         assert self.cached.setdefault(delta.request_id, delta.cached_tokens) == delta.cached_tokens
@@ -324,12 +323,12 @@ class StandInLink:
 
     def __init__(self, commands: list[list[Any]]) -> None:
         self._commands: Iterator[list[Any]] = iter(commands)
-        self.sent: list[StepOutput] = []
+        self.sent: list[Stepped] = []
 
     def receive(self, *, wait: bool) -> list[Any]:
         return next(self._commands) if wait else []
 
-    def send(self, reply: StepOutput) -> None:
+    def send(self, reply: Stepped) -> None:
         self.sent.append(reply)
 
 
@@ -338,24 +337,23 @@ def test_a_flush_is_answered_and_what_was_cached_is_computed_again(folder: Path)
     prompt = list(range(4)) * 5
 
     def submit(request_id: str) -> list[Any]:
-        return [Submit(request_id, 1, prompt, Sampling(), [], 4)]
+        return [Submit(1, Request(request_id, prompt, 4))]
 
     link = StandInLink([submit("a"), submit("b"), [FlushCache(1)], submit("c"), submit("d"), [Shutdown()]])
     process.serve(link, engine)
-    cached = {delta.request_id: delta.cached_tokens for output in link.sent for delta in output.deltas}
+    cached = {delta.request_id: delta.cached_tokens for reply in link.sent for delta in reply.output.deltas}
     assert cached == {"a": 0, "b": 16, "c": 0, "d": 16}
-    [flushed] = [output for output in link.sent if not output.deltas]
+    [flushed] = [reply.output for reply in link.sent if not reply.output.deltas]
     assert flushed.stats.kind == "idle" and flushed.stats.used_pages == 0
-    last = link.sent[-1].stats
+    last = link.sent[-1].output.stats
     assert (last.prefix_cache_queries, last.prefix_cache_hits) == (80, 32)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_the_setting_reaches_the_scheduler(folder: Path, prefix_caching: bool):
     subject = lucky_subject(folder)
-    options = Config(prefix_caching=prefix_caching).engine_options()
-    settings = {"engine": options, "target": str(subject.target), "draft": str(subject.draft)}
-    assert process._engine_config(settings).prefix_caching == prefix_caching
+    config = Config(prefix_caching=prefix_caching).for_engine(subject.target, subject.draft)
+    assert decode_config(encode_config(config)).prefix_caching == prefix_caching
     engine = engine_of(subject, cache=prefix_caching)
     request = subject.requests(Case())[0]
     answers = [ask(engine, request) for _ in range(2)]

@@ -1,6 +1,5 @@
 """The engine process hears nonsense, loses its parent, or gets a request that cannot run: it says so, or ends."""
 
-import json
 import re
 import subprocess
 import sys
@@ -15,11 +14,10 @@ import zmq
 
 from app.client.child_process import engine_environment
 from app.config.settings import Config
-from app.engine import process
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine
 from app.engine.process import Link, serve
-from app.messages import Abort, Ready, Reply, Sampling, Shutdown, StepOutput, Submit, TokenDelta
+from app.messages import EngineConfig, Request, SamplingParams, TokenDelta
+from app.wire import Abort, Ready, Reply, Shutdown, Stepped, Submit, decode_config, encode_config
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import Pair, make_pair
 
@@ -66,8 +64,8 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
 
 
 def submit(request_id: str, **changed: Any) -> Submit:
-    fields = {"token_ids": [1, 2, 3], "sampling": Sampling(), "stop_token_ids": [], "max_tokens": 4}
-    return Submit(**{"request_id": request_id, "epoch": 1} | fields | changed)
+    fields: dict[str, Any] = {"token_ids": [1, 2, 3], "max_tokens": 4}
+    return Submit(1, Request(request_id, **fields | changed))
 
 
 class PatientLink(Link):
@@ -95,7 +93,7 @@ def answers(parent: Parent, engine: Engine, *commands: Any) -> dict[str, TokenDe
         link._commands.close()
         link._replies.close(linger=60_000)
     ended: dict[str, TokenDelta] = {}
-    deltas = (delta for reply in parent.replied() if isinstance(reply, StepOutput) for delta in reply.deltas)
+    deltas = (delta for reply in parent.replied() if isinstance(reply, Stepped) for delta in reply.output.deltas)
     while len(ended) < len(commands):
         if (delta := next(deltas)).finish_reason:
             ended[delta.request_id] = delta
@@ -103,7 +101,8 @@ def answers(parent: Parent, engine: Engine, *commands: Any) -> dict[str, TokenDe
 
 
 def as_it_came(command: Submit, **changed: Any) -> bytes:
-    return msgspec.msgpack.encode({"type": "Submit"} | msgspec.to_builtins(command) | changed)
+    fields = msgspec.to_builtins(command)
+    return msgspec.msgpack.encode(fields | {"request": fields["request"] | changed})
 
 
 def test_a_message_of_one_request_that_cannot_be_read_is_that_requests_error(parent: Parent, engine: Engine):
@@ -136,8 +135,8 @@ def test_a_message_that_nobody_could_be_told_of_ends_the_engine_by_name(
         ({"token_ids": []}, "prompt of 0 tokens"),
         ({"token_ids": [1, 97]}, r"in 0\.\.96"),
         ({"token_ids": [1, -1]}, r"in 0\.\.96"),
-        ({"sampling": Sampling(logit_bias=[(97, 1.0)])}, r"logit_bias .* in 0\.\.96"),
-        ({"sampling": Sampling(min_tokens=2), "stop_token_ids": [1000]}, r"stop_token_ids .* in 0\.\.96"),
+        ({"sampling": SamplingParams(logit_bias=[(97, 1.0)])}, r"logit_bias .* in 0\.\.96"),
+        ({"sampling": SamplingParams(min_tokens=2), "stop_token_ids": [1000]}, r"stop_token_ids .* in 0\.\.96"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_and_the_next_one_is_served(
@@ -150,20 +149,18 @@ def test_a_request_that_can_never_run_is_refused_and_the_next_one_is_served(
 
 def test_every_option_of_the_engine_comes_from_the_settings():
     config = Config(num_speculative_tokens=15, verify="4", enforce_eager=True, page_size=32)
-    assert config.engine_options().keys() == {field.name for field in fields(EngineConfig)} - {"target", "draft"}
-    sent = json.loads(json.dumps({"engine": config.engine_options(), "target": "a", "draft": None}))
-    engine = process._engine_config(sent)
+    engine = decode_config(encode_config(config.for_engine(Path("a"), None)))
     assert (engine.target, engine.draft, engine.block_size, engine.verify) == (Path("a"), None, 16, 4)
     assert (engine.enforce_eager, engine.page_size) == (True, 32)
-    assert EngineConfig(Path("a"), verify="auto") == process._engine_config(
-        sent | {"engine": Config().engine_options()}
-    )
+    assert EngineConfig(Path("a"), verify="auto") == Config().for_engine(Path("a"), None)
+    same = {field.name for field in fields(EngineConfig)} - {"target", "draft", "block_size"}
+    assert same <= set(Config.model_fields), "a setting of the same name, whose value for_engine takes"
 
 
 @pytest.mark.exhaustive
 def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Parent, pair: Pair):
-    options = Config(device="cpu", max_model_len=500, max_num_seqs=4).engine_options()
-    settings = {"engine": options, "target": str(pair.target), "draft": str(pair.draft)}
+    config = Config(device="cpu", max_model_len=500, max_num_seqs=4)
+    settings = encode_config(config.for_engine(pair.target, pair.draft))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses, "1"],
         stdin=subprocess.PIPE,
@@ -172,11 +169,11 @@ def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Pa
     )
     try:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.write(settings.encode() + b"\n")
         process.stdin.flush()
         assert any(isinstance(reply, Ready) for reply in parent.replied())
-        parent.send(*(submit(str(i), max_tokens=480) for i in range(4)), Abort("nobody", 1))
-        assert isinstance(next(parent.replied()), StepOutput)
+        parent.send(*(submit(str(i), max_tokens=480) for i in range(4)), Abort(1, "nobody"))
+        assert isinstance(next(parent.replied()), Stepped)
         process.stdin.close()
         assert process.wait(timeout=600) == 1
     finally:

@@ -23,10 +23,11 @@ from app.engine.sampling.noise import noise_states
 from app.engine.sampling.penalties import Penalties, TokenCounts, penalise
 from app.engine.sampling.sampler import Sampler, SamplingMetadata
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.sequence import Request
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step import inputs as step_inputs
 from app.engine.step.runner import ModelRunner
+from app.messages import Request, SamplingParams
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.planted import PlannedRun, make_engine
 from tests.fast.engine.reference import (
@@ -285,8 +286,8 @@ def random_request(rng: Random, vocab: int, number: int) -> Request:
 
     few = [rng.randrange(vocab) for _ in range(4)]
     if rng.random() < 0.2:
-        return Request(f"r{number}", tuple(few), 64, temperature=rng.choice((0.0, 1.0)), seed=rng.getrandbits(64))
-    return Request(
+        return flat_request(f"r{number}", tuple(few), 64, temperature=rng.choice((0.0, 1.0)), seed=rng.getrandbits(64))
+    return flat_request(
         f"r{number}",
         tuple(rng.choice(few) for _ in range(rng.randint(1, 9))),
         max_tokens=64,
@@ -359,16 +360,17 @@ class Step:
             request = rows.seq.request
             prompt, emitted = request.token_ids, rows.seq.token_ids[len(request.token_ids) :]
             own = next(drafts)[: rows.num_drafts] if rows.num_drafts else []
-            temperature = 0.0 if request.is_greedy else request.temperature
+            temperature = 0.0 if request.sampling.is_greedy else request.sampling.temperature
             for place in range(rows.num_drafts + 1):
                 before = [*emitted, *own[:place]]
-                decision = decide(next(logits), prompt, before, temperature, request.seed, asked_of(request))
+                decision = decide(next(logits), prompt, before, temperature, request.sampling.seed, asked_of(request))
                 found.append((request, decision))
         return found
 
 
 def asked_of(request: Request) -> Sampling:
-    return Sampling(**{name: getattr(request, name) for name in vars(PLAIN)})
+    own = {name: getattr(request.sampling, name) for name in vars(PLAIN) if name != "stop_token_ids"}
+    return Sampling(**own, stop_token_ids=request.stop_token_ids)
 
 
 def random_step(seed: int) -> Step:
@@ -401,19 +403,19 @@ def test_the_steps_hold_whatever_a_request_may_ask():
         drafts = iter([] if step.drafts is None else step.drafts.tolist())
         for rows in step.batch.sampling:
             request = rows.seq.request
-            kind = "greedy" if request.is_greedy else "drawn"
-            seen[
-                kind + (" filtered" if request.is_filtered else "") + (" penalised" if request.is_penalised else "")
-            ] += 1
+            kind = "greedy" if request.sampling.is_greedy else "drawn"
+            asked = request.sampling
+            seen[kind + " filtered" * asked.is_filtered + " penalised" * asked.is_penalised] += 1
             own = next(drafts)[: rows.num_drafts] if rows.num_drafts else []
-            if request.is_penalised:
+            if request.sampling.is_penalised:
                 seen["repeats"] += len(set(own)) < len(own)
                 seen["of the prompt"] += bool({*own} & {*request.token_ids})
             emitted = rows.seq.num_tokens - len(request.token_ids)
-            borders = request.stop_token_ids and emitted < request.min_tokens <= emitted + rows.num_drafts
+            borders = request.stop_token_ids and emitted < request.sampling.min_tokens <= emitted + rows.num_drafts
             seen["min_tokens inside the block"] += bool(borders)
         seen["mixed kinds"] += (
-            len({(r.seq.request.is_filtered, r.seq.request.is_penalised) for r in step.batch.rows}) > 2
+            len({(r.seq.request.sampling.is_filtered, r.seq.request.sampling.is_penalised) for r in step.batch.rows})
+            > 2
         )
         seen["nobody drafts"] += step.drafts is None
     assert len(seen) == 11 and min(seen.values()) >= 10, seen
@@ -540,7 +542,9 @@ def test_memory_for_counts_is_taken_when_the_first_penalty_comes(engine_of, text
     monkeypatch.setattr(torch, "zeros", lambda *size, **kwargs: made.append(size) or zeros(*size, **kwargs))
     engine = make_engine(engine_of.pair, max_num_seqs=3)
     of_counts = ((3, engine_of.pair.vocab_size),)
-    plain = Request("plain", (1, 2, 3), 4, temperature=1.0, top_k=3, min_tokens=2, logit_bias=((1, 2.0),))
+    plain = Request(
+        "plain", (1, 2, 3), 4, sampling=SamplingParams(temperature=1.0, top_k=3, min_tokens=2, logit_bias=((1, 2.0),))
+    )
     engine.core.run([plain])
     assert made.count(of_counts) == 0
     for _ in range(2):
@@ -586,11 +590,11 @@ def text(target: ReferenceTarget) -> Text:
     def make(request: Request) -> list[int]:
         key = replace(request, request_id="", cache_salt="")
         if key not in known:
-            temperature = 0.0 if request.is_greedy else request.temperature
+            temperature = 0.0 if request.sampling.is_greedy else request.sampling.temperature
             prompt, length = request.token_ids, request.max_tokens + 8
             known[key] = [
                 *prompt,
-                *sampled(target, prompt, length, temperature, request.seed, sampling=asked_of(request)),
+                *sampled(target, prompt, length, temperature, request.sampling.seed, sampling=asked_of(request)),
             ]
         return list(known[key])
 
@@ -601,7 +605,7 @@ def asking(request_id: str, prompt_len: int = 6, max_tokens: int = 24, **asked: 
     """One that shares no pages: the planted drafter knows the context of a run, and a page's owner, alone."""
     rng = Random(prompt_len)
     prompt = tuple(rng.randrange(97) for _ in range(prompt_len))
-    return Request(request_id, prompt, max_tokens, cache_salt=request_id, **asked)
+    return flat_request(request_id, prompt, max_tokens, cache_salt=request_id, **asked)
 
 
 def run(engine: Engine, requests: Sequence[Request], text: Text, cut: Any) -> PlannedRun:
@@ -640,8 +644,11 @@ def test_penalties_stand_on_the_drafts_before_a_row_and_on_their_own_sequence_al
 
 def test_penalties_change_these_texts(text):
     for request in SIDE_BY_SIDE:
-        if request.is_penalised:
-            unpenalised = replace(request, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        if request.sampling.is_penalised:
+            unpenalised = replace(
+                request,
+                sampling=replace(request.sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0),
+            )
             assert text(request) != text(unpenalised)
 
 

@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from app.engine.backend.base import Defaults
-from app.engine.build.config import MIN_MODEL_LEN, EngineConfig, Sizes, settle_pages, settle_sizes
+from app.engine.build.config import MIN_MODEL_LEN, Sizes, settle_pages, settle_sizes
 from app.engine.build.engine import build_engine
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request, SamplingParams
 from tests.fast.engine.pairs import make_pair
 
 DEFAULTS = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
@@ -147,7 +147,9 @@ def test_padding_has_slots_and_positions_in_the_largest_graphs(tmp_path: Path, p
     """More padding rows than the context has positions, and page tables wider than a sequence needs."""
     pair = make_pair(tmp_path, block_size=16)
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 20, "page_size": page_size}
-    requests = [Request(f"r{i}", tuple(range(1, 6 + i % 6)), max_tokens=9, seed=i) for i in range(11)]
+    requests = [
+        Request(f"r{i}", tuple(range(1, 6 + i % 6)), sampling=SamplingParams(seed=i), max_tokens=9) for i in range(11)
+    ]
     texts = [
         build_engine(
             EngineConfig(target=pair.target, draft=pair.draft, device="cpu", enforce_eager=eager, **sizes)

@@ -15,10 +15,11 @@ from app.engine.backend.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import Sequence
 from app.engine.step import inputs as step_inputs
 from app.engine.step.graph_sizes import settle_graph_sizes
 from app.engine.step.inputs import RowGroup, StepInputs
+from app.messages import Request, SamplingParams
 
 
 @st.composite
@@ -37,9 +38,8 @@ def batches(draw: st.DrawFn) -> tuple[Batch, int, int]:
         request = Request(
             f"r{random.random()}",
             tuple(random.randrange(1, 1000) for _ in range(n)),
+            sampling=SamplingParams(temperature=random.choice([0.0, 1e-7, 0.7, 1.3]), seed=random.getrandbits(64)),
             max_tokens=40,
-            temperature=random.choice([0.0, 1e-7, 0.7, 1.3]),
-            seed=random.getrandbits(64),
         )
         seq = Sequence(request, arrival=0)
         pages = -(-(n + block_size - 1) // page_size) + spare_pages
@@ -129,8 +129,14 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
             draft = len(request_ids) * (block_size - 1) + position - len(seq.token_ids)
             token_source.append(row if known else num_rows + draft)
             if rows.needs_logits and position >= len(seq.token_ids) - 1:
-                if not request.is_greedy:
-                    drawn.append((len(logits_indices), request.temperature, state_of(request.seed, position + 1)))
+                if not request.sampling.is_greedy:
+                    drawn.append(
+                        (
+                            len(logits_indices),
+                            request.sampling.temperature,
+                            state_of(request.sampling.seed, position + 1),
+                        )
+                    )
                 logits_indices.append(row)
         if rows.num_drafts:
             request_ids.append(request.request_id)
@@ -173,11 +179,15 @@ def test_every_array_equals_the_loop_over_rows(drawn: tuple[Batch, int, int]) ->
 
 def test_a_mixed_step_worked_out_by_hand():
     """Pages of 4, blocks of 4: a verify of 3 rows, a plain row, a last chunk of two rows, a first chunk of three."""
-    request = Request("a", (10, 11, 12, 13, 14, 15), 9, temperature=0.5, seed=7)
+    request = Request("a", (10, 11, 12, 13, 14, 15), 9, sampling=SamplingParams(temperature=0.5, seed=7))
     drafting = Sequence(request, 0, pages=array("i", [8, 3, 5]))
     plain = Sequence(Request("b", (20, 21), 9), 1, pages=array("i", [2, 9]))
-    ending = Sequence(Request("c", (30, 31, 32), 9, temperature=2.0, seed=1), 2, pages=array("i", [4, 6]))
-    starting = Sequence(Request("d", (40, 41, 42, 43, 44), 9, temperature=1.0), 3, pages=array("i", [1, 7]))
+    ending = Sequence(
+        Request("c", (30, 31, 32), 9, sampling=SamplingParams(temperature=2.0, seed=1)), 2, pages=array("i", [4, 6])
+    )
+    starting = Sequence(
+        Request("d", (40, 41, 42, 43, 44), 9, sampling=SamplingParams(temperature=1.0)), 3, pages=array("i", [1, 7])
+    )
     batch = Batch(
         [
             ScheduledSequence(drafting, 5, 3, needs_logits=True, num_drafts=2),
@@ -338,7 +348,7 @@ def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_whe
 
 
 def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
-    seq = Sequence(Request("a", (1, 2, 3, 4), 2, temperature=1.0), 0, pages=array("i", [1]))
+    seq = Sequence(Request("a", (1, 2, 3, 4), 2, sampling=SamplingParams(temperature=1.0)), 0, pages=array("i", [1]))
     inputs = step_inputs.build(
         Batch(prefills=[ScheduledSequence(seq, 0, 3, needs_logits=False)]), page_size=4, block_rows=4
     )

@@ -11,15 +11,15 @@ import pytest
 
 from app.config.checkpoint import DEMO
 from app.engine.build import time_steps as costs
-from app.engine.build.config import EngineConfig, Sizes
+from app.engine.build.config import Sizes
 from app.engine.build.engine import build_engine
 from app.engine.build.time_steps import measure_costs
-from app.engine.core import EngineCore, Step
+from app.engine.core import EngineCore
 from app.engine.dflash.policy import Policy
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch
-from app.engine.sequence import Request
 from app.engine.step.inputs import StepInputs
+from app.messages import EngineConfig, Request, SamplingParams, StepOutput
 from tests.fast.engine.lossless import demo_prompts
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.steady import steady_costs
@@ -33,7 +33,13 @@ def engine(verify: str | int, **config: Any) -> EngineCore:
 def requests() -> list[Request]:
     prompts = [*demo_prompts("math", 6, 40), *demo_prompts("prose", 6, 40)]
     return [
-        Request(str(i), prompt.token_ids, 40, 0.9 * (i % 2), seed=i, stop_token_ids=prompt.stop_token_ids)
+        Request(
+            str(i),
+            prompt.token_ids,
+            40,
+            sampling=SamplingParams(temperature=0.9 * (i % 2), seed=i),
+            stop_token_ids=prompt.stop_token_ids,
+        )
         for i, prompt in enumerate(prompts)
     ]
 
@@ -48,12 +54,12 @@ def full() -> dict[str, list[int]]:
 def test_tokens_do_not_depend_on_how_many_drafts_are_verified(
     full: dict[str, list[int]], verify: str | int, eager: bool
 ) -> None:
-    steps: list[Step] = []
+    steps: list[StepOutput] = []
     assert engine(verify, enforce_eager=eager).run(requests(), steps.append) == full
     most = max(delta.num_verified for step in steps for delta in step.deltas)
     if isinstance(verify, int):
         assert most == verify - 1
-        assert any(step.num_drafting for step in steps) == (verify > 1)
+        assert any(step.stats.num_drafting for step in steps) == (verify > 1)
 
 
 def blocks_drafted(core: EngineCore) -> list[tuple[int, int]]:
@@ -120,7 +126,7 @@ def test_narrow_blocks_are_as_good_as_the_beginning_of_wide_ones(rows: int, leas
     """Of held-out math and code, drafts accepted and the bonus: a draft that saw its masks wrongly would do worse."""
     prompts = [*demo_prompts("math", 8, 60), *demo_prompts("code", 8, 60)]
     asked = [Request(str(i), p.token_ids, 60, stop_token_ids=p.stop_token_ids) for i, p in enumerate(prompts)]
-    steps: list[Step] = []
+    steps: list[StepOutput] = []
     engine(rows).run(asked, steps.append)
     deltas = [delta for step in steps for delta in step.deltas if delta.num_verified]
     assert 1 + sum(delta.num_accepted for delta in deltas) / len(deltas) >= least

@@ -13,10 +13,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
-from app.engine.schedule.batch import Batch, Delta, ScheduledSequence, StepResult
+from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.scheduler import Scheduler
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import Sequence
+from app.messages import Request, TokenDelta
 
 VOCAB = 12
 NONSENSE = -7
@@ -153,7 +154,7 @@ class Harness:
         self._flushed_under = {seq.request.request_id for seq in self.scheduler.running}
         self.check_between_steps()
 
-    def step(self, accept: Accept = lambda rows: rows.num_drafts) -> tuple[Batch, dict[str, Delta]]:
+    def step(self, accept: Accept = lambda rows: rows.num_drafts) -> tuple[Batch, dict[str, TokenDelta]]:
         """One step, in which `accept` says how many drafts of a decoding sequence the target agrees with."""
         before = {seq.request.request_id: (seq.num_tokens, seq.num_computed) for seq in self.sequences}
         owned = {seq.request.request_id: seq.pages[:] for seq in self.sequences}
@@ -353,7 +354,7 @@ class Harness:
         self.waits += being_filled
         assert being_filled or wanted + len(self.scheduler.running) > self.pool.num_free
 
-    def check_deltas(self, batch: Batch, before: dict[str, tuple[int, int]], deltas: list[Delta]) -> None:
+    def check_deltas(self, batch: Batch, before: dict[str, tuple[int, int]], deltas: list[TokenDelta]) -> None:
         assert [d.request_id for d in deltas] == [
             rows.seq.request.request_id for rows in batch.rows if rows.needs_logits
         ]

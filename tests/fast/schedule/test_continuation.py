@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from app.engine.dflash.policy import Policy
-from app.engine.schedule.batch import Batch, Delta, StepResult
+from app.engine.schedule.batch import Batch, StepResult
 from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.scheduler import Scheduler
-from app.engine.sequence import NOT_FINITE, Request, Sequence
+from app.engine.sequence import NOT_FINITE, Sequence
+from app.messages import Request, TokenDelta
+from tests.fast.engine.flat_request import flat_request
 from tests.fast.schedule.scheduler_harness import check_pages
 
 BLOCK = 4
@@ -41,7 +43,7 @@ class Flight:
         )
         for name in "abcd"[:count]:
             self.scheduler.add(
-                Request(name, (1, 2), max_tokens, stop_token_ids=frozenset(stop), cache_salt=name, **asked)
+                flat_request(name, (1, 2), max_tokens, stop_token_ids=frozenset(stop), cache_salt=name, **asked)
             )
         self.commit(self.scheduler.schedule(), [[3]] * count, [0] * count)
         self.batch = self.scheduler.schedule()
@@ -53,7 +55,7 @@ class Flight:
     def behind(self) -> Batch | None:
         return self.scheduler.schedule_ahead(self.batch)
 
-    def commit(self, batch: Batch, tokens: list[list[int]], accepted: list[int]) -> list[Delta]:
+    def commit(self, batch: Batch, tokens: list[list[int]], accepted: list[int]) -> list[TokenDelta]:
         deltas = self.scheduler.commit(batch, StepResult(tokens, accepted))
         check_pages(self.scheduler)
         return deltas

@@ -9,7 +9,8 @@ import pytest
 from app.engine.schedule.batch import StepResult
 from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.schedule.scheduler import Scheduler
-from app.engine.sequence import Request, Sequence
+from app.engine.sequence import Sequence
+from app.messages import Request
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
 
 PAGE = 4

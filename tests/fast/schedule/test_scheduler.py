@@ -5,6 +5,7 @@ Where not said otherwise there is no prefix cache, so every prompt is run whole:
 
 from array import array
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
 from app.engine.dflash.policy import Policy
-from app.engine.schedule.batch import Delta, StepResult
+from app.engine.schedule.batch import StepResult
 from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.schedule.scheduler import Scheduler
-from app.engine.sequence import NOT_FINITE, Request
+from app.engine.sequence import NOT_FINITE
+from app.messages import FinishReason, Request, SpecStep, TokenDelta
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
 
 # Who runs
@@ -143,6 +145,11 @@ def test_a_request_that_wants_no_speculation_and_a_target_alone_run_one_row():
 # When it ends
 
 
+def delta_of(tokens: list[int], verified: int, accepted: int, finish_reason: FinishReason | None) -> TokenDelta:
+    """What one step says of the request "r"."""
+    return TokenDelta("r", tokens, [SpecStep(len(tokens), verified, accepted)], finish_reason=finish_reason)
+
+
 class OneDecodeStep:
     """A decoding request (2 tokens of prompt and one more known) and what the target says next."""
 
@@ -153,10 +160,10 @@ class OneDecodeStep:
         self.scheduler.add(Request("r", (1, 2), max_tokens, stop_token_ids=frozenset(stop)))
         self.first = self._commit([3], 0)
 
-    def says(self, tokens: list[int], accepted: int) -> Delta:
+    def says(self, tokens: list[int], accepted: int) -> TokenDelta:
         return self._commit(tokens, accepted)
 
-    def _commit(self, tokens: list[int], accepted: int) -> Delta:
+    def _commit(self, tokens: list[int], accepted: int) -> TokenDelta:
         (delta,) = self.scheduler.commit(self.scheduler.schedule(), StepResult([tokens], [accepted]))
         return delta
 
@@ -164,17 +171,17 @@ class OneDecodeStep:
 @pytest.mark.parametrize(
     ("says", "accepted", "expected"),
     [
-        ([10, 11, 12, 13], 3, Delta("r", [10, 11, 12, 13], 3, 3, None)),
-        ([10, 11, 12, 13], 1, Delta("r", [10, 11], 3, 1, None)),
-        ([10, 11, 12, 13], 0, Delta("r", [10], 3, 0, None)),
-        ([9, 11, 12, 13], 3, Delta("r", [9], 1, 1, "stop")),
-        ([10, 9, 12, 13], 3, Delta("r", [10, 9], 2, 2, "stop")),
-        ([10, 11, 9, 13], 3, Delta("r", [10, 11, 9], 3, 3, "stop")),
-        ([10, 11, 12, 9], 3, Delta("r", [10, 11, 12, 9], 3, 3, "stop")),  # the bonus after a whole block
-        ([10, 9, 12, 13], 1, Delta("r", [10, 9], 2, 1, "stop")),  # the bonus after a draft that was refused
-        ([9, 11, 12, 13], 0, Delta("r", [9], 1, 0, "stop")),
-        ([10, 11, 9, 13], 1, Delta("r", [10, 11], 3, 1, None)),  # a stop token that was not accepted
-        ([8, 9, 12, 13], 3, Delta("r", [8], 1, 1, "stop")),  # two stops: the first counts
+        ([10, 11, 12, 13], 3, delta_of([10, 11, 12, 13], 3, 3, None)),
+        ([10, 11, 12, 13], 1, delta_of([10, 11], 3, 1, None)),
+        ([10, 11, 12, 13], 0, delta_of([10], 3, 0, None)),
+        ([9, 11, 12, 13], 3, delta_of([9], 1, 1, "stop")),
+        ([10, 9, 12, 13], 3, delta_of([10, 9], 2, 2, "stop")),
+        ([10, 11, 9, 13], 3, delta_of([10, 11, 9], 3, 3, "stop")),
+        ([10, 11, 12, 9], 3, delta_of([10, 11, 12, 9], 3, 3, "stop")),  # the bonus after a whole block
+        ([10, 9, 12, 13], 1, delta_of([10, 9], 2, 1, "stop")),  # the bonus after a draft that was refused
+        ([9, 11, 12, 13], 0, delta_of([9], 1, 0, "stop")),
+        ([10, 11, 9, 13], 1, delta_of([10, 11], 3, 1, None)),  # a stop token that was not accepted
+        ([8, 9, 12, 13], 3, delta_of([8], 1, 1, "stop")),  # two stops: the first counts
     ],
 )
 def test_nothing_behind_a_stop_token_is_emitted_or_counted(says, accepted, expected):
@@ -188,12 +195,12 @@ def test_nothing_behind_a_stop_token_is_emitted_or_counted(says, accepted, expec
 @pytest.mark.parametrize(
     ("max_tokens", "says", "accepted", "expected"),
     [
-        (2, [10], 0, Delta("r", [10], 0, 0, "length")),
-        (4, [10, 11, 12], 2, Delta("r", [10, 11, 12], 2, 2, "length")),
-        (4, [10, 11, 12], 1, Delta("r", [10, 11], 2, 1, None)),
-        (5, [10, 11, 12, 13], 3, Delta("r", [10, 11, 12, 13], 3, 3, "length")),
-        (6, [10, 11, 12, 13], 3, Delta("r", [10, 11, 12, 13], 3, 3, None)),
-        (5, [10, 11, 12, 9], 3, Delta("r", [10, 11, 12, 9], 3, 3, "stop")),  # both at once
+        (2, [10], 0, delta_of([10], 0, 0, "length")),
+        (4, [10, 11, 12], 2, delta_of([10, 11, 12], 2, 2, "length")),
+        (4, [10, 11, 12], 1, delta_of([10, 11], 2, 1, None)),
+        (5, [10, 11, 12, 13], 3, delta_of([10, 11, 12, 13], 3, 3, "length")),
+        (6, [10, 11, 12, 13], 3, delta_of([10, 11, 12, 13], 3, 3, None)),
+        (5, [10, 11, 12, 9], 3, delta_of([10, 11, 12, 9], 3, 3, "stop")),  # both at once
     ],
 )
 def test_max_tokens_ends_the_text_exactly(max_tokens, says, accepted, expected):
@@ -201,9 +208,9 @@ def test_max_tokens_ends_the_text_exactly(max_tokens, says, accepted, expected):
 
 
 def test_the_first_token_can_be_the_last():
-    assert OneDecodeStep(max_tokens=1).first == Delta("r", [3], 0, 0, "length")
+    assert OneDecodeStep(max_tokens=1).first == delta_of([3], 0, 0, "length")
     stopped = OneDecodeStep(stop={3})
-    assert stopped.first == Delta("r", [3], 0, 0, "stop")
+    assert stopped.first == delta_of([3], 0, 0, "stop")
     assert not stopped.scheduler.has_work and stopped.scheduler.pool.num_used == 0
 
 
@@ -285,19 +292,19 @@ BAD = NOT_FINITE
 @pytest.mark.parametrize(
     ("says", "accepted", "expected"),
     [
-        ([BAD, 11, 12, 13], 0, Delta("r", [], 3, 0, "error")),
-        ([10, 11, BAD, 13], 2, Delta("r", [10, 11], 3, 2, "error")),
-        ([10, 11, 12, BAD], 3, Delta("r", [10, 11, 12], 3, 3, "error")),
-        ([BAD, BAD, BAD, BAD], 0, Delta("r", [], 3, 0, "error")),
-        ([10, 9, BAD, 13], 2, Delta("r", [10, 9], 2, 2, "stop")),  # it had stopped before
-        ([10, 11, BAD, BAD], 1, Delta("r", [10, 11], 3, 1, None)),  # behind drafts that were refused
+        ([BAD, 11, 12, 13], 0, delta_of([], 3, 0, "error")),
+        ([10, 11, BAD, 13], 2, delta_of([10, 11], 3, 2, "error")),
+        ([10, 11, 12, BAD], 3, delta_of([10, 11, 12], 3, 3, "error")),
+        ([BAD, BAD, BAD, BAD], 0, delta_of([], 3, 0, "error")),
+        ([10, 9, BAD, 13], 2, delta_of([10, 9], 2, 2, "stop")),  # it had stopped before
+        ([10, 11, BAD, BAD], 1, delta_of([10, 11], 3, 1, None)),  # behind drafts that were refused
     ],
 )
 def test_a_sequence_ends_in_front_of_the_first_token_that_cannot_be_chosen(says, accepted, expected):
     decode = OneDecodeStep(stop={9})
     found = decode.says(says, accepted)
     assert (found.error is not None) == (expected.finish_reason == "error")
-    found.error = None
+    found = replace(found, error=None)
     assert found == expected
     assert decode.scheduler.num_not_finite == (expected.finish_reason == "error")
     assert decode.scheduler.has_work == (expected.finish_reason is None)

@@ -11,6 +11,7 @@ from app.doctor.report.cuda.parts import Part, Row
 from app.doctor.report.cuda.speeds import engine, requests
 from app.engine.backend.base import Backend
 from app.engine.cuda.backend import CudaBackend
+from app.messages import SamplingParams
 
 Texts = list[list[int]]
 
@@ -82,7 +83,10 @@ class Engines:
             if way.accepted is not None and made.draft:
                 simulated.simulate(made.core, simulated.survival([1.0] * way.accepted, made.draft.block_size))
             plain = requests(6, 60, self._answer, made.target.vocab_size)
-            wanted = [replace(request, seed=seed, **way.sampling) for seed, request in enumerate(plain)]
+            wanted = [
+                replace(request, sampling=SamplingParams(seed=seed, **way.sampling))
+                for seed, request in enumerate(plain)
+            ]
             emitted = made.core.run(wanted)
         return [emitted[request.request_id] for request in wanted]
 

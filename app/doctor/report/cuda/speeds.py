@@ -16,10 +16,9 @@ from app.doctor.report import random_weights, simulated
 from app.doctor.report.cuda.floor import Load, run_seconds, step_seconds
 from app.doctor.report.cuda.page import PUBLISHED
 from app.doctor.report.cuda.parts import Part, Row
-from app.engine.build.config import EngineConfig
 from app.engine.build.engine import Engine, build_engine
 from app.engine.core import EngineCore
-from app.engine.sequence import Request
+from app.messages import EngineConfig, Request
 
 TAU = 6.36
 """Mean acceptance length that is simulated: what DFlash reaches with Qwen3-8B on GSM8K."""
@@ -66,8 +65,8 @@ def timed(core: EngineCore, load: Load, vocab_size: int, found: Measured) -> Non
     while core.has_work:
         step = core.step()
         tokens += sum(len(delta.token_ids) for delta in step.deltas)
-        if step.kind == "decode" and step.num_decoding == load.concurrency:
-            steps.append(1000 * step.seconds)
+        if step.stats.kind == "decode" and step.stats.num_decoding == load.concurrency:
+            steps.append(1000 * step.stats.seconds)
     found.speeds.append(tokens / (time.perf_counter() - started))
     if steps:
         found.steps.append(median(steps))

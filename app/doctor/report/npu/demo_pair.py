@@ -9,11 +9,10 @@ import torch
 from app.config.checkpoint import DEMO
 from app.doctor.report.npu.part import Prompts
 from app.engine.build import engine as build
-from app.engine.build.config import EngineConfig
-from app.engine.core import EngineCore, Step
-from app.engine.sequence import Request
+from app.engine.core import EngineCore
 from app.engine.step import inputs as step_inputs
 from app.engine.step.forward import Packed
+from app.messages import EngineConfig, Request, SamplingParams, StepOutput
 
 
 def engine(device: str, dtype: str = "float32", **config: Any) -> EngineCore:
@@ -36,8 +35,7 @@ def requests(prompts: Prompts, *, greedy: bool = False, speculate: bool = True, 
             f"r{i}",
             prompt,
             max_tokens,
-            temperature=0.0 if greedy or i % 4 else 0.8,
-            seed=i,
+            sampling=SamplingParams(temperature=0.0 if greedy or i % 4 else 0.8, seed=i),
             stop_token_ids=prompts.stop_token_ids,
             speculate=speculate and i % 7 != 6,
         )
@@ -69,8 +67,8 @@ class Run:
 def run(core: EngineCore, wanted: list[Request]) -> Run:
     done = Run()
 
-    def count(step: Step) -> None:
-        done.kinds.add(step.kind)
+    def count(step: StepOutput) -> None:
+        done.kinds.add(step.stats.kind)
         for delta in step.deltas:
             if delta.num_verified:
                 done.accepted.append(delta.num_accepted)

@@ -11,7 +11,7 @@ from app.doctor.report.npu import demo_pair
 from app.doctor.report.npu.part import Part, Prompts, Result
 from app.doctor.report.npu.timing import spread
 from app.engine.core import EngineCore
-from app.engine.sequence import Request
+from app.messages import Request
 
 WAYS = {"eager": True, "graphs": False}
 SEQUENCES = (1, 4, 16)

@@ -1,0 +1,87 @@
+"""Messages between the API process and the engine process: msgspec over ZeroMQ.
+
+The API process sends commands, and the engine process answers with replies. Every message has the epoch of the engine
+that it is meant for or comes from. A restarted engine gets the next epoch, so both sides drop what a dead engine left
+behind in a socket.
+"""
+
+from typing import Any
+
+import msgspec
+
+from app.messages import EngineConfig, EngineInfo, Request, StepOutput
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Run this request."""
+
+    epoch: int
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Free the request's pages, because its client has gone or a stop string has matched. No delta is sent."""
+
+    epoch: int
+    request_id: str
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget all cached prefixes. The reply has no deltas."""
+
+    epoch: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave the step loop and exit 0."""
+
+
+Command = Submit | Abort | FlushCache | Shutdown
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """Progress of the start: `stage` is "target", "draft" (in bytes), "graphs", "compile" or "warm-up" (in steps)."""
+
+    epoch: int
+    stage: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Weights are loaded and the engine is warm: requests may come."""
+
+    epoch: int
+    info: EngineInfo
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on. `user_error`: the configuration is at fault, so a restart is pointless."""
+
+    epoch: int
+    reason: str
+    user_error: bool = False
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """One engine step is done, or a command that needs no step."""
+
+    epoch: int
+    output: StepOutput
+
+
+Reply = LoadProgress | Ready | Fatal | Stepped
+
+
+def encode_config(config: EngineConfig) -> str:
+    """Return one line of JSON for the stdin of an engine process."""
+    return msgspec.json.encode(config, enc_hook=str).decode()
+
+
+def decode_config(line: str) -> EngineConfig:
+    """Return the EngineConfig of such a line. Raises msgspec.DecodeError if it is none."""
+
+    def construct(kind: Any, value: Any) -> Any:
+        return kind(value)
+
+    return msgspec.json.decode(line, type=EngineConfig, dec_hook=construct)
