@@ -1,7 +1,7 @@
 import logging
+from dataclasses import replace
 
 import pytest
-from msgspec.structs import replace
 
 from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
 from app.metrics import TABLE, Metrics

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from app.engine.backend.base import Backend
 from app.engine.build.engine import Engine
 from app.engine.npu.check import ContractError
+from app.engine.npu.error_codes import explain
 from app.engine.step import inputs as step_inputs
 from app.messages import Request, SamplingParams
 from tests.fast.engine.flat_request import flat_request
@@ -264,6 +266,9 @@ def test_an_exception_that_everyone_raises_ends_the_engine(pair: Pair, count: in
 )
 def test_an_error_of_the_device_ends_the_engine_at_once(pair: Pair, error: Exception, monkeypatch: pytest.MonkeyPatch):
     engine = engine_of(pair)
+    backend = engine.core.runner.backend
+    monkeypatch.setattr(backend, "explain", lambda error: explain(str(error)))
+    monkeypatch.setattr(backend, "is_fatal", lambda e: isinstance(e, ContractError) or Backend.is_fatal(backend, e))
     launches = []
 
     def broken(batch: Any, *_: Any, **settings: Any) -> Any:

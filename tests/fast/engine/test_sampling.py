@@ -548,7 +548,7 @@ def test_memory_for_counts_is_taken_when_the_first_penalty_comes(engine_of, text
     engine.core.run([plain])
     assert made.count(of_counts) == 0
     for _ in range(2):
-        engine.core.run([replace(plain, presence_penalty=0.1)])
+        engine.core.run([replace(plain, sampling=replace(plain.sampling, presence_penalty=0.1))])
     assert made.count(of_counts) == 2, "how often, and whether"
 
 
