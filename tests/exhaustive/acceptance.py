@@ -14,7 +14,7 @@ MAX_TOKENS = 200
 FLOOR = {"math": 9.6, "copy": 7.3}
 """Acceptance length, a little below what the shipped pair shows on these prompts."""
 NEAR = 0.05
-"""How far from the cold run's acceptance length another way of running may end, as a share of it."""
+"""Largest distance of another run's acceptance length from the cold run's, as a share of it."""
 
 
 @cache
@@ -100,7 +100,7 @@ def answers(domain: str) -> list[list[int]]:
 
 
 def keeps(domain: str, run: Run) -> bool:
-    """Whether `run` accepts as the cold run does. It may take fewer steps by as many as there were preemptions: the
+    """Return true if `run` accepts as the cold run does. It may take fewer steps by as many as there were preemptions: the
     recompute's last row yields a token that no verify step has to."""
     cold = cold_run(domain)
     saved = cold.verify_steps - run.verify_steps

@@ -17,7 +17,7 @@ from tests.golden.transformers import golden
 from tools.demo_pair.corpus import DOMAINS, samples
 
 ROUNDING = 2e-5
-"""Of the largest value."""
+"""Largest difference, as a share of the largest value."""
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:

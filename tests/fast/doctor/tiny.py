@@ -21,7 +21,7 @@ TINY: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
 
 
 def tiny_engine(folder: Path, **config: Any) -> Engine:
-    """Of TINY, by way of a config.json; the folder is as it was left."""
+    """Return an engine of TINY. Its config.json stays in the folder."""
     (folder / "config.json").write_text(json.dumps(TINY))
     target, draft = write_configs(str(folder / "config.json"), folder)
     wishes: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory": 8 << 20}

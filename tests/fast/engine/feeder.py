@@ -29,7 +29,7 @@ TAPS = (0, 1, 2)
 
 
 FP32 = 1e-4
-"""Of the largest logit."""
+"""Largest difference, as a share of the largest logit."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from app.engine.schedule.batch import Batch
 
 
 class Log:
-    """What was launched and read of which step, in order: ("launch", 3), ("read", 2); and the batches."""
+    """Launches and reads of steps in order, like ("launch", 3), ("read", 2); and the batches."""
 
     def __init__(self, core: EngineCore) -> None:
         self.events: list[tuple[str, int]] = []

@@ -44,7 +44,7 @@ SAMPLINGS = ("plain", "filters", "penalties", "all")
 
 
 def cap(num_tokens: int) -> int:
-    """How many near ties `num_tokens` compared tokens may show."""
+    """Return the number of near ties that `num_tokens` compared tokens may show."""
     return math.ceil(num_tokens / TOKENS_PER_NEAR_TIE)
 
 
@@ -271,7 +271,7 @@ class Run:
     """Emitted by the steps that verified drafts, the bonus included."""
     preemptions: int = 0
     cached_tokens: int = 0
-    """Of all prompts, those that were found in the prefix cache."""
+    """Tokens of all prompts that were found in the prefix cache."""
 
     @property
     def acceptance_length(self) -> float:
@@ -334,7 +334,7 @@ class Subject:
     draft: Path
     prompts: list[Prompt]
     load: Callable[[Path], Target] = load_target
-    """What the target is loaded by, of which the reference is made."""
+    """Loader of the reference."""
     _off: dict[tuple[float, str], list[list[int]]] = field(default_factory=dict)
 
     @cached_property

@@ -30,7 +30,7 @@ Target = Any
 
 
 class Output(NamedTuple):
-    """What a target returns, by Transformers' names."""
+    """Result of a target, by Transformers' names."""
 
     logits: Tensor
     """[1, T, V]"""
@@ -317,7 +317,7 @@ def gumbel(seed: int, position: int, vocab: int) -> Tensor:
 
 
 def perturbed(logits: Tensor, position: int, temperature: float, seed: int) -> Tensor:
-    """What the choice at `position` is the argmax of, float32 [V]: the logits at T = 0, else logits / T + gumbel."""
+    """Return the scores [V] in float32 whose argmax is chosen: the logits at T = 0, else logits / T + gumbel."""
     if temperature == 0:
         return logits.float()
     return logits.float() / temperature + gumbel(seed, position, len(logits))
@@ -330,7 +330,7 @@ def choose(logits: Tensor, position: int, temperature: float, seed: int) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a request may ask besides temperature and seed; the names are the request's own, the meanings vLLM's."""
+    """Sampling parameters besides temperature and seed. The names are the request's own, the meanings vLLM's."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -341,7 +341,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    """What must not be drawn while fewer than `min_tokens` were emitted."""
+    """Tokens that must not be drawn before `min_tokens` were emitted."""
 
 
 PLAIN = Sampling()
@@ -412,7 +412,7 @@ def _mass_of_better(x: np.ndarray, mass: np.ndarray) -> np.ndarray:
 
 
 class Decision(NamedTuple):
-    """What the choice of one token rests on: `scores` [V], of which it is the argmax among those that filters keep."""
+    """Grounds of one choice: `scores` [V], whose argmax among the tokens that filters keep is chosen."""
 
     scores: np.ndarray
     filters: Filtered
