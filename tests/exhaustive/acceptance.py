@@ -100,8 +100,10 @@ def answers(domain: str) -> list[list[int]]:
 
 
 def keeps(domain: str, run: Run) -> bool:
-    """Return true if `run` accepts as the cold run does. It may take fewer steps by as many as there were preemptions: the
-    recompute's last row yields a token that no verify step has to."""
+    """Return true if `run` accepts as the cold run does.
+
+    A preemption may save one step, because the last row of the recompute yields a token without a verify step.
+    """
     cold = cold_run(domain)
     saved = cold.verify_steps - run.verify_steps
     near = abs(run.acceptance_length / cold.acceptance_length - 1) <= NEAR
