@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if command not in COMMANDS:
         return _fail(f"unknown command {command}", f"did you mean `dflash-server serve {' '.join(arguments)}`?")
-    # torch_npu without CANN breaks a plain `import torch` in every process that loads device backends by itself;
-    # the NPU backend imports torch_npu by name.
+    # If torch loads device backends by itself, a torch_npu without CANN breaks `import torch` in every process. The NPU
+    # backend imports torch_npu by name.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         return COMMANDS[command](arguments[1:])

@@ -1,7 +1,7 @@
-"""Checkpoints: where one lies, and the check that its files are whole, before anything is loaded or bound.
+"""Checkpoints are found here, and their files are checked to be whole, before anything is loaded or bound.
 
 A checkpoint is config.json, safetensors in one file or in shards with an index, and the tokenizer's files. Headers of
-safetensors are read here, because `safe_open` imports NumPy (0.1 s) and does not name the broken tensor.
+safetensors are read here, because `safe_open` imports NumPy (0.1 s of a start) and does not name the broken tensor.
 """
 
 import json
