@@ -1,6 +1,7 @@
-"""docs/DESIGN.md says how much there is to read, as the import closure of the engine's core counts it."""
+"""docs/DESIGN.md names what there is: rooms, import rules, functions and lines of code."""
 
 import re
+import tomllib
 
 import pytest
 
@@ -8,12 +9,84 @@ from tests import ROOT
 from tools.lines import figures, table
 
 PAGE = (ROOT / "docs" / "DESIGN.md").read_text(encoding="utf-8")
+APP = ROOT / "app"
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def rows(title: str) -> list[list[str]]:
+    """Return the cells of the section's tables, without their headings."""
+    lines = re.sub(r"^\|.*\n\|-.*\n", "", section(title), flags=re.MULTILINE).splitlines()
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("|")]
+
+
+def numbered(title: str) -> list[str]:
+    return re.findall(r"^(\d)\. ", section(title), re.MULTILINE)
 
 
 def test_its_figures_of_lines_are_those_that_the_import_closure_gives() -> None:
     """Within 10 %, so that not every change is a change of the page."""
-    rows = re.findall(
-        r"^\| (.+) \| ([\d,]+) \|$", PAGE.partition("| code | lines |")[2].partition("\n\n")[0], re.MULTILINE
-    )
-    stated = {name: int(lines.replace(",", "")) for name, lines in rows}
+    stated = {name: int(lines.replace(",", "")) for name, lines in rows("The promise")}
     assert stated == pytest.approx(figures(), rel=0.1), f"put this into docs/DESIGN.md:\n{table()}"
+
+
+def test_it_opens_with_a_promise_and_a_short_glossary() -> None:
+    assert re.findall(r"^## (.*)", PAGE, re.MULTILINE)[:2] == ["The promise", "Glossary"]
+    assert 10 <= len(rows("Glossary")) <= 15
+
+
+@pytest.mark.parametrize("title", ["A request's life", "A step"])
+def test_it_tells_them_in_eight_lines(title: str) -> None:
+    assert numbered(title) == list("12345678")
+    assert max(map(len, section(title).splitlines())) <= 132
+
+
+def test_every_file_of_the_map_exists_and_every_room_is_on_it() -> None:
+    chart = section("The map").partition("```\n")[2].partition("```")[0]
+    below: dict[int, str] = {}
+    rooms = set()
+    for line in chart.splitlines():
+        if match := re.match(r"( *)((?:[\w]+/ ?)+)", line):
+            indent = len(match[1])
+            below = {depth: room for depth, room in below.items() if depth < indent}
+            places = ["/".join([*below.values(), name]) for name in match[2].replace("/", "").split()]
+            below[indent] = match[2].split("/")[0]
+            rooms |= set(places)
+        for name in re.findall(r"[\w]+\.py\b", line):
+            assert any((ROOT / place / name).is_file() for place in places), f"{places[0]}/{name}"
+    for room in rooms:
+        assert (ROOT / room).is_dir(), room
+    named = {path.parent for path in APP.glob("*/*.py")} | {path.parent for path in (APP / "engine").glob("*/*.py")}
+    assert {path.relative_to(ROOT).as_posix() for path in named} <= rooms
+
+
+NAMED = [(cell[0], cell[1]) for cell in rows("The map")]
+IN_FILES = re.findall(r"`([\w.]+)` \(([\w/]+\.py)\)", section("A request's life") + section("A step"))
+
+
+@pytest.mark.parametrize(("question", "place"), NAMED)
+def test_every_place_that_answers_a_question_exists(question: str, place: str) -> None:
+    *names, path = re.findall(r"`([\w./]+)`", place.partition(", ")[0])
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for name in ".".join(names).split(".") if names else ():
+        assert re.search(rf"^ *(?:async )?(?:def|class) {name}\b", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(("name", "path"), IN_FILES)
+def test_every_function_of_the_two_lives_is_in_its_file(name: str, path: str) -> None:
+    text = next(file for file in (APP / path, APP / "engine" / path) if file.is_file()).read_text(encoding="utf-8")
+    for part in name.split("."):
+        assert re.search(rf"^ *(?:async )?(?:def|class) {part}\b", text, re.MULTILINE), part
+
+
+def test_its_import_rules_are_those_that_the_linter_holds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    whole, engine, *_ = [
+        contract["layers"] for contract in project["tool"]["importlinter"]["contracts"] if contract["type"] == "layers"
+    ]
+    stated = " ".join(section("Who may import whom").split())
+    for layers in ([layer for layer in whole if layer != "app.__main__"], engine):
+        told = " > ".join(f"`{re.sub(r'app[.]|[()]', '', layer)}`" for layer in layers)
+        assert f"downward only: {told}." in stated, told
