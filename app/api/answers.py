@@ -28,7 +28,7 @@ class Step(msgspec.Struct, frozen=True):
 class Piece(msgspec.Struct, frozen=True):
     """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
 
-    `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is empty unless the client asked for them.
+    `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is empty unless the client wants them.
     """
 
     index: int

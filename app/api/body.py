@@ -32,8 +32,8 @@ BodyT = TypeVar("BodyT", bound=Body)
 async def read_json(request: Request) -> dict[str, Any]:
     """Return the JSON object that is the body.
 
-    Raises ApiError: 413 above MAX_BODY_BYTES, 415 if the body is compressed, 400 if it is not a JSON object, 429 while
-    other bodies fill MAX_BYTES_BEING_READ, and 408 if it comes slower than MIN_BYTES_PER_SECOND after BODY_SECONDS.
+    Raises ApiError: 400 if the body is not a JSON object. 408 if it is slower than MIN_BYTES_PER_SECOND after
+    BODY_SECONDS. 413 above MAX_BODY_BYTES. 415 if it is compressed. 429 while other bodies fill MAX_BYTES_BEING_READ.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":

@@ -71,6 +71,9 @@ SETTINGS: dict[str, Any] = {
     "http": Connection,
     "ws": "none",
     "lifespan": "off",
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
     "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
     "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
 }

@@ -12,7 +12,7 @@ from app.text.chat_template import ChatTemplateError
 from app.text.parsers.qwen3 import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong
 
-_LONGEST_TEMPLATE_ERROR = 300
+_MAX_TEMPLATE_ERROR = 300
 _END_LENGTH = len("\n\n") + len(END_THINK) + len("\n\n")
 """Characters at the end of a prompt in which a template's own mark of reasoning stands."""
 
@@ -31,57 +31,43 @@ async def render_and_encode(
     """Return the prompt of a conversation, rendered and encoded in a thread. Raises ApiError that names the field."""
     template = services.tokenizer.chat_template
     check_template(body, template)
-    special = bool(body.add_special_tokens)
 
-    def work() -> tuple[str, list[int]]:
-        text = template.render(
+    def render() -> str:
+        return template.render(
             [message.for_template() for message in body.messages],
             tools=body.offered_tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
             switches={**services.template_kwargs, **body.switches(template.switches)},
         )
-        return text, _encode(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
 
     try:
-        text, token_ids = await asyncio.to_thread(work)
+        text = await asyncio.to_thread(render)
     except ChatTemplateError as error:
-        raise bad_request(clip(str(error), _LONGEST_TEMPLATE_ERROR), "messages") from None
+        raise bad_request(clip(str(error), _MAX_TEMPLATE_ERROR), "messages") from None
+    special = bool(body.add_special_tokens)
+    token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
     end = body.messages[-1].text if body.continue_final_message else text[-_END_LENGTH:]
     return Prompt(token_ids, end.rfind(THINK) > end.rfind(END_THINK))
 
 
 async def encode_text(
-    services: Services,
-    text: str,
-    param: str,
-    info: EngineInfo,
-    *,
-    add_special_tokens: bool = True,
-    must_fit: bool = True,
+    services: Services, text: str, param: str, info: EngineInfo, *, add_special_tokens: bool, must_fit: bool = True
 ) -> list[int]:
-    """Encode `text` in a thread. Raises what `_encode` raises."""
-    return await asyncio.to_thread(
-        _encode, services, text, param, info, add_special_tokens=add_special_tokens, must_fit=must_fit
-    )
-
-
-def _encode(
-    services: Services, text: str, param: str, info: EngineInfo, *, add_special_tokens: bool, must_fit: bool
-) -> list[int]:
-    """Return the token ids of `text`.
+    """Return the token ids of `text`, encoded in a thread.
 
     Raises ApiError for a token that the model does not have. With `must_fit` also, and before the work, for a text that
     is certainly longer than the context.
     """
     max_tokens = info.max_model_len if must_fit else None
+    encode = services.tokenizer.encode
     try:
-        token_ids = services.tokenizer.encode(text, max_tokens, add_special_tokens=add_special_tokens)
+        token_ids = await asyncio.to_thread(encode, text, max_tokens, add_special_tokens=add_special_tokens)
     except PromptTooLong as error:
         raise context_length_exceeded(param, info.max_model_len, error.at_least, at_least=True) from None
-    if (largest := max(token_ids, default=0)) >= info.vocab_size:
+    if (max_id := max(token_ids, default=0)) >= info.vocab_size:
         raise bad_request(
-            f"The tokenizer makes the token id {largest} of `{param}`, but this model's vocabulary ends at "
+            f"The tokenizer makes the token id {max_id} of `{param}`, but this model's vocabulary ends at "
             f"{info.vocab_size - 1}: its tokenizer.json is another model's. Tell those who run this server.",
             param,
         )
@@ -89,7 +75,7 @@ def _encode(
 
 
 async def encode_prompt(
-    services: Services, prompt: str | list[int], param: str, info: EngineInfo, *, add_special_tokens: bool = True
+    services: Services, prompt: str | list[int], param: str, info: EngineInfo, *, add_special_tokens: bool
 ) -> Prompt:
     """Return a bare prompt. `param` is its field. Raises ApiError if it is empty, too long, or has unknown ids."""
     if isinstance(prompt, str):

@@ -60,12 +60,14 @@ GRAMMAR = (
     "alone. Leave `{}` out, describe the format in the prompt and check the answer."
 )
 _TOOLS = "`{}`: the older form of function calling, which is not supported. Use `tools`."
+_BEST_OF = "`{}` above 1 is not supported: it ranks by log probabilities. Use `n`, and choose yourself."
 _SAMPLING = "`{}`: not supported. Leave it out, or send what changes nothing."
 _CANDIDATES = "`{}`: not supported. `logit_bias` makes single tokens likely or unlikely."
 _OTHER_NAME = "`{}`: not this API's name for it. Use `max_tokens`."
 _OUTPUT = "`{}`: not supported. Leave it out or send the default."
 _TEMPLATE = "`{}`: not supported, the model's own chat template is used. Leave it out."
 _THINKING = "`{}`: not supported. `chat_template_kwargs` sets what the model's chat template knows (`enable_thinking`)."
+_REASONING = "`{}` is not supported: leave `reasoning_content` unread, or see `chat_template_kwargs`."
 _MODALITY = "This model reads and writes text only. Leave `{}` out."
 _ENGINE = "`{}`: no meaning for this engine. Leave it out."
 
@@ -94,11 +96,7 @@ REFUSALS = tuple(
         ("tool_choice", _is("none", "auto"), GRAMMAR.replace("Leave `{}` out", 'Use `{}` "auto" or "none"')),
         ("functions", empty, _TOOLS),
         ("function_call", _is("none", "auto"), _TOOLS),
-        (
-            "best_of",
-            _not_above_one,
-            "`{}` above 1 is not supported: it ranks by log probabilities. Use `n`, and choose yourself.",
-        ),
+        ("best_of", _not_above_one, _BEST_OF),
         ("use_beam_search", _is(False), "Beam search is not supported: DFlash verifies one sequence. Leave `{}` out."),
         ("length_penalty", _number(1), _SAMPLING),
         ("logits_processors", empty, _SAMPLING),
@@ -118,11 +116,7 @@ REFUSALS = tuple(
         ("repeat_penalty", _number(1), "`{}`: not this API's name for it. Use `repetition_penalty`."),
         ("stop_sequences", empty, "`{}`: not this API's name for it. Use `stop`."),
         ("input_ids", _never, "`{}`: not this API's name for it. Send token ids as `prompt` to /v1/completions."),
-        (
-            "extra_body",
-            empty,
-            "`{}`: the SDK's argument, not a field. Send what is in it at the top level.",
-        ),
+        ("extra_body", empty, "`{}`: the SDK's argument, not a field. Send what is in it at the top level."),
         ("sampling_params", empty, "`{}`: not this API's form. Send what is in it at the top level."),
         ("suffix", empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
         ("no_stop_trim", _is(False), _OUTPUT),
@@ -133,11 +127,7 @@ REFUSALS = tuple(
         ("return_hidden_states", _is(False), _OUTPUT),
         ("stream_options.include_obfuscation", _is(False), _OUTPUT),
         ("chat_template", _never, _TEMPLATE),
-        (
-            "include_reasoning",
-            _is(True),
-            "`{}` is not supported: leave `reasoning_content` unread, or see `chat_template_kwargs`.",
-        ),
+        ("include_reasoning", _is(True), _REASONING),
         ("reasoning_effort", _never, _THINKING),
         ("enable_thinking", _never, _THINKING),
         ("thinking", _never, _THINKING),
@@ -195,28 +185,6 @@ ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
 def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
     """Return the refusals for bodies of `model`."""
     return REFUSALS + ELSEWHERE.get(model, ())
-
-
-def field_table() -> list[tuple[str, str]]:
-    """Return rows (fields, treatment) for the documentation: the honoured fields, then the refused ones."""
-    never = {"best_of"}  # A field of schemas.py, so that a wrong value is named, though it may only be 1.
-    both = set(ChatCompletionRequest.model_fields) & set(CompletionRequest.model_fields) - never
-    rows = [(_named(both), "honoured")]
-    for path, model in (("/v1/chat/completions", ChatCompletionRequest), ("/v1/completions", CompletionRequest)):
-        rows.append((_named(set(model.model_fields) - both - never), f"honoured by {path}"))
-    refused: dict[str, list[Refusal]] = {}
-    for refusal in REFUSALS:
-        refused.setdefault(
-            refusal.why.removeprefix(f"`{refusal.field}`: ").replace(f"`{refusal.field}`", "them"), []
-        ).append(refusal)
-    for why, refusals in refused.items():
-        treatment = refusals[0].why if len(refusals) == 1 else why[0].upper() + why[1:]
-        rows.append((_named([refusal.field for refusal in refusals]), treatment))
-    return rows
-
-
-def _named(fields: Sequence[str] | set[str]) -> str:
-    return ", ".join(f"`{field}`" for field in (sorted(fields) if isinstance(fields, set) else fields))
 
 
 def find_refusal(raw: dict[str, Any], table: Sequence[Refusal]) -> Refusal | None:

@@ -213,6 +213,8 @@ class ChatMessage(Body):
 
 
 class Function(Body):
+    """Description of a function."""
+
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None

@@ -18,6 +18,7 @@ from app import log
 from app.api import connection
 from app.api.app import create_app, services_for
 from app.api.display import print_error, show_start
+from app.api.services import Services
 from app.client.admission import Admission
 from app.client.client import EngineClient
 from app.client.supervisor import Supervisor
@@ -38,8 +39,8 @@ _GRACEFUL_SECONDS = 5
 def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until a signal comes, and return the exit code.
 
-    0 after a drain; 2 if the tokenizer's files cannot be used; 1 if the port is taken, the engine cannot be used, or a
-    second signal forced the end.
+    It is 0 after a drain, and 2 if the tokenizer's files cannot be used. It is 1 if the port is taken, if the engine
+    cannot be used, or after a second signal.
     """
     log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
     try:
@@ -59,29 +60,22 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     logger.info("sampling where a request says nothing: %s", sampling)
     with contextlib.closing(listener):
         settings = encode_config(config.for_engine(target, draft))
+        metrics = Metrics(config.metrics_prefix)
+        supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
+        engine = EngineClient(supervisor, Admission(config.max_queue, config.max_concurrency_per_key), metrics)
+        services = services_for(config, engine, tokenizer, metrics)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(Server(config, tokenizer, engine_command, settings, listener).serve())
+            return runner.run(Server(config, services, listener).serve())
 
 
 class Server:
     """One run of the server, from the first signal handler to the exit code."""
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Tokenizer,
-        engine_command: Sequence[str],
-        settings: str,
-        listener: socket.socket,
-    ) -> None:
+    def __init__(self, config: Config, services: Services, listener: socket.socket) -> None:
         self._config = config
+        self._services = services
+        self._engine = services.engine
         self._listener = listener
-        self._metrics = Metrics(config.metrics_prefix)
-        supervisor = Supervisor(engine_command, settings, self._metrics, step_timeout=config.step_timeout)
-        admission = Admission(config.max_queue, config.max_concurrency_per_key)
-        self._engine = EngineClient(supervisor, admission, self._metrics)
-        services = services_for(config, self._engine, tokenizer, self._metrics)
-        self._model_name = services.model_names[0]
         app = create_app(
             services,
             api_keys=config.api_keys(),
@@ -89,16 +83,7 @@ class Server:
             allowed_origins=config.allowed_origins,
             root_path=config.root_path,
         )
-        self._http = _Http(
-            uvicorn.Config(
-                app,
-                **connection.SETTINGS,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=_GRACEFUL_SECONDS,
-            )
-        )
+        self._http = _Http(uvicorn.Config(app, **connection.SETTINGS, timeout_graceful_shutdown=_GRACEFUL_SECONDS))
         self._tasks: list[asyncio.Task[None]] = []
         self._should_exit = asyncio.Event()
         self._force_exit = asyncio.Event()
@@ -122,7 +107,7 @@ class Server:
         self._engine.start()
         serving = asyncio.create_task(self._http.serve([self._listener]))
         self._tasks = [
-            asyncio.create_task(show_start(self._engine, self._url(), self._model_name)),
+            asyncio.create_task(show_start(self._engine, self._url(), self._services.model_names[0])),
             asyncio.create_task(self._log_metrics()),
         ]
         return serving
@@ -160,7 +145,7 @@ class Server:
     async def _log_metrics(self) -> None:
         while True:
             await asyncio.sleep(_LOG_METRICS_SECONDS)
-            self._metrics.log_line()
+            self._services.metrics.log_line()
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]

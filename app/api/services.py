@@ -30,7 +30,7 @@ class Services:
 
     `reasoning` and `tool_calls` switch what is parsed out of chat answers. `template_kwargs` are chat_template_kwargs
     of requests without their own. `log_prompts` lets prompts into the log. A request gets `request_timeout` seconds; 0
-    is no end. Clients are told apart by their keys where `has_keys`, and by their addresses otherwise.
+    is no end. Clients are known by their keys where `has_keys`, and by their addresses otherwise.
     """
 
     engine: EngineClient

@@ -16,22 +16,19 @@ async def tokenize(request: Request) -> Response:
     """Return the tokens of a bare prompt, or of a conversation through the chat template."""
     services = services_of(request)
     raw = await read_json(request)
-    if raw.get("messages") is not None:
-        chat = parse(raw, TokenizeChatRequest, services.metrics)
-        services.served_name(chat.model)
-        info = services.engine.ready_info()
-        token_ids = (await prompts.render_and_encode(services, chat, info, must_fit=False)).token_ids
-        wants_strings = chat.return_token_strs
+    is_bare = raw.get("messages") is None
+    model: type[TokenizeRequest | TokenizeChatRequest] = TokenizeRequest if is_bare else TokenizeChatRequest
+    body = parse(raw, model, services.metrics)
+    services.served_name(body.model)
+    info = services.engine.ready_info()
+    if isinstance(body, TokenizeChatRequest):
+        token_ids = (await prompts.render_and_encode(services, body, info, must_fit=False)).token_ids
     else:
-        bare = parse(raw, TokenizeRequest, services.metrics)
-        services.served_name(bare.model)
-        info = services.engine.ready_info()
-        special = bare.add_special_tokens is not False
+        special = body.add_special_tokens is not False
         token_ids = await prompts.encode_text(
-            services, bare.prompt, "prompt", info, add_special_tokens=special, must_fit=False
+            services, body.prompt, "prompt", info, add_special_tokens=special, must_fit=False
         )
-        wants_strings = bare.return_token_strs
-    strings = services.tokenizer.token_strings(token_ids) if wants_strings else None
+    strings = services.tokenizer.token_strings(token_ids) if body.return_token_strs else None
     return json_response(
         {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": strings}
     )

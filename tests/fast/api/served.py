@@ -168,9 +168,7 @@ class Server:
             self.engine, self.tokenizer, self._names, self.metrics, **self._services_options
         )
         app = create_app(services, **self._app_options)
-        http = self.uvicorn = uvicorn.Server(
-            uvicorn.Config(app, **connection.SETTINGS, log_config=None, timeout_graceful_shutdown=1)
-        )
+        http = self.uvicorn = uvicorn.Server(uvicorn.Config(app, **connection.SETTINGS, timeout_graceful_shutdown=1))
         self.engine.start()
         serving = asyncio.create_task(http.serve([self._listener]))
         self._started.set()

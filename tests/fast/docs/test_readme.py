@@ -1,10 +1,12 @@
 """The README and the pages beside it say what the code does: tables are made from it, and every name exists."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
-from app.api.refusals import field_table
+from app.api.refusals import REFUSALS, Refusal
+from app.api.schemas import ChatCompletionRequest, CompletionRequest
 from app.config.aliases import PEER_FLAGS
 from app.config.flags import serve_parser
 from tests import ROOT
@@ -35,6 +37,28 @@ def test_the_acceptance_table_is_the_one_that_the_report_printed() -> None:
     report = (ROOT / "app" / "demo" / "README.md").read_text(encoding="utf-8")
     table = report[report.index("| domain | samples") :].partition("\n\n")[0]
     assert table.count("\n") > 4 and table in PAGES["performance.md"], f"put this into docs/performance.md:\n{table}"
+
+
+def field_table() -> list[tuple[str, str]]:
+    """Return rows (fields, treatment) for the documentation: the honoured fields, then the refused ones."""
+    never = {"best_of"}  # A field of schemas.py, so that a wrong value is named, though it may only be 1.
+    both = set(ChatCompletionRequest.model_fields) & set(CompletionRequest.model_fields) - never
+    rows = [(_named(both), "honoured")]
+    for path, model in (("/v1/chat/completions", ChatCompletionRequest), ("/v1/completions", CompletionRequest)):
+        rows.append((_named(set(model.model_fields) - both - never), f"honoured by {path}"))
+    refused: dict[str, list[Refusal]] = {}
+    for refusal in REFUSALS:
+        refused.setdefault(
+            refusal.why.removeprefix(f"`{refusal.field}`: ").replace(f"`{refusal.field}`", "them"), []
+        ).append(refusal)
+    for why, refusals in refused.items():
+        treatment = refusals[0].why if len(refusals) == 1 else why[0].upper() + why[1:]
+        rows.append((_named([refusal.field for refusal in refusals]), treatment))
+    return rows
+
+
+def _named(fields: Sequence[str] | set[str]) -> str:
+    return ", ".join(f"`{field}`" for field in (sorted(fields) if isinstance(fields, set) else fields))
 
 
 def test_the_table_of_request_fields_is_the_codes_own() -> None:
