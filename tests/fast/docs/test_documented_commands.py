@@ -15,7 +15,7 @@ from tests import ROOT
 from tools.lab.__main__ import PARTS as LABS
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "tools" / "lab" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(
     r"(?:(?:(?<=`)|dflash-server |python -m app\.)bench|python -m tools\.lab)(?: (?:\\\n|[^`\n])*)?(?![\w/])"
 )

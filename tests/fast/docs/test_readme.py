@@ -11,9 +11,8 @@ from app.config.aliases import PEER_FLAGS
 from app.config.flags import serve_parser
 from tests import ROOT
 
-PAGES = {
-    path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-}
+FILES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+PAGES = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 README = PAGES["README.md"]
 OTHER_COMMANDS = {"--extra-index-url", "--base-url", "--device", "--json", "--publish", "--rm", "--stop-timeout"}
 OTHER_COMMANDS |= {"--file", "--tag", "--compile", "--threads"}
@@ -86,6 +85,5 @@ def test_every_file_and_make_target_that_it_names_exists(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"`(?:[\w=/:.]+ )?make ([a-z-]+)", PAGES[name])):
         assert re.search(rf"^([\w-]+ )*{target}( [\w-]+)*:", makefile, re.MULTILINE), target
-    folder = ROOT if name == "README.md" else ROOT / "docs"
     for path in re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", PAGES[name]):
-        assert (folder / path).exists(), path
+        assert (FILES[name].parent / path).exists(), path

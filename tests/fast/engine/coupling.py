@@ -1,5 +1,5 @@
 """Would drafts that share the target's noise be accepted more often? `python -m tests.fast.engine.coupling` prints
-the table in docs/performance.md.
+the table in tools/lab/NOTES.md.
 
 The target draws argmax(logits / T + noise) with noise that depends on the seed and the place alone, so a draft can be
 drawn with the same noise at a temperature of r * T: argmax(draft logits + r * T * noise). r = 0 is the engine's own
