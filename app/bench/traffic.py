@@ -16,23 +16,25 @@ Ask = Callable[[int], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """`concurrency` requests at once. With a `rate` it is requests a second instead, any number of them at once.
+class Wishes:
+    """Sampling of every answer. If `temperature` is above 0, request i has the seed `seed` + i."""
 
-    If `temperature` is above 0, request i has the seed `seed` + i. `timeout` seconds of silence are a failure.
-    """
-
-    concurrency: int = 1
-    rate: float | None = None
-    max_tokens: int = 256
+    max_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    timeout: float = 600.0
 
-    def fields(self, index: int) -> dict[str, Any]:
+    def of(self, index: int) -> dict[str, Any]:
         """Return the fields of request `index`."""
         fields: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         return fields | {"seed": self.seed + index} if self.temperature > 0 else fields
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """`concurrency` requests at once. With a `rate` it is requests a second instead, any number of them at once."""
+
+    concurrency: int = 1
+    rate: float | None = None
 
     @property
     def usual_prompts(self) -> int:
@@ -112,23 +114,28 @@ async def _all(requests: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
 
 
 async def run_round(
-    server: Server, prompts: Sequence[Prompt], load: Load, done: Callable[[], None] = lambda: None
+    server: Server,
+    prompts: Sequence[Prompt],
+    pressure: Pressure,
+    wishes: Wishes,
+    timeout: float,
+    done: Callable[[], None] = lambda: None,
 ) -> Round:
     """Send every prompt once over new connections, because a server may close those of the last round.
 
-    `done` is called after each answer.
+    `done` is called after each answer. `timeout` seconds of silence are a failure.
     """
-    async with server.connect(load.timeout) as http:
+    async with server.connect(timeout) as http:
 
         async def send(index: int) -> Answer:
-            answer = await ask(http, server, prompts[index], load.fields(index))
+            answer = await ask(http, server, prompts[index], wishes.of(index))
             done()
             return answer
 
         before = await drafting(http)
-        if load.rate is None:
-            answers = await closed_loop(send, len(prompts), load.concurrency)
+        if pressure.rate is None:
+            answers = await closed_loop(send, len(prompts), pressure.concurrency)
         else:
-            answers = await at_moments(send, arrivals(len(prompts), load.rate, load.seed))
+            answers = await at_moments(send, arrivals(len(prompts), pressure.rate, wishes.seed))
         after = await drafting(http)
     return Round(answers, after.since(before) if after is not None and before is not None else None)

@@ -78,7 +78,7 @@ class EngineCore:
         if batch.decodes and num_faults == self._num_faults:
             num_seqs, prefilled = len(batch.decodes), bool(batch.prefills)
             work = num_seqs, batch.num_drafting, batch.block_rows, batch.num_verify_rows - num_seqs
-            self.scheduler.policy.took(*work, 1000 * seconds, prefilled=prefilled)
+            self.scheduler.policy.record_time(*work, 1000 * seconds, prefilled=prefilled)
         kind = batch.kind if batch else "idle"
         num_seqs = len(batch.decodes)
         stats = self.scheduler.stats(kind, seconds, num_decoding=num_seqs, num_drafting=batch.num_drafting)

@@ -17,8 +17,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from app.engine.build.time_steps import Shape, shapes, table
-from app.engine.dflash.policy import CostTable, Policy, allot
+from app.engine.dflash.costs import CostTable, Shape, cost_table, shapes
+from app.engine.dflash.policy import Policy, Widths, best_widths
 from tests import GOLDEN
 
 BLOCK = 16
@@ -59,11 +59,6 @@ ACCELERATOR = {
 MACHINES = {"measured": TIMED, "compiled": COMPILED, "accelerator": ACCELERATOR}
 PREFILL_MS = {"measured": 0.12, "compiled": 0.07, "accelerator": 0.03}
 """Of a prompt's token, whatever is decided."""
-MISSED = {
-    ("compiled", "jumble", 4): (0.87, 0.97),
-    ("accelerator", "jumble", 32): (0.95, 0.90),
-}
-"""Where the promise is not kept yet, and what is: (auto / plain, auto / full)."""
 
 
 def costs(name: str, warm_up_error: float = 0.0, seed: int = 0) -> CostTable:
@@ -73,7 +68,7 @@ def costs(name: str, warm_up_error: float = 0.0, seed: int = 0) -> CostTable:
     for n, timed in MACHINES[name].items():
         for shape, taken in zip(shapes(n, BLOCK), timed, strict=n > 1):  # beside nobody, one is all
             ms[shape] = taken * random.lognormvariate(0, warm_up_error)
-    return table(ms)
+    return cost_table(ms)
 
 
 @cache
@@ -114,7 +109,8 @@ class Replay:
             running |= {name: (answer, 1) for name, (_, answer) in came.items() if answer}
 
     def _decode(self, running: dict[int, tuple[list[int], int]], *, prefilled: bool) -> tuple[float, int]:
-        chosen = self._policy.drafts([(name, min(BLOCK, MAX_TOKENS - done) - 1) for name, (_, done) in running.items()])
+        limits = [(name, min(BLOCK, MAX_TOKENS - done) - 1) for name, (_, done) in running.items()]
+        chosen = self._policy.choose(limits).drafts
         if not chosen:
             return 0.0, 0
         work = len(chosen), sum(map(bool, chosen)), 1 + max(chosen), sum(chosen)
@@ -122,14 +118,14 @@ class Replay:
         for (name, (answer, done)), drafts in zip(list(running.items()), chosen, strict=True):
             left = len(answer) + 1 - done
             emitted = min(answer[done - 1] + 1, drafts + 1, left)
-            self._policy.observe(name, drafts, min(answer[done - 1], drafts, emitted))
+            self._policy.record_acceptance(name, drafts, min(answer[done - 1], drafts, emitted))
             running[name] = answer, done + emitted
             if emitted == left:
                 del running[name]
                 self._policy.forget(name)
             tokens += emitted
         ms = float(self._costs.step_ms(*work))
-        self._policy.took(*work, ms * self._random.lognormvariate(0, STEP_NOISE), prefilled=prefilled)
+        self._policy.record_time(*work, ms * self._random.lognormvariate(0, STEP_NOISE), prefilled=prefilled)
         return ms, tokens
 
 
@@ -161,14 +157,15 @@ class Clairvoyant(Policy):
         places = np.array([place for _, answer in recorded()["math"] for place in answer])
         self._survival = (places[:, None] > np.arange(BLOCK - 1)).mean(axis=0)
 
-    def drafts(self, wanted: Sequence[tuple[Hashable, int]]) -> list[int]:
+    def choose(self, wanted: Sequence[tuple[Hashable, int]]) -> Widths:
         if not wanted:
-            return []
+            return Widths([], 1)
         easy = np.array([hash(name) % 2 == 0 for name, _ in wanted])
-        found = allot(self._survival * easy[:, None], self._true).drafts
-        return [min(drafts, most) for drafts, (_, most) in zip(found, wanted, strict=True)]
+        found = best_widths(self._survival * easy[:, None], self._true)
+        drafts = [min(drafts, limit) for drafts, (_, limit) in zip(found, wanted, strict=True)]
+        return Widths(drafts, 1 + max(drafts))
 
-    def observe(self, sequence: Hashable, verified: int, accepted: int) -> None:
+    def record_acceptance(self, sequence: Hashable, verified: int, accepted: int) -> None:
         pass
 
 
@@ -183,7 +180,7 @@ def bounds(machine: str, load: str, concurrency: int) -> tuple[float, float]:
     known = clairvoyant(machine, load, concurrency) if load == MIXED else 0.0
     if known >= 1.1 * max(fixed(machine, load, concurrency, width) for width in (1, BLOCK)):
         return 1.05, 1.05
-    return MISSED.get((machine, load, concurrency), (0.95, 0.97))
+    return 0.95, 0.97
 
 
 @pytest.mark.parametrize("concurrency", CONCURRENCIES)

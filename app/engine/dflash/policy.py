@@ -1,260 +1,118 @@
-"""How many drafts of each sequence a step verifies: none where drafting does not pay, else as many as pay.
+"""How many drafts of each sequence a step verifies, and how wide the draft blocks are.
 
-Verification hands out tokens whatever is decided here, so this is about speed alone. What counts is tokens per second
-of the whole batch: a step of S sequences in which D draft blocks of W rows and N drafts are verified gives S +
-(accepted drafts) tokens in draft_ms(D, W) + target_ms(S, N). Blocks are no wider than what is verified of them, for a
-narrow one is as good as the beginning of a wide one. Which drafts will be accepted is guessed from what has become of a
-sequence's last ones; so nothing is read from the device before the target runs. No torch, no clock.
+Verification emits the target's own tokens whatever is decided here, so the policy changes speed alone. It maximises the
+tokens per second of the whole batch: a step of S sequences that verifies N drafts out of D blocks of W rows emits S +
+(accepted drafts) tokens in `CostTable.step_ms(S, D, W, N)`. Acceptance is estimated from earlier steps, so nothing is
+read from the device before the target runs. No torch, no clock.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import exp, log
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.arrays import Ints
+from app.engine.dflash.costs import CostTable
 
 Floats = NDArray[np.float64]
 
-_MEMORY = 0.9
-"""What a step's outcome still weighs after the next one of its sequence."""
-_LONG_MEMORY = 0.99
-"""The same for what sequences do on average, after the next outcome of any of them."""
-_WEIGHTS = np.array([1.0, 3.0, 10.0, 30.0, 100.0])
-"""How many drafts of its own weigh as much as what other sequences' drafts say of a sequence: few where texts differ,
-many where they are alike. Whichever has foretold the last outcomes best is believed; until then the first."""
-_PRIOR_WEIGHT = 10.0
-"""How many drafts of all sequences weigh as much as what is expected without any."""
-_OPTIMISM = 0.9
-"""The chance of a draft after an accepted one, before anything is known."""
+# The values below were chosen by replays of recorded acceptance (tests/exhaustive/test_policy_loads.py).
+_MEMORY, _OWN_MEMORY = 0.99, 0.9
+"""Weight that an outcome keeps after the next outcome of any sequence, and after the next one of its own."""
+_PRIOR_DRAFTS = 11.0
+"""Drafts of all sequences that weigh as much as `_OPTIMISM`."""
+_OWN_PRIOR_DRAFTS = np.array([1.0, 3.0, 20.0, 100.0])
+"""Drafts of one sequence that weigh as much as the prior from all: few if texts differ, many if they are alike. The
+number that has predicted the last outcomes best is used."""
+_OPTIMISM = 0.86
+"""Acceptance before anything is known: high, because only drafting shows what drafts are worth."""
 _RAREST = 1e-3
-"""No chance is taken to be nearer to 0 or 1."""
-_MOST_WEIGHT = 1e100
-"""Outcomes are divided by their weight when it has grown beyond this."""
-_NOTHING = (0.0, 0.0, 0.0)
-"""Of a sequence: tried, kept, and expected to be kept."""
-_SURPRISING = 0.1
-"""A probe that is accepted whole says that the text has changed if that was less likely than this."""
-_LEFT_BEHIND = 0.3
-"""What is known of all sequences still weighs so much once one has been found to have become easy."""
-_PROBE_SHARE = 0.012
-"""Of the time, spent on finding out whether text that was hopeless has become easy."""
-_PROBE_DRAFTS = 5
-"""Verified of a plain sequence when it is probed."""
+"""Chances stay this far from 0 and 1, so that odds are finite."""
 _WORTH_DRAFTING = 1.03
-"""What is expected of drafting must be so much more than plain decoding, which is known."""
-_FOR_WHOLE_BLOCKS = 1.02
-"""Rows of one width a sequence are quicker than as many of several, so whole blocks count for so much more; those of
-one sequence if they are as wide as can be, for they tell most."""
-_STEP_NOISE = 0.03
-"""Variance of the logarithm of what like steps take, as are the following."""
-_SPEED, _SPEED_DRIFT = 0.04, 4e-4
-"""Of how much faster or slower than in warm-up steps of a size are, and what a step adds to it."""
-_DEARNESS, _DEARNESS_DRIFT = 0.02, 1e-6
-"""Of how much dearer drafting is against plain decoding than warm-up had it."""
-_HELD_UP = 0.7
-"""By more than a factor of e to this a step says nothing more: something else held it up."""
-_HOLDS_FOR = 16
-"""Steps that a decision holds for, if nothing speaks against it."""
+"""Expected gain below which plain decoding is kept, because its speed is known."""
+_WHOLE_BLOCKS = 1.02
+"""Preference of whole blocks: equal widths run faster than ragged ones."""
+_PROBE_SHARE, _PROBE_DRAFTS = 0.012, 5
+"""Share of the time spent on probes of plain sequences, and the drafts that one probe verifies."""
+_SURPRISE = 0.1
+"""A probe that is accepted whole although that was less likely than this shows that the text has changed."""
+_KEPT_AT_SURPRISE = 0.3
+"""Weight that older outcomes of all sequences keep then, because other texts may have changed too."""
+_MAX_STEPS = 16
+"""Steps that a decision holds for, because deciding costs more than a plain step's other host work."""
 _DISAPPOINTING = 4
-"""A step that accepts less than one in so many of its drafts speaks against it."""
+"""A step that accepts less than one in this many of its drafts ends a decision."""
 
 
-class Scale:
-    """How much of what was timed before the first request steps of a size take now, in logarithms: `speed` of all, and
-    `dearness` on top of it of what drafting adds. Both drift, the machine's speed most, and only their sum shows in a
-    step that drafts: so a Kalman filter tells them apart, and what is not run keeps up with what is.
+class Widths(NamedTuple):
+    """Drafts to verify of each sequence, and the rows of each draft block, its anchor included."""
+
+    drafts: list[int]
+    block: int
+
+
+class Acceptance:
+    """Outcomes of drafts by position `[b - 1]` over all sequences, older ones fading.
+
+    `tried` counts the drafts whose predecessors in the block were accepted, `accepted` those accepted themselves.
     """
 
-    __slots__ = ("_both", "_dearness", "_speed", "dearness", "speed")
+    def __init__(self, num_drafts: int) -> None:
+        self.tried, self.accepted = np.zeros(num_drafts), np.zeros(num_drafts)
 
-    def __init__(self) -> None:
-        self.speed = self.dearness = 0.0
-        self._speed, self._both, self._dearness = _SPEED, 0.0, _DEARNESS  # covariance
+    def fade(self, weight: float) -> None:
+        self.tried *= weight
+        self.accepted *= weight
 
-    def learn(self, share: float, error: float) -> None:
-        """From a step of whose time drafting was such a share, and which took so much longer than was expected."""
-        error = min(max(error, -_HELD_UP), _HELD_UP)
-        self._speed += _SPEED_DRIFT
-        self._dearness += _DEARNESS_DRIFT
-        of_speed, of_dearness = self._speed + share * self._both, self._both + share * self._dearness
-        variance = of_speed + share * of_dearness + _STEP_NOISE
-        self.speed += of_speed / variance * error
-        self.dearness += of_dearness / variance * error
-        self._speed -= of_speed * of_speed / variance
-        self._both -= of_speed * of_dearness / variance
-        self._dearness -= of_dearness * of_dearness / variance
+    def record(self, verified: int, accepted: int) -> None:
+        self.tried[: min(accepted + 1, verified)] += 1
+        self.accepted[:accepted] += 1
 
 
-class CostTable:
-    """Milliseconds of a decode step: a plain one by sequences, plus a draft pass by blocks and their rows, plus what
-    verifying takes, by sequences and drafts. Between the sizes that were measured costs are linear, beyond them
-    proportional; blocks cost what the next wider ones do that were measured.
+@dataclass(slots=True)
+class History:
+    """One sequence: its own fading outcomes, and the last decision about it.
 
-    `plain` and, for each of the `widths` that blocks may have, `draft` are (size, ms) of the same sizes, ascending;
-    `verify` has for each of them (drafts, ms), beginning with (0, 0.0).
+    `expected` is how many of `tried` the prior expected to be accepted. `chances` `[W, b - 1]` are the estimates of
+    acceptance by position, once all predecessors are accepted, under each of the W `_OWN_PRIOR_DRAFTS`.
     """
 
-    def __init__(
-        self,
-        plain: Sequence[tuple[int, float]],
-        draft: Mapping[int, Sequence[tuple[int, float]]],
-        verify: Sequence[Sequence[tuple[int, float]]],
-    ) -> None:
-        self.widths = sorted(draft)
-        self._plain = np.array(plain, dtype=np.float64).reshape(-1, 2)
-        self._draft = {rows: np.array(table, dtype=np.float64).reshape(-1, 2) for rows, table in draft.items()}
-        self._verify = [np.array(table, dtype=np.float64) for table in verify]
-        self._draft_ms = {rows: np.zeros(0) for rows in draft}
-        self._target_ms: dict[int, Floats] = {}
-        self._scales = [Scale() for _ in self._plain]
-
-    def step_ms(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> Floats:
-        """Of so many decoding sequences, draft blocks of so many rows each, and verified drafts: blocks and drafts are
-        numbers or arrays."""
-        plain, drafting = self._parts(seqs, blocks, rows, drafts)
-        return plain + drafting
-
-    def refine(self, seqs: int, blocks: int, rows: int, drafts: int, ms: float) -> None:
-        """Move the costs near this size towards what a step has taken."""
-        plain, drafting = self._parts(seqs, blocks, rows, drafts)
-        expected = plain + float(drafting)
-        self._scales[_nearest(self._plain, seqs)].learn(float(drafting) / expected, log(ms / expected))
-
-    def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[float, Floats]:
-        """What a plain step of these sequences takes, and what drafting adds to it."""
-        scale = self._scales[_nearest(self._plain, seqs)]
-        target_ms = self._target_timed(seqs, int(np.max(drafts)))
-        drafting = self._draft_timed(int(np.max(blocks)), rows)[blocks] + target_ms[drafts] - target_ms[0]
-        return exp(scale.speed) * float(target_ms[0]), exp(scale.speed + scale.dearness) * np.asarray(drafting)
-
-    def _draft_timed(self, most: int, rows: int) -> Floats:
-        """Of 0, 1, ... blocks of so many rows, at least as many as asked for."""
-        width = next((width for width in self.widths if width >= rows), self.widths[-1])
-        known = self._draft_ms[width]
-        if most >= len(known):
-            known = self._draft_ms[width] = _between(self._draft[width], np.arange(2 * most + 2))
-            known[0] = 0.0
-        return known
-
-    def _target_timed(self, seqs: int, most: int) -> Floats:
-        """Of a target pass over so many sequences with 0, 1, ... drafts of them all, at least as many as asked for."""
-        known = self._target_ms.get(seqs)
-        if known is None or most >= len(known):
-            known = self._target_ms[seqs] = self._target_of(seqs, np.arange(2 * most + 2))
-        return known
-
-    def _target_of(self, seqs: int, drafts: Any) -> Floats:
-        """Between the next smaller and the next larger number of sequences that were measured."""
-        above = min(int(np.searchsorted(self._plain[:, 0], seqs)), len(self._plain) - 1)
-        below = max(above - 1, 0)
-        low, high = self._plain[below, 0], self._plain[above, 0]
-        share = min(max((seqs - low) / (high - low), 0.0), 1.0) if high > low else 1.0
-        verify = sum(
-            part * _between(self._verify[i], drafts) for i, part in ((below, 1 - share), (above, share)) if part
-        )
-        ms: Floats = _between(self._plain, np.array(seqs)) + verify
-        return ms
+    first_step: int
+    chances: Floats
+    tried: float = 0.0
+    accepted: float = 0.0
+    expected: float = 0.0
+    drafts: int = 0
+    has_drafted: bool = False
+    last_probe: int = -1
+    is_probed: bool = False
 
 
-def _nearest(table: Floats, size: int) -> int:
-    return int(np.abs(np.log(table[:, 0] / size)).argmin())
+def priors(first: Acceptance, later: Acceptance) -> tuple[float, Floats]:
+    """Return mean acceptance, and by position for first and later blocks of a sequence, `[2, b - 1]`.
 
-
-def _between(table: Floats, sizes: Any) -> Floats:
-    last_size, last_ms = table[-1]
-    beyond = last_ms * sizes / max(last_size, 1)
-    return np.where(sizes > last_size, beyond, np.interp(sizes, table[:, 0], table[:, 1]))
-
-
-class Outcomes:
-    """What became of drafts, older outcomes fading: how often the draft at each position was the first to be refused,
-    and how often all of so many were accepted. Weights grow instead of fading, and are divided by the last one."""
-
-    __slots__ = ("_weight", "passed", "refused")
-
-    def __init__(self, block_size: int) -> None:
-        self.refused = [0.0] * (block_size - 1)
-        self.passed = [0.0] * block_size
-        self._weight = 1.0
-
-    def add(self, verified: int, accepted: int) -> None:
-        """A step that verified so many drafts, of which so many were accepted."""
-        if accepted < verified:
-            self.refused[accepted] += self._weight
-        else:
-            self.passed[verified] += self._weight
-
-    def fade(self, memory: float) -> None:
-        """Let all that is known weigh so much of what it does."""
-        self._weight /= memory
-        if self._weight > _MOST_WEIGHT:
-            self.refused, self.passed = ([x / self._weight for x in some] for some in (self.refused, self.passed))
-            self._weight = 1.0
-
-    @property
-    def weighed(self) -> list[float]:
-        """Refused [b - 1] and then passed [b], with what they weigh now."""
-        return [x / self._weight for x in (*self.refused, *self.passed)]
-
-
-def counts(outcomes: Sequence[Outcomes]) -> tuple[Floats, Floats]:
-    """(tried, kept), each [S, b - 1]: so many drafts at each position had an accepted one before them, and so many of
-    these were accepted."""
-    weighed = np.array([some.weighed for some in outcomes])
-    num_drafts = weighed.shape[1] // 2
-    refused, passed = weighed[:, :num_drafts], weighed[:, num_drafts + 1 :]
-    tried = np.cumsum((refused + passed)[:, ::-1], axis=1)[:, ::-1]
-    return tried, tried - refused
-
-
-class Usual(NamedTuple):
-    """What is known of all sequences together: the chance that a draft is accepted after an accepted one, and the same
-    at each position [2, b - 1] of a sequence's first block, and of a later one."""
-
-    chance: float
-    at: Floats
-
-
-def usual(outcomes: Sequence[Outcomes]) -> Usual:
-    """From the outcomes of first blocks, and of later ones.
-
-    Later positions are mostly harder, and how much so is much the same everywhere; so first blocks are taken to be as
-    much better or worse than later ones, in odds, at every position as they are on the whole. They differ because a
-    later block mostly begins where the one before was refused.
+    Later positions are harder in like manner everywhere, so all blocks share one curve. Later blocks mostly begin where
+    a draft was refused, so each kind shifts the curve by its own odds.
     """
-    tried, kept = counts(outcomes)
-    all_tried, all_kept = tried.sum(axis=0), kept.sum(axis=0)
-    chance = float((all_kept.sum() + _PRIOR_WEIGHT * _OPTIMISM) / (all_tried.sum() + _PRIOR_WEIGHT))
-    by_position = (all_kept + _PRIOR_WEIGHT * chance) / (all_tried + _PRIOR_WEIGHT)
-    expected = (tried * by_position).sum(axis=1)
-    better = _times_better(tried.sum(axis=1), kept.sum(axis=1), expected, chance, _PRIOR_WEIGHT)
-    return Usual(chance, _shifted(by_position, better[:, None]))
+    tried, accepted = first.tried + later.tried, first.accepted + later.accepted
+    mean = float((accepted.sum() + _PRIOR_DRAFTS * _OPTIMISM) / (tried.sum() + _PRIOR_DRAFTS))
+    curve = (accepted + _PRIOR_DRAFTS * mean) / (tried + _PRIOR_DRAFTS)
+    own = [(kind.tried.sum(), kind.accepted.sum(), (kind.tried * curve).sum()) for kind in (first, later)]
+    return mean, shifted(np.stack((curve, curve)), np.array(own), mean, _PRIOR_DRAFTS)
 
 
-def chances(at: Floats, own: Floats, chance: float, weights: Floats) -> Floats:
-    """The chance [W, S, b - 1] that the draft at each position is accepted once all before it are, under each of W
-    weights: `at` [S, b - 1] is what is usual, and a sequence is as much better or worse at every position as it is on
-    the whole. `own` [S, 3] are its drafts that were tried, that were kept, and that were expected to be.
+def shifted(curves: Floats, own: Floats, mean: float, prior_drafts: float) -> Floats:
+    """Return curves `[S, b - 1]` with their odds scaled by each row's own outcomes `[S, 3]`: tried, accepted, expected.
+
+    The scale is the odds of what was accepted over those of what was expected, each with `prior_drafts` at `mean`.
     """
-    tried, kept, expected = own.T
-    return _shifted(at, _times_better(tried, kept, expected, chance, weights[:, None])[..., None])
-
-
-def _times_better(tried: Floats, kept: Floats, expected: Floats, chance: float, weight: Any) -> Any:
-    """The odds of what was kept over those of what was expected to be, once so many drafts as usual are added."""
-    more = weight * chance
-    return _odds((kept + more) / (tried + weight)) / _odds((expected + more) / (tried + weight))
-
-
-def _shifted(chance: Floats, times: Any) -> Floats:
-    odds = _odds(chance) * times
-    shifted: Floats = np.clip(odds / (1 + odds), _RAREST, 1 - _RAREST)
-    return shifted
+    tried, accepted, expected = own.T[..., None]
+    prior = prior_drafts * mean
+    scale = _odds((accepted + prior) / (tried + prior_drafts)) / _odds((expected + prior) / (tried + prior_drafts))
+    odds = _odds(curves) * scale
+    return np.asarray(np.clip(odds / (1 + odds), _RAREST, 1 - _RAREST))
 
 
 def _odds(chance: Any) -> Any:
@@ -262,206 +120,167 @@ def _odds(chance: Any) -> Any:
     return chance / (1 - chance)
 
 
-def surprise(foretold: Floats, verified: Ints, accepted: Ints) -> Floats:
-    """How unlikely [W] outcomes of S sequences were under each of W weights: the negative logarithm, with the chances
-    `foretold` [W, S, b - 1] that a draft is accepted after an accepted one."""
-    positions = np.arange(foretold.shape[2])
-    accepted, verified = accepted[:, None], verified[:, None]
-    happened = np.where(positions < accepted, foretold, 1 - foretold)
-    seen = positions < np.minimum(accepted + 1, verified)
-    unlikely: Floats = -(np.log(happened) * seen).sum(axis=(1, 2))
-    return unlikely
+def best_widths(survival: Floats, costs: CostTable) -> list[int]:
+    """Return the drafts to verify of each sequence for the most tokens per second over the whole batch.
 
-
-class Allotment(NamedTuple):
-    """How many drafts are verified of each sequence, and the tokens per millisecond that are expected of it."""
-
-    drafts: list[int]
-    rate: float
-
-
-def allot(chances: Floats, costs: CostTable) -> Allotment:
-    """The drafts to verify, for the most tokens per second over the whole batch.
-
-    `chances` [S, b - 1] are survivals, 0 in a sequence that may not draft. A sequence either drafts a block, of one
-    width for all, or none; of those that draft, the likeliest drafts of all are verified first.
+    `survival` `[S, b - 1]` is 0 in a sequence that may not draft. A sequence drafts a block, of one width for all, or
+    none. Of those that draft, the likeliest drafts of all are verified first.
     """
-    num_seqs = len(chances)
-    if not num_seqs:
-        return Allotment([], 0.0)
-    plain = Allotment([0] * num_seqs, num_seqs / float(costs.step_ms(num_seqs, 0, 0, 0)))
-    if not (chances > 0).any():
+    plain = [0] * len(survival)
+    if not (survival > 0).any():
         return plain
-    _, best = max((_by_blocks(chances[:, : rows - 1], rows, costs) for rows in costs.widths), key=itemgetter(0))
-    return best if best.rate > _WORTH_DRAFTING * plain.rate else plain
+    _, rate, drafts = max(
+        (_best_of_block(survival[:, : rows - 1], rows, costs) for rows in costs.widths), key=itemgetter(0)
+    )
+    return drafts if rate > _WORTH_DRAFTING * len(plain) / float(costs.step_ms(len(plain), 0, 0, 0)) else plain
 
 
-def _by_blocks(chances: Floats, rows: int, costs: CostTable) -> tuple[float, Allotment]:
-    """The best of those with blocks of so many rows, behind how much it is preferred to others."""
-    num_seqs, num_drafts = chances.shape
-    order = np.argsort(-chances.sum(axis=1), kind="stable")
-    ranked = chances[order]
-    drafting = np.array(_sizes(int((chances[:, 0] > 0).sum())))
-    # [numbers of drafting sequences, drafts]: the drafts of so many sequences, likeliest first
-    likeliest = -np.sort(-(ranked * (np.arange(num_seqs) < drafting[:, None])[..., None]).reshape(len(drafting), -1))
+def _best_of_block(survival: Floats, rows: int, costs: CostTable) -> tuple[float, float, list[int]]:
+    """Return (preference, tokens per ms, drafts) of the best choice with blocks of `rows` rows."""
+    num_seqs, num_drafts = survival.shape
+    order = np.argsort(-survival.sum(axis=1), kind="stable")
+    most = int((survival[:, 0] > 0).sum())
+    drafting = np.array(sorted({max(1, most * i // 8) for i in range(1, 9)}))  # numbers of drafting sequences to try
+    masked = survival[order] * (np.arange(num_seqs) < drafting[:, None])[..., None]
+    likeliest = -np.sort(-masked.reshape(len(drafting), -1))
     tokens = num_seqs + np.cumsum(likeliest, axis=1)
     rates = tokens / costs.step_ms(num_seqs, drafting[:, None], rows, np.arange(1, num_seqs * num_drafts + 1))
-    preferred = rates.copy()
+    preference = rates.copy()
     whole = np.arange(len(drafting)), drafting * num_drafts - 1
-    preferred[whole] *= np.where((drafting > 1) | (rows == costs.widths[-1]), _FOR_WHOLE_BLOCKS, 1.0)
-    size, last = np.unravel_index(preferred.argmax(), rates.shape)
+    preference[whole] *= np.where((drafting > 1) | (rows == costs.widths[-1]), _WHOLE_BLOCKS, 1.0)
+    size, last = np.unravel_index(preference.argmax(), rates.shape)
     drafts = np.zeros(num_seqs, dtype=np.int64)
-    drafting_seqs = order[: drafting[size]]
-    drafts[drafting_seqs] = (chances[drafting_seqs] >= likeliest[size, last]).sum(axis=1)
-    return float(preferred[size, last]), Allotment(drafts.tolist(), float(rates[size, last]))
+    chosen = order[: drafting[size]]
+    drafts[chosen] = (survival[chosen] >= likeliest[size, last]).sum(axis=1)
+    return float(preference[size, last]), float(rates[size, last]), drafts.tolist()
 
 
-def _sizes(most: int) -> list[int]:
-    """Numbers of drafting sequences worth looking at."""
-    return sorted({1, *(most * i // 8 for i in range(1, 9))} - {0})
-
-
-@dataclass(slots=True)
 class Policy:
-    """Decides step by step. `width` None is automatic; else every sequence verifies so many rows, its anchor included.
+    """Chooses widths step by step.
 
-    Without `costs` a whole block. A decision holds for some steps, while nobody comes, ends or disappoints.
-    `block_rows` is how wide the blocks of the last step are drafted, whatever a sequence at its end verifies of them.
+    `width` fixes the rows to verify of every sequence, its anchor included. None is automatic with `costs` and a whole
+    block without. An automatic decision holds for some steps, until a sequence comes, ends or disappoints.
     """
 
-    block_size: int
-    costs: CostTable | None = None
-    width: int | None = None
-    block_rows: int = field(init=False)
-    _blocks: tuple[Outcomes, Outcomes] = field(init=False)
-    _usual: Usual = field(init=False)
-    _of: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
-    _came: dict[Hashable, int] = field(default_factory=dict)
-    _decided: dict[Hashable, int] = field(default_factory=dict)
-    _place: dict[Hashable, int] = field(default_factory=dict)
-    _foretold: Floats = field(init=False)
-    _happened: list[tuple[int, int, int]] = field(default_factory=list)
-    _surprise: Floats = field(default_factory=lambda: np.zeros(len(_WEIGHTS)))
-    _holds_for: int = 0
-    _credit: float = 0.0
-    _last_probe: dict[Hashable, int] = field(default_factory=dict)
-    _probed: set[Hashable] = field(default_factory=set)
-    _risen: set[Hashable] = field(default_factory=set)
-    _steps: int = 0
+    def __init__(self, block_size: int, costs: CostTable | None = None, width: int | None = None) -> None:
+        self.block_size = block_size
+        self.costs = costs if width is None else None
+        self.fixed_block = width or block_size
+        self.histories: dict[Hashable, History] = {}
+        self.num_decisions = 0
+        self._first, self._later = Acceptance(block_size - 1), Acceptance(block_size - 1)
+        self._mean, self._priors = priors(self._first, self._later)
+        self._decided_for: set[Hashable] = set()
+        self._surprise = np.zeros(len(_OWN_PRIOR_DRAFTS))
+        self._probes_all = False
+        self._steps = 0
+        self._steps_left = 0
+        self._probe_ms = self._max_probe_ms
 
-    def __post_init__(self) -> None:
-        self.block_rows = self.width or self.block_size
-        if self.width is not None:
-            self.costs = None
-        if self.costs is not None:
-            self._credit = self._most_credit(self.costs)
-        self._blocks = Outcomes(self.block_size), Outcomes(self.block_size)  # first ones, later ones
-        self._usual = usual(self._blocks)
-
-    def drafts(self, wanted: Sequence[tuple[Hashable, int]]) -> list[int]:
-        """How many drafts are verified of each (sequence, most drafts that it may verify)."""
+    def choose(self, wanted: Sequence[tuple[Hashable, int]]) -> Widths:
+        """Return the widths of a step for (sequence, most drafts that it may verify)."""
         if self.costs is None:
-            return [min(most, self.block_rows - 1) for _, most in wanted]
+            return Widths([min(limit, self.fixed_block - 1) for _, limit in wanted], self.fixed_block)
         self._steps += 1
-        self._holds_for -= 1
-        same = len(wanted) == len(self._place) and all(sequence in self._place for sequence, _ in wanted)
-        if self._holds_for < 0 or not same:
+        self._steps_left -= 1
+        if self._steps_left < 0 or {sequence for sequence, _ in wanted} != self._decided_for:
             self._decide(wanted, self.costs)
-        chosen = [min(self._decided[sequence], most) for sequence, most in wanted]
-        self.block_rows = 1 + max((self._decided[sequence] for sequence, _ in wanted), default=0)
-        self._probe(wanted, chosen, self.costs)
-        return chosen
+        histories = [self.histories[sequence] for sequence, _ in wanted]
+        drafts = [min(history.drafts, limit) for history, (_, limit) in zip(histories, wanted, strict=True)]
+        block = 1 + max((history.drafts for history in histories), default=0)
+        return self._probe(histories, [limit for _, limit in wanted], Widths(drafts, block), self.costs)
 
-    def observe(self, sequence: Hashable, verified: int, accepted: int) -> None:
-        """What became of a sequence's drafts. It may have been left out of a decision that came before."""
-        if not verified or self.costs is None or sequence not in self._place:
+    def record_acceptance(self, sequence: Hashable, verified: int, accepted: int) -> None:
+        """Learn how many of a sequence's verified drafts were accepted."""
+        history = self.histories.get(sequence)
+        if not verified or self.costs is None or history is None:
             return
-        self._happened.append((self._place[sequence], verified, accepted))
-        if sequence in self._probed:
-            self._probed.discard(sequence)
-            self._holds_for = 0
-            foretold = self._foretold[self._surprise.argmin(), self._place[sequence], :verified]
-            if accepted == verified and foretold.prod() < _SURPRISING:
-                self._of.pop(sequence, None)  # the text has changed: what it was says nothing any more
-                self._risen.add(sequence)
+        likelihood = history.chances[:, :accepted].prod(axis=1)
+        if accepted < verified:
+            likelihood *= 1 - history.chances[:, accepted]
+        self._surprise = _MEMORY * self._surprise - np.log(likelihood)
+        if history.is_probed:
+            history.is_probed = False
+            self._steps_left = 0
+            if accepted == verified and likelihood[self._surprise.argmin()] < _SURPRISE:
+                history.tried = history.accepted = history.expected = 0.0
+                history.has_drafted = False
+                self._probes_all = True
+                self._surprise[:] = 0.0
+                for kind in (self._first, self._later):
+                    kind.fade(_KEPT_AT_SURPRISE)
         elif _DISAPPOINTING * accepted < verified:
-            self._holds_for = 0
-        later = int(self._is_later(sequence))
-        for blocks in self._blocks:
-            blocks.fade(_LONG_MEMORY)
-        self._blocks[later].add(verified, accepted)
+            self._steps_left = 0
+        is_later = self._is_later(history)
+        for kind in (self._first, self._later):
+            kind.fade(_MEMORY)
+        (self._later if is_later else self._first).record(verified, accepted)
         tried = min(accepted + 1, verified)
-        happened = (tried, accepted, float(self._usual.at[later, :tried].sum()))
-        before = self._of.get(sequence, _NOTHING)
-        self._of[sequence] = tuple(_MEMORY * was + now for was, now in zip(before, happened, strict=True))
+        history.tried = _OWN_MEMORY * history.tried + tried
+        history.accepted = _OWN_MEMORY * history.accepted + accepted
+        history.expected = _OWN_MEMORY * history.expected + float(self._priors[int(is_later), :tried].sum())
+        history.has_drafted = True
 
-    def took(self, seqs: int, blocks: int, rows: int, drafts: int, ms: float, *, prefilled: bool = False) -> None:
-        """A step of so many decoding sequences and blocks of so many rows, which verified so many drafts, is over."""
+    def record_time(
+        self, seqs: int, blocks: int, rows: int, drafts: int, ms: float, *, prefilled: bool = False
+    ) -> None:
+        """Learn that a step of `seqs` sequences, `blocks` blocks of `rows` rows and `drafts` drafts took `ms`."""
         if self.costs is not None:
             if not prefilled:
                 self.costs.refine(seqs, blocks, rows, drafts, ms)
-            self._credit = min(self._credit + _PROBE_SHARE * ms, self._most_credit(self.costs))
+            self._probe_ms = min(self._probe_ms + _PROBE_SHARE * ms, self._max_probe_ms)
 
     def forget(self, sequence: Hashable) -> None:
-        for known in (self._of, self._came, self._decided, self._last_probe):
-            known.pop(sequence, None)
-        self._probed.discard(sequence)
-        self._risen.discard(sequence)
+        """Drop what is known of a sequence that has ended. What all sequences taught stays."""
+        self.histories.pop(sequence, None)
+        if sequence in self._decided_for:
+            self._decided_for.discard(sequence)
+            self._steps_left = 0
 
-    def _most_credit(self, costs: CostTable) -> float:
-        """Milliseconds of a probe: no run of them is saved up for."""
-        return float(costs.step_ms(1, 1, _PROBE_DRAFTS + 1, _PROBE_DRAFTS))
+    @property
+    def _max_probe_ms(self) -> float:
+        """Time of one probe, so that no run of probes is saved up for."""
+        return float(self.costs.step_ms(1, 1, _PROBE_DRAFTS + 1, _PROBE_DRAFTS)) if self.costs else 0.0
+
+    def _is_later(self, history: History) -> bool:
+        """Return True if the next block follows a drafted one or stands a block's length into the answer."""
+        return history.has_drafted or self._steps - history.first_step >= self.block_size
 
     def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
-        self._judge()
-        names, most = zip(*wanted, strict=True) if wanted else ((), ())
-        self._place = {name: place for place, name in enumerate(names)}
-        self._usual = usual(self._blocks)
-        own = np.array([self._of.get(name, _NOTHING) for name in names]).reshape(-1, len(_NOTHING))
-        self._came |= {name: self._steps for name in names if name not in self._came}
-        later = np.array([self._is_later(name) for name in names], dtype=np.int64)
-        self._foretold = chances(self._usual.at[later], own, self._usual.chance, _WEIGHTS)
-        survival = self._foretold[self._surprise.argmin()].cumprod(axis=1)
-        # Who is near its end and can gain little would be left to crawl there, in the place of who waits.
-        may_draft = np.array(most)[:, None] > 0
-        self._decided = dict(zip(names, allot(survival * may_draft, costs).drafts, strict=True))
-        self._holds_for = _HOLDS_FOR
+        self._mean, self._priors = priors(self._first, self._later)
+        for sequence, _ in wanted:
+            if sequence not in self.histories:
+                self.histories[sequence] = History(self._steps, self._priors)
+        histories = [self.histories[sequence] for sequence, _ in wanted]
+        curves = self._priors[[int(self._is_later(history)) for history in histories]]
+        own = np.array([(history.tried, history.accepted, history.expected) for history in histories]).reshape(-1, 3)
+        chances = np.stack([shifted(curves, own, self._mean, drafts) for drafts in _OWN_PRIOR_DRAFTS], axis=1)
+        survival = chances[:, self._surprise.argmin()].cumprod(axis=1)
+        # Sequences near their end draft on although they gain little, because slow ones keep others waiting.
+        may_draft = np.array([limit > 0 for _, limit in wanted], dtype=bool).reshape(-1, 1)
+        chosen = best_widths(survival * may_draft, costs)
+        for history, row, drafts in zip(histories, chances, chosen, strict=True):
+            history.chances, history.drafts = row, drafts
+        self._decided_for = {sequence for sequence, _ in wanted}
+        self._steps_left = _MAX_STEPS
+        self.num_decisions += 1
 
-    def _is_later(self, sequence: Hashable) -> bool:
-        """Whether its next block is a later one: behind one that was drafted, or a block's length into the answer."""
-        return sequence in self._of or self._steps - self._came[sequence] >= self.block_size
+    def _probe(self, histories: list[History], limits: list[int], widths: Widths, costs: CostTable) -> Widths:
+        """Let plain sequences draft once while saved time lasts, those first whose last probe is the longest ago.
 
-    def _judge(self) -> None:
-        """Which weight has foretold best what has happened since the last decision."""
-        if self._happened:
-            places, verified, accepted = np.array(self._happened).T
-            self._surprise *= _LONG_MEMORY ** len(places)
-            self._surprise += surprise(self._foretold[:, places], verified, accepted)
-            self._happened.clear()
-        if self._risen:
-            self._surprise[:] = 0.0
-            for blocks in self._blocks:
-                blocks.fade(_LEFT_BEHIND)
-
-    def _probe(self, wanted: Sequence[tuple[Hashable, int]], chosen: list[int], costs: CostTable) -> None:
-        """Let plain sequences draft once, those first that have waited longest: until the time saved up is used up, and
-        all of them where one has come back to drafting, for what has become easy for it may have for others."""
-        lifted = any(drafts and sequence in self._risen for (sequence, _), drafts in zip(wanted, chosen, strict=True))
-        self._risen.clear()
-        if self._credit <= 0 and not lifted:
-            return
-        idle = [i for i, (_, most) in enumerate(wanted) if most and not chosen[i]]
-        seqs, blocks, drafts = len(chosen), sum(map(bool, chosen)), sum(chosen)
-        for i in sorted(idle, key=lambda i: self._last_probe.get(wanted[i][0], -1)):
-            if not lifted and self._credit <= 0:
+        All of them are probed after a surprise, because what has become easy for one may have for others.
+        """
+        drafts, block = list(widths.drafts), widths.block
+        idle = [i for i, limit in enumerate(limits) if limit and not drafts[i]]
+        for i in sorted(idle, key=lambda i: histories[i].last_probe):
+            if self._probe_ms <= 0 and not self._probes_all:
                 break
-            sequence, most = wanted[i]
-            extra = min(most, _PROBE_DRAFTS)
-            before = costs.step_ms(seqs, blocks, self.block_rows, drafts)
-            self.block_rows = max(self.block_rows, extra + 1)
-            blocks, drafts = blocks + 1, drafts + extra
-            if not lifted:
-                self._credit -= float(costs.step_ms(seqs, blocks, self.block_rows, drafts) - before)
-            self._last_probe[sequence] = self._steps
-            self._probed.add(sequence)
-            chosen[i] = extra
+            before = costs.step_ms(len(drafts), sum(map(bool, drafts)), block, sum(drafts))
+            drafts[i] = min(limits[i], _PROBE_DRAFTS)
+            block = max(block, drafts[i] + 1)
+            after = costs.step_ms(len(drafts), sum(map(bool, drafts)), block, sum(drafts))
+            if not self._probes_all:
+                self._probe_ms -= float(after - before)
+            histories[i].last_probe, histories[i].is_probed = self._steps, True
+        self._probes_all = False
+        return Widths(drafts, block)

@@ -181,15 +181,15 @@ class Scheduler:
         if not here or missing > self.pool.num_free:
             return None
         self._unread = {rows.seq for _, rows in here}
-        num_drafts = self.policy.drafts([(rows.seq, self._most_drafts(rows.seq, in_flight=1)) for _, rows in here])
+        widths = self.policy.choose([(rows.seq, self._most_drafts(rows.seq, in_flight=1)) for _, rows in here])
         behind = Batch()
-        for (line, rows), reach, drafts in zip(here, reaches, num_drafts, strict=True):
+        for (line, rows), reach, drafts in zip(here, reaches, widths.drafts, strict=True):
             seq, start, max_accepted = rows.seq, rows.seq.num_computed + 1, rows.count - 1
             self.pool.grow(seq.pages, reach)
             behind.decodes.append(
                 ScheduledSequence(seq, start, drafts + 1, True, num_drafts=drafts, line=line, max_accepted=max_accepted)
             )
-        behind.least_block = self.policy.block_rows
+        behind.least_block = widths.block
         behind.scrub = self._reused_slots()
         return behind
 
@@ -203,9 +203,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         decoding = self._decoding_with_pages()
         self._at = None
-        num_drafts = self.policy.drafts([(seq, self._most_drafts(seq)) for seq in decoding])
-        batch.least_block = self.policy.block_rows
-        for seq, drafts in zip(decoding, num_drafts, strict=True):
+        widths = self.policy.choose([(seq, self._most_drafts(seq)) for seq in decoding])
+        batch.least_block = widths.block
+        for seq, drafts in zip(decoding, widths.drafts, strict=True):
             batch.decodes.append(
                 ScheduledSequence(seq, seq.num_computed, drafts + 1, needs_logits=True, num_drafts=drafts)
             )
@@ -301,7 +301,7 @@ class Scheduler:
             num_accepted = min(num_accepted, len(emitted))
             num_verified = min(num_verified, len(emitted))
         # What was drafted past a stop is of no more use than what was refused.
-        self.policy.observe(seq, rows.num_drafts, num_accepted)
+        self.policy.record_acceptance(seq, rows.num_drafts, num_accepted)
         seq.token_ids.extend(emitted)
         seq.num_computed = seq.num_tokens - 1
         return _delta(seq, emitted, num_verified, num_accepted, finish_reason)

@@ -234,7 +234,7 @@ class PlannedRun:
         made = self.drafter.proposals[num_proposals:]
         proposals = [(proposal.request_id, proposal.position) for proposal in made]
         assert proposals == expected_proposals, "drafted for those that verify drafts, and for nobody else"
-        assert all(len(proposal.drafts) == self.scheduler.policy.block_rows - 1 for proposal in made)
+        assert all(len(proposal.drafts) == self.scheduler.policy.fixed_block - 1 for proposal in made)
         self._check_lengths(before, {delta.request_id for delta in step.deltas if not delta.finish_reason})
         return step
 

@@ -8,8 +8,7 @@ import pytest
 from app.engine import core
 from app.engine.build import engine as build
 from app.engine.build.config import Sizes
-from app.engine.build.time_steps import shapes, table
-from app.engine.dflash.policy import CostTable
+from app.engine.dflash.costs import CostTable, cost_table, shapes
 from app.engine.step.runner import ModelRunner
 
 
@@ -19,7 +18,7 @@ def steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTable:
         timed = [shape for seqs in (1, sizes.max_num_seqs) for shape in shapes(seqs, sizes.block_size)]
-        return table({s: 9.0 + s.seqs + s.drafting * (0.05 * s.block + 0.1 * s.rows) for s in timed})
+        return cost_table({s: 9.0 + s.seqs + s.drafting * (0.05 * s.block + 0.1 * s.rows) for s in timed})
 
     ticks = count()
     monkeypatch.setattr(build, "measure_costs", costs)

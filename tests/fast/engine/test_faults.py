@@ -343,6 +343,6 @@ def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
     assert not core.has_work and scheduler.pool.num_used == 0
     assert sorted(scheduler._free_seats) == list(range(scheduler.max_num_seqs))
     policy = scheduler.policy
-    assert not (policy._of or policy._decided or policy._last_probe or policy._probed or policy._risen)
+    assert not policy.histories
     good = Request("last", (1, 2, 3), 5)
     assert len(core.run([good])["last"]) == 5

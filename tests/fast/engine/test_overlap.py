@@ -258,7 +258,7 @@ def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify
         assert text == (expected[name][: len(text)] if name in aborted else expected[name])
     assert len(log.overlapped) > 50 and aborted and scheduler.num_preemptions and scheduler.prefix_cache_hits
     policy = scheduler.policy
-    assert not (policy._of or policy._decided or policy._last_probe or policy._probed or policy._risen)
+    assert not policy.histories
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from app.engine.build.config import Sizes
 from app.engine.build.engine import build_engine
 from app.engine.build.time_steps import measure_costs
 from app.engine.core import EngineCore
-from app.engine.dflash.policy import Policy
+from app.engine.dflash.policy import Policy, Widths
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch
 from app.engine.step.inputs import StepInputs
@@ -71,7 +71,7 @@ def blocks_drafted(core: EngineCore) -> list[tuple[int, int]]:
         made = build(batch)
         if made.draft:
             (rows,) = set(made.draft.group.query_lens)
-            drafted.append((core.scheduler.policy.block_rows, rows))
+            drafted.append((batch.least_block, rows))
         return made
 
     core.runner._inputs = inputs  # type: ignore[method-assign]
@@ -92,9 +92,9 @@ def test_all_blocks_have_as_many_rows_as_are_to_be_verified(verify: str | int) -
 class EveryWidth(Policy):
     """Wants blocks of two rows, of three, and so on, step by step: costs that are timed may lead to one width alone."""
 
-    def drafts(self, wanted: Sequence[tuple[Hashable, int]]) -> list[int]:
-        self.block_rows = max(2, self.block_rows % self.block_size + 1)
-        return super().drafts(wanted)
+    def choose(self, wanted: Sequence[tuple[Hashable, int]]) -> Widths:
+        self.fixed_block = max(2, self.fixed_block % self.block_size + 1)
+        return super().choose(wanted)
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -134,7 +134,7 @@ def test_of_who_has_ended_nothing_counts_and_its_neighbours_get_their_own_lines(
     behind = flight.behind()
     assert behind is not None
     seen: list[Any] = []
-    monkeypatch.setattr(Policy, "observe", lambda _, *outcome: seen.append(outcome))
+    monkeypatch.setattr(Policy, "record_acceptance", lambda _, *outcome: seen.append(outcome))
     a, b, c = flight.commit(flight.batch, [[10, 9, 11, 12], [20, 21, 22, 23], [30, 31, 32, 33]], [3, 1, 0])
     assert (a.finish_reason, a.token_ids) == ("stop", [10, 9]) and not b.finish_reason and not c.finish_reason
     flight.scheduler.abort("c")

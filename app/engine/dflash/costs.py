@@ -1,0 +1,196 @@
+"""The cost of a decode step by its shape, timed at warm-up and refined while serving. No torch, no clock."""
+
+from collections.abc import Mapping, Sequence
+from math import exp, log
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+Point = tuple[int, float]
+"""(size, milliseconds)."""
+
+_STEP_NOISE = 0.03
+"""Variance of the logarithm of a step's time around its expectation, as the next four are; seen on two shared cores."""
+_SPEED_PRIOR, _SPEED_DRIFT = 0.04, 4e-4
+"""Prior variance of the speed of steps of a size, and what a step adds to it, because a machine's load changes."""
+_DRAFTING_PRIOR, _DRAFTING_DRIFT = 0.02, 1e-6
+"""Prior variance of the cost of drafting relative to plain decoding. It hardly drifts: it belongs to the model."""
+_MAX_ERROR = 0.7
+"""Errors are clipped at a factor of two, because a longer step was held up by something else."""
+
+
+class Scale:
+    """Correction of the costs of steps of one size, as logarithms.
+
+    `speed` scales the whole step and `drafting` scales what drafting adds to it. Only their sum shows in a step that
+    drafts, so a Kalman filter of the two tells them apart. A size that drafts no more keeps up with the machine.
+    """
+
+    __slots__ = ("_covariance", "drafting", "speed")
+
+    def __init__(self) -> None:
+        self.speed = self.drafting = 0.0
+        self._covariance = np.diag([_SPEED_PRIOR, _DRAFTING_PRIOR])
+
+    def learn(self, drafting_share: float, error: float) -> None:
+        """Update from one step: the share of its time that is drafting, and log(time / expected time)."""
+        self._covariance[0, 0] += _SPEED_DRIFT
+        self._covariance[1, 1] += _DRAFTING_DRIFT
+        observed = np.array([1.0, drafting_share])
+        gain = self._covariance @ observed
+        variance = float(observed @ gain) + _STEP_NOISE
+        speed, drafting = gain / variance * min(max(error, -_MAX_ERROR), _MAX_ERROR)
+        self.speed += float(speed)
+        self.drafting += float(drafting)
+        self._covariance -= np.outer(gain, gain) / variance
+
+
+class CostTable:
+    """Milliseconds of a decode step: plain steps by sequences, draft passes by blocks and rows, verification by drafts.
+
+    Costs are linear between measured sizes and proportional beyond them. A block costs what the next wider measured
+    one does. `plain` and each `draft[width]` are points of the same sizes, ascending. `verify[i]` are points
+    (drafts, ms) of `plain[i]` sequences and begin with (0, 0.0).
+    """
+
+    def __init__(
+        self, plain: Sequence[Point], draft: Mapping[int, Sequence[Point]], verify: Sequence[Sequence[Point]]
+    ) -> None:
+        self.widths = sorted(draft)
+        self._plain = np.array(plain, dtype=np.float64).reshape(-1, 2)
+        self._draft = {width: np.array(points, dtype=np.float64).reshape(-1, 2) for width, points in draft.items()}
+        self._verify = [np.array(points, dtype=np.float64) for points in verify]
+        self._draft_ms = {width: np.zeros(0) for width in draft}
+        self._target_ms: dict[int, Floats] = {}
+        self._scales = [Scale() for _ in self._plain]
+
+    def step_ms(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> Floats:
+        """Return ms of a step of `seqs` sequences with `blocks` draft blocks of `rows` rows and `drafts` verified.
+
+        `blocks` and `drafts` are numbers or integer arrays that broadcast.
+        """
+        plain, drafting = self._parts(seqs, blocks, rows, drafts)
+        return plain + drafting
+
+    def refine(self, seqs: int, blocks: int, rows: int, drafts: int, ms: float) -> None:
+        """Move the costs of this number of sequences towards a step that took `ms`."""
+        plain, drafting = self._parts(seqs, blocks, rows, drafts)
+        expected = plain + float(drafting)
+        self._scales[self._nearest(seqs)].learn(float(drafting) / expected, log(ms / expected))
+
+    def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[float, Floats]:
+        """Return ms of a plain step of these sequences, and ms that drafting adds to it."""
+        scale = self._scales[self._nearest(seqs)]
+        target_ms = self._target(seqs, int(np.max(drafts)))
+        drafting = self._draft_pass(int(np.max(blocks)), rows)[blocks] + target_ms[drafts] - target_ms[0]
+        return exp(scale.speed) * float(target_ms[0]), exp(scale.speed + scale.drafting) * np.asarray(drafting)
+
+    def _nearest(self, seqs: int) -> int:
+        return int(np.abs(np.log(self._plain[:, 0] / seqs)).argmin())
+
+    def _draft_pass(self, max_blocks: int, rows: int) -> Floats:
+        """Return ms of a pass over 0, 1, ... max_blocks (or more) blocks, from a cache."""
+        width = next((width for width in self.widths if width >= rows), self.widths[-1])
+        known = self._draft_ms[width]
+        if max_blocks >= len(known):
+            known = self._draft_ms[width] = _interpolate(self._draft[width], np.arange(2 * max_blocks + 2))
+            known[0] = 0.0
+        return known
+
+    def _target(self, seqs: int, max_drafts: int) -> Floats:
+        """Return ms of a target pass over `seqs` sequences with 0, 1, ... max_drafts (or more) drafts, from a cache."""
+        known = self._target_ms.get(seqs)
+        if known is None or max_drafts >= len(known):
+            known = self._target_ms[seqs] = self._target_at(seqs, np.arange(2 * max_drafts + 2))
+        return known
+
+    def _target_at(self, seqs: int, drafts: Any) -> Floats:
+        """Interpolate between the next smaller and the next larger measured number of sequences."""
+        above = min(int(np.searchsorted(self._plain[:, 0], seqs)), len(self._plain) - 1)
+        below = max(above - 1, 0)
+        low, high = self._plain[below, 0], self._plain[above, 0]
+        share = min(max((seqs - low) / (high - low), 0.0), 1.0) if high > low else 1.0
+        verify = sum(
+            part * _interpolate(self._verify[i], drafts) for i, part in ((below, 1 - share), (above, share)) if part
+        )
+        ms: Floats = _interpolate(self._plain, np.array(seqs)) + verify
+        return ms
+
+
+class Shape(NamedTuple):
+    """A step to time: `seqs` decode, `drafting` of them draft blocks of `block` rows and verify `rows` rows each."""
+
+    seqs: int
+    drafting: int = 0
+    rows: int = 1
+    block: int = 0
+
+
+def shapes(seqs: int, block_size: int) -> list[Shape]:
+    """Return the shapes to time for a number of sequences.
+
+    These are a plain step, one sequence that drafts beside plain ones, and blocks of a quarter, a half and all of the
+    block size, of which two rows or all are verified.
+    """
+    blocks = sorted({max(2, -(-block_size // parts)) for parts in (1, 2, 4)})
+    all_draft = [Shape(seqs, seqs, rows, block) for block in blocks for rows in (2, block)]
+    return list(dict.fromkeys((Shape(seqs), Shape(seqs, 1, block_size, block_size), *all_draft)))
+
+
+def cost_table(ms: Mapping[Shape, float]) -> CostTable:
+    """Build a table from {shape: ms} with all of `shapes` for every number of sequences.
+
+    Verification cost is linear in drafts while they are few. The draft pass costs what remains of a step in which each
+    block verifies two rows, so whole blocks cost what was timed. One sequence that drafts beside plain ones shows what
+    ragged rows cost the target; the first draft is charged with that.
+    """
+    by_seqs: dict[int, dict[Shape, float]] = {}
+    for shape in sorted(ms):
+        by_seqs.setdefault(shape.seqs, {})[shape] = ms[shape]
+    widths = sorted({shape.block for shape in ms if shape.block})
+    widest = widths[-1]
+    plain: list[Point] = []
+    draft: dict[int, list[Point]] = {width: [] for width in widths}
+    verify: list[list[Point]] = []
+    for n, timed in by_seqs.items():
+        base = timed[Shape(n)]
+        slope = _verify_slope(n, widths, timed)
+        passes = {w: max(timed[Shape(n, n, 2, w)] - base - slope * n, 0.05 * base) for w in widths}
+        points = [(0, 0.0), (n, slope * n)]
+        if n > 1:
+            beside = timed[Shape(n, 1, widest, widest)] - base - slope * (widest - 1)
+            ragged = max(0.0, min(beside, passes[widest]) - draft[widest][0][1])
+            points = [(0, 0.0), (1, slope + ragged), (n, slope * n + ragged)]
+            passes = {w: max(pass_ms - ragged, draft[w][0][1]) for w, pass_ms in passes.items()}
+        plain.append((n, base))
+        for w, pass_ms in passes.items():
+            draft[w].append((n, pass_ms))
+            points.append((n * (w - 1), max(0.0, timed[Shape(n, n, w, w)] - base - pass_ms)))
+        verify.append(_rising(sorted(set(points))))
+    return CostTable(_rising(plain), {w: _rising(points) for w, points in draft.items()}, verify)
+
+
+def _verify_slope(seqs: int, widths: Sequence[int], timed: Mapping[Shape, float]) -> float:
+    """Return ms that one draft adds while few are verified: the least over all widths, because noise only adds."""
+    slopes = [
+        (timed[Shape(seqs, seqs, w, w)] - timed[Shape(seqs, seqs, 2, w)]) / (seqs * (w - 2)) for w in widths if w > 2
+    ]
+    return max(0.0, min(slopes, default=0.0))
+
+
+def _rising(points: Sequence[Point]) -> list[Point]:
+    """Return the points with no cost below that of a smaller size: a smaller size that took longer was held up."""
+    highest, rising = 0.0, []
+    for size, ms in points:
+        highest = max(highest, ms)
+        rising.append((size, highest))
+    return rising
+
+
+def _interpolate(points: Floats, sizes: Any) -> Floats:
+    last_size, last_ms = points[-1]
+    beyond = last_ms * sizes / max(last_size, 1)
+    return np.where(sizes > last_size, beyond, np.interp(sizes, points[:, 0], points[:, 1]))
