@@ -47,7 +47,7 @@ def test_launch_never_reads_a_value_back(engine: Any) -> None:
 
 
 def test_a_step_is_one_download(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = engine.runner._backend
+    backend = engine.runner.backend
     downloads = []
     start = backend.start_download
 

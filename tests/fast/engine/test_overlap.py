@@ -452,7 +452,7 @@ def test_an_error_of_the_device_behind_a_step_in_flight_ends_the_engine(lucky: P
 def test_a_launch_reads_nothing_and_a_step_is_one_download(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
     engine = overlapping(lucky)
     log, downloads = Log(engine.core), []
-    launch, start = engine.core.runner.launch, engine.core.runner._backend.start_download
+    launch, start = engine.core.runner.launch, engine.core.runner.backend.start_download
 
     def guarded(batch: Batch) -> Any:
         with NoReads():
@@ -463,7 +463,7 @@ def test_a_launch_reads_nothing_and_a_step_is_one_download(lucky: Pair, monkeypa
         return start(x)
 
     monkeypatch.setattr(engine.core.runner, "launch", guarded)
-    monkeypatch.setattr(engine.core.runner._backend, "start_download", counted)
+    monkeypatch.setattr(engine.core.runner.backend, "start_download", counted)
     run = Run(engine, requests(5)).to_the_end()
     assert not run.errors() and len(downloads) == len(log.batches) and log.overlapped
 
