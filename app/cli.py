@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 
 from app.config.error import ConfigError
 
@@ -15,7 +15,8 @@ An OpenAI-compatible server that decodes with DFlash block-diffusion speculative
 commands:
   serve [MODEL]   serve a model; without MODEL the small demo pair that is shipped
   check           tell whether the server can run on this machine's device, and what to do if not
-  npu-report      measure an Ascend NPU and write down what it does: operators, open points, engine, time
+  report          measure an NPU or a GPU, and write a page of it: operators, engine, speed beside its floor
+  npu-report      the same as report --device npu
   bench           measure servers and engines against one another, by turns
 
 options:
@@ -88,25 +89,14 @@ def check(arguments: Sequence[str]) -> int:
     return report(_device(options.device), as_json=options.json)
 
 
-def npu_report(arguments: Sequence[str]) -> int:
-    """Run every operator, the open points and the demo pair on an NPU of this host, time them, and write what came out
-    to npu-report.json and npu-report.md. Nothing leaves the host. 0 if nothing failed, 1 if something did."""
-    from app.config.parser import Parser
-    from app.doctor.report.npu_runner import report
+def report(arguments: Sequence[str], kind: str | None = None) -> int:
+    """Measure an NPU or a GPU of this host, and write a page of it. It loads torch, so it is started by name."""
+    return int(import_module("app.doctor.report.command").main(arguments, kind))
 
-    parser = Parser(prog="dflash-server npu-report", description=npu_report.__doc__)
-    parser.add_argument("--device", default="npu", help="npu | npu:N [default: npu]")
-    parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, default=Path(), help="where both files go [default: here]"
-    )
-    options = parser.parse_args(arguments)
-    device = _device(options.device)
-    if not device.startswith("npu"):
-        raise ConfigError(f"--device {device} is no NPU", "dflash-server check looks at other devices")
-    try:
-        return report(device, options.out)
-    except OSError as error:
-        return _fail(f"--out {options.out}: {error.strerror or error}", "give a folder that this user may write to")
+
+def npu_report(arguments: Sequence[str]) -> int:
+    """Do as `report --device npu` does."""
+    return report(arguments, "npu")
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -130,7 +120,7 @@ def _fail(message: str, hint: str = "") -> int:
     return 2
 
 
-COMMANDS = {"serve": serve, "check": check, "npu-report": npu_report, "bench": bench}
+COMMANDS = {"serve": serve, "check": check, "report": report, "npu-report": npu_report, "bench": bench}
 
 if __name__ == "__main__":
     sys.exit(main())

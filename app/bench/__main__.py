@@ -10,7 +10,8 @@ PARTS = {
 }
 LABS = ("step", "cpu", "widths", "api")
 """Measurements of this server's own code. The installed package does not have them."""
-ALIASES = {"gpu-report": "app.doctor.report.cuda.report"}
+GPU_REPORT = "gpu-report"
+"""An older name of `report --device cuda`."""
 
 USAGE = (
     "usage: dflash-server bench [PART] ...\n\nparts:\n"
@@ -29,10 +30,12 @@ def main(arguments: Sequence[str]) -> int:
     if part in LABS:
         print(f"dflash-server bench: {part} starts in a source tree with `python -m tools.lab {part}`", file=sys.stderr)
         return 2
-    if part not in PARTS and part not in ALIASES:
+    if part == GPU_REPORT:
+        return int(importlib.import_module("app.doctor.report.command").main(rest, "cuda"))
+    if part not in PARTS:
         print(f"dflash-server bench: no part {part}\n\n{USAGE}", end="", file=sys.stderr)
         return 2
-    module = importlib.import_module(ALIASES.get(part, f"app.bench.{part}"))
+    module = importlib.import_module(f"app.bench.{part}")
     return int(module.main(rest))
 
 

@@ -3,21 +3,21 @@
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 from app.client.child_process import LineProcess
 
-COMMAND = (sys.executable, "-P", "-m", "app.doctor.device_check")
+COMMAND = (sys.executable, "-P", "-m", "app.doctor.probes")
 PROBE_SECONDS = 300.0
-"""A first run on an NPU loads and compiles kernels; what takes longer than this hangs."""
+"""A first run on an NPU loads and compiles kernels; a probe that takes longer hangs."""
 START_SECONDS = 300.0
-"""The process may take to name its probes: for `auto` it imports torch before it does."""
+"""The process imports torch before it names its probes, if the device is `auto`."""
 INTERRUPTED = 130
 
 
 class Result(TypedDict):
-    """`status` is ok, warning, failed or "not tried"; `hint` says what to do, where there is something to do."""
+    """Finding of one probe. `status` is ok, warning, failed or "not tried"; `hint` says what to do, or is empty."""
 
     name: str
     status: str
@@ -28,9 +28,14 @@ class Result(TypedDict):
 def report(
     device: str, *, as_json: bool, command: Sequence[str] = COMMAND, probe_seconds: float = PROBE_SECONDS
 ) -> int:
-    """Print a line for every probe as it comes, or all of them as one JSON object. Returns 1 if one failed, else 0."""
+    """Print a line for every probe as it comes, or all of them as one JSON object. Return 1 if one failed, else 0."""
+
+    def tell(result: Result, names: list[str]) -> None:
+        if not as_json:
+            print(text(result, max(map(len, names))), flush=True)
+
     try:
-        results = asyncio.run(_run([*command, device], probe_seconds, as_text=not as_json))
+        results = asyncio.run(ask([*command, device], probe_seconds, tell))
     except KeyboardInterrupt:
         return INTERRUPTED
     failures = sum(result["status"] == "failed" for result in results)
@@ -42,12 +47,13 @@ def report(
 
 
 def text(result: Result, width: int) -> str:
-    """A result for people: names are padded to `width`, and the hint stands under what was found."""
+    """Return a result as text. Names are padded to `width`, and the hint stands under the finding."""
     head = f"{result['name']:{width}}  {result['status']:9}  {result['found']}"
     return f"{head}\n{'':{width + 13}}-> {result['hint']}" if result["hint"] else head
 
 
-async def _run(command: Sequence[str], probe_seconds: float, *, as_text: bool) -> list[Result]:
+async def ask(command: Sequence[str], probe_seconds: float, tell: Callable[[Result, list[str]], None]) -> list[Result]:
+    """Return the results of the probes that `command` runs. Each is told as it comes, with the names of all probes."""
     process = await LineProcess.start(command)
     try:
         results: list[Result] = []
@@ -64,8 +70,7 @@ async def _run(command: Sequence[str], probe_seconds: float, *, as_text: bool) -
                 found = await process.end()
                 result = Result(name=name, status="failed", found=found, hint="report it with this output")
             results.append(result)
-            if as_text:
-                print(text(result, max(map(len, names))), flush=True)
+            tell(result, names)
         return results
     finally:
         await process.end()

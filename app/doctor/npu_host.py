@@ -1,7 +1,7 @@
-"""What an Ascend host must have before the server can run on it: the probes of `dflash-server check --device npu`.
+"""Probes of an Ascend host, for `dflash-server check --device npu`.
 
-torch_npu is loaded by the probe that is named after it, so that a host without it still gets a report. Checked against
-torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
+The probe "torch_npu" loads torch_npu, so that a host without it still gets a report. Checked against torch_npu's
+schemas, meta kernels and host checks on CPU; not run on an Ascend device.
 """
 
 import importlib
@@ -36,15 +36,15 @@ DOCUMENTED_CANN = {
     "2.7.1.post2": "8.5.0",
     "2.6.0.post5": "8.5.0",
 }
-"""torch_npu -> the CANN that its project documents for it (COMPATIBILITY.md and README of Ascend/pytorch)."""
+"""torch_npu -> the documented CANN (COMPATIBILITY.md and README of Ascend/pytorch)."""
 
 BEST_SET = "torch 2.10.0, torch_npu 2.10.0.post4 and CANN 9.1.0"
 OLDEST_CANN = "8.5.1"
-"""The first with which an Ascend server was released that does grouped-query attention over pages with DFlash."""
+"""The first CANN with which a server was released that does grouped-query attention over pages with DFlash."""
 GRAPH_DRIVER = "25.5.1"
 """HDK from which graph captures do not run out of streams ("Alloc sq cq fail")."""
 CHIPS = ("Ascend910B", "Ascend910_93")
-"""What A2 and A3 cards call themselves. Others have operators of their own."""
+"""Names that A2 and A3 cards give themselves. Other chips have operators of their own."""
 
 OPERATORS = {
     "npu_fused_infer_attention_score": "query key value atten_mask actual_seq_lengths actual_seq_lengths_kv "
@@ -65,7 +65,7 @@ _INSTALL_CANN = "install CANN 9.1.0 (toolkit, and the ops package of this chip)"
 
 
 def probes(device: str) -> list[Probe]:
-    """In the order of what rests on what. `device` is "npu" or "npu:N"; a probe "torch" comes before these."""
+    """Return the probes, each behind those that it needs. A probe "torch" comes before these."""
     return [
         Probe("driver", partial(driver, _ROOT), without="there is no driver"),
         Probe("device files", partial(device_files, _ROOT)),
@@ -99,7 +99,7 @@ def driver(root: Path) -> Finding:
 
 
 def device_files(root: Path) -> Finding:
-    """All of /dev/davinciN and the three that every process needs, readable and writable by this user."""
+    """Check that this user may read and write all of /dev/davinciN, and three files that every process needs."""
     numbered = _numbered(root)
     needed = [root / "dev" / name for name in ("davinci_manager", "devmm_svm", "hisi_hdc")]
     missing = [str(path) for path in needed if not path.exists()] + ([] if numbered else [str(root / "dev/davinciN")])
@@ -139,7 +139,7 @@ def cann(environ: Mapping[str, str], root: Path) -> Finding:
 
 
 def torch_npu() -> Finding:
-    """Loads it. torch must have been loaded with TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
+    """Load torch_npu. torch must have been loaded with TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
     if importlib.util.find_spec("torch_npu") is None:
         return failed(
             "torch_npu is not installed",
@@ -154,7 +154,7 @@ def torch_npu() -> Finding:
 
 
 def versions(environ: Mapping[str, str]) -> Finding:
-    """Whether torch, torch_npu and CANN belong together. A set that nothing is known of is said to be unknown."""
+    """Check that torch, torch_npu and CANN belong together."""
     try:
         ours, npu = (importlib.metadata.version(name) for name in ("torch", "torch_npu"))
     except importlib.metadata.PackageNotFoundError as error:
@@ -163,7 +163,7 @@ def versions(environ: Mapping[str, str]) -> Finding:
 
 
 def matched(ours: str, npu: str, toolkit: str | None) -> Finding:
-    """The same for versions of torch, torch_npu and CANN."""
+    """Check versions of torch, torch_npu and CANN. An undocumented set is a warning."""
     found = f"torch {ours}, torch_npu {npu}, CANN {toolkit or 'unknown'}"
     if _numbers(ours) != _numbers(npu):
         base = ".".join(str(number) for number in _numbers(npu))
@@ -212,7 +212,7 @@ def chip(device: str) -> Finding:
 
 
 def graphs(root: Path) -> Finding:
-    """Whether graphs can be captured and updated; without them the server runs, slower."""
+    """Check that graphs can be captured and updated. Without them the server runs, slower."""
     version = driver_version(root)
     otherwise = "or serve with --enforce-eager"
     if version is None:
@@ -228,7 +228,7 @@ def graphs(root: Path) -> Finding:
 
 
 def operators() -> Finding:
-    """Against the schemas that the loaded torch_npu registers. Nothing is run."""
+    """Compare OPERATORS with the schemas that the loaded torch_npu registers. No operator runs."""
     import torch
     import torch_npu  # noqa: F401
 
@@ -246,12 +246,12 @@ def operators() -> Finding:
 
 
 def driver_version(root: Path) -> str | None:
-    """As torch_npu tells it, where it is loaded, or the installer's note."""
+    """Return the version by torch_npu if that is loaded, or by the installer's note."""
     return _reported("DRIVER") or _driver_version(root)
 
 
 def cann_version(environ: Mapping[str, str]) -> str | None:
-    """As the installer's note tells it, or torch_npu, where it is loaded."""
+    """Return the version by the installer's note, or by torch_npu if that is loaded."""
     return _cann_version(environ) or _reported("CANN")
 
 
@@ -264,7 +264,7 @@ def _numbered(root: Path) -> list[Path]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first three numbers: 2.10.0.post4+git1 -> (2, 10, 0), 8.3.RC1 -> (8, 3)."""
+    """Return the first three numbers: 2.10.0.post4+git1 -> (2, 10, 0), 8.3.RC1 -> (8, 3)."""
     parts = [re.match(r"\d*", part) for part in version.split(".")[:3]]
     return tuple(int(part.group()) for part in takewhile(lambda part: part and part.group(), parts) if part)
 
@@ -286,7 +286,7 @@ def _driver_version(root: Path) -> str | None:
 
 
 def _cann_version(environ: Mapping[str, str]) -> str | None:
-    """As the installer wrote it below the folder that set_env.sh names."""
+    """Read the version that the installer wrote below the folder that set_env.sh names."""
     for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
         if home := environ.get(name):
             arch = f"{platform.machine()}-linux"
@@ -298,7 +298,7 @@ def _cann_version(environ: Mapping[str, str]) -> str | None:
 
 
 def _entry(path: Path, keys: str) -> str | None:
-    """The value of the first line `key=value`; None where there is no such line, or no such file for this user."""
+    """Return the value of the first line `key=value`, None without such a line or a readable file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -308,7 +308,7 @@ def _entry(path: Path, keys: str) -> str | None:
 
 
 def _reported(module: str) -> str | None:
-    """The version of "CANN" or "DRIVER" by torch_npu, where it is loaded and CANN tells."""
+    """Return the version of "CANN" or "DRIVER" by torch_npu, None if that is not loaded or does not know."""
     if "torch_npu" not in sys.modules:
         return None
     from torch_npu.npu.utils import get_cann_version

@@ -1,17 +1,17 @@
-"""How many operators a stretch of code asks a device to run: the part of a step's time that the host is to blame for.
+"""Count of the operators that a stretch of code launches on a device, which cost the host its part of a step's time.
 
     with Launches("npu") as counted:
         core.step()
     counted.total, counted.operators.most_common(5)
 
-Counted is every operator call on tensors of that kind of device, by its name, where it reaches the dispatcher: an
-operator that a device has no kernel for counts as the operators that it is made of. Not counted are views, memory that
-is handed out without being filled, and questions about a tensor. Copies between host and device are counted apart.
+Every operator call on tensors of that kind of device counts by its name, where it reaches the dispatcher. An operator
+without a kernel on the device counts as its parts. Views, memory that is handed out unfilled, and questions about a
+tensor do not count. Copies between host and device are counted apart.
 
-One operator is mostly one kernel. It is more where a device first makes an input contiguous, or casts it, by itself:
+One operator is mostly one kernel. A device launches more to make an input contiguous or to cast it. For example
 torch_npu 2.13.0 launches two for an index by an int64 and an int32 tensor. The replay of a graph is no operator. An
-attention call that is given its lengths anew for a replay is one, as `npu_fused_infer_attention_score.out`: it costs
-the host about what a launch does.
+attention call that is given new lengths for a replay is one, `npu_fused_infer_attention_score.out`. It costs the host
+about as much as a launch.
 """
 
 from collections import Counter
@@ -44,8 +44,10 @@ _COPIES = {"aten::copy_", "aten::_to_copy", "aten::_local_scalar_dense"}
 
 
 class Launches(TorchDispatchMode):
-    """`operators` and `copies` count by name. Belongs to the thread that enters it; it slows every call down, so a step
-    is counted in one run and timed in another."""
+    """Counts of `operators` and of `copies` by name, in the thread that enters it.
+
+    Every call is slower, so a step is counted in one run and timed in another.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Launches(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Operators, copies not among them."""
+        """Number of operators without copies."""
         return self.operators.total()
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,8 +84,7 @@ class Launches(TorchDispatchMode):
 
 
 def _is_view(func: OpOverload, args: Any, out: Any) -> bool:
-    """Whether the result lies in the memory of the first argument: `contiguous` and others are declared views, and may
-    copy."""
+    """Return True if the result lies in the memory of the first argument. Declared views like `contiguous` may copy."""
     if not func.is_view or not isinstance(out, Tensor) or not isinstance(args[0], Tensor):
         return func.is_view
     return out.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()

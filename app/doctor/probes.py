@@ -1,15 +1,43 @@
-"""What `dflash-server check` asks a host, one question at a time. Imports no torch."""
+"""Probes of a device and of the host that it is in: `python -m app.doctor.probes DEVICE`, started by `check`.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+The process writes the names of all probes to stdout as one line of JSON. A line follows for each probe in turn:
+`{"name", "status", "found", "hint"}`. DEVICE is one that the settings know. Output of libraries goes to stderr.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from app.engine.npu.error_codes import explain
+
+if TYPE_CHECKING:
+    from app.engine.backend.base import Backend
+
+OPERATORS = (
+    "causal_attention",
+    "bidirectional_attention",
+    "write_kv",
+    "rms_norm",
+    "add_rms_norm",
+    "rope",
+    "gated_mlp",
+)
+MEMORY_SHARE = 0.9
+"""The default of --memory-utilization."""
+GIB = 1 << 30
 
 Status = Literal["ok", "warning", "failed", "not tried"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a probe found, in one line, and in `hint` what to do about a warning or a failure."""
+    """Result of a probe in one line, and in `hint` what to do about a warning or a failure."""
 
     status: Status
     found: str
@@ -30,9 +58,143 @@ def failed(found: str, hint: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One question. It is not tried where a probe named in `needs` failed; `without` then says what is missing."""
+    """One question. It is not tried if a probe named in `needs` failed; `without` then says what is missing."""
 
     name: str
     ask: Callable[[], Finding]
     needs: tuple[str, ...] = ()
     without: str = ""
+
+
+def main() -> int:
+    (device,) = sys.argv[1:]
+    with os.fdopen(os.dup(1), "w") as lines:
+        os.dup2(2, 1)
+        asked = probes(device)
+        print(json.dumps([probe.name for probe in asked]), file=lines, flush=True)
+        for name, finding in run(asked):
+            print(json.dumps({"name": name} | asdict(finding)), file=lines, flush=True)
+    return 0
+
+
+def run(asked: Iterable[Probe]) -> Iterator[tuple[str, Finding]]:
+    """Ask one probe after the other. A probe without what it needs is not tried; one that raises has failed."""
+    missing: dict[str, str] = {}
+    for probe in asked:
+        without = next((missing[name] for name in probe.needs if name in missing), None)
+        finding = Finding("not tried", without) if without else _ask(probe)
+        if finding.status in ("failed", "not tried"):
+            missing[probe.name] = without or probe.without
+        yield probe.name, finding
+
+
+def _ask(probe: Probe) -> Finding:
+    try:
+        return probe.ask()
+    except Exception as error:
+        message = str(error).strip().partition("\n")[0]
+        return failed(f"{type(error).__name__}: {message}", explain(str(error)) or "report it with this output")
+
+
+def probes(device: str) -> list[Probe]:
+    """Return the probes of a device, each behind those that it needs. "auto" is the device that `serve` would take."""
+    settled = _settle(device)
+    kind = settled.partition(":")[0]
+    host: list[Probe] = []
+    if kind == "npu":
+        host = importlib.import_module("app.doctor.npu_host").probes(settled)
+    elif kind == "cuda":
+        host = [Probe("devices", partial(gpus, settled), ("torch",), "there is no such device")]
+    opened = cache(lambda: _open(settled))
+    return [
+        *([Probe("device", lambda: ok(f"auto is {settled} here"))] if device == "auto" else []),
+        Probe("torch", partial(torch_build, kind), without="torch cannot be used"),
+        *host,
+        Probe("backend", lambda: backend(opened()), ("torch", "devices"), "the backend cannot be opened"),
+        Probe("memory", lambda: memory(opened()), ("backend",)),
+        *(Probe(name, partial(_operator, opened, name), ("backend",)) for name in OPERATORS),
+    ]
+
+
+def torch_build(kind: str) -> Finding:
+    """Check that this torch can drive a "cpu", "cuda" or "npu"."""
+    try:
+        import torch
+    except Exception as error:
+        return failed(f"torch cannot be loaded: {str(error).strip().partition(chr(10))[0]}", "install torch again")
+    found = f"torch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU'} build"
+    base = torch.__version__.partition("+")[0]
+    if kind == "npu" and torch.version.cuda:
+        return failed(
+            f"{found}: torch_npu works with a CPU build only",
+            f"pip install --index-url https://download.pytorch.org/whl/cpu torch=={base}",
+        )
+    if kind == "cuda" and not torch.version.cuda:
+        return failed(f"{found}: it knows no GPUs", f"pip install torch=={base} from PyPI, which is a CUDA build")
+    return ok(found)
+
+
+def gpus(device: str) -> Finding:
+    import torch
+
+    count, index = torch.cuda.device_count(), int(device.partition(":")[2] or 0)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = f"{count} visible" + ("" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}")
+    if index >= count:
+        return failed(
+            f"{device} is not among them: {found}",
+            f"visible devices are counted from 0: cuda:0 to cuda:{count - 1}"
+            if count
+            else "`nvidia-smi` must list a GPU, and its driver must be recent enough for this torch",
+        )
+    return ok(f"{found}; {device} is {torch.cuda.get_device_name(index)}")
+
+
+def backend(opened: "Backend") -> Finding:
+    defaults = opened.defaults
+    dtype = str(defaults.dtype).removeprefix("torch.")
+    return ok(f"{type(opened).__name__} on {opened.device}, {dtype}, pages of {defaults.page_size} tokens")
+
+
+def memory(opened: "Backend") -> Finding:
+    free, total = opened.memory()
+    held = total - free
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if opened.memory_is_host:
+        return ok(found)
+    if held >= MEMORY_SHARE * total:
+        return failed(found, "others hold the device: end them, or choose another with --device")
+    if held > (1 - MEMORY_SHARE) * total:
+        return warning(
+            found, f"{held / GIB:.1f} GiB are held by others and will be missing: end them, or see --memory-utilization"
+        )
+    return ok(found)
+
+
+def _operator(opened: Callable[[], "Backend"], name: str) -> Finding:
+    from app.doctor import operators
+
+    return operators.find(opened(), name)
+
+
+def _open(device: str) -> "Backend":
+    from app.engine.backend.factory import make_backend
+
+    return make_backend(device)
+
+
+def _settle(device: str) -> str:
+    if device != "auto":
+        return device
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda"
+    except Exception:  # the probe "torch" tells it
+        pass
+    return "npu" if any(Path("/dev").glob("davinci[0-9]*")) else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,5 @@
-"""`dflash-server npu-report`: starts the sections of `app.doctor.report.npu` one by one, and writes what they found.
+"""`dflash-server report --device npu|cuda`: measurements that only a device can give, and a page of them.
 
-Nothing leaves the host, and no prompt, user name or host name is written.
+Each section of a report runs in a process of its own. Nothing leaves the host, and no prompt, user name or host name is
+written.
 """

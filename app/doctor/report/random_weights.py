@@ -1,7 +1,6 @@
-"""Models of real sizes whose weights are random and never on a disk: what a step costs does not depend on them.
+"""Models of real sizes with random weights, which are never on a disk. The cost of a step does not depend on them.
 
-Their tokens mean nothing. A draft comes with each target, made as the published Qwen3 ones of block 16 are; the demo
-pair's is its own.
+Their tokens mean nothing. Each target has a draft like the published Qwen3 ones of block 16; the demo pair has its own.
 """
 
 import json
@@ -54,7 +53,7 @@ TARGETS = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
 }
-"""What their published config.json say."""
+"""Name -> contents of the published config.json."""
 
 DEMO_PAIR = "demo"
 DEMO_POSITIONS = 16384
@@ -63,11 +62,11 @@ NAMES = (DEMO_PAIR, *TARGETS)
 
 
 class RandomWeights:
-    """Every tensor that is asked for, made where it is wanted: norms of ones, all else normal and so scaled that a
-    projection keeps the size of its input. A tensor depends on the folder's name and its own, and on nothing else; on
-    devices of different kinds it may differ.
+    """Weights that are made on the device when a model asks for them.
 
-    It has no tensor that a model could do without, so a draft shares the target's embedding and lm_head.
+    Norms are ones. Other tensors are normal, scaled to keep the size of a projection's input. A tensor depends on the
+    name of the folder and its own alone; kinds of device may differ. Optional tensors are missing, so a draft shares
+    the target's embedding and lm_head.
     """
 
     names: Iterable[str] = ()
@@ -101,7 +100,7 @@ class RandomWeights:
 
 
 def write_configs(wanted: str, folder: Path) -> tuple[Path, Path]:
-    """Write the config.json of a target and of a draft for it; returns their folders.
+    """Write the config.json of a target and of a draft for it, and return their folders.
 
     `wanted` is one of NAMES, or a path to a target's config.json. Raises ConfigError for what is neither.
     """
@@ -120,7 +119,7 @@ def _pair(wanted: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def draft_for(target: dict[str, Any]) -> dict[str, Any]:
-    """A draft's config: the target's sizes, but few layers. A target too small for five taps gets fewer of both."""
+    """Return a draft's config: the target's sizes, but few layers. A target with few layers gets fewer taps too."""
     num_layers, vocab_size = target["num_hidden_layers"], target["vocab_size"]
     layers = max(1, min(DRAFT_LAYERS, num_layers - 3))
     shape = {key: value for key, value in target.items() if key not in ("layer_types", "tie_word_embeddings")}
@@ -137,7 +136,7 @@ def draft_for(target: dict[str, Any]) -> dict[str, Any]:
 
 
 def taps(draft_layers: int, target_layers: int) -> list[int]:
-    """The method's default: the middle layer, or as many as the draft has layers, evenly from 1 to N - 3."""
+    """Return the method's default: the middle layer, or one for each layer of the draft, evenly from 1 to N - 3."""
     if draft_layers == 1:
         return [target_layers // 2]
     return [round(1 + (target_layers - 4) * i / (draft_layers - 1)) for i in range(draft_layers)]

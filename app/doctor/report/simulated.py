@@ -1,9 +1,8 @@
-"""Acceptance as it is wished for: every step is computed in full, and then it is drawn how many drafts were accepted.
+"""Simulated acceptance: every step is computed in full, and then the number of accepted drafts is drawn.
 
-So a model whose drafts mean nothing, such as one of random weights, is stepped through lengths as a real one is. The
-tokens that come out are the target's choices after drafts that were not its own, and mean nothing either; but how many
-they are, which KV counts as valid and where the next block stands all follow from the number accepted, in the
-scheduler as ever. For benches and tests only: `serve` knows no such flag.
+A model of random weights has the lengths of a real one in this way. Its tokens are the target's choices after wrong
+drafts, and mean nothing. The scheduler takes their number, the valid KV and the next block from the number accepted,
+like in any step. Benches and tests use it; `serve` has no such flag.
 """
 
 import argparse
@@ -27,7 +26,7 @@ FLAG = "--simulate-acceptance"
 
 
 def wish(text: str) -> tuple[float, ...]:
-    """An argparse type. "6.36" is a mean acceptance length, "0.86,0.72,0.6" a rate for each position."""
+    """Parse a flag's value: "6.36" is a mean acceptance length, "0.86,0.72,0.6" a rate for each position."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -35,11 +34,11 @@ def wish(text: str) -> tuple[float, ...]:
 
 
 def survival(wished: Sequence[float], block_size: int) -> list[float]:
-    """How likely the first k drafts are all accepted, for k = 1 .. block_size - 1.
+    """Return the chance that the first k drafts are all accepted, for k = 1 .. block_size - 1.
 
-    A single number is the mean acceptance length, bonus included: then every draft behind accepted ones has the same
-    chance. More are these likelihoods themselves, which is what vLLM's and our counters tell per position; positions
-    past them have none. Raises ConfigError for what cannot be.
+    A single number is the mean acceptance length, bonus included; every draft behind accepted ones has the same chance.
+    More numbers are these chances themselves, like the counters per position of vLLM and of this server. Later
+    positions have none. Raises ConfigError for a length or a rate that cannot be.
     """
     most = block_size - 1
     if len(wished) == 1:
@@ -58,12 +57,12 @@ def survival(wished: Sequence[float], block_size: int) -> list[float]:
 
 
 def mean_length(rates: Sequence[float]) -> float:
-    """The mean acceptance length, bonus included, of what `survival` returns."""
+    """Return the mean acceptance length, bonus included, of the chances that `survival` returns."""
     return 1 + sum(rates)
 
 
 def even_chance(length: float, block_size: int) -> float:
-    """The chance p of every draft behind accepted ones with which 1 + p + p^2 + ... + p^(b-1) is `length`."""
+    """Return the chance p of every draft behind accepted ones: 1 + p + p^2 + ... + p^(b-1) is `length`."""
     low, high = 0.0, 1.0
     while low < (middle := (low + high) / 2) < high:
         if sum(middle**k for k in range(block_size)) < length:
@@ -74,14 +73,16 @@ def even_chance(length: float, block_size: int) -> float:
 
 
 def simulate(core: EngineCore, rates: Sequence[float], seed: int = 0) -> None:
-    """From now on the steps of `core` accept what is drawn, with likelihoods `rates` as `survival` has them."""
-    # The loop asks no more of a runner than this one has.
+    """Let the steps of `core` accept drawn numbers of drafts, with the chances `rates` of `survival`."""
+    # The loop uses no other method of a runner.
     core.runner = cast(ModelRunner, SimulatedRunner(core.runner, rates, seed, tell_device=core.overlap))
 
 
 class SimulatedRunner:
-    """A runner whose steps are another's, but for how many drafts they accept. With `tell_device` the device goes by
-    that too, for the next step begins there before the host has read this one."""
+    """A runner with the steps of another one, which accept drawn numbers of drafts.
+
+    With `tell_device` the device has these numbers too, because the next step begins there before the host reads.
+    """
 
     def __init__(self, runner: ModelRunner, rates: Sequence[float], seed: int, *, tell_device: bool = False) -> None:
         self.forward = runner.forward
@@ -105,18 +106,18 @@ class SimulatedRunner:
 
     @torch.inference_mode()
     def _overwrite(self, accepted: list[int]) -> None:
-        """In what the step says on the device; the host's copy is on its way."""
+        """Overwrite the step's result on the device; the host's copy is on its way."""
         assert self._runner.graphs is not None
         (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self.forward.backend).tensors
         self._runner.graphs.verified[: len(accepted), -1] = numbers
 
     def _draw(self) -> int:
-        """So many rates are above one random number that the chance of at least k is rate k."""
+        """Return the number of rates above one random number, so that at least k has the chance of rate k."""
         return bisect_left(self._falling, -self._random.random())
 
 
 class SimulatedStep:
-    """A launched step that is read as ever, so that nothing of its cost is missing."""
+    """A launched step that is read like any other, so that none of its cost is missing."""
 
     def __init__(self, pending: PendingStep, num_accepted: list[int]) -> None:
         self._pending = pending

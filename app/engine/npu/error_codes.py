@@ -1,8 +1,8 @@
 """CANN's and torch_npu's errors in plain words, with what to do. Imports no torch.
 
-What a code is called is from `rt_error_codes.h` and `NPUErrorCodes.h` in torch_npu's wheel (1xxxxx: the calling
-program, 2xxxxx: resources, 5xxxxx: inside CANN, the driver or the device) and from CANN's table of aclnn return codes;
-causes are those of docs/npu-contract.md and of what other servers met. Not run on an Ascend device.
+Names of codes are from `rt_error_codes.h` and `NPUErrorCodes.h` in torch_npu's wheel, and from CANN's table of aclnn
+return codes. 1xxxxx is the calling program, 2xxxxx resources, 5xxxxx the inside of CANN, the driver or the device.
+Causes are from docs/npu-contract.md and from reports about other servers. Not run on an Ascend device.
 """
 
 import re
@@ -33,7 +33,7 @@ SIGNATURES = {
     r"NPU out of memory": _MEMORY,
     r"EL0004": _MEMORY,
 }
-"""Pattern of an error's text -> meaning, where no code or a misleading one comes with it. Ordered: the first counts."""
+"""Pattern of an error's text -> meaning, because an error may have no code or a misleading one. The first counts."""
 
 MEANINGS = {
     107001: "there is no device of this number: compare --device with ASCEND_RT_VISIBLE_DEVICES",
@@ -83,9 +83,9 @@ _CODE = re.compile(r"(?:code|result)\s*(?:is|[=:])?\s*(\d{6})(?!\d)", re.IGNOREC
 
 
 def explain(message: str) -> str | None:
-    """The meaning of the error that `message` tells of, after its code: "507015: an AI core ...".
+    """Return the meaning of the error in `message`, after its code: "507015: an AI core ...".
 
-    None where it names no code or library of CANN, or one that nothing is known of here.
+    None if the message names no known code or library of CANN.
     """
     for pattern, meaning in SIGNATURES.items():
         if found := re.search(pattern, message, re.IGNORECASE):

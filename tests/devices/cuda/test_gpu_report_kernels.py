@@ -1,35 +1,50 @@
-"""The checks of `bench gpu-report`, in the interpreter and at toy sizes: they pass, and find a kernel that is wrong."""
+"""The checks of `report --device cuda` in the interpreter, at toy sizes: they pass, and find a kernel that is wrong."""
 
 import json
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.cuda._utils import _get_device_index as index_of
 
-from app.doctor.report.cuda import kernels, trials
-from app.doctor.report.cuda import report as gpu_report
-from app.doctor.report.cuda import section as gpu_report_section
-from app.doctor.report.cuda.kernels import Cases, Sizes, checked, parts
-from app.doctor.report.cuda.parts import Row
-from app.engine.cuda import backend as cuda_backend
+from app.doctor import operators
+from app.doctor.operators import Extent, of_graphs
+from app.doctor.report import command, cuda_questions, gemm
+from app.doctor.report import section as report_section
+from app.doctor.report.operators import compared, parts_of
+from app.doctor.report.part import Result
+from app.doctor.report.roofline import Chip
+from app.engine.backend import factory
+from app.engine.backend.base import Backend
 from app.engine.cuda import rows
 from app.engine.cuda.backend import CudaBackend
 
 torch.set_num_threads(1)
 
-SIZES = Sizes(hidden=32, inner=48, heads=4, kv_heads=2, dim=16, layers=2, block=4, context=40, batches=(1, 2))
+SIZES = Extent(
+    heads=((4, 2, 16),),
+    **of_graphs((1, 2), 4, 40),
+    page=16,
+    past=float("nan"),
+    hidden=32,
+    intermediate=48,
+    vocab=300,
+    num_rows=(1, 2, 4, 8),
+    layers=2,
+    block=4,
+    batches=(1, 2),
+)
+KERNELS = (
+    "causal_attention bidirectional_attention rms_norm add_rms_norm silu_mul qkv_into_kv context_into_kv "
+    "positions_and_slots embed_blocks verify advance_by_accepted"
+).split()
 
 
 @pytest.fixture(scope="module")
-def cases() -> Cases:
-    return Cases(CudaBackend(torch.device("cpu")), SIZES, torch.float32)
-
-
-def untimed(run: Callable[[], object]) -> None:
-    return None
+def backend() -> CudaBackend:
+    return CudaBackend(torch.device("cpu"))
 
 
 def ran(run: Callable[[], object]) -> float:
@@ -37,94 +52,114 @@ def ran(run: Callable[[], object]) -> float:
     return 1e-6
 
 
-def test_every_section_has_its_parts_with_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its process makes them, but on a CPU."""
-    backend = CudaBackend(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, {device}")
-    monkeypatch.setattr(cuda_backend, "CudaBackend", lambda device: backend)
-    monkeypatch.setattr(kernels, "Sizes", lambda: SIZES)
-    options = gpu_report._parser().parse_args(["--device", "cuda:1", "--concurrency", "1", "8"])
+def untimed(backend: Backend) -> Callable[[Callable[[], object]], float]:
+    return ran
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_every_section_has_its_parts_with_the_options_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """As its process makes them, but on a CPU. torch's own check says whether the device has a number."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(index_of(device)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, {index_of(device)}")
+    options, _ = command.parse(["--device", device, "--concurrency", "1", "8"], "cuda")
     found = {}
-    for name, section in gpu_report.sections(options).items():
-        assert section.command[-2] == name and gpu_report_section.__name__ in section.command
-        device, parts = gpu_report_section.parts(name, Namespace(**json.loads(section.command[-1])), 60.0)
-        assert device == "a GPU, cuda:1"
-        found[name] = [part.name for part in parts]
+    for name, section in command.sections(options).items():
+        assert section.command[-2] == name and report_section.__name__ in section.command
+        given = command.Options(**json.loads(section.command[-1]))
+        assert report_section.chip(given) == f"a GPU, {options.index}"
+        found[name] = [part.name for part in report_section.parts(name, given, 60.0)]
+    assert set(chosen) == {options.index} and options.index == (1 if device == "cuda:1" else 0)
     assert found["speeds"] == [f"{way} at {n}" for way in ("plain", "full blocks", "auto") for n in (1, 8)]
-    assert found["attention"] == ["1 x 1", "1 x 4", "2 x 1", "2 x 4"] and len(found["prefill"]) == 4
-    assert len(found["kernels"]) > 30 and len(found["equality"]) == 11 and len(found["device"]) == 2
+    assert found["attention"] == ["1 x 1", "1 x 16", "32 x 1", "32 x 16"] and len(found["prefill"]) == 4
+    assert len(found["operators"]) > 30 and len(found["equality"]) == 11
+    assert {"copy", "matmul"} < set(found["roofline"])
+    assert len(found["operators"]) == len(set(found["operators"]))
 
 
-def test_what_the_device_gives_is_timed() -> None:
-    copy, product = (part.run()[0] for part in kernels.of_device(torch.device("cpu"), ran, copied=8, size=2))
-    assert copy["TB/s"] == pytest.approx(16e-6) and product["TFLOP/s"] == pytest.approx(16e-6)
+def test_the_backend_of_a_report_has_the_number_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", index_of)
+    made: list[torch.device] = []
+    monkeypatch.setattr(CudaBackend, "__init__", lambda self, device: made.append(device))
+    factory.make_backend("cuda")
+    assert index_of(made[0]) == 0
 
 
-def all_checked(cases: Cases) -> list[Row]:
-    return [row for part in parts(cases, untimed) for row in part.run()]  # type: ignore[arg-type]
+def test_what_the_device_gives_is_timed(backend: CudaBackend) -> None:
+    chip = Chip(1e12, 1e12)
+    sizes = gemm.Extent(copied=8, hidden=2, intermediate=2, qkv=2, weights=1, rows=(1, 2), layers=1, repeats=1)
+    copy, product = gemm.copy(backend, chip, sizes), gemm.matmul(backend, chip, sizes)
+    assert copy["GB_s"] > 0 and copy["share"] == pytest.approx(copy["GB_s"] / 1e3)
+    assert all(case["TFLOP_s"] > 0 and case["weights_GB_s"] > 0 for case in product["cases"])
 
 
-def test_every_kernel_is_checked_and_right(cases: Cases) -> None:
-    found = all_checked(cases)
-    assert all(row["passed"] for row in found), [row for row in found if not row["passed"]]
-    names = {row["kernel"].partition(",")[0] for row in found}
-    every = "attention rms_norm add_rms_norm silu_mul qkv_into_kv context_into_kv places embed_blocks verify follow"
-    assert names == set(every.split())
-    assert all(row["error"] < 1e-5 for row in found)
+def all_checked(backend: CudaBackend) -> dict[str, list[Result]]:
+    """The rows of each operator."""
+    cases = operators.cases(SIZES) | cuda_questions.cases(SIZES)
+    return {name: compared(backend, group, SIZES.past)["cases"] for name, group in cases.items()}
+
+
+def test_every_kernel_is_checked_and_right(backend: CudaBackend) -> None:
+    found = all_checked(backend)
+    wrong = {name: row for name, rows in found.items() for row in rows if not row["passed"]}
+    assert not wrong
+    assert set(KERNELS) < set(found) and all(row["relative"] < 1e-2 for rows in found.values() for row in rows)
 
 
 @pytest.mark.parametrize("wrong", [1.1, float("nan")])
-def test_a_kernel_that_is_wrong_is_found(cases: Cases, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+def test_a_kernel_that_is_wrong_is_found(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     own = rows.rms_norm
     monkeypatch.setattr(rows, "rms_norm", lambda *args: own(*args) * wrong)
-    failed = {row["kernel"].partition(",")[0] for row in all_checked(cases) if not row["passed"]}
-    assert failed == {"rms_norm"}
+    found = all_checked(backend)
+    assert {name for name, rows in found.items() if not all(row["passed"] for row in rows)} == {"rms_norm"}
 
 
-def test_times_are_shares_of_the_bandwidth(cases: Cases) -> None:
-    (found,) = checked(cases.all()[0], lambda run: 1e-3)
-    assert found["us"] == pytest.approx(1000) and 0 < found["share of bandwidth"] < 1
+def test_times_are_shares_of_the_bandwidth(backend: CudaBackend) -> None:
+    group = operators.cases(SIZES)["rms_norm"][:1]
+    (found,) = compared(backend, group, SIZES.past, lambda run: 1e-3, Chip(1e6, 1e6))["cases"]
+    assert found["us"] == pytest.approx(1000) and 0 < found["share"] < 1
 
 
-def test_a_kernel_that_cannot_be_timed_is_checked_all_the_same_and_has_failed(cases: Cases) -> None:
+def test_a_kernel_that_cannot_be_timed_is_checked_all_the_same_and_has_failed(backend: CudaBackend) -> None:
     def fail(run: Callable[[], object]) -> float:
         raise RuntimeError("out of graphs")
 
-    (found,) = checked(cases.all()[0], fail)
-    assert found["failed"] == "RuntimeError: out of graphs" and found["error"] < 1e-5 and not found["passed"]
+    found = compared(backend, operators.cases(SIZES)["rms_norm"], SIZES.past, fail)
+    assert found["error"]["says"] == "RuntimeError: out of graphs" and not found["passed"]
+    assert found["cases"][0]["passed"] and found["cases"][0]["relative"] < 1e-2
+
+
+def test_each_case_is_a_part_so_that_one_that_breaks_takes_no_other_along(backend: CudaBackend) -> None:
+    cases = operators.cases(SIZES)
+    made = parts_of(cases, SIZES.past, lambda: backend, each_case=True, timed=untimed)
+    assert len(made) == sum(map(len, cases.values())) == len({part.name for part in made})
+    (norm,) = [part for part in made if part.name == "rms_norm, [8, 32]"]
+    assert norm.run()["passed"]
 
 
 def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
-    """32 sequences and nobody's, of whole blocks and of ragged ones, at the widths that serving has."""
-    shapes = []
-
-    class Shapes(Cases):
-        def __init__(self) -> None: ...
-        def attention(self, query_lens: list[int], host_seq_lens: list[int], *, causal: bool) -> Any:
-            shapes.append((query_lens, causal))
-            assert all(q_len <= kv_len for q_len, kv_len in zip(query_lens, host_seq_lens, strict=True))
-            return Cases.attention(made, [1], [1], causal=causal)
-
-    made = Cases(CudaBackend(torch.device("cpu")), SIZES, torch.float32)
-    some = Shapes()
-    some._sizes = Sizes()
-    for width in (1, 16):
-        some._attentions(32, width)
+    """32 sequences and padding, of whole blocks and of ragged ones, at the widths that serving has."""
+    causal = [[q for q, _ in lens] for lens in operators.CUDA.causal.values()]
     for whole in ([1] * 32 + [0], [16] * 32 + [0]):
-        assert (whole, True) in shapes
-    (ragged,) = [query_lens for query_lens, _ in shapes if len(set(query_lens)) > 2]
-    assert len(ragged) == 33 and sum(ragged) == 512 and max(ragged[:-1]) == 16 and ([16] * 32, False) in shapes
+        assert whole in causal
+    (ragged,) = [query_lens for query_lens in causal if len(set(query_lens)) > 2]
+    assert len(ragged) == 33 and sum(ragged) == 512 and max(ragged[:-1]) == 16
+    both_ways = [[q for q, _ in lens] for lens in operators.CUDA.both_ways.values()]
+    assert both_ways == [[16], [16] * 32]
+    every = [*operators.CUDA.causal.values(), *operators.CUDA.both_ways.values()]
+    assert all(q <= kv for lens in every for q, kv in lens if kv)
 
 
-def test_trials_run_every_launch_beside_nobodys_sequence(cases: Cases) -> None:
-    backend = CudaBackend(torch.device("cpu"))
-    made = trials.of_launches(backend, cases, replace(SIZES, batches=(1,), context=20), ran)
-    found = [row for part in made for row in part.run()]
+def test_trials_run_every_launch_beside_padding(backend: CudaBackend) -> None:
+    made = cuda_questions.launches_of(lambda: backend, replace(SIZES, batches=(1,)), 20, untimed)
+    found = [row for part in made for row in part.run()["cases"]]
     assert sum("own" in row["launch"] for row in found) == 2 and all(row["us"] > 0 for row in found)
 
 
-def test_a_launch_that_triton_refuses_is_a_row_among_the_others(cases: Cases) -> None:
+def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBackend) -> None:
     class OutOfResources(Exception):
         """As Triton's own: no RuntimeError."""
 
@@ -133,22 +168,22 @@ def test_a_launch_that_triton_refuses_is_a_row_among_the_others(cases: Cases) ->
             raise OutOfResources("shared memory")
         return 1e-6
 
-    backend = CudaBackend(torch.device("cpu"))
-    (part, _) = trials.of_launches(backend, cases, replace(SIZES, batches=(1,), context=20), refuses)
+    part, _ = cuda_questions.launches_of(lambda: backend, replace(SIZES, batches=(1,)), 20, lambda backend: refuses)
     found = part.run()
-    assert {row["failed"] for row in found if "failed" in row} == {"OutOfResources: shared memory"}
-    assert len([row for row in found if "us" in row]) >= 5
+    assert {row["failed"] for row in found["cases"] if "failed" in row} == {"OutOfResources: shared memory"}
+    assert len([row for row in found["cases"] if "us" in row]) >= 5
+    assert "passed" not in found and found["error"]["says"] == "OutOfResources: shared memory"
 
 
-def test_prompts_are_timed_through_every_attention(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "PROMPTS", [([17], [20]), ([20, 17], [20, 40])])
-    monkeypatch.setattr(trials, "WARM_UP", ([18], [18]))
-    backend = CudaBackend(torch.device("cpu"))
-    found = [row for part in trials.of_prompts(backend, cases, ran, ran) for row in part.run()]
-    assert [row["tokens"] for row in found] == 4 * ["[20]", "[20, 40]"]
-    assert len({row["attention"] for row in found}) == 4
-    for row in found:
-        if row["attention"] in ("ours", "PyTorch's, as the backend calls it"):
-            assert row["us"] > 0 and row["first call ms"] > 0
-        else:
-            assert "us" in row or row["failed"], "a CPU has them not"
+def test_prompts_are_timed_through_every_attention(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_questions, "PROMPTS", [[(17, 20)], [(20, 20), (17, 40)]])
+    monkeypatch.setattr(cuda_questions, "WARM_UP", [(18, 18)])
+    found = {part.name: part.run()["cases"] for part in cuda_questions.prompts_of(lambda: backend, SIZES, untimed)}
+    assert len(found) == 4
+    for kind, cases in found.items():
+        assert [row["tokens"] for row in cases] == ["[20]", "[20, 40]"]
+        for row in cases:
+            if kind in ("ours", "PyTorch's, as the backend calls it"):
+                assert row["us"] > 0 and row["first call ms"] > 0
+            else:
+                assert "us" in row or row["failed"], "a CPU has them not"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.cuda._utils import _get_device_index as index_of
 
-from app.doctor.report.cuda.kernels import CALLS, seconds_in_a_graph
+from app.doctor.report.timing import CALLS, seconds_in_a_graph
 from app.engine.backend import factory
 from app.engine.backend.factory import make_backend
 from app.engine.backend.graph import RerunGraph

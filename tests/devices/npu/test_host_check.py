@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.doctor import device_check
 from app.doctor import npu_host as host_check
-from app.doctor import operators as operator_check
+from app.doctor import operators, probes
 from app.doctor.probes import Finding, Probe, ok
 from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.npu.backend import NpuBackend
@@ -42,7 +41,7 @@ def put(path: Path, text: str = "") -> None:
 
 def report(device: str) -> dict[str, dict[str, str]]:
     """What the process that the command starts says of each probe."""
-    command = [sys.executable, "-m", "app.doctor.device_check", device]
+    command = [sys.executable, "-m", "app.doctor.probes", device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     names, *results = map(json.loads, done.stdout.splitlines())
@@ -68,13 +67,13 @@ def test_a_device_that_computes_nothing_is_found_out() -> None:
     results = report("npu:0")
     for name in ("torch", "torch_npu", "devices", "chip", "operators", "backend", "memory"):
         assert results[name]["status"] == "ok", results[name]
-    assert {results[name]["status"] for name in device_check.OPERATORS} == {"failed"}
+    assert {results[name]["status"] for name in probes.OPERATORS} == {"failed"}
 
 
 def test_a_device_number_too_high_leaves_the_operators_untried() -> None:
     results = report("npu:4")
     assert results["devices"]["status"] == "failed"
-    assert {results[name]["found"] for name in ("chip", "backend", "attention")} == {"there is no such device"}
+    assert {results[name]["found"] for name in ("chip", "backend", "causal_attention")} == {"there is no such device"}
 
 
 def test_the_version_of_cann_is_torch_npus_where_no_file_tells_it(ask: Callable[..., Finding]) -> None:
@@ -92,7 +91,7 @@ def test_on_a_host_that_has_all_nothing_fails(
     monkeypatch.setattr(host_check, "_ROOT", tmp_path)
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path / "cann"))
     monkeypatch.setenv("ASCEND_OPP_PATH", str(tmp_path / "cann/opp"))
-    found = dict(device_check.run(device_check.probes("npu")))
+    found = dict(probes.run(probes.probes("npu")))
     assert {name for name, finding in found.items() if finding.status != "ok"} == {"versions"}
     assert "nothing is known of this set" in found["versions"].found
 
@@ -152,20 +151,16 @@ def backend(numerics: object) -> NpuBackend:
 
 
 def test_the_backend_and_its_memory_are_told(backend: NpuBackend) -> None:
-    assert device_check.backend(backend) == ok("NpuBackend on npu:0, bfloat16, pages of 128 tokens")
-    memory = device_check.memory(backend)  # what earlier tests of this process hold is missing
+    assert probes.backend(backend) == ok("NpuBackend on npu:0, bfloat16, pages of 128 tokens")
+    memory = probes.memory(backend)  # what earlier tests of this process hold is missing
     assert memory.status == "ok" and memory.found.endswith(" of 64.0 GiB free")
 
 
-@pytest.mark.parametrize("name", operator_check.COMPARED)
+@pytest.mark.parametrize("name", probes.OPERATORS)
 def test_an_operator_agrees_with_the_cpu_to_rounding(backend: NpuBackend, name: str) -> None:
-    found = operator_check.compare(backend, name)
+    found = operators.find(backend, name)
     assert found.status == "ok", found
     assert (name == "write_kv") == (found.found == "exactly as on the CPU")
-
-
-def test_attention_is_the_dense_one(backend: NpuBackend) -> None:
-    assert operator_check.attention(backend).status == "ok"
 
 
 class AlwaysCausal(NpuBackend):
@@ -194,21 +189,23 @@ class Wrong(NpuBackend):
         return super().gated_mlp(x, gate_up, down) * float("nan")
 
 
-@pytest.mark.parametrize("name", operator_check.COMPARED)
+@pytest.mark.parametrize("name", [name for name in probes.OPERATORS if "attention" not in name])
 def test_an_operator_that_does_something_else_has_failed(numerics: object, name: str) -> None:
-    found = operator_check.compare(Wrong(torch.device("npu:0")), name)
+    found = operators.find(Wrong(torch.device("npu:0")), name)
     assert found.status == "failed" and found.hint.startswith("do not serve on it")
     assert ("not all numbers" if name == "gated_mlp" else "differs from the CPU") in found.found
 
 
 def test_a_draft_under_a_causal_mask_has_failed(numerics: object) -> None:
-    found = operator_check.attention(AlwaysCausal(torch.device("npu:0")))
-    assert found.status == "failed" and "bidirectional attention" in found.found
+    causal = AlwaysCausal(torch.device("npu:0"))
+    found = operators.find(causal, "bidirectional_attention")
+    assert found.status == "failed" and "differs from the CPU" in found.found
+    assert operators.find(causal, "causal_attention").status == "ok"
 
 
 def test_an_operator_that_raises_has_failed_with_the_meaning_of_its_code(numerics: object) -> None:
     def opened() -> NpuBackend:
         raise RuntimeError("NPU function error: call aclnnRmsNorm failed, error code is 561002\nEZ9999: Inner Error!")
 
-    ((_, found),) = device_check.run([Probe("rms_norm", lambda: operator_check.compare(opened(), "rms_norm"))])
+    ((_, found),) = probes.run([Probe("rms_norm", lambda: operators.find(opened(), "rms_norm"))])
     assert found.found.endswith("error code is 561002") and "tiling" in found.hint

@@ -6,7 +6,7 @@ Times mean nothing on the null device, so none is looked at.
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,32 +14,33 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.doctor import operators
 from app.doctor.op_count import Launches
-from app.doctor.report.npu import demo_pair, engine, open_points, operators, roofline, step
-from app.doctor.report.npu.chips import Chip, figures
-from app.doctor.report.npu.part import Part, Prompts, Result, answer
-from app.doctor.report.npu_page import page
+from app.doctor.operators import Case, Extent, about_pages
+from app.doctor.report import engine, gemm, npu_questions, runner, step
+from app.doctor.report import operators as report_operators
+from app.doctor.report import section as report_section
+from app.doctor.report.command import Options
+from app.doctor.report.page import page
+from app.doctor.report.part import Part, Result, answer
+from app.doctor.report.roofline import Chip, figures
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.npu.backend import NpuBackend
-from tests.devices.npu import demo
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
 
-SMALL = operators.Extent(
+SMALL = Extent(
     heads=((4, 2, 64), (8, 2, 128)),
-    rows=(1, 2, 16),
-    edges=(16, 127, 128, 129, 257),
-    long=(513,),
-    chunk=40,
+    **about_pages((1, 2, 16), (16, 127, 128, 129, 257), (513,), 40),
+    tolerance=operators.BF16,
     hidden=256,
     intermediate=384,
     vocab=3000,
     num_rows=(1, 20),
+    batches=(16,),
 )
-FEW = open_points.Extent(heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4)
-TINY = roofline.Extent(
-    copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16, 32), layers=2, repeats=1
-)
+FEW = npu_questions.Extent(heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4)
+TINY = gemm.Extent(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16, 32), layers=2, repeats=1)
 UNKNOWN = ["N6", "N7", "N9", "N11", "N12", "N16"]
 """Rules that the open points break on purpose."""
 
@@ -55,11 +56,11 @@ def backend() -> Iterator[NpuBackend]:
 
 @pytest.mark.parametrize("name", operators.cases(SMALL))
 def test_every_operator_is_right_and_its_errors_are_told(backend: NpuBackend, name: str) -> None:
-    found = answer(Part(name, partial(operators.compare, backend, operators.cases(SMALL)[name])))
+    found = answer(Part(name, partial(report_operators.compared, backend, operators.cases(SMALL)[name])))
     assert found["status"] == "ok", found
     for case in found["result"]["cases"]:
         assert 0 <= case["relative"] <= case["tolerance"] and case["absolute"] >= 0
-    exact = {"write_kv", "argmax", "integers", "places", "verify"}
+    exact = {"write_kv", "argmax", "integers", "positions_and_slots", "embed_blocks", "verify", "advance_by_accepted"}
     assert (name in exact) == all(case["tolerance"] == 0 for case in found["result"]["cases"])
 
 
@@ -81,10 +82,10 @@ class Wrong(NpuBackend):
         return super().linear(x, weight) * float("nan")
 
 
-@pytest.mark.parametrize("name", ["attention, bidirectional", "write_kv", "rms_norm", "linear"])
+@pytest.mark.parametrize("name", ["bidirectional_attention", "write_kv", "rms_norm", "linear"])
 def test_an_operator_that_does_something_else_has_failed_with_its_error(backend: NpuBackend, name: str) -> None:
     wrong = Wrong(torch.device("npu:0"))
-    found = answer(Part(name, partial(operators.compare, wrong, operators.cases(SMALL)[name])))
+    found = answer(Part(name, partial(report_operators.compared, wrong, operators.cases(SMALL)[name])))
     assert found["status"] == "failed" and "error" not in found
     worst = next(case for case in found["result"]["cases"] if not case["passed"])
     assert (worst["relative"] is None) == (name == "linear")
@@ -96,7 +97,7 @@ def test_an_operator_that_is_refused_has_failed_with_the_meaning_of_the_code(bac
     def refuse(backend: Backend, inputs: Any) -> tuple[Tensor, ...]:
         raise RuntimeError("NPU function error: call aclnnRmsNorm failed, error code is 561002\nEZ9999")
 
-    found = answer(Part("rms_norm", partial(operators.compare, backend, [operators.Case("[1]", refuse)])))
+    found = answer(Part("rms_norm", partial(report_operators.compared, backend, [Case("[1]", refuse)])))
     assert found["status"] == "failed" and "tiling" in found["error"]["meaning"]
     assert found["error"]["says"].endswith("561002") and "refuse" in found["error"]["traceback"]
 
@@ -105,14 +106,14 @@ def test_an_operator_that_is_refused_has_failed_with_the_meaning_of_the_code(bac
 
 
 def point(name: str, backend: Backend) -> Result:
-    return answer(Part(name, partial(open_points.answered, name, lambda: backend, FEW)))
+    return answer(Part(name, partial(npu_questions.answered, name, lambda: backend, FEW)))
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("combination", "chip Ascend910B3, torch 2.13.0"),
-        ("slots of -1", "Not skipped: 2 slots hold what nobody asked for"),
+        ("slots of -1", "Not skipped: 2 slots hold what no row was to write"),
         ("float16", "Float16 is taken, and the result is right"),
         ("padding of few tokens", "for the others the result is right"),
         ("partly filled pages", "the result is right"),
@@ -126,7 +127,7 @@ def test_every_open_point_is_answered_in_a_sentence(backend: NpuBackend, name: s
     found = point(name, backend)
     assert found["status"] == "ok" and "error" not in found, found
     assert said in found["result"]["found"] and found["result"]["found"].endswith(".")
-    assert set(open_points.POINTS) >= set(open_points.RELIED_ON)
+    assert set(npu_questions.POINTS) >= set(npu_questions.RELIED_ON)
 
 
 class Other(NpuBackend):
@@ -140,7 +141,7 @@ class Other(NpuBackend):
 def test_attention_that_is_taken_and_wrong_is_said_to_be_wrong(backend: NpuBackend, name: str) -> None:
     found = point(name, Other(torch.device("npu:0")))
     assert "the result is WRONG, to " in found["result"]["found"]
-    assert found["status"] == ("failed" if name in open_points.RELIED_ON else "ok")
+    assert found["status"] == ("failed" if name in npu_questions.RELIED_ON else "ok")
 
 
 def test_slots_that_are_skipped_are_said_to_be(backend: NpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,7 @@ def test_slots_that_are_skipped_are_said_to_be(backend: NpuBackend, monkeypatch:
         given = (slot_mapping >= 0).cpu().nonzero()[:, 0].to(slot_mapping.device)
         backend.write_kv(k_thd[given], v_thd[given], kv, slot_mapping[given])
 
-    monkeypatch.setattr(open_points.trials, "write_pages", skip)
+    monkeypatch.setattr(npu_questions, "write_pages", skip)
     assert point("slots of -1", backend)["result"]["found"].startswith("Rows with slot -1 are skipped")
 
 
@@ -159,19 +160,19 @@ class Refusing(NpuBackend):
         raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002\nmore")
 
 
-@pytest.mark.parametrize("name", [name for name in open_points.POINTS if name not in ("combination", "captures")])
+@pytest.mark.parametrize("name", [name for name in npu_questions.POINTS if name not in ("combination", "captures")])
 def test_a_refusal_is_an_answer_and_ends_the_process(
     backend: NpuBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing = Refusing(torch.device("npu:0"))
-    monkeypatch.setattr(open_points.trials, "attention_of_heads", lambda q, kv, meta: refusing.attention(q, kv, meta))
+    monkeypatch.setattr(npu_questions, "attention_of_heads", lambda q, kv, meta: refusing.attention(q, kv, meta))
     monkeypatch.setattr(
-        open_points.trials, "write_pages", lambda k, v, kv, slot_mapping: refusing.attention(k, kv, slot_mapping)
+        npu_questions, "write_pages", lambda k, v, kv, slot_mapping: refusing.attention(k, kv, slot_mapping)
     )
     found = point(name, refusing)
     assert found["result"]["found"].startswith("It is refused: RuntimeError: ") and "error" in found
     assert "(561002: " in found["result"]["found"]
-    assert found["status"] == ("failed" if name in open_points.RELIED_ON else "ok")
+    assert found["status"] == ("failed" if name in npu_questions.RELIED_ON else "ok")
 
 
 def test_captures_stop_at_the_first_failure_with_its_words(
@@ -205,7 +206,7 @@ def test_every_replay_of_the_update_point_gives_all_calls_anew(backend: NpuBacke
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[engine.Runs]:
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     with torch.inference_mode(), Numerics(lift=["N7"]):
-        yield engine.Runs("npu:0", demo.prompts(4), "float32")
+        yield engine.Runs("npu:0", 4, "float32")
 
 
 def test_texts_and_acceptance_are_the_cpus_in_every_way(in_float32: engine.Runs) -> None:
@@ -226,10 +227,10 @@ def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(
             plan = super().plan_attention(meta, group)
             return plan if meta.causal else super().plan_attention(causal(meta), group)
 
-    monkeypatch.setattr(demo_pair.build, "check_attention", lambda *_: None)
-    make = demo_pair.build.make_backend
+    monkeypatch.setattr(engine.build, "check_attention", lambda *_: None)
+    make = engine.build.make_backend
     monkeypatch.setattr(
-        demo_pair.build,
+        engine.build,
         "make_backend",
         lambda name, **_: Causal(torch.device(name)) if name == "npu:0" else make(name),
     )
@@ -245,15 +246,15 @@ def causal(meta: AttentionMetadata) -> AttentionMetadata:
 
 
 def test_a_text_that_leaves_the_others_is_told_with_its_place_and_gap() -> None:
-    runs = engine.Runs("cpu", demo.prompts(1), "float32")
+    runs = engine.Runs("cpu", 1, "float32")
     text = runs._on_cpu("float32").texts["r0"]
-    other = demo_pair.Run({"r0": [*text[:5], (text[5] + 1) % 2560, *text[6:]]})
+    other = engine.Run({"r0": [*text[:5], (text[5] + 1) % 2560, *text[6:]]})
     found = runs._compared(runs._on_cpu("float32"), other)
     assert found["identical"] == 0 and not found["passed"]
-    assert [(d["prompt"], d["token"]) for d in found["differences"]] == [(0, 5)]
-    assert found["differences"][0]["gap"] > engine.MAX_GAP
-    shorter = runs._compared(runs._on_cpu("float32"), demo_pair.Run({"r0": text[:-1]}))
-    assert shorter["differences"] == [{"prompt": 0, "token": len(text) - 1, "gap": None}] and not shorter["passed"]
+    assert [(d["prompt"], d["token"]) for d in found["cases"]] == [(0, 5)]
+    assert found["cases"][0]["gap"] > engine.MAX_GAP
+    shorter = runs._compared(runs._on_cpu("float32"), engine.Run({"r0": text[:-1]}))
+    assert shorter["cases"] == [{"prompt": 0, "token": len(text) - 1, "gap": None}] and not shorter["passed"]
 
 
 # ---- step and launches ------------------------------------------------------------------------------------------
@@ -278,8 +279,8 @@ class Counted:
 def test_operators_that_are_counted_are_the_kernels_of_an_eager_step() -> None:
     """But for casts that torch_npu adds: page_table[owner, page] has an int64 and an int32 index, once a forward."""
     with torch.inference_mode(), Numerics():
-        steps, counted = step.Steps("npu:0", demo.prompts(2), max_num_seqs=2), Counted()
-        list(step.decode_steps(steps._core("eager"), demo.prompts(2), 2, 1, counted))
+        steps, counted = step.Steps(Options("npu:0"), max_num_seqs=2), Counted()
+        list(step.decode_steps(steps.core("eager"), 2, 1, counted))
     operators, kernels = counted.launches.operators, counted.trace.launches
     copies = ("aten.copy_", "aten.clone", "aten.contiguous", "aten._to_copy")
     casts = kernels["aclnnInplaceCopy"] - sum(operators[name] for name in copies)
@@ -291,7 +292,7 @@ def test_operators_that_are_counted_are_the_kernels_of_an_eager_step() -> None:
 @pytest.mark.parametrize("way", step.WAYS)
 def test_a_step_is_timed_in_parts_and_its_launches_are_counted(way: str) -> None:
     with torch.inference_mode(), Numerics():
-        found = step.Steps("npu:0", demo.prompts(2), max_num_seqs=2).measured(way, 2, repeats=2)
+        found = step.Steps(Options("npu:0"), max_num_seqs=2).measured(way, 2, repeats=2)
     assert found["steps"] == 2 and {"median_ms", "p90_ms"} == set(found["step"]) == set(found["launch"])
     if way == "graphs":
         assert found["most"] == {"npu.npu_fused_infer_attention_score.out": 5 + 3} and found["operators"] == 8
@@ -313,10 +314,10 @@ def test_views_memory_and_questions_are_no_launches() -> None:
 
 
 def test_shares_are_of_the_chips_assumed_figures(backend: NpuBackend) -> None:
-    chip = roofline.chip_of(backend)
-    assert chip is not None and roofline.assumed(backend)["source"] == roofline.ASSUMED
-    assert roofline.assumed(backend)["GB_s"] == chip.bandwidth / 1e9
-    found = roofline.layers(backend, Chip(1e9, 1e9), TINY)
+    chip = figures(gemm.chip_name(backend))
+    assert chip is not None and "assumed" in gemm.assumed(backend)["source"]
+    assert gemm.assumed(backend)["GB_s"] == chip.bandwidth / 1e9
+    found = gemm.layers(backend, Chip(1e9, 1e9), TINY)
     elements = 2 * (80 * 64 + 64 * 64 + 192 * 64 + 64 * 96)
     assert found["weight_bytes"] == 2 * elements
     assert [case["rows"] for case in found["cases"]] == [1, 16]
@@ -325,10 +326,10 @@ def test_shares_are_of_the_chips_assumed_figures(backend: NpuBackend) -> None:
 
 
 def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline.trials, "chip", lambda index: "Ascend310P3")
-    assert roofline.chip_of(backend) is None and "nothing is known" in roofline.assumed(backend)["source"]
-    assert roofline.copy(backend, None, TINY)["share"] is None
-    assert {case["share_of_GB_s"] for case in roofline.matmul(backend, None, TINY)["cases"]} == {None}
+    monkeypatch.setattr(torch.npu, "get_device_name", lambda index: "Ascend310P3")
+    assert figures(gemm.chip_name(backend)) is None and "nothing is known" in gemm.assumed(backend)["source"]
+    assert gemm.copy(backend, None, TINY)["share"] is None
+    assert {case["share_of_GB_s"] for case in gemm.matmul(backend, None, TINY)["cases"]} == {None}
     assert figures("Ascend910_9391") is not None and figures("Ascend910B1") is None
 
 
@@ -337,19 +338,26 @@ def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch
 
 def section(name: str, device: str, skip: int) -> list[Any]:
     """The lines that the section's process writes, on a device that computes nothing."""
-    said = json.dumps({"prompts": [[1, 2, 3]], "stop_token_ids": []})
-    command = [sys.executable, "-m", "app.doctor.report.npu", name, device, str(skip)]
-    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=900)
+    wishes = json.dumps({"device": device})
+    command = [sys.executable, "-m", "app.doctor.report.section", name, wishes, str(skip), "inf"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    first, *parts = [json.loads(line) for line in done.stdout.splitlines()]
+    return [first["parts"], *parts]
 
 
 def test_a_part_with_an_error_ends_the_process_and_the_next_one_goes_on_behind_it() -> None:
     names, *parts = section("operators", "npu:4", 0)
-    assert names == list(operators.cases(operators.Extent())) and [part["name"] for part in parts] == names[:1]
-    assert "sees 1 NPUs" in parts[0]["error"]["says"]
+    assert names == list(operators.cases(operators.NPU)) and [part["name"] for part in parts] == names[:1]
+    assert "sees 1 NPUs" in parts[0]["error"]["says"] and parts[0]["over"]
     again, *parts = section("operators", "npu:4", len(names) - 1)
     assert again == names and [part["name"] for part in parts] == names[-1:]
+
+
+@pytest.mark.parametrize("device", ["npu", "npu:0"])
+def test_a_device_without_a_number_is_the_first(device: str) -> None:
+    names, first, *_ = section("roofline", device, 0)
+    assert first["name"] == names[0] == "figures" and first["result"]["chip"] == "Ascend910B3", first
 
 
 def test_a_section_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,19 +368,22 @@ def test_a_section_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatc
 
 def test_the_page_shows_what_the_sections_found(backend: NpuBackend) -> None:
     parts: dict[str, list[Result]] = {
-        "operators": [answer(Part("rope", partial(operators.compare, backend, operators.cases(SMALL)["rope"])))],
+        "operators": [
+            answer(Part("rope", partial(report_operators.compared, backend, operators.cases(SMALL)["rope"])))
+        ],
         "open_points": [point("float16", backend)],
-        "roofline": [answer(Part("matmul", lambda: roofline.matmul(backend, Chip(1e12, 1e14), TINY)))],
+        "roofline": [answer(Part("matmul", lambda: gemm.matmul(backend, Chip(1e12, 1e14), TINY)))],
     }
     sections = {name: {"seconds": 1.0, "parts": some} for name, some in parts.items()}
-    text = page({"server": "0", "time": "now", "device": "npu:0", "failed": 0, "sections": sections})
+    text = page(
+        {"report": "npu-report", "server": "0", "time": "now", "device": "npu:0", "failed": 0, "sections": sections}
+    )
     for case in parts["operators"][0]["result"]["cases"]:
         assert f"| rope | {case['shape']} | {case['absolute']:g} |" in text
-    assert "Float16 is taken" in text and "| rows | ms |" in text
+    assert "Float16 is taken" in text and "| part | rows | ms |" in text
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
-    prompts = Prompts([(1,)], frozenset())
-    sections: list[Callable[..., list[Part]]] = [m.parts for m in (operators, open_points, engine, step, roofline)]
-    for parts in sections:
-        assert len({part.name for part in parts("npu:9", prompts)}) == len(parts("npu:9", prompts)) > 1
+    for name in runner.SECTIONS["npu"]:
+        parts = report_section.parts(name, Options("npu:9"), 60.0)
+        assert len({part.name for part in parts}) == len(parts) > 1

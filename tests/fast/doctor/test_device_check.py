@@ -14,10 +14,9 @@ import pytest
 
 from app import cli
 from app.config.settings import Config
-from app.doctor import check as device_report
-from app.doctor import device_check
+from app.doctor import check as check_command
 from app.doctor import npu_host as host_check
-from app.doctor import operators as operator_check
+from app.doctor import operators, probes
 from app.doctor.probes import Finding, Probe, failed, ok, warning
 from tests.fast.doctor.patient import Patient
 
@@ -40,8 +39,8 @@ def test_on_a_cpu_everything_is_asked_and_nothing_fails() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     names = [line.split()[0] for line in lines[:-1]]
-    assert names == ["torch", "backend", "memory", *device_check.OPERATORS]
-    assert {line.index("ok ") for line in lines[:-1]} == {len("add_rms_norm") + 2}
+    assert names == ["torch", "backend", "memory", *probes.OPERATORS]
+    assert {line.index("ok ") for line in lines[:-1]} == {len("bidirectional_attention") + 2}
     assert lines[-1] == "nothing failed"
 
 
@@ -55,7 +54,7 @@ def test_an_npu_on_a_machine_without_one_is_a_report_and_no_traceback() -> None:
     assert report["device"] == "npu" and report["failed"] == sum(r["status"] == "failed" for r in results.values())
     assert results["driver"]["status"] == results["device files"]["status"] == "failed"
     assert "dflash-server[npu]" in results["torch_npu"]["hint"]
-    for name in ("devices", "operators", "backend", "memory", *device_check.OPERATORS):
+    for name in ("devices", "operators", "backend", "memory", *probes.OPERATORS):
         assert results[name] == {"name": name, "status": "not tried", "found": "torch_npu cannot be loaded", "hint": ""}
 
 
@@ -75,7 +74,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
 
 def test_the_device_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
-    monkeypatch.setattr(device_report, "report", lambda device, as_json: asked.append((device, as_json)) or 0)
+    monkeypatch.setattr(check_command, "report", lambda device, as_json: asked.append((device, as_json)) or 0)
     monkeypatch.setenv("DFLASH_DEVICE", "npu:2")
     assert cli.main(["check", "--json"]) == 0
     monkeypatch.delenv("DFLASH_DEVICE")
@@ -91,14 +90,14 @@ def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def broken_off(program: str, capsys: pytest.CaptureFixture[str], seconds: float = 600.0) -> dict[str, dict[str, str]]:
     """Results of probes that are this program, and have so many seconds each."""
     command = [sys.executable, "-c", f'import os, time\nprint(\'["one", "two", "three"]\', flush=True)\n{program}']
-    assert device_report.report("npu", as_json=True, command=command, probe_seconds=seconds) == 1
+    assert check_command.report("npu", as_json=True, command=command, probe_seconds=seconds) == 1
     return {result["name"]: result for result in json.loads(capsys.readouterr().out)["results"]}
 
 
 def test_a_probe_that_kills_the_process_has_failed_and_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_report, "LineProcess", Patient)
+    monkeypatch.setattr(check_command, "LineProcess", Patient)
     first = json.dumps({"name": "one", "status": "ok", "found": "fine", "hint": ""})
     results = broken_off(f"print('{first}', flush=True); os.abort()", capsys)
     assert results["one"]["status"] == "ok"
@@ -125,7 +124,7 @@ def test_a_failed_probe_stops_those_that_need_it_and_no_others() -> None:
         Probe("d", lambda: warning("hm", "see")),
         Probe("e", raises, ("d",)),
     ]
-    found = dict(device_check.run(asked))
+    found = dict(probes.run(asked))
     assert found["b"] == found["c"] == Finding("not tried", "there is no a")
     assert found["d"].status == "warning"
     assert found["e"].found == "RuntimeError: AclrtSynchronizeDeviceWithTimeout, error code is 507015"
@@ -133,15 +132,15 @@ def test_a_failed_probe_stops_those_that_need_it_and_no_others() -> None:
 
 
 def test_auto_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_check, "_settle", lambda device: "cpu")
-    assert dict(device_check.run(device_check.probes("auto")[:1]))["device"] == ok("auto is cpu here")
+    monkeypatch.setattr(probes, "_settle", lambda device: "cpu")
+    assert dict(probes.run(probes.probes("auto")[:1]))["device"] == ok("auto is cpu here")
 
 
 def test_what_probes_need_is_the_name_of_an_earlier_one() -> None:
     for device in ("cpu", "cuda:1", "npu"):
-        names = [probe.name for probe in device_check.probes(device)]
+        names = [probe.name for probe in probes.probes(device)]
         assert len(set(names)) == len(names)
-        for place, probe in enumerate(device_check.probes(device)):
+        for place, probe in enumerate(probes.probes(device)):
             assert {need for need in probe.needs if need in names} <= set(names[:place])
 
 
@@ -156,36 +155,36 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None, 
 
 def test_a_cuda_build_of_torch_cannot_drive_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torch(monkeypatch, "2.10.0+cu128", "12.8")
-    found = device_check.torch_build("npu")
+    found = probes.torch_build("npu")
     assert found.status == "failed" and "CUDA 12.8 build" in found.found
     assert found.hint == "pip install --index-url https://download.pytorch.org/whl/cpu torch==2.10.0"
-    assert device_check.torch_build("cuda").status == device_check.torch_build("cpu").status == "ok"
+    assert probes.torch_build("cuda").status == probes.torch_build("cpu").status == "ok"
 
 
 def test_a_cpu_build_of_torch_knows_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torch(monkeypatch, "2.10.0+cpu", None)
-    assert "pip install torch==2.10.0 from PyPI" in device_check.torch_build("cuda").hint
+    assert "pip install torch==2.10.0 from PyPI" in probes.torch_build("cuda").hint
 
 
 def test_a_torch_that_cannot_be_loaded_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = device_check.torch_build("cpu")
+    found = probes.torch_build("cpu")
     assert found.status == "failed" and found.hint == "install torch again"
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake_torch(monkeypatch, "2.10.0", "12.8", gpus=2)
-    assert device_check.gpus("cuda:1") == ok("2 visible; cuda:1 is H200")
-    found = device_check.gpus("cuda:2")
+    assert probes.gpus("cuda:1") == ok("2 visible; cuda:1 is H200")
+    found = probes.gpus("cuda:2")
     assert found.found == "cuda:2 is not among them: 2 visible" and found.hint.endswith("cuda:0 to cuda:1")
     fake_torch(monkeypatch, "2.10.0", "12.8", gpus=0)
-    assert "nvidia-smi" in device_check.gpus("cuda").hint
+    assert "nvidia-smi" in probes.gpus("cuda").hint
 
 
 def holding(free: float, total: float, kind: str = "npu") -> Finding:
-    device = SimpleNamespace(type=kind)
-    return device_check.memory(SimpleNamespace(device=device, memory=lambda: (int(free * GIB), int(total * GIB))))  # type: ignore[arg-type]
+    opened = SimpleNamespace(memory_is_host=kind == "cpu", memory=lambda: (int(free * GIB), int(total * GIB)))
+    return probes.memory(opened)  # type: ignore[arg-type]
 
 
 def test_memory_that_others_hold_is_a_warning_and_a_full_device_a_failure() -> None:
@@ -196,11 +195,11 @@ def test_memory_that_others_hold_is_a_warning_and_a_full_device_a_failure() -> N
 
 
 def test_the_share_of_memory_is_the_settings_own() -> None:
-    assert Config().memory_utilization == device_check.MEMORY_SHARE
+    assert Config().memory_utilization == probes.MEMORY_SHARE
 
 
 def test_every_operator_that_is_listed_is_compared() -> None:
-    assert ("attention", *operator_check.COMPARED) == device_check.OPERATORS
+    assert set(probes.OPERATORS) <= set(operators.cases(operators.SMALL))
 
 
 # ---- an Ascend host ---------------------------------------------------------------------------------------------
@@ -291,7 +290,7 @@ def test_an_old_driver_is_said_to_want_no_graphs(tmp_path: Path) -> None:
 
 def calls_of_torch_npu() -> list[ast.Call]:
     """Every call of an operator of torch_npu in the NPU backend."""
-    backend = Path(host_check.__file__).with_name("backend.py")
+    backend = Path(cli.__file__).parent / "engine/npu/backend.py"
     calls: list[Any] = [node for node in ast.walk(ast.parse(backend.read_text())) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
     return [call for call in named if call.func.value.id == "torch_npu" and "npu_" in call.func.attr]

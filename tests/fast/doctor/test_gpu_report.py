@@ -8,20 +8,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from app.doctor.report.cuda import floor
-from app.doctor.report.cuda import page as gpu_report_page
-from app.doctor.report.cuda import report as gpu_report
-from app.doctor.report.cuda.floor import Load
-from app.doctor.report.cuda.page import PUBLISHED
-from app.doctor.report.cuda.report import Section
+from app import cli
+from app.doctor.report import command, roofline, runner
+from app.doctor.report.page import PUBLISHED
 from app.doctor.report.random_weights import TARGETS, draft_for
+from app.doctor.report.roofline import H200, Load
+from app.doctor.report.runner import Section
+from app.doctor.report.speeds import headline
 from app.engine.dflash.config import DFlashConfig
 from app.engine.models.config import DecoderConfig
 from app.engine.models.qwen3 import qwen3_config
@@ -59,18 +58,18 @@ def draft(target: DecoderConfig) -> DFlashConfig:
 
 def test_a_plain_step_reads_the_weights_once_and_every_tokens_kv(target: DecoderConfig) -> None:
     """8.19 billion weights, 0.62 of which are the embedding, that no step reads; 144 KiB of KV a token."""
-    step = floor.forward(target, 1, 1, 1024, logits=1)
+    step = roofline.forward(target, 1, 1, 1024, logits=1)
     assert step.read == pytest.approx(2 * (8.19e9 - 0.62e9) + 1024 * (144 << 10), rel=0.005)
-    assert floor.step_seconds(target, None, Load(1, 512, 1024)) == pytest.approx(3.55e-3, rel=0.02)
+    assert roofline.step_seconds(target, None, Load(1, 512, 1024)) == pytest.approx(3.55e-3, rel=0.02)
 
 
 def test_a_block_of_one_sequence_costs_its_reads_and_of_many_its_operations(
     target: DecoderConfig, draft: DFlashConfig
 ) -> None:
-    assert floor.forward(target, 16, 1, 1024, logits=16).seconds == pytest.approx(3.55e-3, rel=0.02)
-    many = floor.forward(target, 512, 32, 1024, logits=512)
-    assert many.seconds == many.operations / floor.FLOPS > many.read / floor.BANDWIDTH
-    assert floor.step_seconds(target, draft, Load(32, 512, 1024)) > many.seconds
+    assert roofline.forward(target, 16, 1, 1024, logits=16).seconds == pytest.approx(3.55e-3, rel=0.02)
+    many = roofline.forward(target, 512, 32, 1024, logits=512)
+    assert many.seconds == many.operations / H200.flops > many.read / H200.bandwidth
+    assert roofline.step_seconds(target, draft, Load(32, 512, 1024)) > many.seconds
 
 
 def test_the_floors_of_the_published_load_leave_room_for_the_targets(
@@ -79,35 +78,40 @@ def test_the_floors_of_the_published_load_leave_room_for_the_targets(
     for concurrency, plain, drafted in ((1, 200, 1000), (32, 5000, 10000)):
         load = Load(concurrency, 512, 1024)
         tokens = concurrency * load.answer
-        assert tokens / floor.run_seconds(target, None, load, 6.36) > plain
-        assert tokens / floor.run_seconds(target, draft, load, 6.36) > drafted
+        assert tokens / roofline.run_seconds(target, None, load, 6.36) > plain
+        assert tokens / roofline.run_seconds(target, draft, load, 6.36) > drafted
 
 
 def test_a_longer_answer_takes_longer_and_a_larger_acceptance_less(target: DecoderConfig, draft: DFlashConfig) -> None:
     load = Load(4, 512, 1024)
-    seconds = floor.run_seconds(target, draft, load, 6.36)
-    assert floor.run_seconds(target, draft, replace(load, answer=2048), 6.36) > 2 * seconds - 0.1
-    assert floor.run_seconds(target, draft, load, 3.0) > 1.5 * seconds
+    seconds = roofline.run_seconds(target, draft, load, 6.36)
+    assert roofline.run_seconds(target, draft, replace(load, answer=2048), 6.36) > 2 * seconds - 0.1
+    assert roofline.run_seconds(target, draft, load, 3.0) > 1.5 * seconds
 
 
 # The report
 
 
-write = partial(gpu_report.write, limit=6000.0)
+def write(sections: dict[str, Section], folder: Path, limit: float = 6000.0) -> tuple[int, dict[str, Any]]:
+    """(exit code, report)."""
+    about = {"versions": command.versions(), "banners": command.about("cuda")["banners"]}
+    code = runner.report("cuda:0", folder, sections, name="gpu-report", limit=limit, **about)
+    return code, json.loads((folder / "gpu-report.json").read_text())
 
 
 @pytest.fixture(autouse=True)
 def as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may be slow to start, and to end."""
-    monkeypatch.setattr(gpu_report, "START_SECONDS", 600.0)
-    monkeypatch.setattr(gpu_report, "END_SECONDS", 900.0)
-    monkeypatch.setattr(gpu_report, "LineProcess", Patient)
+    monkeypatch.setattr(runner, "START_SECONDS", 600.0)
+    monkeypatch.setattr(runner, "END_SECONDS", 900.0)
+    monkeypatch.setattr(runner, "LineProcess", Patient)
 
 
 def speed(**changed: Any) -> dict[str, Any]:
     row = {"way": "full blocks", "concurrency": 1, "tok/s": 900.0, "rounds": [890.0, 910.0], "floor tok/s": 1500.0}
     row |= {"share of floor": 0.6, "step ms": 7.0, "floor of step ms": 4.2, "share of step's floor": 0.6}
-    return row | {"target": 1000, PUBLISHED: 681} | changed
+    row |= {"target": 1000, PUBLISHED: 681} | changed
+    return row | {"found": headline(row["tok/s"], row["floor tok/s"], row["target"], row[PUBLISHED])}
 
 
 def section(parts: str, part: float = 600.0, whole: float = 6000.0) -> Section:
@@ -115,79 +119,82 @@ def section(parts: str, part: float = 600.0, whole: float = 6000.0) -> Section:
     that says that it is lost."""
     program = (
         "import json, os, signal, sys, time\n"
-        "from app.doctor.report.cuda.parts import Part, tell\n"
+        "from app.doctor.report.part import Part\n"
+        "from app.doctor.report.section import tell\n"
         "lost = []\n"
         "def fail(says, loses=False):\n"
         "    lost.extend([1] * loses)\n"
         "    raise RuntimeError(says)\n"
         f"def hang(): {HANG}\n"
-        "def rows_of(file):\n"
-        "    while not os.path.exists(file):\n"
+        "def section_in(file):\n"
+        "    sections = {}\n"
+        "    while not sections.get('roofline', {}).get('parts'):\n"
         "        time.sleep(0.01)\n"
-        "    return json.loads(open(file).read())['sections']['device']['rows']\n"
+        "        sections = json.loads(open(file).read())['sections']\n"
+        "    return sections['roofline']\n"
         "def end():\n"
         "    print('{', end='', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGSEGV)\n"
         "skip, left = int(sys.argv[1]), float(sys.argv[2])\n"
         f"make = lambda: ('a GPU', [Part(*part) for part in {parts}])\n"
-        "sys.exit(tell(make, skip, lambda line: print(json.dumps(line), flush=True), lambda: not lost))\n"
+        "tell(make, skip, lambda line: print(json.dumps(line), flush=True), lambda: not lost)\n"
     )
     return Section((sys.executable, "-P", "-c", program), part, whole)
 
 
-def saved(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((folder / "gpu-report.json").read_text())
-    return report
-
-
 def test_every_section_is_told_and_a_check_that_fails_is_counted(tmp_path: Path, capfd: Any) -> None:
-    checks = [{"kernel": "norm", "error": 0.001, "passed": True}, {"kernel": "silu", "error": 0.5, "passed": False}]
+    norm, silu = {"shape": "[1]", "relative": 0.001, "passed": True}, {"shape": "[2]", "relative": 0.5, "passed": False}
+    checks = f"[('norm', lambda: {{'cases': [{norm}]}}), ('silu', lambda: {{'passed': False, 'cases': [{silu}]}})]"
     speeds = [speed(), speed(concurrency=32, target=None, **{PUBLISHED: None})]
+    names = ["full blocks at 1", "full blocks at 32"]
     sections = {
-        "kernels": section(f"[('none', lambda: []), ('norms', lambda: {checks})]"),
-        "speeds": section(f"[(str(i), lambda row=row: [row]) for i, row in enumerate({speeds})]"),
+        "operators": section(checks),
+        "speeds": section(f"[(name, lambda row=row: row) for name, row in zip({names}, {speeds})]"),
     }
-    report = write(sections, "cuda:0", tmp_path / "report")
+    code, report = write(sections, tmp_path / "report")
     page = (tmp_path / "report" / "gpu-report.md").read_text()
     for said in (
         "# gpu-report: a GPU",
-        "- Kernels: 1 of 2 passed",
-        "full blocks at 1: 900 tok/s, target 1000: MISSED; 60% of the floor's 1500",
-        "the floor's 1500; published (different workload): 681\n",
-        "full blocks at 32: 900 tok/s, no target; 60% of the floor's 1500\n",
-        "| silu | 0.5000 | **NO** |",
+        "- Operators: 1 ok, 1 failed (silu)\n",
+        "full blocks at 1: 900 tok/s, target 1000: MISSED, 60% of the floor's 1500, "
+        "published (different workload): 681; ",
+        "full blocks at 32: 900 tok/s, no target, 60% of the floor's 1500\n",
+        "| silu | [2] | 0.5 | **NO** |",
         "| target | published (different workload) |",
         "DIFFERENT WORKLOAD",
         "RANDOM WEIGHTS",
         "SIMULATED ACCEPTANCE",
     ):
         assert said in page
-    assert gpu_report_page.failures(report) == 1 and saved(tmp_path / "report") == report
+    assert code == 1 and report["failed"] == 1
     assert (tmp_path / "report" / "gpu-report.png").stat().st_size > 1000
-    assert f"to {tmp_path}/report" in capfd.readouterr().err.splitlines()[0]
+    told = capfd.readouterr()
+    assert f"to {tmp_path}/report" in told.err.splitlines()[0] and told.out.startswith("# gpu-report")
 
 
-def test_a_part_that_raises_dies_or_hangs_is_a_row_and_all_others_are_told(tmp_path: Path) -> None:
+def test_a_part_that_raises_dies_or_hangs_has_failed_and_all_others_are_told(tmp_path: Path) -> None:
     """Also where the device is lost with it, as after an illegal access."""
-    row = "lambda: [{'kernel': 'norm', 'passed': True}]"
+    row = "lambda: {}"
     breaks = ["lambda: fail('out of luck')", "lambda: fail('illegal access', True)", "end", "hang"]
     runs = [row, breaks[0], row, breaks[1], row, breaks[2], row, breaks[3], row]
-    kernels = section(f"zip('abcdefghi', [{', '.join(runs)}])")
+    operators = section(f"zip('abcdefghi', [{', '.join(runs)}])")
     broken = Section((sys.executable, "-c", "raise SystemExit(3)"), 600.0, 600.0)
-    report = write({"kernels": kernels, "equality": broken, "speeds": section("[]")}, "cuda:0", tmp_path)
-    rows = report["sections"]["kernels"]["rows"]
-    assert [row.get("part", "") for row in rows] == ["", "b", "", "d", "", "f", "", "h", ""]
-    assert [row["failed"] for row in rows if "failed" in row] == [
+    code, report = write({"operators": operators, "equality": broken, "speeds": section("[]")}, tmp_path)
+    parts = report["sections"]["operators"]["parts"]
+    assert "".join(part["name"] for part in parts) == "abcdefghi"
+    assert [part["name"] for part in parts if part["status"] == "failed"] == list("bdfh")
+    assert [part["error"]["says"] for part in parts if "error" in part] == [
         "RuntimeError: out of luck",
         "RuntimeError: illegal access",
-        "killed by SIGSEGV",
-        "did not answer in time, and was ended",
+        "its process was killed by SIGSEGV",
+        "its process did not answer in time, and was ended",
     ]
     page = (tmp_path / "gpu-report.md").read_text()
-    assert "- Kernels: 5 of 9 passed" in page and "- Kernels: f FAILED: killed by SIGSEGV" in page
-    assert "overlap: FAILED: ended with exit code 3" in page and "Traceback" not in page
-    assert "in fail" in rows[1]["traceback"]
-    assert gpu_report_page.failures(report) == 5 and saved(tmp_path) == report
+    assert "- Operators: 5 ok, 4 failed (b, d, f, h)" in page
+    assert "| f | failed | its process was killed by SIGSEGV |" in page
+    assert "| start | failed | its process ended with exit code 3 |" in page and "Traceback" not in page
+    assert "in fail" in parts[1]["error"]["traceback"]
+    assert code == 1 and report["failed"] == 5
 
 
 def test_a_process_that_cannot_even_be_killed_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +206,14 @@ def test_a_process_that_cannot_even_be_killed_is_waited_for_no_longer(monkeypatc
             await asyncio.sleep(600)
             return ""
 
-    monkeypatch.setattr(gpu_report, "END_SECONDS", 0.05)
-    assert asyncio.run(gpu_report._line(Stuck(), 1.0))["failed"] == "could not be ended"  # type: ignore[arg-type]
+    monkeypatch.setattr(runner, "END_SECONDS", 0.05)
+    assert asyncio.run(runner._line(Stuck(), 1.0)) == ({}, "could not be ended")  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_imported_or_made_is_told(tmp_path: Path) -> None:
-    report = write({"kernels": section("fail('no kernel')")}, "cuda:0", tmp_path)
-    assert report["sections"]["kernels"]["error"]["failed"] == "RuntimeError: no kernel"
+    _, report = write({"operators": section("fail('no kernel')")}, tmp_path)
+    (start,) = report["sections"]["operators"]["parts"]
+    assert start["status"] == "failed" and start["error"]["says"] == "RuntimeError: no kernel"
 
 
 class Clock:
@@ -243,48 +251,51 @@ def test_when_a_sections_time_is_up_it_is_ended_and_when_all_is_nothing_is_begun
     class Process:
         @staticmethod
         async def start(command: Sequence[str]) -> Told:
-            names = ["first", "second", "third"]
-            return Told(clock, [{"device": "a GPU", "parts": names}, {"rows": [speed()], "over": False}])
+            first = {"name": "first", "status": "ok", "seconds": 1.0, "result": speed()}
+            return Told(clock, [{"chip": "a GPU", "parts": ["first", "second", "third"]}, first])
 
-    monkeypatch.setattr(gpu_report, "time", clock)
-    monkeypatch.setattr(gpu_report, "LineProcess", Process)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "LineProcess", Process)
     tells = Section((), part=30.0, whole=4.0)
-    sections = {"speeds": tells, "equality": tells, "prefill": tells}
-    report = gpu_report.write(sections, "cuda:0", tmp_path, limit=8.0)
+    code, report = write({"speeds": tells, "equality": tells, "prefill": tells}, tmp_path, limit=8.0)
     assert clock.seconds == 8.0
     for name in ("speeds", "equality"):
-        assert report["sections"][name]["rows"] == [speed()]
-        assert report["sections"][name]["left_out"] == ["second", "third"]
-    assert report["left_out"] == ["prefill"] and not gpu_report_page.failures(report)
+        first, *others = report["sections"][name]["parts"]
+        assert first["result"] == speed()
+        assert [(part["name"], part["status"]) for part in others] == [("second", "not tried"), ("third", "not tried")]
+    assert [part["status"] for part in report["sections"]["prefill"]["parts"]] == ["not tried"] and code == 0
     page = (tmp_path / "gpu-report.md").read_text()
-    assert "- Tokens per second: left out, for time was up: second; third" in page
-    assert "- Prompts: left out, for time was up" in page
+    assert "- Speeds: 1 ok, 2 not tried (second, third); first: 900 tok/s" in page
+    assert "- Prefill: 1 not tried (prefill)" in page and "| prefill | not tried | no time was left |" in page
+    assert page.count("| third | not tried |") == 2
 
 
 def test_what_a_part_has_told_is_written_while_the_next_one_runs(tmp_path: Path) -> None:
     file = tmp_path / "gpu-report.json"
-    parts = f"[('one', lambda: [{{'what': 'one'}}]), ('two', lambda: [{{'what': rows_of({str(file)!r})}}])]"
-    report = write({"device": section(parts)}, "cuda:0", tmp_path)
-    assert report["sections"]["device"]["rows"][1] == {"what": [{"what": "one"}]}
+    parts = f"[('one', lambda: {{'what': 'one'}}), ('two', lambda: section_in({str(file)!r}))]"
+    _, report = write({"roofline": section(parts)}, tmp_path)
+    one, two = report["sections"]["roofline"]["parts"]
+    assert two["result"]["parts"] == [one] and one["result"] == {"what": "one"}
 
 
 def test_all_of_it_takes_less_than_eight_minutes() -> None:
     """Whatever hangs, there is time for what comes behind the checks."""
-    limits = list(gpu_report.SECTIONS.values())
-    assert gpu_report.SECONDS < 8 * 60 and all(part <= whole for part, whole in limits)
-    assert gpu_report.SECONDS - sum(whole for _, whole in limits[:3]) > 120
-    assert list(gpu_report.SECTIONS)[3] == "speeds"
+    sections = runner.SECTIONS["cuda"]
+    limits = list(sections.values())
+    assert runner.GPU_SECONDS < 8 * 60 and all(part <= whole for part, whole in limits)
+    assert runner.GPU_SECONDS - sum(whole for _, whole in limits[:3]) > 120
+    assert list(sections)[3] == "speeds" and command.about("cuda")["limit"] == runner.GPU_SECONDS
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_sections_process_says_in_its_line_why_it_has_no_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_without_a_gpu_a_sections_process_says_in_its_line_why_it_has_no_parts(tmp_path: Path, device: str) -> None:
     pytest.importorskip("triton")
-    options = gpu_report._parser().parse_args([])
-    section = gpu_report.sections(options)["kernels"]._replace(part=600.0, whole=6000.0)
-    report = write({"kernels": section}, "cuda:0", tmp_path)
-    error = report["sections"]["kernels"]["error"]
-    assert error["failed"] and "set_device" in error["traceback"]
+    section = command.sections(command.Options(device))["operators"]._replace(part=600.0, whole=6000.0)
+    _, report = write({"operators": section}, tmp_path)
+    (start,) = report["sections"]["operators"]["parts"]
+    assert start["name"] == "start" and start["error"]["says"] and "set_device" in start["error"]["traceback"]
 
 
 # What it needs
@@ -308,10 +319,34 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_a_line_and_fails() -> None:
-    done = run("from app.bench.__main__ import main\nsys.exit(main(['gpu-report']))")
-    assert done.returncode == 2 and done.stdout == ""
+@pytest.mark.parametrize(
+    "started",
+    [
+        "from app.bench.__main__ import main\nsys.exit(main(['gpu-report']))",
+        "import runpy\nsys.argv = ['app', 'report', '--device', 'cuda']\nrunpy.run_module('app', run_name='__main__')",
+    ],
+    ids=["bench gpu-report", "report --device cuda"],
+)
+def test_without_a_gpu_it_says_so_in_a_line_and_fails(started: str) -> None:
+    done = run(started)
+    assert done.returncode == 2 and done.stdout == "", done.stderr
     assert done.stderr.startswith("error: gpu-report needs a CUDA GPU") and done.stderr.count("\n") == 1
+
+
+def test_both_commands_have_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Path, list[str]]] = []
+
+    def noted(device: str, folder: Path, sections: dict[str, Section], **about: Any) -> int:
+        asked.append((device, folder, [*sections["speeds"].command[-2:]]))
+        return 0
+
+    monkeypatch.setattr(runner, "report", noted)
+    monkeypatch.setattr(command, "no_gpu", lambda options: None)
+    flags = ["--concurrency", "1", "8", "--prompt", "9", "--answer", "7", "--rounds", "2", "--model", "qwen3-4b"]
+    assert cli.main(["bench", "gpu-report", *flags]) == cli.main(["report", "--device", "cuda", *flags]) == 0
+    assert asked[0] == asked[1] and asked[0][:2] == ("cuda", Path("gpu-report"))
+    wishes = {"device": "cuda", "model": "qwen3-4b", "concurrency": [1, 8], "prompt": 9, "answer": 7, "rounds": 2}
+    assert asked[0][2] == ["speeds", json.dumps(wishes)]
 
 
 @pytest.mark.exhaustive
@@ -322,16 +357,16 @@ def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) ->
     done = run(
         "import json\n"
         "import time\n"
-        "from app.doctor.report.cuda import equality, report, section, speeds as ways\n"
-        "from app.doctor.report.cuda.floor import Load\n"
+        "from app.doctor.report import equality, command, section, speeds as ways\n"
+        "from app.doctor.report.roofline import Load\n"
         f"model = {str(tmp_path / 'tiny.json')!r}\n"
         "from tests.fast.engine.device_lengths import device_lengths\n"
         "with device_lengths():\n"
-        "    equal = [part.run()[0] for part in equality.parts(model, 'cpu', answer=10)]\n"
+        "    equal = [part.run() for part in equality.parts_of(model, 'cpu', answer=10)]\n"
         "    loads = [Load(1, 8, 20), Load(2, 8, 20)]\n"
-        "    timed = ways.parts(model, loads, 'cpu', 2, time.monotonic() + 600)\n"
-        "    speeds = [part.run()[0] for part in timed]\n"
-        "    speeds += ways.parts(model, loads, 'cpu', 2, 0.0)[0].run()\n"
+        "    timed = ways.parts_of(model, loads, 'cpu', 2, time.monotonic() + 600)\n"
+        "    speeds = [part.run() for part in timed]\n"
+        "    speeds += [ways.parts_of(model, loads, 'cpu', 2, 0.0)[0].run()]\n"
         "print(json.dumps([equal, speeds]))\n"
     )
     assert done.returncode == 0, done.stderr[-3000:]

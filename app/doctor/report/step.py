@@ -6,22 +6,26 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+from app import demo
 from app.doctor.op_count import Launches
-from app.doctor.report.npu import demo_pair
-from app.doctor.report.npu.part import Part, Prompts, Result
-from app.doctor.report.npu.timing import spread
+from app.doctor.report.command import Options
+from app.doctor.report.engine import demo_engine
+from app.doctor.report.part import Part, Result
+from app.doctor.report.timing import spread
 from app.engine.core import EngineCore
 from app.messages import Request
 
 WAYS = {"eager": True, "graphs": False}
+"""Way -> `enforce_eager`."""
 SEQUENCES = (1, 4, 16)
 REPEATS = 60
 MAX_TOKENS = 300
-MOST_SHOWN = 12
+MAX_NAMED = 12
+"""Operators that are named, the most frequent first."""
 
 
-def parts(device: str, prompts: Prompts) -> list[Part]:
-    steps = Steps(device, prompts)
+def parts(options: Options, ends: float) -> list[Part]:
+    steps = Steps(options)
     return [
         Part(f"{way}, {n} sequence{'s' * (n > 1)}", partial(steps.measured, way, n)) for way in WAYS for n in SEQUENCES
     ]
@@ -39,30 +43,32 @@ class Taken:
 class Steps:
     """Engines of `max_num_seqs` sequences, one for each way, made when first asked for."""
 
-    def __init__(self, device: str, prompts: Prompts, max_num_seqs: int = SEQUENCES[-1]) -> None:
-        self._device, self._prompts, self._max_num_seqs = device, prompts, max_num_seqs
+    def __init__(self, options: Options, max_num_seqs: int = SEQUENCES[-1]) -> None:
+        self._options, self._max_num_seqs = options, max_num_seqs
         self._cores: dict[str, EngineCore] = {}
 
     def measured(self, way: str, n: int, repeats: int = REPEATS) -> Result:
-        core = self._core(way)
-        list(decode_steps(core, self._prompts, n, 2))
-        taken = list(decode_steps(core, self._prompts, n, repeats))
-        counted = Launches(self._device.partition(":")[0])
-        list(decode_steps(core, self._prompts, n, 1, counted))
-        return {
-            "step": spread([step.total for step in taken]),
-            "launch": spread([step.launch for step in taken]),
-            "read": spread([step.read for step in taken]),
+        core = self.core(way)
+        list(decode_steps(core, n, 2))
+        taken = list(decode_steps(core, n, repeats))
+        counted = Launches(self._options.kind)
+        list(decode_steps(core, n, 1, counted))
+        result = {
+            name: spread([getattr(step, field) for step in taken])
+            for name, field in (("step", "total"), ("launch", "launch"), ("read", "read"))
+        }
+        return result | {
             "steps": len(taken),
             "operators": counted.total,
             "copies": counted.copies.total(),
-            "most": dict(counted.operators.most_common(MOST_SHOWN)),
+            "most": dict(counted.operators.most_common(MAX_NAMED)),
+            "found": f"{result['step']['median_ms']:.4g} ms, {counted.total} operators",
         }
 
-    def _core(self, way: str) -> EngineCore:
+    def core(self, way: str) -> EngineCore:
         if way not in self._cores:
-            self._cores[way] = demo_pair.engine(
-                self._device,
+            self._cores[way] = demo_engine(
+                self._options.device,
                 "bfloat16",
                 enforce_eager=WAYS[way],
                 max_num_seqs=self._max_num_seqs,
@@ -74,18 +80,16 @@ class Steps:
 
 
 def decode_steps(
-    core: EngineCore,
-    prompts: Prompts,
-    n: int,
-    count: int,
-    around: AbstractContextManager[object] | None = None,
+    core: EngineCore, n: int, count: int, around: AbstractContextManager[object] | None = None
 ) -> Iterator[Taken]:
-    """`count` steps in which all of n sequences decode, each inside `around`. Prompts come round again, and no answer
-    ends before MAX_TOKENS."""
-    left = count
+    """Yield `count` steps in which all of n sequences decode, each inside `around`.
+
+    Prompts come round again, and no answer ends before MAX_TOKENS.
+    """
+    prompts, left = demo.token_ids(n), count
     while left:
         for i in range(n):
-            core.add(Request(f"s{i}", prompts.prompts[i % len(prompts.prompts)], MAX_TOKENS))
+            core.add(Request(f"s{i}", prompts[i % len(prompts)], MAX_TOKENS))
         while core.has_work and left:
             started = time.perf_counter()
             batch = core.scheduler.schedule()

@@ -1,0 +1,123 @@
+"""Run every operator, the engine and tests of bandwidth on an NPU or a GPU of this host, and time them. The results
+are in npu-report.json and npu-report.md, or in gpu-report.json, gpu-report.md and with matplotlib gpu-report.png.
+Nothing leaves the host. The exit code is 0 if nothing failed, 1 if something did, and 2 if there is no GPU.
+"""
+
+import importlib.util
+import json
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from app.config.error import ConfigError
+from app.config.parser import Parser
+from app.doctor.report import runner
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Device of a report, and the load of its engines: `model` is one of random_weights.NAMES, or a config.json."""
+
+    device: str
+    model: str = "qwen3-8b"
+    concurrency: Sequence[int] = (1, 32)
+    prompt: int = 512
+    answer: int = 1024
+    rounds: int = 3
+
+    @property
+    def kind(self) -> str:
+        return self.device.partition(":")[0]
+
+    @property
+    def index(self) -> int:
+        return int(self.device.partition(":")[2] or 0)
+
+
+def main(arguments: Sequence[str], kind: str | None = None) -> int:
+    """Write a report on a device of `kind`, "npu" or "cuda"; None takes either."""
+    try:
+        options, folder = parse(arguments, kind)
+        missing = no_gpu(options) if options.kind == "cuda" else None
+        if missing:
+            print(f"error: gpu-report needs a CUDA GPU and Triton: {missing}", file=sys.stderr)
+            return 2
+        return runner.report(options.device, folder, sections(options), **about(options.kind))
+    except OSError as error:
+        print(f"error: --out {folder}: {error.strerror or error}", file=sys.stderr)
+        print("hint: give a folder that this user may write to", file=sys.stderr)
+        return 2
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        print(f"hint: {error.hint}", file=sys.stderr)
+        return 2
+
+
+def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
+    """Return the options and the folder of the report. Raises ConfigError; `--help` leaves the process."""
+    parser = Parser(prog="dflash-server report", description=__doc__)
+    parser.add_argument(
+        "--device", default=kind, required=kind is None, metavar="DEVICE", help="npu | npu:N | cuda | cuda:N"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where the files go [default: here, and ./gpu-report for a GPU]"
+    )
+    load = parser.add_argument_group("load of the engines on a GPU")
+    load.add_argument("--model", default="qwen3-8b", help="sizes of which model [default: qwen3-8b]")
+    load.add_argument("--concurrency", type=int, nargs="+", metavar="N", default=[1, 32], help="[default: 1 32]")
+    load.add_argument("--prompt", type=int, metavar="TOKENS", default=512, help="[default: 512]")
+    load.add_argument("--answer", type=int, metavar="TOKENS", default=1024, help="[default: 1024]")
+    load.add_argument("--rounds", type=int, metavar="N", default=3, help="[default: 3]")
+    given = vars(parser.parse_args(arguments))
+    folder, options = given.pop("out"), Options(**given)
+    if not re.fullmatch(rf"({kind or 'npu|cuda'})(:\d+)?", options.device):
+        raise ConfigError(
+            f"--device {options.device}: a report is on {kind or 'npu or cuda'}, or on one of several like npu:1",
+            "dflash-server check looks at other devices",
+        )
+    return options, folder or Path("gpu-report" if options.kind == "cuda" else "")
+
+
+def sections(options: Options) -> dict[str, runner.Section]:
+    command = (sys.executable, "-P", "-m", "app.doctor.report.section")
+    wishes = json.dumps(asdict(options))
+    limits = runner.SECTIONS[options.kind]
+    return {name: runner.Section((*command, name, wishes), *seconds) for name, seconds in limits.items()}
+
+
+def about(kind: str) -> dict[str, Any]:
+    """Return the arguments of `runner.report` that depend on the kind of device alone."""
+    if kind == "npu":
+        return {"name": "npu-report", "host": (sys.executable, "-P", "-m", "app.doctor.probes")}
+    from app.doctor.report import random_weights, simulated
+
+    banners = [random_weights.BANNER, simulated.BANNER]
+    return {"name": "gpu-report", "limit": runner.GPU_SECONDS, "versions": versions(), "banners": banners}
+
+
+def no_gpu(options: Options) -> str | None:
+    """Return why no report on a GPU can be made here, or None."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees none here"
+    if options.index >= torch.cuda.device_count():
+        return f"--device {options.device}, but there are {torch.cuda.device_count()}"
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def versions() -> dict[str, str]:
+    import torch
+
+    found = {"python": platform.python_version(), "CUDA of torch": str(torch.version.cuda)}
+    for name in ("torch", "triton", "numpy", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,124 @@
+"""Texts from graphs against the same steps without capture, eager code, one step at a time, and no draft."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from app.doctor.report import simulated
+from app.doctor.report.command import Options
+from app.doctor.report.part import Part, Result
+from app.doctor.report.speeds import random_engine, requests
+from app.engine.backend.base import Backend
+from app.engine.cuda.backend import CudaBackend
+from app.messages import SamplingParams
+
+Texts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """An engine whose texts are compared with those of the way `like`; at most `may_differ` may differ.
+
+    None for `like` is a way that others are compared with. `sampling` is of its requests. `rerun` runs again what would
+    be captured. Each step accepts `accepted` drafts. Without `overlap` a step is read before the next one is launched.
+    """
+
+    like: str | None = None
+    may_differ: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    draft: bool = True
+    sampling: dict[str, Any] = field(default_factory=dict)
+    rerun: bool = False
+    accepted: int | None = None
+    overlap: bool = True
+
+
+DRAWN = {"temperature": 0.7, "top_p": 0.95}
+FP32 = {"dtype": "float32"}
+NARROW = FP32 | {"verify": 4}
+ACCEPTED = "graphs, fp32, 3 drafts accepted"
+OF_NARROW = "graphs, fp32, 4 rows of a block verified, 2 drafts accepted"
+PLAIN = "no draft, fp32"
+WAYS = {
+    "graphs": Way(),
+    "the same steps without capture": Way("graphs", rerun=True),
+    "graphs, tokens drawn": Way(sampling=DRAWN),
+    "the same drawn without capture": Way("graphs, tokens drawn", sampling=DRAWN, rerun=True),
+    ACCEPTED: Way(config=FP32, accepted=3),
+    "the same, one step at a time": Way(ACCEPTED, 1, FP32, accepted=3, overlap=False),
+    "the same, eager": Way(ACCEPTED, 1, FP32 | {"enforce_eager": True}, accepted=3),
+    OF_NARROW: Way(config=NARROW, accepted=2),
+    "the same, narrow and eager": Way(OF_NARROW, 1, NARROW | {"enforce_eager": True}, accepted=2),
+    PLAIN: Way(config=FP32, draft=False),
+    "graphs, fp32": Way(PLAIN, 1, FP32),
+}
+"""In bf16 only texts that must be the same bit by bit are compared, because random weights decide by little.
+
+In fp32 a near tie is rare. There drafts are accepted, so that the device moves on by more than a token."""
+NUM_REQUESTS, PROMPT = 6, 60
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "max_graphs": 24, "enforce_eager": False}
+
+
+def parts(options: Options, ends: float) -> list[Part]:
+    return parts_of("qwen3-0.6b", options.device)
+
+
+def parts_of(model: str, device: str, *, answer: int = 48) -> list[Part]:
+    """Return a part for each way, all with the same requests."""
+    made: dict[str, Texts | None] = {}
+
+    def texts(name: str) -> Texts:
+        if name not in made:
+            made[name] = None
+            made[name] = texts_of(WAYS[name], model, device, answer)
+        found = made[name]
+        if found is None:
+            raise RuntimeError(f"{name!r} failed, and there is nothing to compare with")
+        return found
+
+    return [Part(name, partial(compared, way, name, texts)) for name, way in WAYS.items()]
+
+
+def texts_of(way: Way, model: str, device: str, answer: int) -> Texts:
+    with capturing(not way.rerun):
+        engine = random_engine(model, draft=way.draft, device=device, **SIZES | way.config)
+        engine.core.overlap &= way.overlap
+        if way.accepted is not None and engine.draft:
+            simulated.simulate(engine.core, simulated.survival([1.0] * way.accepted, engine.draft.block_size))
+        plain = requests(NUM_REQUESTS, PROMPT, answer, engine.target.vocab_size)
+        wanted = [
+            replace(request, sampling=SamplingParams(seed=seed, **way.sampling)) for seed, request in enumerate(plain)
+        ]
+        emitted = engine.core.run(wanted)
+    return [emitted[request.request_id] for request in wanted]
+
+
+def compared(way: Way, name: str, texts: Callable[[str], Texts]) -> Result:
+    found = texts(name)
+    result: Result = {"of": sum(map(len, found))}
+    if way.like is None:
+        return result
+    pairs = list(zip(found, texts(way.like), strict=True))
+    differ = sum(text != other for text, other in pairs)
+    alike = sum(_same(text, other) for text, other in pairs)
+    result |= {"like": way.like, "tokens alike": alike, "requests that differ": differ, "that may": way.may_differ}
+    return result | {"passed": differ <= way.may_differ}
+
+
+def _same(text: list[int], other: list[int]) -> int:
+    """Count the tokens before the first that differs."""
+    return next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
+
+
+@contextmanager
+def capturing(on: bool) -> Iterator[None]:
+    """If not `on`, run again what would be captured, at the same sizes and in the same places."""
+    own = CudaBackend.capture
+    if not on:
+        CudaBackend.capture = Backend.capture  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CudaBackend.capture = own  # type: ignore[method-assign]

@@ -1,0 +1,164 @@
+"""A report as a page in Markdown, and its speeds as a picture. Every number is the JSON's. Imports no torch."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Report = dict[str, Any]
+PUBLISHED = "published (different workload)"
+"""A column of the speeds."""
+
+CHECKED = {
+    "npu-report": """
+The NPU code of dflash-server was checked against torch_npu's schemas, meta kernels and host checks on CPU; not run
+on an Ascend device by its authors. This page says what this host's device did, and no other.""",
+    "gpu-report": """
+The CUDA code of dflash-server was checked in Triton's interpreter and compiled for sm_90. This page says what this
+host's GPU did, and no other.""",
+}
+ABOUT = {
+    "host": "What `dflash-server check` finds.",
+    "operators": """
+Each operator against PyTorch on the CPU in float32. `relative` is a share of the largest value; bfloat16 rounds at
+0.004. `us` is one call, in a graph on a GPU. `share` is of the memory's bandwidth; it may pass 1 where caches hold
+the inputs.""",
+    "open_points": "Questions that only a device can answer.",
+    "engine": """
+The same greedy requests for the demo pair in bfloat16. Where a text first leaves another, `gap` is how far the
+worse of the two tokens lies below the best logit, in float32 on the CPU.""",
+    "step": """
+The demo pair in bfloat16. `launch` is the host's time to schedule and launch a step, `read` its wait for the
+result. Operators are counted at the dispatcher without views. Graph replays are not counted; attention calls that
+are given new lengths are.""",
+    "roofline": """
+A floor is the time to read all weights once, or to multiply them, whichever is longer. Figures of an H200 were
+measured. Figures of Ascend chips are assumptions from secondary sources, good to 15 % at best. A copy counts bytes
+read and written.""",
+    "equality": """
+Texts from graphs, eager code and overlap. Tokens are alike before the first difference from the text of another
+way. The same steps run without capture must be the same, drawn tokens too. Eager code, other overlap and no draft
+round sums in another order, and random weights decide by little. They are compared in fp32, where a near tie is
+rare, and one request of six may differ.""",
+    "speeds": """
+Output tokens per second from the first request to the last one's end, prompts included. A floor is the time to read
+what must be read at 4.3 TB/s or to compute what must be computed at 790 TFLOP/s, as measured on an H200, stage
+after stage; no engine passes it. That of `auto` is of the width that has the lowest. Published: SGLang on one H200
+with Qwen3-8B, GSM8K text and up to 2,048 tokens: a DIFFERENT WORKLOAD.""",
+    "attention": "Other launches of our attention: the five fastest, and the backend's own.",
+    "prefill": "Attention of prompts, a layer, and the first call for these lengths.",
+}
+HEADLINES = {
+    "host": ("chip", "versions", "driver"),
+    "open_points": ("combination",),
+    "engine": None,
+    "step": None,
+    "roofline": None,
+    "speeds": None,
+}
+"""Parts whose `found` stands in the summary; None is all parts of the section."""
+
+
+def page(report: Report) -> str:
+    blocks = [
+        f"# {report['report']}: {report.get('chip') or report['device']}",
+        CHECKED[report["report"]].strip(),
+        "\n".join(f"- {line}" for line in summary(report)),
+        *(f"*** {banner} ***" for banner in report.get("banners", [])),
+        "\n".join(f"- {name}: {version}" for name, version in report.get("versions", {}).items()),
+    ]
+    for name, section in report["sections"].items():
+        took = f" It took {section['seconds']:g} s." if "seconds" in section else ""
+        blocks += [f"## {title(name)}", ABOUT[name].strip() + took, table(_parts(section)), table(_cases(section))]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def summary(report: Report) -> list[str]:
+    """Return a line about the report, and one a section, for an issue."""
+    what = " ".join(filter(None, (report["report"], report["device"], report.get("chip"))))
+    lines = [f"dflash-server {report['server']} {what}, {report['time']}, {report['failed']} failed"]
+    for name, section in report["sections"].items():
+        parts, wanted = section["parts"], HEADLINES.get(name, ())
+        told = [part for part in parts if part["status"] != "not tried" and (wanted is None or part["name"] in wanted)]
+        found = [f"{part['name']}: {part['result']['found']}" for part in told if part["result"].get("found")]
+        lines.append(f"{title(name)}: {'; '.join([_counts(parts), *found])}")
+    return lines
+
+
+def title(section: str) -> str:
+    return section.capitalize().replace("_", " ")
+
+
+def _counts(parts: list[dict[str, Any]]) -> str:
+    """Count each status. Parts that failed or were not tried are named."""
+    statuses = [part["status"] for part in parts]
+    counts = []
+    for status in dict.fromkeys(statuses):
+        names = [part["name"] for part in parts if part["status"] == status and status in ("failed", "not tried")]
+        counts.append(f"{statuses.count(status)} {status}" + (f" ({', '.join(names)})" if names else ""))
+    return ", ".join(counts) or "nothing was measured"
+
+
+def _parts(section: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each part that says more than its cases do."""
+    rows = []
+    for part in section["parts"]:
+        said = {key: value for key, value in part["result"].items() if key != "cases"}
+        if said or part["status"] != "ok" or "error" in part:
+            error = part.get("error", {})
+            met = {"error": error["says"], "meaning": error.get("meaning")} if error else {}
+            rows.append({"part": part["name"], "status": part["status"]} | said | met)
+    return rows
+
+
+def _cases(section: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"part": part["name"]} | case for part in section["parts"] for case in part["result"].get("cases", [])]
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a table with the columns of all rows, in the order in which they first occur; nothing without rows."""
+    rows = list(rows)
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [head, ["---"] * len(head), *([shown(row.get(key)) for key in head] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) if rows else ""
+
+
+def shown(value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "**NO**"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {shown(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(shown, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw the speeds, their floors and what others published, if there are any speeds. Needs matplotlib."""
+    parts = report["sections"].get("speeds", {"parts": []})["parts"]
+    rows = [part["result"] for part in parts if "tok/s" in part["result"]]
+    if not rows:
+        return
+    from matplotlib.figure import Figure
+
+    counts = sorted({row["concurrency"] for row in rows})
+    figure = Figure(figsize=(4.5 * len(counts), 4), layout="constrained")
+    for panel, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+        own = [row for row in rows if row["concurrency"] == count]
+        places = range(len(own))
+        panel.bar(places, [row["floor tok/s"] for row in own], width=0.8, color="0.9", label="floor")
+        panel.bar(places, [row["tok/s"] for row in own], width=0.5, label="measured")
+        for key, mark in (("target", "_"), (PUBLISHED, "x")):
+            known = [(place, row[key]) for place, row in zip(places, own, strict=True) if row[key] is not None]
+            label = "SGLang, different workload" if key == PUBLISHED else key
+            if known:
+                panel.scatter(*zip(*known, strict=True), marker=mark, s=200, color="k", zorder=3, label=label)
+        panel.set_xticks(list(places), [row["way"] for row in own])
+        panel.set_title(f"{count} at once")
+        panel.set_ylabel("output tok/s")
+        panel.legend(fontsize=7)
+    figure.suptitle(f"{report.get('chip') or report['device']}: random weights, simulated acceptance")
+    figure.savefig(path, dpi=120)

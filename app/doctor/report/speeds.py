@@ -1,0 +1,155 @@
+"""Tokens per second of engines with random weights, beside what an H200's memory and multipliers allow."""
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from app.doctor.report import random_weights, simulated
+from app.doctor.report.command import Options
+from app.doctor.report.page import PUBLISHED
+from app.doctor.report.part import Part, Result
+from app.doctor.report.roofline import Load, run_seconds, step_seconds
+from app.engine.build.engine import Engine, build_engine
+from app.engine.core import EngineCore
+from app.messages import EngineConfig, Request
+
+TAU = 6.36
+"""Mean acceptance length that is simulated, which DFlash reaches with Qwen3-8B on GSM8K."""
+SGLANG = {("plain", 1): 183, ("plain", 32): 4384, ("DFlash", 1): 681, ("DFlash", 32): 7318}
+"""Output tokens per second on one H200 with Qwen3-8B and GSM8K, a different workload."""
+TARGETS = {("plain", 1): 200, ("plain", 32): 5000, ("DFlash", 1): 1000, ("DFlash", 32): 10000}
+WAYS = {"plain": None, "full blocks": "full", "auto": "auto"}
+"""Way -> `--verify`, None without a draft. Acceptance is drawn, TAU tokens a whole block on average."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """Output tokens per second of each round, and the median milliseconds of its decode steps."""
+
+    speeds: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+
+
+def random_engine(model: str, *, draft: bool, device: str, **config: Any) -> Engine:
+    """Build an engine of random weights. The memory of an earlier one, which is bound up in circles, is freed first."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    with TemporaryDirectory() as folder:
+        target, draft_folder = random_weights.write_configs(model, Path(folder))
+        wishes: dict[str, Any] = {"device": device, "prefix_caching": False} | config
+        return build_engine(
+            EngineConfig(target, draft_folder if draft else None, **wishes), open_weights=random_weights.RandomWeights
+        )
+
+
+def requests(count: int, prompt: int, answer: int, vocab_size: int) -> list[Request]:
+    draw = random.Random(count)
+    return [Request(f"r{i}", tuple(draw.choices(range(vocab_size), k=prompt)), answer) for i in range(count)]
+
+
+def timed(core: EngineCore, load: Load, vocab_size: int, found: Measured) -> None:
+    """Run a round: all requests at once, to the last one's end."""
+    tokens = 0
+    for request in requests(load.concurrency, load.prompt, load.answer, vocab_size):
+        core.add(request)
+    steps = []
+    started = time.perf_counter()
+    while core.has_work:
+        step = core.step()
+        tokens += sum(len(delta.token_ids) for delta in step.deltas)
+        if step.stats.kind == "decode" and step.stats.num_decoding == load.concurrency:
+            steps.append(1000 * step.stats.seconds)
+    found.speeds.append(tokens / (time.perf_counter() - started))
+    if steps:
+        found.steps.append(median(steps))
+
+
+def parts(options: Options, ends: float) -> list[Part]:
+    loads = [Load(concurrency, options.prompt, options.answer) for concurrency in options.concurrency]
+    return parts_of(options.model, loads, options.device, options.rounds, ends)
+
+
+def parts_of(model: str, loads: list[Load], device: str, rounds: int, ends: float) -> list[Part]:
+    """Return a part for each way and load. Only the first round may pass `ends` of `time.monotonic`."""
+    longest, concurrency = max(load.prompt + load.answer for load in loads), max(load.concurrency for load in loads)
+    made: dict[str, Engine] = {}
+
+    def engine(way: str) -> Engine:
+        """Keep the engine of one way at a time, because two of an 8B have no room beside one another."""
+        if way not in made:
+            made.clear()
+            config = {"max_model_len": longest, "max_num_seqs": concurrency, "verify": WAYS[way] or "full"}
+            made[way] = random_engine(model, draft=WAYS[way] is not None, device=device, **config)
+            if draft := made[way].draft:
+                simulated.simulate(made[way].core, simulated.survival([TAU], draft.block_size))
+        return made[way]
+
+    return [
+        Part(f"{way} at {load.concurrency}", partial(speed, engine, way, load, rounds, ends))
+        for way in WAYS
+        for load in loads
+    ]
+
+
+def speed(engine: Callable[[str], Engine], way: str, load: Load, rounds: int, ends: float) -> Result:
+    made, found, took = engine(way), Measured(), 0.0
+    vocab_size = made.target.vocab_size
+    timed(made.core, replace(load, answer=min(64, load.answer)), vocab_size, Measured())
+    for done in range(rounds):
+        begun = time.monotonic()
+        if done and begun + took > ends:
+            break
+        timed(made.core, load, vocab_size, found)
+        took = time.monotonic() - begun
+    return result(way, made, load, found)
+
+
+def result(way: str, made: Engine, load: Load, found: Measured) -> Result:
+    speed, step = median(found.speeds), median(found.steps) if found.steps else None
+    limit = load.concurrency * load.answer / floor_seconds(way, made, load)
+    known = "DFlash" if made.draft else "plain", load.concurrency
+    target, published = TARGETS.get(known), SGLANG.get(known)
+    # A step of `auto` is as wide as the policy chooses.
+    step_floor = None if way == "auto" else 1000 * step_seconds(made.target, made.draft, load)
+    return {
+        "found": headline(speed, limit, target, published),
+        "way": way,
+        "concurrency": load.concurrency,
+        "tok/s": speed,
+        "rounds": found.speeds,
+        "floor tok/s": limit,
+        "share of floor": speed / limit,
+        "step ms": step,
+        "floor of step ms": step_floor,
+        "share of step's floor": step_floor / step if step and step_floor else None,
+        "target": target,
+        PUBLISHED: published,
+    }
+
+
+def headline(speed: float, limit: float, target: int | None, published: int | None) -> str:
+    met = "no target" if target is None else f"target {target}: {'met' if speed >= target else 'MISSED'}"
+    text = f"{speed:.4g} tok/s, {met}, {speed / limit:.0%} of the floor's {limit:.4g}"
+    return text if published is None else f"{text}, {PUBLISHED}: {published}"
+
+
+def floor_seconds(way: str, made: Engine, load: Load) -> float:
+    """Return the floor of the whole load; for `auto` at the width that has the lowest."""
+    target, draft = made.target, made.draft
+    if draft is None or way != "auto":
+        return run_seconds(target, draft, load, TAU)
+    rates = simulated.survival([TAU], draft.block_size)
+    narrower = [
+        run_seconds(target, replace(draft, block_size=width), load, simulated.mean_length(rates[: width - 1]))
+        for width in range(2, draft.block_size + 1)
+    ]
+    return min(run_seconds(target, None, load, 1.0), *narrower)
