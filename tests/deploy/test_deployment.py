@@ -262,7 +262,7 @@ def test_the_dashboard_shows_every_metric_but_one() -> None:
 def wrong_values(query: str) -> list[str]:
     """Values of labels that no series of ours ever has."""
     values = {
-        "code": set("server_busy client_busy engine_loading engine_restarting engine_draining engine_dead".split()),
+        "code": set("server_busy client_busy engine_loading engine_draining engine_dead".split()),
         "finished_reason": {*get_args(FinishReason), "deadline"},
         "drafting": {"yes", "no"},
         "position": set(map(str, range(64))),
