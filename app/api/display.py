@@ -13,7 +13,6 @@ from rich.table import Table
 from app.client.client import EngineClient
 from app.client.supervisor import EngineState
 from app.messages import EngineInfo
-from app.wire import LoadProgress
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +46,9 @@ async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
                     tasks[progress.stage] = bar.add_task(progress.stage)
                     if not console.is_terminal:
                         logger.info("loading: %s", progress.stage)
-                _advance(bar, tasks[progress.stage], progress)
+                bar.update(tasks[progress.stage], completed=progress.done, total=max(1, progress.total))
             await engine.supervisor.next_state()
     return engine.state
-
-
-def _advance(bar: Progress, task: TaskID, progress: LoadProgress) -> None:
-    bar.update(task, completed=progress.done, total=max(1, progress.total))
 
 
 def ready_table(info: EngineInfo) -> Table:

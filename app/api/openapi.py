@@ -50,11 +50,7 @@ _Error = _shape("Error", message=str, type=str, param=str | None, code=str | Non
 _ErrorBody = _shape("ErrorBody", error=_Error)
 _PromptTokensDetails = _shape("PromptTokensDetails", cached_tokens=int)
 _Usage = _shape(
-    "UsageBody",
-    prompt_tokens=int,
-    completion_tokens=int,
-    total_tokens=int,
-    prompt_tokens_details=_PromptTokensDetails,
+    "UsageBody", prompt_tokens=int, completion_tokens=int, total_tokens=int, prompt_tokens_details=_PromptTokensDetails
 )
 _Function = _shape("CalledFunctionBody", name=str, arguments=str)
 _ToolCall = _shape("CalledToolBody", id=str, type=Literal["function"], function=_Function)
@@ -66,24 +62,14 @@ _Message = _shape(
     tool_calls=(_list_of(_ToolCall), Field(default=[], description="absent unless the model called a tool")),
 )
 _ChatChoice = _shape(
-    "ChatChoice",
-    index=int,
-    message=_Message,
-    logprobs=None,
-    finish_reason=Literal["stop", "length", "tool_calls"],
+    "ChatChoice", index=int, message=_Message, logprobs=None, finish_reason=Literal["stop", "length", "tool_calls"]
 )
 _TextChoice = _shape("TextChoice", index=int, text=str, logprobs=None, finish_reason=Literal["stop", "length"])
 _Answer = {"id": str, "created": int, "model": str, "usage": _Usage}
 _ChatCompletion = _shape("ChatCompletion", object=Literal["chat.completion"], choices=_list_of(_ChatChoice), **_Answer)
 _Completion = _shape("Completion", object=Literal["text_completion"], choices=_list_of(_TextChoice), **_Answer)
 _ModelCard = _shape(
-    "ModelCard",
-    id=str,
-    object=Literal["model"],
-    created=int,
-    owned_by=str,
-    root=str,
-    max_model_len=int | None,
+    "ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, root=str, max_model_len=int | None
 )
 _ModelList = _shape("ModelList", object=Literal["list"], data=_list_of(_ModelCard))
 _Tokens = _shape("Tokens", count=int, max_model_len=int, tokens=list[int], token_strs=list[str] | None)

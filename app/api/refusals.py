@@ -7,13 +7,7 @@ fields at the top level are tolerated, because SDKs and gateways add their own (
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from app.api.schemas import (
-    Body,
-    ChatCompletionRequest,
-    CompletionRequest,
-    TokenizeChatRequest,
-    TokenizeRequest,
-)
+from app.api.schemas import Body, ChatCompletionRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
 
 Harmless = Callable[[Any], bool]
 

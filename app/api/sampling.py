@@ -3,11 +3,9 @@
 from app.api.errors import bad_request
 from app.api.prompts import unknown_id
 from app.api.schemas import GenerationRequest
-from app.messages import EngineInfo, SamplingParams
+from app.messages import MIN_TEMPERATURE, EngineInfo, SamplingParams
 from app.text.tokenizer import GenerationDefaults
 
-_GREEDY_BELOW = 1e-5
-"""Temperature below which float32 cannot tell the noise from argmax, and the division overflows."""
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -18,7 +16,7 @@ def sampling_of(body: GenerationRequest, defaults: GenerationDefaults, info: Eng
     Greedy decoding has no filters, like vLLM's, because every filter keeps the most likely token.
     """
     temperature = defaults.temperature if body.temperature is None else body.temperature
-    greedy = temperature < _GREEDY_BELOW
+    greedy = temperature < MIN_TEMPERATURE
     top_k = defaults.top_k if body.top_k is None else body.top_k
     top_p = defaults.top_p if body.top_p is None else body.top_p
     min_p = defaults.min_p if body.min_p is None else body.min_p

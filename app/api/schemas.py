@@ -200,10 +200,7 @@ class ChatMessage(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it. "developer" is OpenAI's newer word for "system"."""
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.text,
-        }
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         for field in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, field)) is not None:
                 message[field] = value
