@@ -1,4 +1,4 @@
-"""Cells of a bench: one dataset under one pressure, with the answers of every variant in every round."""
+"""Cells of a bench: one dataset under one load, with the answers of every variant in every round."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from statistics import median
 from app.bench.client import Answer, Drafting
 from app.bench.paired import Comparison
 from app.bench.prompts import Prompt
-from app.bench.traffic import Pressure, Round
+from app.bench.traffic import Load, Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Cell:
     """Rounds by variant. `comparison` has their speeds and claims; without one the cell says nothing about speed."""
 
     text: str
-    pressure: Pressure
+    load: Load
     prompts: Sequence[Prompt]
     rounds: Mapping[str, Sequence[Round]]
     comparison: Comparison | None = None

@@ -22,7 +22,7 @@ from app.bench.command import guarded, out_folder, progress
 from app.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts
 from app.bench.http import servers
 from app.bench.report import Publication
-from app.bench.traffic import Pressure, Round, Wishes, run_round
+from app.bench.traffic import Load, Round, run_round
 from app.config.error import ConfigError
 
 TOLERANCE = 0.03
@@ -51,7 +51,9 @@ def evaluate(options: argparse.Namespace, command: str) -> int:
         ways = _on_and_off(found[0]) if len(found) == 1 else found
         for dataset in datasets:
             for concurrency in options.concurrency:
-                cells.append(_ask_all(runner, ways, dataset, Pressure(concurrency), options, console))
+                sampling = options.max_tokens, options.temperature, options.seed, options.timeout
+                load = Load(concurrency, None, *sampling)
+                cells.append(_ask_all(runner, ways, dataset, options.limit, load, console))
     complaints = [*_ignored(cells, ways), *_unexpected(cells, options.expect_acceptance)]
     for complaint in complaints:
         print(f"- {complaint}")
@@ -69,24 +71,22 @@ def _ask_all(
     runner: asyncio.Runner,
     ways: Sequence[Server],
     dataset: prompts.Dataset,
-    pressure: Pressure,
-    options: argparse.Namespace,
+    limit: int | None,
+    load: Load,
     console: Console,
 ) -> Cell:
-    asked = dataset.first(options.limit or dataset.size or 1)
-    wishes = Wishes(options.max_tokens, options.temperature, options.seed)
+    asked = dataset.first(limit or dataset.size or 1)
     played: dict[str, list[Round]] = {}
     with progress(console) as bar:
         for way in ways:
-            task = bar.add_task(f"{dataset.name}, {pressure}: {way.name}", total=len(asked))
-            done = partial(bar.advance, task)
-            found = runner.run(run_round(way, asked, pressure, wishes, options.timeout, done))
+            task = bar.add_task(f"{dataset.name}, {load}: {way.name}", total=len(asked))
+            found = runner.run(run_round(way, asked, load, partial(bar.advance, task)))
             if not found.tokens:
                 hint = f"two servers can be compared: --base-url {ON}=URL --base-url {OFF}=URL"
                 why = found.failures[0]
                 raise ServerError(f"every request to {way.name} failed: {why}", hint if "speculate" in why else "")
             played[way.name] = [found]
-    return Cell(dataset.name, pressure, asked, played)
+    return Cell(dataset.name, load, asked, played)
 
 
 def _ignored(cells: Sequence[Cell], ways: Sequence[Server]) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _unexpected(cells: Sequence[Cell], expected: float | None) -> Iterator[str]:
     """Yield a line for each acceptance length of the first server outside the tolerance."""
     for cell in cells if expected else ():
         length = cell.acceptance_length(next(iter(cell.rounds)))
-        where = f"{cell.text}, {cell.pressure}"
+        where = f"{cell.text}, {cell.load}"
         if length is None:
             yield f"{where}: the server counts no drafts, so its acceptance length is unknown"
         elif expected and abs(length / expected - 1) > TOLERANCE:

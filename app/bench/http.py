@@ -26,7 +26,7 @@ from app.bench.own_server import WISHES, OwnServer, flags_of
 from app.bench.paired import MIN_ROUNDS, Claim, rounds
 from app.bench.report import Publication
 from app.bench.table import split_page
-from app.bench.traffic import Pressure, Round, Wishes, run_round
+from app.bench.traffic import Load, Round, run_round
 from app.config.error import ConfigError
 
 MAX_ROUNDS = 40
@@ -54,8 +54,8 @@ def bench(options: argparse.Namespace, command: str) -> int:
     console = Console(stderr=True)
     with publication, servers(options, variants, console) as (peers, publication.about), asyncio.Runner() as runner:
         for dataset in datasets or [_synthetic(runner, peers[0], options)]:
-            for pressure in _pressures(options):
-                publication.cells.append(measure(runner, peers, dataset, pressure, options, console))
+            for load in _loads(options):
+                publication.cells.append(measure(runner, peers, dataset, load, options, console))
     cells = publication.cells
     verdicts = {c.comparison.verdict(claim) for c in cells if c.comparison for claim in c.comparison.claims}
     return int(publication.has_failures or (options.at_least is not None and not verdicts <= {"met"}))
@@ -65,7 +65,7 @@ def measure(
     runner: asyncio.Runner,
     peers: Sequence[Server],
     dataset: prompts.Dataset,
-    pressure: Pressure,
+    load: Load,
     options: argparse.Namespace,
     console: Console,
 ) -> Cell:
@@ -73,12 +73,11 @@ def measure(
 
     Raises ServerError if every request of a round failed.
     """
-    asked = dataset.first(options.num_prompts or pressure.usual_prompts)
-    wishes = Wishes(options.max_tokens, options.temperature, options.seed)
+    asked = dataset.first(options.num_prompts or load.usual_prompts)
     played: dict[str, list[Round]] = {server.name: [] for server in peers}
 
     def play(server: Server) -> float:
-        found = runner.run(run_round(server, asked, pressure, wishes, options.timeout))
+        found = runner.run(run_round(server, asked, load))
         if not found.tokens:
             raise ServerError(f"every request to {server.name} failed: {found.failures[0]}")
         played[server.name].append(found)
@@ -87,7 +86,7 @@ def measure(
     ways = {server.name: partial(play, server) for server in peers}
     claims = [Claim(name, peers[0].name, options.at_least) for name in list(ways)[1:]]
     max_rounds = options.max_rounds or (MAX_ROUNDS if claims else MIN_ROUNDS)
-    where = f"{dataset.name}, {pressure}"
+    where = f"{dataset.name}, {load}"
     with progress(console) as bar:
         task = bar.add_task(f"{where}: warm-up", total=max_rounds)
         for way in ways.values():
@@ -97,7 +96,7 @@ def measure(
             known = sum(comparison.verdict(claim) != "inconclusive" for claim in claims)
             ratios = f", {known} of {len(claims)} ratios known" if claims else ""
             bar.update(task, advance=1, description=f"{where}{ratios}")
-    return Cell(dataset.name, pressure, asked, played, comparison, warm_up_failures)
+    return Cell(dataset.name, load, asked, played, comparison, warm_up_failures)
 
 
 @contextmanager
@@ -135,10 +134,11 @@ def _variants(options: argparse.Namespace) -> list[str]:
     return variants
 
 
-def _pressures(options: argparse.Namespace) -> list[Pressure]:
+def _loads(options: argparse.Namespace) -> list[Load]:
+    sampling = options.max_tokens, options.temperature, options.seed, options.timeout
     if options.request_rate:
-        return [Pressure(rate=rate) for rate in options.request_rate]
-    return [Pressure(count) for count in options.concurrency]
+        return [Load(1, rate, *sampling) for rate in options.request_rate]
+    return [Load(concurrency, None, *sampling) for concurrency in options.concurrency]
 
 
 def _synthetic(runner: asyncio.Runner, server: Server, options: argparse.Namespace) -> prompts.Dataset:

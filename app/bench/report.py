@@ -81,7 +81,7 @@ class Publication:
 
 def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
     """Return the tables that have rows. `limits` are goodput's, in seconds."""
-    kind = cells[0].pressure.kind
+    kind = cells[0].load.kind
     variants = list(dict.fromkeys(name for cell in cells for name in cell.rounds))
     drafting = [name for name in variants if any(cell.acceptance_length(name) for cell in cells)]
     judged = [cell for cell in cells if any(cell.accuracy(name) is not None for name in cell.rounds)]
@@ -135,7 +135,7 @@ def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
 
 
 def _head(cell: Cell) -> Row:
-    return {"text": cell.text, cell.pressure.kind: cell.pressure.label}
+    return {"text": cell.text, cell.load.kind: cell.load.label}
 
 
 def _speed(cell: Cell) -> Row:
@@ -148,7 +148,7 @@ def _speed(cell: Cell) -> Row:
 
 
 def _positions(cells: Sequence[Cell], variants: Sequence[str]) -> list[Row]:
-    """Return acceptance by position for each text and variant that drafted, over all pressures."""
+    """Return acceptance by position for each text and variant that drafted, over all loads."""
     found: dict[tuple[str, str], list[float]] = {}
     for text in dict.fromkeys(cell.text for cell in cells):
         for name in variants:
@@ -189,7 +189,7 @@ def notes(cells: Sequence[Cell]) -> list[str]:
     """Return the facts that change the meaning of the tables."""
     found = []
     for cell in cells:
-        where = f"{cell.text}, {cell.pressure}"
+        where = f"{cell.text}, {cell.load}"
         if (different := len(set(map(id, cell.prompts)))) < len(cell.prompts):
             found.append(f"{where}: {different} prompts came round again until there were {len(cell.prompts)}")
         for name in cell.rounds:

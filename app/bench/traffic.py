@@ -16,25 +16,23 @@ Ask = Callable[[int], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """Sampling of every answer. If `temperature` is above 0, request i has the seed `seed` + i."""
+class Load:
+    """`concurrency` requests at once. With a `rate` it is requests a second instead, any number of them at once.
 
-    max_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-
-    def of(self, index: int) -> dict[str, Any]:
-        """Return the fields of request `index`."""
-        fields: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        return fields | {"seed": self.seed + index} if self.temperature > 0 else fields
-
-
-@dataclass(frozen=True, slots=True)
-class Pressure:
-    """`concurrency` requests at once. With a `rate` it is requests a second instead, any number of them at once."""
+    If `temperature` is above 0, request i has the seed `seed` + i. `timeout` seconds of silence are a failure.
+    """
 
     concurrency: int = 1
     rate: float | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    timeout: float = 600.0
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """Return the fields of request `index`."""
+        fields: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        return fields | {"seed": self.seed + index} if self.temperature > 0 else fields
 
     @property
     def usual_prompts(self) -> int:
@@ -114,28 +112,23 @@ async def _all(requests: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
 
 
 async def run_round(
-    server: Server,
-    prompts: Sequence[Prompt],
-    pressure: Pressure,
-    wishes: Wishes,
-    timeout: float,
-    done: Callable[[], None] = lambda: None,
+    server: Server, prompts: Sequence[Prompt], load: Load, done: Callable[[], None] = lambda: None
 ) -> Round:
     """Send every prompt once over new connections, because a server may close those of the last round.
 
-    `done` is called after each answer. `timeout` seconds of silence are a failure.
+    `done` is called after each answer.
     """
-    async with server.connect(timeout) as http:
+    async with server.connect(load.timeout) as http:
 
         async def send(index: int) -> Answer:
-            answer = await ask(http, server, prompts[index], wishes.of(index))
+            answer = await ask(http, server, prompts[index], load.fields(index))
             done()
             return answer
 
         before = await drafting(http)
-        if pressure.rate is None:
-            answers = await closed_loop(send, len(prompts), pressure.concurrency)
+        if load.rate is None:
+            answers = await closed_loop(send, len(prompts), load.concurrency)
         else:
-            answers = await at_moments(send, arrivals(len(prompts), pressure.rate, wishes.seed))
+            answers = await at_moments(send, arrivals(len(prompts), load.rate, load.seed))
         after = await drafting(http)
     return Round(answers, after.since(before) if after is not None and before is not None else None)

@@ -54,11 +54,11 @@ def share(options: argparse.Namespace, tell: Tell) -> tuple[Table, list[Verdict]
         for dataset in prompts.named(options.dataset, seed=0):
             tell(dataset.name)
             asked = dataset.first(options.num_prompts)
-            load = traffic.Pressure(options.concurrency), traffic.Wishes(options.max_tokens)
+            load = traffic.Load(options.concurrency, max_tokens=options.max_tokens, timeout=60.0)
             rounds = []
             before = [0.0, 0.0]
             for number in range(options.rounds + 1):
-                rounds.append(asyncio.run(traffic.run_round(server, asked, *load, 60.0)))
+                rounds.append(asyncio.run(traffic.run_round(server, asked, load)))
                 if number == 0:  # it warms the server up
                     before = [cpu_seconds(pid) for pid in pids]
             api, engine = (cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True))

@@ -1,5 +1,6 @@
 """The two forwards of a step, on tensors of one packed copy. The same code runs eagerly and is captured in graphs."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -89,7 +90,8 @@ class Forward:
         self._pool = pool
         self.backend = backend
         self._page_size = page_size
-        self.pending_context = PendingContext(lambda *rows: self._drafter.write_context(*rows), max_rows)
+        forward = weakref.proxy(self)  # a cycle would keep the KV pools of the profile run until some collection
+        self.pending_context = PendingContext(lambda *rows: forward._drafter.write_context(*rows), max_rows)
         self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
 
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:

@@ -12,7 +12,7 @@ from app.bench.client import Answer, Drafting
 from app.bench.paired import Claim, Comparison
 from app.bench.prompts import Prompt
 from app.bench.report import as_json, lengths, milliseconds, notes, tables
-from app.bench.traffic import Pressure, Round
+from app.bench.traffic import Load, Round
 
 LIMITS = {"ttft": 0.15, "tpot": 0.05}
 
@@ -38,7 +38,7 @@ def cell(concurrency: int = 2, rounds: int = 6) -> Cell:
     speeds = {name: [turn.speed for turn in turns] for name, turns in played.items()}
     asked = [Prompt({"prompt": "2+2"}, judge=lambda text: text == "4"), Prompt({"prompt": "5?"})]
     comparison = Comparison(speeds, [Claim("dflash", "plain")])
-    return Cell("sums", Pressure(concurrency), asked, played, comparison)
+    return Cell("sums", Load(concurrency), asked, played, comparison)
 
 
 def test_a_request_is_good_only_if_it_keeps_every_limit() -> None:
@@ -87,7 +87,7 @@ def test_the_tables_show_the_figures() -> None:
 
 def test_what_cannot_be_said_is_not_in_a_table() -> None:
     plain = Round([answer(0.0, 0.1, [0.1], 2)], None)
-    alone = Cell("talk", Pressure(1), [Prompt({"prompt": "hi"})], {"peer": [plain]})
+    alone = Cell("talk", Load(1), [Prompt({"prompt": "hi"})], {"peer": [plain]})
     assert tables([alone], {}) == []
 
 
@@ -95,7 +95,7 @@ def test_failures_are_counted_shown_and_wrong() -> None:
     asked = [Prompt({"prompt": "2+2"}, judge=lambda text: text == "4")] * 2
     broken = Round([answer(0.0, 0.1, [0.1], 2), Answer(0.0, last=1.0, error="HTTP 503: full", text="4")], None)
     comparison = Comparison({"peer": [1.0]}, ())
-    found = Cell("sums", Pressure(2), asked, {"peer": [broken]}, comparison, {"peer": ["HTTP 503: full"]})
+    found = Cell("sums", Load(2), asked, {"peer": [broken]}, comparison, {"peer": ["HTTP 503: full"]})
     assert found.accuracy("peer") == 0.5
     assert tables([found], {})[0].rows[0]["failed"] == 2
     assert "sums, 2 at once: 2 requests to peer failed: HTTP 503: full" in notes([found])
@@ -104,7 +104,7 @@ def test_failures_are_counted_shown_and_wrong() -> None:
 def test_notes_say_what_makes_figures_mean_something_else() -> None:
     short = answer(0.0, 0.1, [0.1], 3, cached_tokens=5)
     one = Prompt({"prompt": "x"}, max_tokens=8, exact=True)
-    found = Cell("made up", Pressure(1), [one, one], {"peer": [Round([short, short], None)]})
+    found = Cell("made up", Load(1), [one, one], {"peer": [Round([short, short], None)]})
     told = " | ".join(notes([found]))
     assert "peer had 50 % of the prompts' tokens in a cache" in told
     assert "2 answers of peer are shorter than asked: it ignores ignore_eos" in told

@@ -7,7 +7,7 @@ from statistics import mean, pstdev
 import pytest
 
 from app.bench.client import Answer
-from app.bench.traffic import Pressure, Round, Wishes, arrivals, at_moments, closed_loop
+from app.bench.traffic import Load, Round, arrivals, at_moments, closed_loop
 
 
 class Probe:
@@ -51,8 +51,8 @@ def test_poisson_arrivals_are_the_seeds_own_and_have_the_rate() -> None:
 
 
 def test_sampled_requests_have_seeds_of_their_own_and_greedy_ones_none() -> None:
-    assert Wishes(8).of(3) == {"max_tokens": 8, "temperature": 0.0}
-    assert [Wishes(8, 0.5, seed=40).of(index)["seed"] for index in range(3)] == [40, 41, 42]
+    assert Load(max_tokens=8).fields(3) == {"max_tokens": 8, "temperature": 0.0}
+    assert [Load(max_tokens=8, temperature=0.5, seed=40).fields(index)["seed"] for index in range(3)] == [40, 41, 42]
 
 
 def test_a_rounds_speed_is_of_answers_that_came_over_the_time_of_all() -> None:
@@ -64,7 +64,7 @@ def test_a_rounds_speed_is_of_answers_that_came_over_the_time_of_all() -> None:
     assert Round([failed], None).speed == 0 and Round([failed], None).failures == ["broken"]
 
 
-def test_pressures_say_what_they_are() -> None:
-    assert [str(Pressure(4)), Pressure(4).label, Pressure(4).kind] == ["4 at once", "4", "concurrency"]
-    poisson = Pressure(rate=2.5)
+def test_loads_say_what_they_are() -> None:
+    assert [str(Load(4)), Load(4).label, Load(4).kind] == ["4 at once", "4", "concurrency"]
+    poisson = Load(rate=2.5)
     assert [str(poisson), poisson.label, poisson.kind] == ["2.5 requests a second", "2.5/s", "arrivals"]
