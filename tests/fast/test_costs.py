@@ -63,7 +63,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "import tests.costs\nfrom tests.costs import cost, pytest_collection_modifyitems\ntests.costs.LIMIT = 0.2\n"
     )
     (folder / "heavy.py").write_text(
-        "import os\nbegun = sum(os.times()[:2])\nwhile sum(os.times()[:2]) < begun + 0.4: pass\n"
+        "import os\nbegun = sum(os.times()[:2])\nwhile sum(os.times()[:2]) < begun + 0.8: pass\n"
     )
     (folder / "transformers.py").touch()
     (folder / "pytest.ini").write_text(f"[pytest]\nmarkers =\n    fast:\n    slow:\npythonpath = {ROOT} {folder}\n")
