@@ -84,6 +84,10 @@ class EngineCore:
         stats = self.scheduler.stats(kind, seconds, num_decoding=num_seqs, num_drafting=batch.num_drafting)
         return StepOutput(batch.dropped + deltas, stats)
 
+    def launch(self, batch: Batch) -> PendingStep:
+        """Queue a step on the device. The runner gets arrays alone."""
+        return self.runner.launch(self.runner.layout.build(batch))
+
     def _schedule(self) -> Batch:
         batch = self.scheduler.schedule()
         if batch.scrub:
@@ -95,7 +99,7 @@ class EngineCore:
         it is committed nothing of a step counts, for the next one writes the same slots; nor does what is ahead."""
         try:
             if pending is None:
-                pending = self.runner.launch(batch)
+                pending = self.launch(batch)
             if overlap:
                 self._ahead = self._launch_behind(batch)
             result = pending.read()
@@ -121,7 +125,7 @@ class EngineCore:
                 return None
             if behind.scrub:
                 self.runner.scrub(behind.scrub)
-            return InFlight(behind, self.runner.launch(behind))
+            return InFlight(behind, self.launch(behind))
         except Exception as error:
             self._take_back(error)
             if not self._is_told:

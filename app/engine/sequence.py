@@ -1,13 +1,24 @@
 """One request as the engine sees it."""
 
+import collections.abc as abc
 import hashlib
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from app.messages import Request
 
 NOT_FINITE = -1
 """In the place of a token: the logits that it would be chosen by are not finite."""
+
+
+class CountedTokens(NamedTuple):
+    """All tokens of a sequence with penalties. `key` tells it from other sequences that had its batch slot."""
+
+    key: tuple[str, int]
+    batch_slot: int
+    num_prompt_tokens: int
+    token_ids: abc.Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +49,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
         self._digests = [hashlib.sha256(self.request.cache_salt.encode()).digest()]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Return what tells this sequence from all others of its scheduler."""
+        return self.request.request_id, self.arrival
 
     @property
     def num_tokens(self) -> int:

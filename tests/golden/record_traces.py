@@ -25,7 +25,7 @@ def record(load: str) -> dict[str, Any]:
         core.add(request)
     while core.has_work:
         batch = core.scheduler.schedule()
-        result = core.runner.launch(batch).read()
+        result = core.launch(batch).read()
         for rows, count in zip(batch.decodes, result.num_accepted, strict=False):  # prefills come behind them
             accepted[rows.seq.request.request_id] += f"{count:x}"
         result.num_accepted = [0] * len(result.num_accepted)

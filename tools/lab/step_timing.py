@@ -16,10 +16,9 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from app.doctor.op_count import Launches
-from app.engine.arrays import Ints
 from app.engine.build.engine import Engine
 from app.engine.schedule.batch import Batch, StepResult
-from app.engine.step import inputs as step_inputs
+from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import PendingStep
 from app.messages import Request
 from tools.lab.products import Products
@@ -145,9 +144,9 @@ class Bench:
         begun = time.perf_counter()
         batch = self._decode_batch(shape)
         scheduled = time.perf_counter()
-        self._arrays(batch)
+        inputs = self._arrays(batch)
         built = time.perf_counter()
-        pending = runner.launch(batch)
+        pending = runner.launch(inputs)
         launched = time.perf_counter()
         result = pending.read()
         read = time.perf_counter()
@@ -155,10 +154,9 @@ class Bench:
         moments = (begun, scheduled, built, launched, read, time.perf_counter())
         return Split(*(1000 * (end - start) for start, end in pairwise(moments)))
 
-    def _arrays(self, batch: Batch) -> list[Ints]:
-        """Make the arrays of a batch like `launch`."""
-        inputs = step_inputs.build(batch, self._sizes.page_size, batch.block_rows)
-        return [*inputs.target.arrays, *(inputs.draft.arrays if inputs.draft else ())]
+    def _arrays(self, batch: Batch) -> StepInputs:
+        """Return the arrays that `launch` takes."""
+        return self._core.runner.layout.build(batch)
 
     def _host(self, shape: Shape) -> float:
         """Return milliseconds of the host's part of a step with one token for each sequence."""
@@ -180,7 +178,7 @@ class Bench:
         runner = self._core.runner
 
         def launch() -> PendingStep:
-            pending = runner.launch(batch)
+            pending = runner.launch(self._arrays(batch))
             runner.forward.pending_context.write()
             return pending
 

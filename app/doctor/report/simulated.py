@@ -18,7 +18,8 @@ import torch
 from app.config.error import ConfigError
 from app.engine.backend.transfer import Packed
 from app.engine.core import EngineCore
-from app.engine.schedule.batch import Batch, StepResult
+from app.engine.schedule.batch import StepResult
+from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 
 BANNER = "SIMULATED ACCEPTANCE: how many drafts are accepted is drawn, not found out; the tokens are meaningless."
@@ -91,10 +92,14 @@ class SimulatedRunner:
         self._falling = [-rate for rate in rates]
         self._random = random.Random(seed)
 
-    def launch(self, batch: Batch) -> "SimulatedStep":
-        accepted = [min(self._draw(), rows.num_drafts) for rows in batch.sampling]
-        pending = self._runner.launch(batch)
-        if self._tell_device and not batch.prefills:
+    @property
+    def layout(self) -> Layout:
+        return self._runner.layout
+
+    def launch(self, inputs: StepInputs) -> "SimulatedStep":
+        accepted = [min(self._draw(), num_drafts) for num_drafts in inputs.target.num_drafts.tolist()]
+        pending = self._runner.launch(inputs)
+        if self._tell_device and not inputs.has_prefill:
             self._overwrite(accepted)
         return SimulatedStep(pending, accepted)
 

@@ -95,7 +95,7 @@ def decode_steps(
             batch = core.scheduler.schedule()
             wanted = batch.kind == "decode" and len(batch.decodes) == n
             with around if around and wanted else nullcontext():
-                pending = core.runner.launch(batch)
+                pending = core.launch(batch)
                 launched = time.perf_counter()
                 result = pending.read()
             read = time.perf_counter()

@@ -23,7 +23,7 @@ def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, siz
     num_pages = 1 + max(max(rows.seq.pages) for rows in batch.rows)
     try:
         runner = runner_over(num_pages)
-        return backend.peak_memory(lambda: runner.launch(batch).read())
+        return backend.peak_memory(lambda: runner.launch(runner.layout.build(batch)).read())
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             f"a step of --max-num-batched-tokens {sizes.max_num_batched_tokens} and --max-num-seqs "

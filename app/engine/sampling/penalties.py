@@ -14,7 +14,7 @@ from torch import Tensor
 from app.engine.arrays import Ints
 from app.engine.backend.base import Backend
 from app.engine.backend.transfer import Packed
-from app.engine.sequence import Sequence
+from app.engine.sequence import CountedTokens
 
 _NONE = np.zeros(0, dtype=np.int32)
 
@@ -71,22 +71,22 @@ class TokenCounts:
     def __init__(self, max_num_seqs: int, vocab_size: int, backend: Backend) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._backend = backend
-        self._counted: dict[int, tuple[Sequence, int]] = {}
+        self._counted: dict[int, tuple[tuple[str, int], int]] = {}
         self._counts: tuple[Tensor, Tensor] | None = None
 
-    def of(self, sequences: Iterable[Sequence]) -> tuple[Tensor, Tensor]:
-        """(emitted, prompted), see `Penalties`, right for these sequences as they stand now."""
+    def of(self, sequences: Iterable[CountedTokens]) -> tuple[Tensor, Tensor]:
+        """Return (emitted, prompted), see `Penalties`, which count all tokens of these sequences."""
         cleared: list[int] = []
         prompted, emitted = [_NONE], [_NONE]
         for seq in sequences:
             owner, done = self._counted.get(seq.batch_slot, (None, 0))
             row = seq.batch_slot * self._shape[1]
-            if owner is not seq:
+            if owner != seq.key:
                 cleared.append(seq.batch_slot)
-                prompted.append(np.array(seq.request.token_ids, dtype=np.int32) + row)
-                done = len(seq.request.token_ids)
+                done = seq.num_prompt_tokens
+                prompted.append(np.array(seq.token_ids[:done], dtype=np.int32) + row)
             emitted.append(np.array(seq.token_ids[done:], dtype=np.int32) + row)
-            self._counted[seq.batch_slot] = (seq, len(seq.token_ids))
+            self._counted[seq.batch_slot] = (seq.key, len(seq.token_ids))
         return self._add([np.array(cleared, dtype=np.int32), np.concatenate(prompted), np.concatenate(emitted)])
 
     def forget(self) -> None:

@@ -24,17 +24,13 @@ class GraphSizes:
         """Rows of the draft blocks that are captured: the widths that have drafts."""
         return tuple(width for width in self.widths if width > 1)
 
-    def block_rows(self, num_rows: int) -> int:
-        """The rows that draft blocks of `num_rows` are widened to."""
-        return next(rows for rows in self.blocks if rows >= num_rows)
-
     def seqs_for(self, num_seqs: int) -> int:
         """The number of sequences, or of their draft blocks, that `num_seqs` are padded to."""
         return next(size for size in self.seqs if size >= num_seqs)
 
     def target(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
         """(sequences, rows) that a step's are padded to, one row at least for each sequence that is missing; see
-        `step_inputs.pad_target`."""
+        `padding.pad_target`."""
         seqs = self.seqs_for(num_seqs)
         width = next(width for width in self.widths if seqs * width >= num_rows + seqs - num_seqs)
         return seqs, self.rows(seqs, width)

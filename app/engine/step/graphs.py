@@ -9,7 +9,7 @@ from torch import Tensor
 from app.engine.backend.base import Backend
 from app.engine.backend.graph import Graph
 from app.engine.backend.transfer import Packed
-from app.engine.step import inputs as step_inputs
+from app.engine.step import padding
 from app.engine.step.forward import AttentionInputs, Forward, TargetTensors
 from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.inputs import DraftInputs, TargetInputs
@@ -81,9 +81,10 @@ class StepGraphs:
     def has_draft(self) -> bool:
         return bool(self._draft_graphs)
 
-    def block_rows(self, num_rows: int) -> int:
-        """The rows that draft blocks of `num_rows` are widened to: as many, where no draft is captured."""
-        return self._sizes.block_rows(num_rows) if self.has_draft else num_rows
+    @property
+    def block_widths(self) -> tuple[int, ...]:
+        """Return the widths of captured draft blocks, ascending. Without draft graphs any width will do."""
+        return self._sizes.blocks if self.has_draft else ()
 
     def keep(self, drafts: Tensor) -> Tensor:
         """Take drafts [D, columns] for the target to verify; returns them as [D, b - 1]."""
@@ -112,7 +113,7 @@ class StepGraphs:
         return TargetOutput(self._hidden[: len(choices)], choices, verified, tensors)
 
     def _capture_draft(self, blocks: int, rows: int) -> _Captured:
-        inputs = self._pad_draft(step_inputs.empty_draft(), blocks, rows)
+        inputs = self._pad_draft(padding.empty_draft(), blocks, rows)
         packed = Packed(inputs.arrays, self._backend)
         tensors = self._stages.draft_tensors(inputs, packed)
 
@@ -126,7 +127,7 @@ class StepGraphs:
         return _Captured(self._backend.capture(run, [tensors.rows.meta]), packed, tensors.rows)
 
     def _capture_target(self, seqs: int, rows: int) -> tuple[_Captured, TargetTensors]:
-        inputs = self._pad_target(step_inputs.empty_target(), seqs, rows)
+        inputs = self._pad_target(padding.empty_target(), seqs, rows)
         packed = Packed(inputs.arrays, self._backend)
         tensors = self._stages.target_tensors(inputs, packed)
 
@@ -150,7 +151,7 @@ class StepGraphs:
         self._stages.plan(captured.rows, group)
 
     def _pad_draft(self, inputs: DraftInputs, blocks: int, rows: int) -> DraftInputs:
-        return step_inputs.pad_draft(inputs, blocks, rows, self._pages, self._scratch_pages)
+        return padding.pad_draft(inputs, blocks, rows, self._pages, self._scratch_pages)
 
     def _pad_target(self, inputs: TargetInputs, seqs: int, rows: int) -> TargetInputs:
-        return step_inputs.pad_target(inputs, seqs, rows, self._pages, self._scratch_pages)
+        return padding.pad_target(inputs, seqs, rows, self._pages, self._scratch_pages)

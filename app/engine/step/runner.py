@@ -1,6 +1,6 @@
 """The device side of a step: draft, target, context KV, verify. A few copies in, one copy out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -13,11 +13,11 @@ from app.engine.models.kv_pool import KvPool
 from app.engine.sampling.filters import SHORTLIST, Filters
 from app.engine.sampling.penalties import Penalties, TokenCounts
 from app.engine.sampling.sampler import LogitBias, SamplingMetadata
-from app.engine.schedule.batch import Batch, StepResult
-from app.engine.step import inputs as step_inputs
+from app.engine.schedule.batch import StepResult
 from app.engine.step.forward import Forward
 from app.engine.step.graphs import StepGraphs
-from app.engine.step.inputs import DraftInputs, SamplingRows, StepInputs, TargetInputs
+from app.engine.step.inputs import DraftInputs, Layout, StepInputs, TargetInputs
+from app.engine.step.sampling_rows import SamplingRows
 
 
 class PendingStep:
@@ -57,26 +57,25 @@ class ModelRunner:
         self._page_size = page_size
         self._block_size = block_size
 
-    @torch.inference_mode()
-    def launch(self, batch: Batch) -> PendingStep:
-        """Queue the whole step on the device without reading anything back."""
-        plain = not (self.graphs or batch.prefills or batch.num_drafting)
-        self.forward.pending_context.begin_step([rows.seq for rows in batch.decodes] if plain else None)
-        inputs = self._inputs(batch)
-        drafts = self._draft(inputs.draft) if inputs.draft else None
-        draws = self._draws(inputs.draws, drafts)
-        if self.graphs and not batch.prefills:
-            verified = self._replay(self.graphs, inputs.target, draws)
-        else:
-            verified = self._run(inputs.target, drafts, draws)
-        return PendingStep(verified[: len(inputs.target.logits_start)], self.backend)
+    @property
+    def layout(self) -> Layout:
+        """Return the arrangement of arrays that `launch` takes."""
+        if not self.graphs:
+            return Layout(self._page_size, self.backend.separate_prefill)
+        return Layout(self._page_size, self.backend.separate_prefill, self._block_size - 1, self.graphs.block_widths)
 
-    def _inputs(self, batch: Batch) -> StepInputs:
-        """With graphs blocks are as wide as one that was captured, and drafts lie where those put them."""
-        rows, columns, apart = batch.block_rows, None, self.backend.separate_prefill
-        if self.graphs:
-            rows, columns = self.graphs.block_rows(rows), self._block_size - 1
-        return step_inputs.build(batch, self._page_size, rows, draft_columns=columns, separate_prefill=apart)
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs) -> PendingStep:
+        """Queue the whole step on the device without reading anything back."""
+        is_plain = not (self.graphs or inputs.has_prefill or inputs.draft)
+        self.forward.pending_context.begin_step(inputs.sequence_keys if is_plain else None)
+        drafts = self._draft(inputs.draft) if inputs.draft else None
+        sampling = self._sampling(inputs.sampling, drafts)
+        if self.graphs and not inputs.has_prefill:
+            verified = self._replay(self.graphs, inputs.target, sampling)
+        else:
+            verified = self._run(inputs.target, drafts, sampling)
+        return PendingStep(verified[: len(inputs.target.logits_start)], self.backend)
 
     def rollback(self) -> None:
         """After a step that failed, wherever that was: it may be launched again, whole or in parts."""
@@ -100,50 +99,60 @@ class ModelRunner:
         drafts = self.forward.draft(tensors)
         return self.graphs.keep(drafts) if self.graphs else drafts
 
-    def _run(self, inputs: TargetInputs, drafts: Tensor | None, draws: list[SamplingMetadata]) -> Tensor:
+    def _run(self, inputs: TargetInputs, drafts: Tensor | None, sampling: list[SamplingMetadata]) -> Tensor:
         """The target eagerly; what `verify` says [S, w + 1]."""
         tensors = self.forward.target_tensors(inputs, Packed(inputs.arrays, self.backend))
         for rows, group in zip(tensors.groups, inputs.groups, strict=True):
             self.forward.plan(rows, group)
-        _, choices = self.forward.choose(tensors, drafts, draws)
+        _, choices = self.forward.choose(tensors, drafts, sampling)
         return self.forward.verify(tensors, choices, drafts)
 
-    def _replay(self, graphs: StepGraphs, inputs: TargetInputs, draws: list[SamplingMetadata]) -> Tensor:
+    def _replay(self, graphs: StepGraphs, inputs: TargetInputs, sampling: list[SamplingMetadata]) -> Tensor:
         """The target from a graph, which chooses greedily; rows that are drawn are chosen anew behind it."""
         out = graphs.target(inputs)
-        if not draws:
+        if not sampling:
             return out.verified
-        self.forward.redraw(out.hidden, out.choices, draws)
+        self.forward.redraw(out.hidden, out.choices, sampling)
         return self.forward.verify(out.inputs, out.choices, graphs.drafts)
 
-    def _draws(self, inputs: list[SamplingRows], drafts: Tensor | None) -> list[SamplingMetadata]:
-        """The rows that are drawn, on the device, for the drafts [D, columns] that they stand on."""
-        if not inputs:
+    def _sampling(self, kinds: list[SamplingRows], drafts: Tensor | None) -> list[SamplingMetadata]:
+        """Return the sampled rows on the device, with the drafts [D, columns] that they stand on."""
+        if not kinds:
             return []
-        tensors = iter(Packed([array for kind in inputs for array in kind.arrays], self.backend).tensors)
-        return [self._drawn(kind, list(islice(tensors, len(kind.arrays))), drafts) for kind in inputs]
+        tensors = iter(Packed([array for rows in kinds for array in rows.arrays], self.backend).tensors)
+        return [self._metadata(rows, tensors, drafts) for rows in kinds]
 
-    def _drawn(self, inputs: SamplingRows, tensors: list[Tensor], drafts: Tensor | None) -> SamplingMetadata:
-        rows, state, drawn, batch_slots, places, draft_rows, added_rows, added_tokens, *floats = tensors
-        temperature, top_k, top_p, min_p, presence, frequency, repetition, added_values = (
-            x.view(torch.float32) for x in floats
-        )
+    def _metadata(self, rows: SamplingRows, tensors: Iterator[Tensor], drafts: Tensor | None) -> SamplingMetadata:
+        host = rows.columns
+        on_device = {
+            name: tensor.view(torch.float32) if column.dtype == np.float32 else tensor
+            for (name, column), tensor in zip(host.items(), islice(tensors, len(host)), strict=True)
+        }
         filters = additions = penalties = None
-        if inputs.is_filtered:
-            filters = Filters(top_k, top_p, min_p, short=bool(inputs.top_k.max() <= SHORTLIST))
-        if len(inputs.added):
-            host_rows = inputs.added[:, 0].tolist()
-            additions = LogitBias(host_rows, added_rows.long(), added_tokens.long(), added_values)
-        if inputs.penalised:
-            before = None if drafts is None else drafts[draft_rows]
-            counts = self._counts.of(inputs.penalised)
-            penalties = Penalties(presence, frequency, repetition, batch_slots, places, before, *counts)
+        if rows.is_filtered:
+            short = bool(host["top_k"].max() <= SHORTLIST)
+            filters = Filters(on_device["top_k"], on_device["top_p"], on_device["min_p"], short)
+        if len(host["bias"]):
+            bias_row, bias_token = on_device["bias_row"].long(), on_device["bias_token"].long()
+            additions = LogitBias(host["bias_row"].tolist(), bias_row, bias_token, on_device["bias"])
+        if rows.counted:
+            emitted, prompted = self._counts.of(rows.counted)
+            penalties = Penalties(
+                on_device["presence"],
+                on_device["frequency"],
+                on_device["repetition"],
+                on_device["batch_slot"],
+                on_device["place"],
+                None if drafts is None else drafts[on_device["draft_index"]],
+                emitted,
+                prompted,
+            )
         return SamplingMetadata(
-            inputs.rows.tolist(),
-            rows,
-            temperature,
-            state,
-            drawn=None if inputs.drawn.all() else drawn.bool(),
+            host["rows"].tolist(),
+            on_device["rows"],
+            on_device["temperature"],
+            on_device["state"],
+            drawn=None if host["is_drawn"].all() else on_device["is_drawn"].bool(),
             filters=filters,
             additions=additions,
             penalties=penalties,

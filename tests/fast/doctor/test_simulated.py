@@ -1,6 +1,7 @@
 """Acceptance that is drawn: as long on average as is wished, and nothing else of a step is another."""
 
 import argparse
+from array import array
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -11,6 +12,7 @@ from app.config.error import ConfigError
 from app.doctor.report.simulated import SimulatedRunner, even_chance, mean_length, simulate, survival, wish
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.sequence import Sequence
+from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner
 from app.messages import Request, StepOutput, TokenDelta
 from tests.fast.doctor.tiny import tiny_engine
@@ -64,24 +66,25 @@ class Computed:
     def __init__(self) -> None:
         self.read_steps = 0
 
-    def launch(self, batch: Batch) -> "Computed":
-        self.batch = batch
+    def launch(self, inputs: StepInputs) -> "Computed":
+        self.inputs = inputs
         return self
 
     def read(self) -> StepResult:
         self.read_steps += 1
-        count = len(self.batch.sampling)
+        count = len(self.inputs.target.num_drafts)
         return StepResult([list(range(16))] * count, [0] * count)
 
 
-def decoding(*num_drafts: int) -> Batch:
-    seq = Sequence(Request("r", (1, 2), max_tokens=99), arrival=0)
-    return Batch([ScheduledSequence(seq, 1, 1 + count, needs_logits=True, num_drafts=count) for count in num_drafts])
+def decoding(*num_drafts: int) -> StepInputs:
+    seq = Sequence(Request("r", (1, 2), max_tokens=99), arrival=0, pages=array("i", range(8)))
+    shares = [ScheduledSequence(seq, 1, 1 + count, needs_logits=True, num_drafts=count) for count in num_drafts]
+    return Layout(page_size=4).build(Batch(shares))
 
 
-def drawn(rates: list[float], batch: Batch, steps: int, seed: int = 0) -> list[int]:
+def drawn(rates: list[float], inputs: StepInputs, steps: int, seed: int = 0) -> list[int]:
     runner = SimulatedRunner(cast(ModelRunner, Computed()), rates, seed)
-    return [accepted for _ in range(steps) for accepted in runner.launch(batch).read().num_accepted]
+    return [accepted for _ in range(steps) for accepted in runner.launch(inputs).read().num_accepted]
 
 
 @pytest.mark.parametrize("wished", [(1.0,), (6.36,), (15.0,), (16.0,), PUBLISHED])

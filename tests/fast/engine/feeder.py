@@ -83,7 +83,7 @@ class Feeder:
     def feed(self, *, decodes: Seq[Sequence] = (), prefills: Seq[tuple[Sequence, int]] = ()) -> None:
         """One step: the next row of each decode, and the next `count` rows of each prefill."""
         batch = Batch([self._rows(seq, 1) for seq in decodes], [self._rows(seq, count) for seq, count in prefills])
-        self.engine.core.runner.launch(batch).read()
+        self.engine.core.launch(batch).read()
         hidden, tapped = self._last
         at = 0
         for rows in batch.rows:

@@ -12,7 +12,7 @@ class Log:
     def __init__(self, core: EngineCore) -> None:
         self.events: list[tuple[str, int]] = []
         self.batches: list[Batch] = []
-        launch = core.runner.launch
+        launch = core.launch
 
         def launched(batch: Batch) -> Any:
             number = len(self.batches)
@@ -28,7 +28,7 @@ class Log:
             pending.read = noted  # type: ignore[method-assign]
             return pending
 
-        core.runner.launch = launched  # type: ignore[method-assign]
+        core.launch = launched  # type: ignore[method-assign]
 
     @property
     def overlapped(self) -> list[int]:

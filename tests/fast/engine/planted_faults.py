@@ -117,7 +117,7 @@ def during(method: str, *, behind: bool = False) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
         runner, now = core.runner, set[str]()
-        launch, real = runner.launch, getattr(runner.forward, method)
+        launch, real = core.launch, getattr(runner.forward, method)
 
         def launched(batch: Any) -> Any:
             now.clear()
@@ -132,7 +132,7 @@ def during(method: str, *, behind: bool = False) -> Plant:
                 raise Planted(f"behind {method}")
             return found
 
-        patch.setattr(runner, "launch", launched)
+        patch.setattr(core, "launch", launched)
         patch.setattr(runner.forward, method, spoilt)
 
     return plant
@@ -152,7 +152,7 @@ def in_context(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
 
 
 def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
-    launch = core.runner.launch
+    launch = core.launch
 
     def launched(batch: Any) -> Any:
         pending = launch(batch)
@@ -160,14 +160,14 @@ def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
             pending._wait = lambda: 1 / 0
         return pending
 
-    patch.setattr(core.runner, "launch", launched)
+    patch.setattr(core, "launch", launched)
 
 
 def in_counts(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     add = TokenCounts._add
 
     def spoilt(counts: TokenCounts, arrays: Any) -> Any:
-        if any(seq.request.request_id == "bad" for seq, _ in counts._counted.values()):
+        if any(key[0] == "bad" for key, _ in counts._counted.values()):
             raise Planted("behind the notes of who is counted")
         return add(counts, arrays)
 

@@ -24,10 +24,9 @@ def test_a_decode_step_replays_a_graph_for_each_forward_and_copies(
     pair = make_pair(tmp_path, seed=1, block_size=8)
     with device_lengths():
         core = planted_faults.engine_of(pair, enforce_eager=False, max_graphs=4, verify=verify).core
-    runner = core.runner
     launched: list[Batch] = []
     inside: Counter[str] = Counter()
-    replay, launch = SharedMemoryGraph.replay, runner.launch
+    replay, launch = SharedMemoryGraph.replay, core.launch
 
     def replayed(graph: SharedMemoryGraph) -> None:
         before = counted.operators.copy()
@@ -40,7 +39,7 @@ def test_a_decode_step_replays_a_graph_for_each_forward_and_copies(
         return launch(batch)
 
     monkeypatch.setattr(SharedMemoryGraph, "replay", replayed)
-    monkeypatch.setattr(runner, "launch", noted)
+    monkeypatch.setattr(core, "launch", noted)
     for request in planted_faults.requests(pair, 3):
         core.add(request)
     drafting: list[bool] = []

@@ -47,7 +47,7 @@ class Blocks(list[Block]):
     def __init__(self, engine: Engine) -> None:
         runner = engine.core.runner
         drafter = runner.forward.drafter
-        launch, propose, forward = runner.launch, drafter.propose, drafter.model.forward
+        launch, propose, forward = engine.core.launch, drafter.propose, drafter.model.forward
 
         def recorded_forward(*args) -> Tensor:
             hidden = forward(*args)
@@ -69,7 +69,7 @@ class Blocks(list[Block]):
             return pending
 
         drafter.model.forward, drafter.propose = recorded_forward, recorded_propose
-        runner.launch = recorded_launch
+        engine.core.launch = recorded_launch
 
     def worst_error(self, draft: ReferenceDraft) -> float:
         """The largest difference of hidden states or logits, as a share of the largest value there."""
@@ -161,7 +161,7 @@ def test_a_block_over_no_context_at_all_equals_the_reference(tmp_path, page_size
     blocks = Blocks(engine)
     seq = Sequence(Request("n = 1", (7,), max_tokens=20), arrival=0)
     engine.core.scheduler.pool.grow(seq.pages, pair.block_size)
-    engine.core.runner.launch(
+    engine.core.launch(
         Batch([ScheduledSequence(seq, 0, pair.block_size, needs_logits=True, num_drafts=pair.block_size - 1)])
     )
     assert [block.token_ids for block in blocks] == [[7]]
@@ -178,7 +178,7 @@ def test_rows_that_were_decoded_without_drafts_are_context_like_any_other(tmp_pa
     drafted = Sequence(Request("drafted", (7,), max_tokens=20), arrival=1)
     for seq in (plain, drafted):
         engine.core.scheduler.pool.grow(seq.pages, seq.num_tokens + b - 1)
-    launch = engine.core.runner.launch
+    launch = engine.core.launch
     launch(Batch(prefills=[ScheduledSequence(plain, 0, 5, needs_logits=False)]))
     for row in range(5, len(text) - 1):
         beside = [ScheduledSequence(drafted, 0, b, needs_logits=True, num_drafts=b - 1)] if row % 2 else []

@@ -14,6 +14,7 @@ from app.engine.core import EngineCore
 from app.engine.npu.error_codes import explain
 from app.engine.schedule.page_pool import PagePool
 from app.engine.schedule.scheduler import Scheduler
+from app.engine.step.inputs import Layout
 from app.messages import Request
 from app.wire import Fatal
 
@@ -48,14 +49,16 @@ links: list[StandInLink] = []
 def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]:
     """(the last reply, the traceback) of an engine process whose first step raises RuntimeError(message)."""
 
-    def launch(batch: Any) -> None:
+    def launch(inputs: Any) -> None:
         raise RuntimeError(message)
 
     backend = SimpleNamespace(explain=lambda error: explain(str(error)), is_fatal=lambda error: True)
     pool = PagePool(num_pages=8, page_size=4)
     scheduler = Scheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
     scheduler.add(Request("r", [1, 2], max_tokens=2))
-    engine = SimpleNamespace(core=EngineCore(scheduler, SimpleNamespace(backend=backend, launch=launch)))
+    engine = SimpleNamespace(
+        core=EngineCore(scheduler, SimpleNamespace(backend=backend, layout=Layout(page_size=4), launch=launch))
+    )
     monkeypatch.setattr(process, "Link", StandInLink)
     monkeypatch.setattr(process, "_leave_with_parent", lambda: None)
     monkeypatch.setattr(process, "decode_config", lambda line: None)

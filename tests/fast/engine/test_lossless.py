@@ -118,8 +118,8 @@ def test_a_margin_that_is_no_number_is_not_forgiven():
 
 
 def accept_one_draft_too_many(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = engine.core.runner
-    launch = runner.launch
+    core = engine.core
+    launch = core.launch
 
     def generous(batch):
         pending = launch(batch)
@@ -129,7 +129,7 @@ def accept_one_draft_too_many(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
         pending.read = lambda: result
         return pending
 
-    monkeypatch.setattr(runner, "launch", generous)
+    monkeypatch.setattr(core, "launch", generous)
 
 
 def mix_up_pages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_launch_never_reads_a_value_back(engine: Any) -> None:
         batch = engine.scheduler.schedule()
         kinds.add(batch.kind)
         with NoReads():
-            pending = engine.runner.launch(batch)
+            pending = engine.launch(batch)
         engine.scheduler.commit(batch, pending.read())
     assert kinds == {"prefill", "mixed", "decode"}
 

@@ -321,7 +321,7 @@ def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
     expected = undisturbed(eager(pair, **settings), asked)
     engine = overlapping(pair, **settings)
     runner, scheduler, log, scrubbed = engine.core.runner, engine.core.scheduler, Log(engine.core), set[int]()
-    launch, scrub, ends = runner.launch, runner.scrub, [0]
+    launch, scrub, ends = engine.core.launch, runner.scrub, [0]
     run = Run(engine, asked)
 
     def spoilt(batch: Batch) -> Any:
@@ -355,7 +355,7 @@ def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
         scrubbed.update(slot_mapping)
         scrub(slot_mapping)
 
-    monkeypatch.setattr(runner, "launch", spoilt)
+    monkeypatch.setattr(engine.core, "launch", spoilt)
     monkeypatch.setattr(runner, "scrub", noted)
     run.to_the_end()
     assert run.errors() == {} and run.texts == expected
@@ -392,7 +392,7 @@ def test_a_fault_that_passes_costs_nobody_a_token(
     expected = undisturbed(eager(lucky), asked)
     engine = overlapping(lucky)
     log, run = Log(engine.core), Run(engine, asked).until(5)
-    launch, planted = engine.core.runner.launch, []
+    launch, planted = engine.core.launch, []
 
     def once(batch: Batch) -> Any:
         pending = launch(batch)
@@ -411,7 +411,7 @@ def test_a_fault_that_passes_costs_nobody_a_token(
     if not ahead:
         run.core.add(Request("late", (1, 2), 3))  # so that a step begins with nothing in flight
         run.texts["late"] = []
-    monkeypatch.setattr(engine.core.runner, "launch", once)
+    monkeypatch.setattr(engine.core, "launch", once)
     run.to_the_end()
     assert planted and run.errors() == {} and log.overlapped[-1] > log.batches.index(planted[0]) + 1
     run.texts.pop("late", None)
@@ -423,7 +423,7 @@ def test_who_runs_alone_is_not_blamed_for_a_step_that_cannot_be_launched_ahead(
 ):
     asked = requests(1)
     run = Run(overlapping(lucky), asked).until(4, "r0")
-    launch, failed = run.core.runner.launch, []
+    launch, failed = run.core.launch, []
 
     def spoilt(batch: Batch) -> Any:
         if batch.decodes and batch.decodes[0].line >= 0:
@@ -431,7 +431,7 @@ def test_who_runs_alone_is_not_blamed_for_a_step_that_cannot_be_launched_ahead(
             raise Planted
         return launch(batch)
 
-    monkeypatch.setattr(run.core.runner, "launch", spoilt)
+    monkeypatch.setattr(run.core, "launch", spoilt)
     assert run.to_the_end().texts == undisturbed(eager(lucky), asked) and failed and not run.errors()
 
 
@@ -441,7 +441,7 @@ def test_an_error_of_the_device_behind_a_step_in_flight_ends_the_engine(lucky: P
     def broken(_: Batch) -> Any:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(run.core.runner, "launch", broken)
+    monkeypatch.setattr(run.core, "launch", broken)
     with pytest.raises(torch.AcceleratorError):
         run.step()
 
@@ -452,7 +452,7 @@ def test_an_error_of_the_device_behind_a_step_in_flight_ends_the_engine(lucky: P
 def test_a_launch_reads_nothing_and_a_step_is_one_download(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
     engine = overlapping(lucky)
     log, downloads = Log(engine.core), []
-    launch, start = engine.core.runner.launch, engine.core.runner.backend.start_download
+    launch, start = engine.core.launch, engine.core.runner.backend.start_download
 
     def guarded(batch: Batch) -> Any:
         with NoReads():
@@ -462,7 +462,7 @@ def test_a_launch_reads_nothing_and_a_step_is_one_download(lucky: Pair, monkeypa
         downloads.append(x.shape)
         return start(x)
 
-    monkeypatch.setattr(engine.core.runner, "launch", guarded)
+    monkeypatch.setattr(engine.core, "launch", guarded)
     monkeypatch.setattr(engine.core.runner.backend, "start_download", counted)
     run = Run(engine, requests(5)).to_the_end()
     assert not run.errors() and len(downloads) == len(log.batches) and log.overlapped

@@ -23,6 +23,7 @@ from app.engine.sampling.noise import noise_states
 from app.engine.sampling.penalties import Penalties, TokenCounts, penalise
 from app.engine.sampling.sampler import Sampler, SamplingMetadata
 from app.engine.schedule.batch import Batch, ScheduledSequence
+from app.engine.sequence import CountedTokens
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step import inputs as step_inputs
 from app.engine.step.runner import ModelRunner
@@ -348,7 +349,7 @@ class Step:
         counts = counts or TokenCounts(64, self.vocab, backend)
         runner = ModelRunner(None, backend, counts, page_size=4, block_size=self.block)
         inputs = step_inputs.build(self.batch, page_size=4, block_rows=self.block)
-        draws = runner._draws(inputs.draws, self.drafts)
+        draws = runner._sampling(inputs.sampling, self.drafts)
         return Sampler(self.vocab, backend).choose(self.logits, torch.eye(self.vocab), draws).tolist()
 
     def decisions(self) -> list[tuple[Request, Decision]]:
@@ -527,7 +528,9 @@ def test_counts_are_right_whoever_comes_goes_and_changes_seats(backend):
         for seq in running:
             seq.token_ids += [rng.randrange(vocab) for _ in range(rng.randint(0, 3))]
         asked = [seq for seq in running if rng.random() < 0.7]
-        emitted, prompted = counts.of(asked)
+        emitted, prompted = counts.of(
+            CountedTokens(seq.key, seq.batch_slot, len(seq.request.token_ids), seq.token_ids) for seq in asked
+        )
         assert (emitted.dtype, prompted.dtype) == (torch.int32, torch.bool)
         for seq in asked:
             answer = Counter(seq.token_ids[len(seq.request.token_ids) :])

@@ -1,7 +1,9 @@
 """A step's arrays, and the positions and slots that the device makes of them, equal what a plain loop, row by row, says
 of the batch; padded to the size of a graph they say the same, and nobody's rows harm no one."""
 
+import pickle
 from array import array
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -17,9 +19,12 @@ from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.engine.step import inputs as step_inputs
+from app.engine.step import padding
 from app.engine.step.graph_sizes import settle_graph_sizes
 from app.engine.step.inputs import RowGroup, StepInputs
 from app.messages import Request, SamplingParams
+from tests.fast.engine.lossless import LUCKY, make_engine
+from tests.fast.engine.pairs import make_pair
 
 
 @st.composite
@@ -148,11 +153,11 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     assert inputs.target.logits_start.tolist() == logits_start
     assert inputs.target.num_drafts.tolist() == num_drafts
     assert inputs.target.draft_index.tolist() == draft_index
-    assert len(inputs.draws) == bool(drawn)
-    for draws in inputs.draws:
-        assert draws.rows.tolist() == [row for row, _, _ in drawn]
-        assert draws.temperature.tolist() == np.array([t for _, t, _ in drawn], dtype=np.float32).tolist()
-        assert draws.state.tolist() == [state for _, _, state in drawn]
+    assert len(inputs.sampling) == bool(drawn)
+    for draws in inputs.sampling:
+        assert draws.columns["rows"].tolist() == [row for row, _, _ in drawn]
+        assert draws.columns["temperature"].tolist() == np.array([t for _, t, _ in drawn], dtype=np.float32).tolist()
+        assert draws.columns["state"].tolist() == [state for _, _, state in drawn]
     parts = [part for part in (batch.decodes, batch.prefills) if part]
     for group, part in zip(inputs.target.groups, parts, strict=True):
         check_group(group, [(rows.seq, rows.start, rows.count) for rows in part], page_size)
@@ -172,7 +177,7 @@ def test_every_array_equals_the_loop_over_rows(drawn: tuple[Batch, int, int]) ->
     batch, page_size, block_size = drawn
     inputs = step_inputs.build(batch, page_size, block_size)
     check(inputs, batch, page_size, block_size)
-    parts = [part for part in (inputs.target, inputs.draft, *inputs.draws) if part]
+    parts = [part for part in (inputs.target, inputs.draft, *inputs.sampling) if part]
     arrays = [array for part in parts for array in part.arrays]
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}, "they go to the device packed, as int32"
 
@@ -210,11 +215,11 @@ def test_a_mixed_step_worked_out_by_hand():
     assert target.logits_start.tolist() == [0, 3, 4]
     assert target.num_drafts.tolist() == [2, 0, 0]
     assert target.draft_index.tolist() == [0, 0, 0]
-    (draws,) = inputs.draws
-    assert draws.rows.tolist() == [0, 1, 2, 4]
-    assert draws.temperature.tolist() == [0.5, 0.5, 0.5, 2.0]
-    assert draws.state.tolist() == [state_of(7, 6), state_of(7, 7), state_of(7, 8), state_of(1, 3)]
-    assert (draws.places.tolist(), draws.draft_rows.tolist()) == ([0, 1, 2, 0], [0, 0, 0, 0])
+    (draws,) = inputs.sampling
+    assert draws.columns["rows"].tolist() == [0, 1, 2, 4]
+    assert draws.columns["temperature"].tolist() == [0.5, 0.5, 0.5, 2.0]
+    assert draws.columns["state"].tolist() == [state_of(7, 6), state_of(7, 7), state_of(7, 8), state_of(1, 3)]
+    assert (draws.columns["place"].tolist(), draws.columns["draft_index"].tolist()) == ([0, 1, 2, 0], [0, 0, 0, 0])
     draft = inputs.draft
     assert draft is not None
     assert (draft.request_ids, draft.anchors.tolist()) == (["a"], [15])
@@ -237,7 +242,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     scratch_pages = -(-sizes.max_rows // page_size)
     pages = scratch_pages + 40
     seqs, rows = sizes.target(num_seqs, num_rows)
-    padded = step_inputs.pad_target(inputs.target, seqs, rows, pages, scratch_pages)
+    padded = padding.pad_target(inputs.target, seqs, rows, pages, scratch_pages)
     assert padded.token_ids[:num_rows].tolist() == inputs.target.token_ids.tolist()
     drafts = np.where(
         inputs.target.token_source < num_rows, inputs.target.token_source, inputs.target.token_source + rows - num_rows
@@ -252,7 +257,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     assert min(group.query_lens[:-1]) > 0 and group.query_lens[-1] >= spare
     if inputs.draft:
         blocks = sizes.seqs_for(len(inputs.draft.anchors))
-        draft = step_inputs.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
+        draft = padding.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
         assert set(draft.group.query_lens) == {block_size} and len(draft.anchors) == blocks
         assert draft.lines.tolist() == [-1] * blocks
         check_padded(inputs.draft.group, draft.group, blocks * block_size, pages, scratch_pages, page_size)
@@ -282,7 +287,7 @@ def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(
     sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     assert len(sizes.seqs) * (len(sizes.blocks) + len(sizes.widths)) <= max_graphs
     assert sizes.blocks == tuple(width for width in sizes.widths if width > 1)
-    assert all(rows <= sizes.block_rows(rows) in sizes.blocks for rows in range(2, block_size + 1))
+    assert list(sizes.blocks) == sorted(sizes.blocks) and (block_size == 1 or sizes.blocks[-1] == block_size)
     assert (sizes.seqs[-1], sizes.widths[-1]) == (max_num_seqs, block_size) and len(sizes.widths) <= 4
     assert list(sizes.seqs) == sorted(set(sizes.seqs)) and list(sizes.widths) == sorted(set(sizes.widths))
     for num_seqs in range(1, max_num_seqs + 1):
@@ -356,5 +361,28 @@ def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
     assert (
         target.logits_indices.size == target.logits_start.size == target.num_drafts.size == target.draft_index.size == 0
     )
-    assert inputs.draws == []
+    assert inputs.sampling == []
     assert inputs.draft is None
+
+
+def test_a_step_is_arrays_alone_and_a_copy_of_them_gives_the_same_result(tmp_path: Path) -> None:
+    """What another process would get: pickled bytes of every step, with filters, penalties and drafts among them."""
+    pair = make_pair(tmp_path, **LUCKY)
+    asked = [
+        SamplingParams(),
+        SamplingParams(temperature=0.9, seed=3, top_k=7),
+        SamplingParams(temperature=0.8, seed=5, presence_penalty=0.7, repetition_penalty=1.2),
+        SamplingParams(logit_bias=((3, 1.5),), min_tokens=4, frequency_penalty=0.5),
+    ]
+    requests = [
+        Request(f"r{i}", tuple(n % 5 for n in range(9 + 5 * i)), 20, params, (4,)) for i, params in enumerate(asked)
+    ]
+
+    def texts(*, copied: bool) -> dict[str, list[int]]:
+        core = make_engine(pair.target, pair.draft, max_num_seqs=4, max_num_batched_tokens=64).core
+        launch = core.runner.launch
+        if copied:
+            core.runner.launch = lambda inputs: launch(pickle.loads(pickle.dumps(inputs)))
+        return core.run(requests)
+
+    assert texts(copied=True) == texts(copied=False)

@@ -12,7 +12,7 @@ from tests.fast.schedule.scheduler_harness import check_pages, protected
 def watch(engine: Engine) -> None:
     """Assert in every step that it leaves cached and shared pages alone, and that the books of all pages are right."""
     scheduler, runner = engine.core.scheduler, engine.core.runner
-    launch, size = runner.launch, engine.sizes.page_size
+    launch, size = engine.core.launch, engine.sizes.page_size
     pools = [runner.forward._pool, *([runner.forward.drafter._pool] if runner.forward.drafter else [])]
 
     def kept(pages: torch.Tensor) -> list[torch.Tensor]:
@@ -32,4 +32,4 @@ def watch(engine: Engine) -> None:
         assert all(map(torch.equal, kept(pages), before)), "a cached page was written"
         return pending
 
-    runner.launch = watched
+    engine.core.launch = watched

@@ -13,7 +13,7 @@ import pytest
 
 from app.doctor.report.random_weights import write_configs
 from app.engine.build.engine import CPU_KV_BYTES, Engine
-from app.engine.schedule.batch import Batch
+from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 from tests.fast.doctor.tiny import TINY, tiny_engine
 from tools.lab import __main__ as parts
@@ -74,10 +74,15 @@ class Watched:
         self.forward = runner.forward
         self.batches: list[list[tuple[int, int]]] = []
 
-    def launch(self, batch: Batch) -> PendingStep:
-        assert not batch.prefills, "nothing is prefilled"
-        self.batches.append([(rows.seq.num_tokens, rows.count) for rows in batch.decodes])
-        return self.runner.launch(batch)
+    @property
+    def layout(self) -> Layout:
+        return self.runner.layout
+
+    def launch(self, inputs: StepInputs) -> PendingStep:
+        assert not inputs.has_prefill, "nothing is prefilled"
+        (group,) = inputs.target.groups
+        self.batches.append([(start + 1, rows) for start, rows in zip(group.starts, group.query_lens, strict=True)])
+        return self.runner.launch(inputs)
 
 
 @pytest.fixture

@@ -1,0 +1,79 @@
+"""Padding of a step to the size that a graph was captured with. Padding sequences lie on the scratch pages."""
+
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from app.engine.arrays import Ints
+from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
+
+
+def empty_target() -> TargetInputs:
+    """No rows of no sequences, to be padded."""
+    none = np.zeros(0, dtype=np.int32)
+    return TargetInputs(none, none, none, none, none, none, none, [_no_rows()])
+
+
+def empty_draft() -> DraftInputs:
+    none = np.zeros(0, dtype=np.int32)
+    return DraftInputs([], none, none, _no_rows())
+
+
+def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int) -> TargetInputs:
+    """Verify rows of at most `seqs` sequences as `rows` rows of `seqs` + 1, with page tables `pages` wide.
+
+    Each sequence that is missing becomes one row, and the last one, which is nobody's always, has all other rows, if
+    any. They write to the scratch pages, each row to a slot of its own. A decode step has one group, and all its rows
+    decide.
+    """
+    (group,) = inputs.groups
+    num_rows, num_seqs = len(inputs.token_ids), len(group.query_lens)
+    singles = seqs - num_seqs
+    padding = [1] * singles + [rows - num_rows - singles]
+    batch_slots = seqs + 1
+    return TargetInputs(
+        token_ids=_grown(inputs.token_ids, rows),
+        token_source=np.concatenate(
+            (
+                inputs.token_source + (inputs.token_source >= num_rows) * np.int32(rows - num_rows),
+                np.arange(num_rows, rows),
+            )
+        ).astype(np.int32),
+        logits_indices=np.arange(rows, dtype=np.int32),
+        logits_start=_grown(inputs.logits_start, batch_slots),
+        num_drafts=_grown(inputs.num_drafts, batch_slots),
+        draft_index=_grown(inputs.draft_index, batch_slots),
+        lines=_grown(inputs.lines, seqs, -1),
+        groups=[_pad_group(group, padding, pages, scratch_pages)],
+    )
+
+
+def pad_draft(inputs: DraftInputs, blocks: int, rows: int, pages: int, scratch_pages: int) -> DraftInputs:
+    """`blocks` blocks of `rows` rows, as all of these have, those that are missing over the scratch pages."""
+    padding = [rows] * (blocks - len(inputs.anchors))
+    group = _pad_group(inputs.group, padding, pages, scratch_pages)
+    return replace(inputs, anchors=_grown(inputs.anchors, blocks), lines=_grown(inputs.lines, blocks, -1), group=group)
+
+
+def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:
+    """More sequences with `padding` rows. Their rows lie behind one another on the scratch pages, while each attends to
+    as many tokens as it has rows, from the first scratch page on: N30 of docs/npu-contract.md."""
+    num_seqs = len(group.query_lens)
+    page_table: Ints = np.zeros((num_seqs + len(padding), pages), dtype=np.int32)
+    page_table[:num_seqs, : group.page_table.shape[1]] = group.page_table
+    page_table[num_seqs:, :scratch_pages] = np.arange(scratch_pages)
+    starts = np.array([0, *accumulate(padding[:-1])], dtype=np.int32)[: len(padding)]
+    return RowGroup(
+        np.concatenate((group.starts, starts)), page_table, group.query_lens + padding, group.host_seq_lens + padding
+    )
+
+
+def _grown(x: Ints, size: int, value: int = 0) -> Ints:
+    grown: Ints = np.full(size, value, dtype=np.int32)
+    grown[: len(x)] = x
+    return grown
+
+
+def _no_rows() -> RowGroup:
+    return RowGroup(np.zeros(0, dtype=np.int32), np.zeros((0, 0), dtype=np.int32), [], [])
