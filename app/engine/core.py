@@ -1,21 +1,20 @@
 """EngineCore: add requests, call step(), get tokens. The whole architecture is `step`."""
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.engine.schedule.batch import Batch
+from app.engine.faults import Faults
+from app.engine.schedule.batch import Batch, StepResult
+from app.engine.schedule.overlap import schedule_ahead
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.runner import ModelRunner, PendingStep
 from app.messages import Request, StepOutput, TokenDelta
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was launched and is not read yet."""
+    """A step that was launched ahead and is not read yet."""
 
     batch: Batch
     pending: PendingStep
@@ -24,8 +23,8 @@ class InFlight:
 class EngineCore:
     """One scheduler over one runner. Not thread-safe: its owner calls it from one thread.
 
-    With `overlap` the device has the next step, where the scheduler finds a continuation, before this one is read: so
-    it goes on while the host commits, and takes commands, and builds the one after that.
+    With `overlap` the device gets the next step before this one is read, unless that depends on the result. So the
+    device computes while the host commits, takes commands, and builds the step after that.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool = False) -> None:
@@ -34,8 +33,7 @@ class EngineCore:
         self.overlap = overlap
         self._ahead: InFlight | None = None
         self._ended = 0.0
-        self._num_faults = 0
-        self._is_told = False
+        self._faults = Faults(scheduler, runner)
 
     @property
     def has_work(self) -> bool:
@@ -61,86 +59,61 @@ class EngineCore:
         self.scheduler.flush_cache()
 
     def step(self) -> StepOutput:
-        """One step for everything that has work; call only while `has_work`.
+        """Run one step for all sequences; call only while `has_work`.
 
-        A sequence that alone makes it fail is dropped, and the others go on. Raises what no sequence is to blame for.
+        A sequence that alone makes it fail is dropped. Raises an error that no sequence is to blame for.
         """
-        ahead, self._ahead = self._ahead, None
-        if ahead and ahead.batch.has_live_rows:
-            started, batch, pending = self._ended, ahead.batch, ahead.pending
-        else:
-            started, batch, pending = time.perf_counter(), self._schedule(), None
-        num_faults = self._num_faults
-        deltas = self._run(batch, pending, overlap=self.overlap) if batch else []
+        started, batch, pending = self._take_in_flight() or self._schedule()
+        deltas = self._faults.isolate(batch, lambda batch: self._run(batch, pending), self._rerun)
         self.scheduler.end_step()
-        self._ended = time.perf_counter()
-        seconds = self._ended - started
-        if batch.decodes and num_faults == self._num_faults:
-            num_seqs, prefilled = len(batch.decodes), bool(batch.prefills)
-            work = num_seqs, batch.num_drafting, batch.block_rows, batch.num_verify_rows - num_seqs
-            self.scheduler.policy.record_time(*work, 1000 * seconds, prefilled=prefilled)
-        kind = batch.kind if batch else "idle"
-        num_seqs = len(batch.decodes)
-        stats = self.scheduler.stats(kind, seconds, num_decoding=num_seqs, num_drafting=batch.num_drafting)
-        return StepOutput(batch.dropped + deltas, stats)
+        return self._output(batch, deltas, started)
 
     def launch(self, batch: Batch) -> PendingStep:
         """Queue a step on the device. The runner gets arrays alone."""
         return self.runner.launch(self.runner.layout.build(batch))
 
-    def _schedule(self) -> Batch:
-        batch = self.scheduler.schedule()
+    def _schedule(self) -> tuple[float, Batch, None]:
+        started, batch = time.perf_counter(), self.scheduler.schedule()
         if batch.scrub:
             self.runner.scrub(batch.scrub)
-        return batch
+        return started, batch, None
 
-    def _run(self, batch: Batch, pending: PendingStep | None = None, *, overlap: bool = False) -> list[TokenDelta]:
-        """Launch, unless it is `pending` already, read and commit. Where that fails it is done again in halves: until
-        it is committed nothing of a step counts, for the next one writes the same slots; nor does what is ahead."""
+    def _take_in_flight(self) -> tuple[float, Batch, PendingStep] | None:
+        """Return the step that was launched ahead, and when the one before it ended."""
+        ahead, self._ahead = self._ahead, None
+        return (self._ended, ahead.batch, ahead.pending) if ahead and ahead.batch.has_live_rows else None
+
+    def _run(self, batch: Batch, pending: PendingStep | None) -> StepResult:
+        pending = pending or self.launch(batch)
+        self._ahead = self._faults.tolerate(lambda: self._launch_ahead(batch)) if self.overlap else None
         try:
-            if pending is None:
-                pending = self.launch(batch)
-            if overlap:
-                self._ahead = self._launch_behind(batch)
-            result = pending.read()
-        except Exception as error:
-            self._take_back(error)
-            self._num_faults += 1
+            return pending.read()
+        except Exception:
             self._ahead = None
-            batch = batch.live_part
-            if len(batch.rows) > 1:
-                first, second = batch.halves
-                deltas = self._run(first)
-                second = second.live_part  # the first one's commit may have preempted some of it
-                return deltas + (self._run(second) if second else [])
-            return [self.scheduler.drop(rows.seq, error) for rows in batch.rows]
-        return self.scheduler.commit(batch, result)
+            raise
 
-    def _launch_behind(self, batch: Batch) -> InFlight | None:
-        """The step behind one that is in flight. Where that fails nobody is to blame yet: it will be tried again with
-        nothing in flight."""
-        try:
-            behind = self.scheduler.schedule_ahead(batch)
-            if behind is None:
-                return None
-            if behind.scrub:
-                self.runner.scrub(behind.scrub)
-            return InFlight(behind, self.launch(behind))
-        except Exception as error:
-            self._take_back(error)
-            if not self._is_told:
-                logger.warning("a step could not be launched before the one before it was read", exc_info=error)
-                self._is_told = True
+    def _rerun(self, batch: Batch) -> StepResult:
+        return self.launch(batch).read()
+
+    def _launch_ahead(self, batch: Batch) -> InFlight | None:
+        """Launch the step behind one in flight, unless it depends on what that one yields."""
+        behind = schedule_ahead(self.scheduler, batch)
+        if behind is None:
             return None
+        if behind.scrub:
+            self.runner.scrub(behind.scrub)
+        return InFlight(behind, self.launch(behind))
 
-    def _take_back(self, error: Exception) -> None:
-        """Of what was launched and not read. Raises `error` where nothing can go on after it."""
-        if self.runner.backend.is_fatal(error):
-            if meaning := self.runner.backend.explain(error):
-                error.add_note(meaning)
-            raise error
-        self.scheduler.discard_ahead()
-        self.runner.rollback()
+    def _output(self, batch: Batch, deltas: list[TokenDelta], started: float) -> StepOutput:
+        """Return what the step yields. The policy learns the time of a step that did not fail."""
+        self._ended = time.perf_counter()
+        seconds, num_seqs = self._ended - started, len(batch.decodes)
+        if not self._faults.take_failed() and num_seqs:
+            work = num_seqs, batch.num_drafting, batch.block_rows, batch.num_verify_rows - num_seqs
+            self.scheduler.policy.record_time(*work, 1000 * seconds, prefilled=bool(batch.prefills))
+        kind = batch.kind if batch else "idle"
+        stats = self.scheduler.stats(kind, seconds, num_decoding=num_seqs, num_drafting=batch.num_drafting)
+        return StepOutput(batch.dropped + deltas, stats)
 
     def run(self, requests: list[Request], on_step: Callable[[StepOutput], None] | None = None) -> dict[str, list[int]]:
         """Run requests to their end, without a server: request id -> the tokens it emitted. Raises RuntimeError if one

@@ -32,7 +32,7 @@ class Scheduler:
     written to a page that is cached or shared. Queries and hits count the prompt tokens of first admissions.
 
     `running` is in order of arrival, and everything in it is older than everything in `waiting`. A step is committed
-    before the next one is scheduled; but its `schedule_ahead` may be launched before that, and then steps are committed
+    before the next one is scheduled; but the step behind it (`overlap`) may be launched before that, and then steps are committed
     one behind. Who leaves meanwhile, or is computed anew, has rows in a step that nobody has read yet: they are dropped
     at its commit. Such rows are written past the last token that is known here, so past all that is cached, and before
     whatever a later step writes, for a device works in order: the pages may be another's at once. But what is written
@@ -71,9 +71,9 @@ class Scheduler:
         """What was raised last, by a sequence that was dropped, and nobody has got on since."""
         self._faults_in_row = 0
         self._got_on = False
-        self._unclean: set[Sequence] = set()
+        self.unclean: set[Sequence] = set()
         """Sequences behind whose last token there may be KV that is not finite."""
-        self._unread: set[Sequence] = set()
+        self.unread: set[Sequence] = set()
         """Those with rows in a step that will still be in flight when the one before it is committed."""
         self._free_seats = list(reversed(range(max_num_seqs)))
         self._arrivals = 0
@@ -146,9 +146,9 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The rows of the next step, with nothing in flight; empty when there is nothing to do."""
-        self._unread = set()
-        left_behind = [slot for seq in self._unclean for slot in self._slots_from(seq, seq.num_computed)]
-        self._unclean.clear()
+        self.unread = set()
+        left_behind = [slot for seq in self.unclean for slot in self._slots_from(seq, seq.num_computed)]
+        self.unclean.clear()
         dropped: list[TokenDelta] = []
         while True:
             try:
@@ -159,43 +159,12 @@ class Scheduler:
                     raise
                 dropped.append(self.drop(self._at, error))
         batch.dropped = dropped
-        batch.scrub = left_behind + self._reused_slots()
+        batch.scrub = left_behind + self.reused_slots()
         return batch
-
-    def schedule_ahead(self, batch: Batch) -> Batch | None:
-        """The step behind `batch`, which is in flight: everybody in it goes on from where it will have come to.
-
-        None if the next step has to wait for what is read: somebody prefills, may be admitted or draws his tokens,
-        pages are short, or KV of somebody here is to be scrubbed. Who is sure to end in the step in flight is left out.
-        """
-        self._unread = set()
-        here = [(line, rows) for line, rows in enumerate(batch.decodes) if rows.seq.batch_slot >= 0]
-        if batch.prefills or [rows.seq for _, rows in here] != self.running or self._unclean or self._admits():
-            return None
-        if not all(seq.is_decoding and seq.request.sampling.is_argmax for seq in self.running):
-            return None
-        here = [(line, rows) for line, rows in here if rows.seq.num_remaining > 1]
-        reaches = [self._reach(rows.seq) + rows.count for _, rows in here]
-        owned = [len(rows.seq.pages) for _, rows in here]
-        missing = sum(max(0, self.pool.pages_for(n) - own) for n, own in zip(reaches, owned, strict=True))
-        if not here or missing > self.pool.num_free:
-            return None
-        self._unread = {rows.seq for _, rows in here}
-        widths = self.policy.choose([(rows.seq, self._most_drafts(rows.seq, in_flight=1)) for _, rows in here])
-        behind = Batch()
-        for (line, rows), reach, drafts in zip(here, reaches, widths.drafts, strict=True):
-            seq, start, max_accepted = rows.seq, rows.seq.num_computed + 1, rows.count - 1
-            self.pool.grow(seq.pages, reach)
-            behind.decodes.append(
-                ScheduledSequence(seq, start, drafts + 1, True, num_drafts=drafts, line=line, max_accepted=max_accepted)
-            )
-        behind.least_block = widths.block
-        behind.scrub = self._reused_slots()
-        return behind
 
     def discard_ahead(self) -> None:
         """The continuation failed, or will not be read; but some of it may have been written."""
-        self._unclean |= self._unread
+        self.unclean |= self.unread
 
     def _schedule(self) -> Batch:
         self._at = None
@@ -203,7 +172,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         decoding = self._decoding_with_pages()
         self._at = None
-        widths = self.policy.choose([(seq, self._most_drafts(seq)) for seq in decoding])
+        widths = self.policy.choose([(seq, self.max_drafts(seq)) for seq in decoding])
         batch.least_block = widths.block
         for seq, drafts in zip(decoding, widths.drafts, strict=True):
             batch.decodes.append(
@@ -265,8 +234,8 @@ class Scheduler:
         """None where nothing is to be said of a sequence before it was computed anew."""
         seq = rows.seq
         if NOT_FINITE in tokens:  # drafts that were refused leave KV behind the last token
-            self._unclean.add(seq)
-        seq.is_sound = seq not in self._unclean
+            self.unclean.add(seq)
+        seq.is_sound = seq not in self.unclean
         if NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
             return self._accept_not_finite(rows, tokens[: tokens.index(NOT_FINITE)])
         delta = self._accept(rows, tokens, num_accepted)
@@ -319,12 +288,12 @@ class Scheduler:
         for place in range(position, len(seq.pages) * page_size):
             yield seq.pages[place // page_size] * page_size + place % page_size
 
-    def _reused_slots(self) -> list[int]:
+    def reused_slots(self) -> list[int]:
         """The slots of pages that were taken since this was last asked, and may hold KV that is not finite."""
         page_size = self.pool.page_size
         return [slot for page in self.pool.pages_to_scrub() for slot in range(page * page_size, (page + 1) * page_size)]
 
-    def _most_drafts(self, seq: Sequence, in_flight: int = 0) -> int:
+    def max_drafts(self, seq: Sequence, in_flight: int = 0) -> int:
         """How many drafts the target may verify: never more rows than the request may still emit, if so many tokens at
         least are in flight."""
         return min(self.block_size, seq.num_remaining - in_flight) - 1 if seq.request.speculate else 0
@@ -358,14 +327,14 @@ class Scheduler:
         self.pool.share(found)
         seq.pages = found
         seq.num_computed = seq.num_found = len(found) * self.pool.page_size
-        self.pool.grow(seq.pages, self._reach(seq))
+        self.pool.grow(seq.pages, self.reach(seq))
         if seq.cacheable and seq.num_cached is None:
             seq.num_cached = seq.num_computed
             self.prefix_cache_queries += seq.num_tokens
             self.prefix_cache_hits += seq.num_cached
         return True
 
-    def _admits(self) -> bool:
+    def admits_next(self) -> bool:
         """Whether the next `schedule` lets somebody in."""
         if not self.waiting or len(self.running) == self.max_num_seqs:
             return False
@@ -374,7 +343,7 @@ class Scheduler:
     def _has_room(self, seq: Sequence, found: "array[int]") -> bool:
         if self._is_being_filled(seq, len(found)):
             return False
-        return self.pool.cost(found, self._reach(seq)) + len(self.running) <= self.pool.num_free
+        return self.pool.cost(found, self.reach(seq)) + len(self.running) <= self.pool.num_free
 
     def _find(self, seq: Sequence) -> "array[int]":
         """Cached pages of the sequence's tokens, without the page of the last one."""
@@ -397,12 +366,12 @@ class Scheduler:
 
     def _grow(self, seq: Sequence) -> bool:
         try:
-            self.pool.grow(seq.pages, self._reach(seq))
+            self.pool.grow(seq.pages, self.reach(seq))
         except OutOfPages:
             return False
         return True
 
-    def _reach(self, seq: Sequence) -> int:
+    def reach(self, seq: Sequence) -> int:
         """How many tokens it owns pages for: the draft block is never cut, and its KV lies past the last token."""
         return seq.num_tokens + self.block_size - 1
 
@@ -438,10 +407,10 @@ class Scheduler:
         self._give_back(seq)
 
     def _give_back(self, seq: Sequence) -> None:
-        known = seq.num_computed // self.pool.page_size if seq in self._unread else len(seq.pages)
+        known = seq.num_computed // self.pool.page_size if seq in self.unread else len(seq.pages)
         self.pool.release(seq.pages[known:], sound=False)
         self.pool.release(seq.pages[:known], sound=seq.is_sound)
-        self._unclean.discard(seq)
+        self.unclean.discard(seq)
         seq.pages = array("i")
         seq.num_found = 0
         seq.is_sound = False

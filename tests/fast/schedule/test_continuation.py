@@ -7,6 +7,7 @@ import pytest
 
 from app.engine.dflash.policy import Policy
 from app.engine.schedule.batch import Batch, StepResult
+from app.engine.schedule.overlap import schedule_ahead
 from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE, Sequence
@@ -53,7 +54,7 @@ class Flight:
         return self.scheduler.running
 
     def behind(self) -> Batch | None:
-        return self.scheduler.schedule_ahead(self.batch)
+        return schedule_ahead(self.scheduler, self.batch)
 
     def commit(self, batch: Batch, tokens: list[list[int]], accepted: list[int]) -> list[TokenDelta]:
         deltas = self.scheduler.commit(batch, StepResult(tokens, accepted))
@@ -173,7 +174,7 @@ def test_nobody_goes_on_before_what_refused_drafts_left_is_scrubbed_behind_the_s
     assert behind is not None
     flight.commit(flight.batch, [[10, 11, NOT_FINITE, NOT_FINITE]], [1])
     (seq,) = flight.seqs
-    assert flight.scheduler.schedule_ahead(behind) is None and not seq.is_sound
+    assert schedule_ahead(flight.scheduler, behind) is None and not seq.is_sound
     flight.commit(behind, [[20, 21, 22, 23]], [3])
     assert not seq.is_sound
     known = set(seq.pages[: seq.num_computed])
