@@ -178,7 +178,7 @@ class Bench:
         runner = self._core.runner
 
         def launch() -> PendingStep:
-            pending = runner.launch(self._arrays(batch))
+            pending = runner.launch(runner.layout.build(batch))
             runner.forward.pending_context.write()
             return pending
 

@@ -32,11 +32,11 @@ class Scheduler:
     written to a page that is cached or shared. Queries and hits count the prompt tokens of first admissions.
 
     `running` is in order of arrival, and everything in it is older than everything in `waiting`. A step is committed
-    before the next one is scheduled; but the step behind it (`overlap`) may be launched before that, and then steps are committed
-    one behind. Who leaves meanwhile, or is computed anew, has rows in a step that nobody has read yet: they are dropped
-    at its commit. Such rows are written past the last token that is known here, so past all that is cached, and before
-    whatever a later step writes, for a device works in order: the pages may be another's at once. But what is written
-    there may be NaN, so those pages count as not sound.
+    before the next one is scheduled. The step behind it (`overlap`) may be launched before that, and then steps are
+    committed one behind. A sequence that ends, aborts or is preempted meanwhile still has rows in the step in flight,
+    and `commit` ignores them. Such rows are written past the last token that is known here, so past all cached pages.
+    A later step overwrites them, because a device works in order, so the pages may be reused at once. These rows may be
+    NaN, so their pages count as not sound.
 
     A sequence whose logits are not finite ends with an error, and so does one that raises an exception, see `drop`.
     """

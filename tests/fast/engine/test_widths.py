@@ -18,7 +18,7 @@ from app.engine.core import EngineCore
 from app.engine.dflash.policy import Policy, Widths
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch
-from app.engine.step.inputs import StepInputs
+from app.engine.step.runner import PendingStep
 from app.messages import EngineConfig, Request, SamplingParams, StepOutput
 from tests.fast.engine.lossless import demo_prompts
 from tests.fast.engine.pairs import make_pair
@@ -65,16 +65,15 @@ def test_tokens_do_not_depend_on_how_many_drafts_are_verified(
 def blocks_drafted(core: EngineCore) -> list[tuple[int, int]]:
     """From now on of every step that drafts: the rows that the policy wants blocks to have, and those they have."""
     drafted: list[tuple[int, int]] = []
-    build = core.runner._inputs
+    launch = core.launch
 
-    def inputs(batch: Batch) -> StepInputs:
-        made = build(batch)
-        if made.draft:
-            (rows,) = set(made.draft.group.query_lens)
+    def noted(batch: Batch) -> PendingStep:
+        if draft := core.runner.layout.build(batch).draft:
+            (rows,) = set(draft.group.query_lens)
             drafted.append((batch.least_block, rows))
-        return made
+        return launch(batch)
 
-    core.runner._inputs = inputs  # type: ignore[method-assign]
+    core.launch = noted  # type: ignore[method-assign]
     return drafted
 
 
