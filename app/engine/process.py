@@ -175,7 +175,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         device=engine.device,
         dtype=engine.dtype,
         block_size=sizes.block_size,
-        taps=list(draft.taps) if draft else [],
+        taps=list(draft.target_layer_ids) if draft else [],
         page_size=sizes.page_size,
         num_pages=engine.core.scheduler.pool.num_usable,
         max_model_len=sizes.max_model_len,

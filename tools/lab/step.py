@@ -30,7 +30,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.models.config import read_config
 from app.engine.models.kv_pool import bytes_per_token
 from app.engine.models.loader import SafetensorsWeights
-from app.engine.models.qwen3 import qwen3_config
+from app.engine.models.qwen3 import Qwen3
 from app.messages import EngineConfig
 from tools.lab.publish import Verdict, publish
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
@@ -172,7 +172,7 @@ def _kv_memory(options: argparse.Namespace, target: Path, draft: Path | None) ->
     backend = make_backend(options.device)
     if backend.device.type != "cpu":
         return None
-    decoders = [qwen3_config(read_config(target))]
+    decoders = [Qwen3.read_config(read_config(target))]
     block_size = 1
     if draft:
         draft_config = DFlashConfig.from_json(read_config(draft), decoders[0])

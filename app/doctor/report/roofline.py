@@ -90,7 +90,7 @@ def layer_weights(decoder: DecoderConfig) -> int:
 def context_kv(draft: DFlashConfig, rows: int) -> Work:
     decoder = draft.decoder
     kv = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
-    weights = decoder.hidden_size * (len(draft.taps) * decoder.hidden_size + kv)
+    weights = decoder.hidden_size * (len(draft.target_layer_ids) * decoder.hidden_size + kv)
     return Work(NUMBER_BYTES * weights, 2 * rows * weights)
 
 

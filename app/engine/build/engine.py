@@ -23,7 +23,8 @@ from app.engine.models.config import DecoderConfig, read_config
 from app.engine.models.kv_pool import KvPool, bytes_per_token
 from app.engine.models.layers import RotaryTable
 from app.engine.models.loader import OpenWeights, SafetensorsWeights, Weights
-from app.engine.models.qwen3 import Qwen3, qwen3_config
+from app.engine.models.registry import target_class
+from app.engine.models.target import Target
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.schedule.page_pool import PagePool
@@ -75,7 +76,9 @@ def build_engine(
 
 
 def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights) -> Engine:
-    target_config = qwen3_config(read_config(config.target))
+    raw_target = read_config(config.target)
+    family = target_class(raw_target)
+    target_config = family.read_config(raw_target)
     draft_config = None
     if config.draft is not None:
         draft_config = DFlashConfig.from_json(read_config(config.draft), target_config, config.block_size)
@@ -92,7 +95,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
         check_attention(backend, decoder, sizes.page_size, block_size, dtype)
 
-    target, draft = _load(config, target_config, draft_config, dtype, backend, on_progress, open_weights)
+    target, draft = _load(config, family, target_config, draft_config, dtype, backend, on_progress, open_weights)
     sampler = Sampler(target_config.vocab_size, backend)
     counts = TokenCounts(sizes.max_num_seqs, target_config.vocab_size, backend)
     max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
@@ -151,13 +154,14 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
 
 def _load(
     config: EngineConfig,
+    family: type[Target],
     target_config: DecoderConfig,
     draft_config: DFlashConfig | None,
     dtype: torch.dtype,
     backend: Backend,
     on_progress: Progress,
     open_weights: OpenWeights,
-) -> tuple[Qwen3, DFlashModel | None]:
+) -> tuple[Target, DFlashModel | None]:
     """Both models' weights. The draft's files are opened, and refused if they must be, before the target is read."""
 
     def opened(folder: Path, stage: str) -> Weights:
@@ -167,7 +171,7 @@ def _load(
     draft_weights = opened(config.draft, "draft") if config.draft else None
     if draft_weights:
         check_tensor_names(draft_weights.names)
-    target = Qwen3(target_config, target_weights, backend, draft_config.taps if draft_config else ())
+    target = family(target_config, target_weights, backend, draft_config.target_layer_ids if draft_config else ())
     target_weights.close()
     if draft_config is None or draft_weights is None:
         return target, None

@@ -10,30 +10,26 @@ import hashlib
 import importlib
 import os
 import platform
-import secrets
 import subprocess
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from app.engine.backend.torch import TorchBackend
-from app.engine.compile.backend import Exported
 from app.engine.compile.cache import load_package
-from app.engine.models.kv_pool import KvPool
 
 _SOURCES = Path(__file__).parents[1]
 
 
 class Compiled:
-    """`function` of the tensors that it is given, of the weights that `seq_ids` hold, and of KV pools, compiled.
+    """A function of tensors, of a model's weights and of KV pools, compiled.
 
-    `settings` have all numbers in `function` that are no tensors, and `open_sizes` has for each example of an argument
-    the dimensions that differ from call to call.
+    `settings` have all numbers in `function` that are no tensors. `open_sizes` has for each example of an argument the
+    dimensions that differ from call to call. Weights are inputs of the compiled code, so a package holds none.
     """
 
     def __init__(
@@ -41,31 +37,20 @@ class Compiled:
         name: str,
         settings: object,
         function: Callable[..., Any],
-        seq_ids: Sequence[object],
+        model: nn.Module,
         pools: Sequence[Tensor],
         examples: Sequence[Tensor],
         open_sizes: Sequence[Sequence[int]],
         folder: Path,
     ) -> None:
         inductor = importlib.import_module("torch._inductor")
-        places = list(_tensors_of(seq_ids))
-        weights = list({id(place.tensor): place.tensor for place in places}.values())
-        numbers = {id(weight): i for i, weight in enumerate(weights)}
-        backends = [(owner, owner._backend) for owner in _objects_of(seq_ids) if hasattr(owner, "_backend")]
+        names = [f"model.{key}" for key, _ in model.named_parameters()]
+        weights = list(model.parameters())
+        step = _Step(function, model)
 
-        class Step(torch.nn.Module):
+        class Exported(nn.Module):
             def forward(self, arguments: list[Tensor], weights: list[Tensor], pools: list[Tensor]) -> Any:
-                for owner, _ in backends:
-                    owner._backend = Exported(torch.device("cpu"))
-                for place in places:
-                    place.put(weights[numbers[id(place.tensor)]])
-                try:
-                    return function(pools, *arguments)
-                finally:
-                    for place in places:
-                        place.put(place.tensor)
-                    for owner, backend in backends:
-                        owner._backend = backend
+                return torch.func.functional_call(step, dict(zip(names, weights, strict=True)), (pools, *arguments))
 
         package = folder / f"{name}-{_digest(settings, [*examples, *weights, *(pool[:1] for pool in pools)])}.pt2"
 
@@ -75,19 +60,19 @@ class Compiled:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 exported = torch.export.export(
-                    Step(),
+                    Exported(),
                     (list(examples), weights, list(pools)),
                     dynamic_shapes=(sizes, [None] * len(weights), pool_sizes),
                     strict=False,
                 )
                 if exported.constants:  # they would be what they are now for whoever finds the package
                     raise RuntimeError(f"{name}: {', '.join(exported.constants)} would be compiled in")
-                unfinished = package.with_suffix(f".{secrets.token_hex(4)}.pt2")
+                unfinished = Path(tempfile.mkdtemp()) / package.name
                 # Headers that are compiled beforehand save seconds, and leave hundreds of MB in /tmp for ever.
                 headers = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers")
                 with inductor.config.patch(dict.fromkeys(headers, False)):
                     inductor.aoti_compile_and_package(exported, package_path=str(unfinished))
-            unfinished.replace(package)
+            unfinished.replace(package)  # so no other process sees half of it
 
         if not package.exists():
             compile_it()
@@ -98,8 +83,7 @@ class Compiled:
             compile_it()
             self._run = load_package(package)
         self._kept = [*weights, *pools]
-        # It would refuse sizes of 1, for what was exported with 2: that those work,
-        # tests/devices/compile/test_compiled.py says.
+        # The check would refuse sizes of 1, because 2 was exported; tests/devices/compile/test_compiled.py runs them.
         os.environ.pop("AOTI_RUNTIME_CHECK_INPUTS", None)
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
@@ -107,47 +91,21 @@ class Compiled:
         return results
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where an object holds a tensor."""
+class _Step(nn.Module):
+    """`function` as a module, whose weights are `model`'s."""
 
-    holder: dict[str, Any]
-    name: str
-    tensor: Tensor
+    def __init__(self, function: Callable[..., Any], model: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.model = model
 
-    def put(self, tensor: Tensor) -> None:
-        self.holder[self.name] = tensor
-
-
-def _tensors_of(seq_ids: Sequence[object]) -> Iterator[_Place]:
-    for owner in _objects_of(seq_ids):
-        for name, value in vars(owner).items():
-            if isinstance(value, Tensor):
-                yield _Place(vars(owner), name, value)
-
-
-def _objects_of(seq_ids: Sequence[object]) -> Iterator[Any]:
-    """The models' own parts, each once: what hangs on them, but not the backend, nor KV, nor configurations."""
-    seen: set[int] = set()
-    waiting = list(seq_ids)
-    while waiting:
-        owner = waiting.pop()
-        if isinstance(owner, list | tuple):
-            waiting += owner
-        elif _is_part(owner) and id(owner) not in seen:
-            seen.add(id(owner))
-            yield owner
-            waiting += vars(owner).values()
-
-
-def _is_part(value: object) -> bool:
-    ours = type(value).__module__.startswith("app.engine.")
-    return ours and not isinstance(value, TorchBackend | KvPool) and not is_dataclass(value)
+    def forward(self, pools: list[Tensor], *arguments: Tensor) -> Any:
+        return self.function(pools, *arguments)
 
 
 def _digest(settings: object, tensors: Sequence[Tensor]) -> str:
-    """Of all that decides what is compiled: settings and shapes, the engine's own code, PyTorch and the compiler, the
-    processor, and the threads that loops are cut for."""
+    """Return a hash of all that decides the compiled code: settings and shapes, the engine's own sources, PyTorch and
+    the compiler, the processor, and the threads that loops are cut for."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout
     what = hashlib.sha256(f"{settings!r} {torch.__version__} {torch.get_num_threads()} {os.cpu_count()}".encode())
     what.update(version + _processor())

@@ -1,4 +1,4 @@
-"""The backend of what `--compile` compiles, and what stands in for it while torch.export watches."""
+"""The backend of what `--compile` compiles. While torch.export traces it, plans are Padded and KV has no pages."""
 
 from dataclasses import dataclass
 
@@ -18,6 +18,19 @@ class OneCall:
     max_kv: int
 
 
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """One call in tensors alone.
+
+    `pages` [S, P] int32 hold a sequence's tokens, `mask` [S, 1, G * Q, L] is 0 where a row may look and -inf elsewhere,
+    and `places` [T] are where the rows stand among the S * Q padded ones; None where nothing is padded.
+    """
+
+    pages: Tensor
+    mask: Tensor
+    places: Tensor | None
+
+
 class CompiledBackend(TorchBackend):
     """Plain operators, which inductor fuses by itself, over weights laid out as a CPU's."""
 
@@ -34,45 +47,34 @@ class CompiledBackend(TorchBackend):
             return OneCall(max(meta.query_lens), max(meta.host_seq_lens))
         return super().plan_attention(meta, group)
 
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        """Write pages, or slots [slots, kv_heads, D] of a traced step."""
+        if kv.k.dim() == 3:
+            kv.k.index_put_((slot_mapping,), k_thd)
+            kv.v.index_put_((slot_mapping,), v_thd)
+        else:
+            super().write_kv(k_thd, v_thd, kv, slot_mapping)
+
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
+        if isinstance(meta.plan, Padded):
+            return _padded_attention(q_thd, kv, meta.plan, meta.page_size)
         if isinstance(meta.plan, OneCall):  # and yet by operators; all layers have the same plan
             meta.plan = super().plan_attention(meta, q_thd.shape[1] // kv.k.shape[2])
         return self.attend(q_thd, kv, meta.plan)
 
 
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """One call in tensors alone.
-
-    `pages` [S, P] int32 hold a sequence's tokens, `mask` [S, 1, G * Q, L] is 0 where a row may look and -inf elsewhere,
-    and `places` [T] are where the rows stand among the S * Q padded ones; None where nothing is padded.
-    """
-
-    pages: Tensor
-    mask: Tensor
-    places: Tensor | None
-
-
-class Exported(CompiledBackend):
-    """The same while torch.export watches: K and V of a layer are [slots, kv_heads, D], and a plan is Padded."""
-
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
-        kv.k.index_put_((slot_mapping,), k_thd)
-        kv.v.index_put_((slot_mapping,), v_thd)
-
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
-        one: Padded = meta.plan
-        heads, dim = q_thd.shape[1:]
-        kv_heads, num_seqs = kv.k.shape[-2], one.pages.shape[0]
-        group = heads // kv_heads
-        max_q = one.mask.shape[2] // group
-        q = q_thd
-        if one.places is not None:
-            q = q_thd.new_zeros(num_seqs * max_q, heads, dim).index_put((one.places,), q_thd)
-        q = q.view(num_seqs, max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, -1, dim)
-        slot_mapping = one.pages.unsqueeze(2) * meta.page_size + torch.arange(meta.page_size, dtype=torch.int32)
-        slot_mapping = slot_mapping.flatten(1)[:, : one.mask.shape[3]]
-        k, v = (pool[slot_mapping].transpose(1, 2) for pool in (kv.k, kv.v))
-        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=one.mask)
-        o = o.view(num_seqs, kv_heads, group, max_q, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
-        return o if one.places is None else o[one.places]
+def _padded_attention(q_thd: Tensor, kv: LayerKv, plan: Padded, page_size: int) -> Tensor:
+    heads, dim = q_thd.shape[1:]
+    kv_heads, num_seqs = kv.k.shape[-2], plan.pages.shape[0]
+    group = heads // kv_heads
+    max_q = plan.mask.shape[2] // group
+    q = q_thd
+    if plan.places is not None:
+        q = q_thd.new_zeros(num_seqs * max_q, heads, dim).index_put((plan.places,), q_thd)
+    q = q.view(num_seqs, max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, -1, dim)
+    slot_mapping = plan.pages.unsqueeze(2) * page_size + torch.arange(page_size, dtype=torch.int32)
+    slot_mapping = slot_mapping.flatten(1)[:, : plan.mask.shape[3]]
+    k, v = (pool[slot_mapping].transpose(1, 2) for pool in (kv.k, kv.v))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask)
+    o = o.view(num_seqs, kv_heads, group, max_q, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
+    return o if plan.places is None else o[plan.places]

@@ -1,62 +1,58 @@
-"""The packages that `--compile` makes: the folder that keeps them, and loading one, so that nothing is left behind."""
+"""The folder that keeps the packages of `--compile`. Code is loaded from it, so it must belong to this user alone."""
 
 import contextlib
 import importlib
-import math
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app.engine.errors import UnsupportedError
-
-_MOST_OF_A_NAME = 8
-_AT_WORK_SECONDS = 3600.0
-"""Nobody makes or loads a package for longer: what is older belongs to a process that was killed."""
-_PREFIX = "dflash-compiled-"
-_WHOLE = re.compile(r"(\w+)-[0-9a-f]{16}\.pt2")
-_UNFINISHED = re.compile(r"\w+-[0-9a-f]{16}\.[0-9a-f]+\.pt2")
+MAX_OF_A_NAME = 8
+"""Packages kept of each function: shapes, settings and releases that a machine is likely to change between."""
+AT_WORK_SECONDS = 3600.0
+"""No engine takes longer to compile or load, so an older file belongs to a process that was killed."""
+_WORK = "work-"
+_PACKAGE = re.compile(r"(\w+)-[0-9a-f]{16}\.pt2")
 
 
 @contextlib.contextmanager
-def kept_packages() -> Iterator[Path]:
-    """A folder of this user's alone, for code is loaded from it; where the usual one cannot be written, a new one that
-    is removed at the end. What no engine will use again is removed too. Raises UnsupportedError where PyTorch would
-    take another user's code for its own."""
-    _take_torch_folder()
-    folder = _usual_folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as new:
-            yield Path(new)
-    else:
-        try:
-            yield folder
-        finally:
-            with contextlib.suppress(OSError):
-                _tidy(folder)
-    _remove_leavings()
+def compile_cache() -> Iterator[Path]:
+    """Yield the folder of packages. PyTorch's own files lie inside it meanwhile, and are removed at the end.
+
+    Where the user's folder cannot be used safely, it is a new one that is removed at the end. So no code of another
+    user is ever taken, and a process that is killed leaves nothing outside the folder.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def temporary(where: Path | None, prefix: str) -> str:
+            made = tempfile.TemporaryDirectory(dir=where, prefix=prefix, ignore_cleanup_errors=True)
+            return stack.enter_context(made)
+
+        folder = _own_folder() or Path(temporary(None, "dflash-compiled-"))
+        stack.callback(_tidy, folder)
+        stack.enter_context(_temporary_files_in(temporary(folder, _WORK)))
+        yield folder
 
 
 def load_package(package: Path) -> Callable[..., Any]:
-    """The function that was compiled. Raises RuntimeError for a package that is broken, or made for other libraries.
+    """Return the compiled function. Raises RuntimeError for a package that is broken or made for other libraries.
 
-    PyTorch unpacks it into a temporary folder, and removes that when the process ends by itself, not when it is killed.
-    What is loaded is mapped and needs no file, so the folder goes at once.
+    PyTorch unpacks it into the folder of temporary files. The code is mapped, and needs no file afterwards.
     """
     with contextlib.suppress(OSError):
         os.utime(package)  # The last use counts.
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder, _temporary_files_in(folder):
-        loaded = importlib.import_module("torch._inductor").aoti_load_package(str(package))
-    run: Callable[..., Any] = loaded.loader.boxed_run
+    run: Callable[..., Any] = (
+        importlib.import_module("torch._inductor").aoti_load_package(str(package)).loader.boxed_run
+    )
     return run
 
 
-def _usual_folder() -> Path | None:
+def _own_folder() -> Path | None:
     with contextlib.suppress(OSError, RuntimeError):  # Path.home() raises RuntimeError for a user without one.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,76 +64,45 @@ def _usual_folder() -> Path | None:
 
 
 def _owners_above(folder: Path) -> set[int]:
-    """Who could put another folder in its place."""
+    """Return the users that could put another folder in its place."""
     return {path.stat().st_uid for path in folder.resolve().parents}
-
-
-def _take_torch_folder() -> None:
-    """PyTorch compiles in a folder with a name that anybody knows, and takes what lies there for its own: it must be
-    ours before that, and then it stays ours in a sticky /tmp."""
-    usual = importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
-    for folder in {Path(usual), Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or usual)}:
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.lstat()
-            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-                raise PermissionError
-            folder.chmod(0o700)
-        except OSError:
-            raise UnsupportedError(
-                f"--compile: {folder} is not this user's own folder. Set TMPDIR (or TORCHINDUCTOR_CACHE_DIR) to one."
-            ) from None
 
 
 @contextlib.contextmanager
 def _temporary_files_in(folder: str) -> Iterator[None]:
-    """Where PyTorch's c10::make_tempdir makes folders."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = folder
+    """Let PyTorch's Python and C++ put temporary files, and compiled code, into `folder` alone."""
+    names, tempdir = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), tempfile.tempdir
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, folder))
+    tempfile.tempdir = folder
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+        tempfile.tempdir = tempdir
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _tidy(folder: Path) -> None:
-    """Remove unfinished packages, and of each name all but those that were used last. Only what nobody has touched for
-    a while: other servers may just be starting."""
-    last_used: dict[str, list[tuple[float, Path]]] = {}
-    for path in folder.iterdir():
-        if whole := _WHOLE.fullmatch(path.name):
-            last_used.setdefault(whole[1], []).append((_modified(path), path))
-        elif _UNFINISHED.fullmatch(path.name):
-            _remove_if_old(path)
-    for packages in last_used.values():
-        for _, path in sorted(packages, reverse=True)[_MOST_OF_A_NAME:]:
-            _remove_if_old(path)
-
-
-def _remove_leavings() -> None:
-    """Of processes of this user that were killed while they loaded."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_uid == os.getuid():
+    """Remove what processes that were killed left, and of each name all packages but those that were used last."""
+    last_used: dict[str, list[tuple[float, Path]]] = defaultdict(list)
+    with contextlib.suppress(OSError):  # Another process may remove the same files.
+        for path in folder.iterdir():
+            if package := _PACKAGE.fullmatch(path.name):
+                last_used[package[1]].append((path.stat().st_mtime, path))
+            elif path.name.startswith(_WORK):
+                _remove_if_old(path)
+        for packages in last_used.values():
+            for _, path in sorted(packages, reverse=True)[MAX_OF_A_NAME:]:
                 _remove_if_old(path)
 
 
 def _remove_if_old(path: Path) -> None:
-    if time.time() - _modified(path) < _AT_WORK_SECONDS:
+    if time.time() - path.lstat().st_mtime < AT_WORK_SECONDS:  # Other servers may just be starting.
         return
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _modified(path: Path) -> float:
-    """When it was last written or used; infinity if somebody has just removed it."""
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return math.inf
+        path.unlink(missing_ok=True)

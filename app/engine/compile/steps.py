@@ -13,7 +13,7 @@ from torch import Tensor
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.compile.aot import Compiled, compiler
 from app.engine.compile.backend import OneCall, Padded
-from app.engine.compile.cache import kept_packages
+from app.engine.compile.cache import compile_cache
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
@@ -39,7 +39,7 @@ def compile_stages(
     drafter = forward.drafter if isinstance(forward.drafter, DFlashDrafter) else None
     total = 3 if drafter else 1
     on_compiled(0, total)
-    with kept_packages() as folder:
+    with compile_cache() as folder:
         forward.fused_forward = _target(forward, pools[0], folder)
         on_compiled(1, total)
         if drafter:
@@ -124,8 +124,8 @@ def _target(forward: Forward, pool: KvPool, folder: Path) -> Callable[[Tensor, T
         tokens=_zeros(max_kv),
     )
     kept = [*_flat(pool), *forward.rotary.tables]
-    settings = (config, model.taps, page_size)
-    run = Compiled("target", settings, target_step, [model], kept, examples, _all_open(examples), folder)
+    settings = (config, model.target_layer_ids, page_size)
+    run = Compiled("target", settings, target_step, model, kept, examples, _all_open(examples), folder)
     numbers = torch.arange(len(forward.rotary.tables[0]), dtype=torch.int32)
 
     def fused(token_ids: Tensor, inputs: TargetTensors, chooses: bool) -> Forwarded | None:
@@ -196,7 +196,7 @@ def _draft(
         tokens=_zeros(max_kv),
     )
     kept = [*_flat(pool), *drafter.rotary.tables]
-    run = Compiled("draft", (config, page_size), propose, [model], kept, examples, _all_open(examples), folder)
+    run = Compiled("draft", (config, page_size), propose, model, kept, examples, _all_open(examples), folder)
     numbers = torch.arange(len(drafter.rotary.tables[0]), dtype=torch.int32)
 
     def fused(inputs: DraftTensors) -> Tensor | None:
@@ -214,18 +214,14 @@ def _draft(
 
 def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Tensor, Tensor, Tensor], None]:
     """`DFlashDrafter.fused_write`."""
-    context = drafter.context
-    own_pool, layers = context.pool, [part.view(-1, *part.shape[2:]) for part in (pool.all_layers.k, pool.all_layers.v)]
+    context, layers = drafter.context, [pool.all_layers.k.flatten(0, 1), pool.all_layers.v.flatten(0, 1)]
 
     def write(
         flat: list[Tensor], features: Tensor, positions: Tensor, slot_mapping: Tensor, first_slots: Tensor
     ) -> Tensor:
         k, v, cos, sin = flat
-        context.pool = _AllLayers(LayerKv(k, v), first_slots)
-        try:
-            context.write(features, rotation_at((cos, sin), positions), slot_mapping)
-        finally:
-            context.pool = own_pool
+        slots = (slot_mapping[:, None] + first_slots).flatten()
+        context.write(features, rotation_at((cos, sin), positions), LayerKv(k, v), slots)
         return slot_mapping
 
     rows = 6
@@ -237,7 +233,7 @@ def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Te
     ]
     kept = [*layers, *drafter.rotary.tables]
     open_sizes = [[0], [0], [0], []]
-    run = Compiled("context", drafter.model.config, write, [context], kept, examples, open_sizes, folder)
+    run = Compiled("context", drafter.model.config, write, context, kept, examples, open_sizes, folder)
 
     def fused(features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         run(features, positions, slot_mapping, first_slots)
@@ -272,14 +268,3 @@ class _Layers:
     @staticmethod
     def of(flat: Sequence[Tensor]) -> Any:
         return _Layers([LayerKv(k, v) for k, v in zip(flat[::2], flat[1::2], strict=True)])
-
-
-@dataclass(frozen=True, slots=True)
-class _AllLayers:
-    """A KvPool as the context sees it."""
-
-    all_layers: LayerKv
-    first_slots: Tensor
-
-    def slots_in_all_layers(self, slot_mapping: Tensor) -> Tensor:
-        return (slot_mapping[:, None] + self.first_slots).flatten()

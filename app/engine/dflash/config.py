@@ -13,16 +13,17 @@ _KINDS = {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """`block_size` is the anchor plus the drafts; `taps` are the target's layers whose residual stream is read."""
+    """Shape of a draft. `block_size` is the anchor plus the drafts; after the layers `target_layer_ids` of the target
+    the residual stream is read."""
 
     decoder: DecoderConfig
     block_size: int
-    taps: tuple[int, ...]
+    target_layer_ids: tuple[int, ...]
     mask_token_id: int
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], target: DecoderConfig, block_size: int | None = None) -> "DFlashConfig":
-        """`block_size` asks for a smaller block than the checkpoint was trained with; None takes the checkpoint's.
+        """Return the shape of a draft. A smaller `block_size` than the trained one may be given; None takes that one.
 
         Raises UnsupportedError naming the field that we would run wrongly or that does not fit the target.
         """
@@ -35,11 +36,11 @@ class DFlashConfig:
             raise UnsupportedError(
                 f"{_WHERE}: block_size is {trained} in config.json and {dflash['block_size']} in its dflash_config"
             )
-        taps = dflash.get("target_layer_ids") or _default_taps(decoder.num_layers, target.num_layers)
+        layer_ids = dflash.get("target_layer_ids") or _default_layer_ids(decoder.num_layers, target.num_layers)
         return cls(
             decoder=decoder,
             block_size=_block_size(trained, block_size),
-            taps=_taps(taps, target.num_layers),
+            target_layer_ids=_target_layer_ids(layer_ids, target.num_layers),
             mask_token_id=_mask_token_id(dflash.get("mask_token_id", raw.get("mask_token_id")), target.vocab_size),
         )
 
@@ -91,7 +92,7 @@ def _block_size(trained: Any, wanted: int | None) -> int:
     return wanted or trained
 
 
-def _taps(ids: Any, num_target_layers: int) -> tuple[int, ...]:
+def _target_layer_ids(ids: Any, num_target_layers: int) -> tuple[int, ...]:
     field = f"{_WHERE}: dflash_config.target_layer_ids"
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise UnsupportedError(f"{field} must be a list of layer numbers, found {ids!r}")
@@ -102,8 +103,8 @@ def _taps(ids: Any, num_target_layers: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _default_taps(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The method's default: the middle layer, or as many as the draft has layers, evenly from 1 to N - 3."""
+def _default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
+    """Return the method's default: the middle layer, or one per draft layer, evenly from 1 to N - 3."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4

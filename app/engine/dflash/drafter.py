@@ -28,7 +28,7 @@ class Drafter(Protocol):
         ...
 
     def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
-        """Take in the features [T, taps * H] of all target rows of the step."""
+        """Take in the features [T, layers * H] of all target rows of the step."""
         ...
 
 
@@ -46,7 +46,7 @@ class DFlashDrafter:
         self.rotary = rotary
         self._sampler = sampler
         self._backend = backend
-        self.context = ContextKv(model, pool, backend)
+        self.context = ContextKv(model, backend)
         self.fused_write: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.decoder = model.config.decoder
 
@@ -68,4 +68,5 @@ class DFlashDrafter:
         if self.fused_write:
             self.fused_write(features, positions, slot_mapping)
         else:
-            self.context.write(features, self.rotary.at(positions), slot_mapping)
+            slots = self._pool.slots_in_all_layers(slot_mapping)
+            self.context.write(features, self.rotary.at(positions), self._pool.all_layers, slots)

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.engine.backend.base import Backend
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import DecoderLayer, StepRows, add_norm
+from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen
 from app.engine.models.loader import Weights
 
 _TENSOR_NAME = re.compile(
@@ -20,8 +20,8 @@ _TENSOR_NAME = re.compile(
 
 
 def check_tensor_names(names: Iterable[str]) -> None:
-    """Raises UnsupportedError for a tensor that only other drafts have: reduced vocabularies (d2t), in-block
-    convolutions, candidate selectors, biases. Run without it, such a draft loses its acceptance silently."""
+    """Raises UnsupportedError for a tensor of another variant of DFlash: a reduced vocabulary (d2t), an in-block
+    convolution, a candidate selector, a bias. Without it the draft would lose its acceptance silently."""
     unknown = sorted(name for name in names if not _TENSOR_NAME.fullmatch(name))
     if unknown:
         raise UnsupportedError(
@@ -29,40 +29,41 @@ def check_tensor_names(names: Iterable[str]) -> None:
         )
 
 
-class DFlashModel:
-    """Qwen3-style layers over a block, plus `fc` and `hidden_norm` that turn features into context.
+class DFlashModel(nn.Module):
+    """Layers with q and k norms over a block, plus `fc` and `hidden_norm` that turn features into context.
 
-    A draft that brings an embedding or an lm_head of its own keeps it; otherwise the target's serve.
+    A draft with an embedding or an lm_head of its own keeps it; otherwise those of the target serve (DFlash, arXiv
+    2602.06036).
     """
 
     def __init__(
-        self, config: DFlashConfig, weights: Weights, backend: Backend, embedding: Tensor, lm_head: Tensor
+        self, config: DFlashConfig, weights: Weights, backend: Backend, embedding: nn.Parameter, lm_head: nn.Parameter
     ) -> None:
+        super().__init__()
         decoder = config.decoder
         hidden, vocab = decoder.hidden_size, decoder.vocab_size
         self.config = config
-        self.fc = backend.pack_weight(weights.get("fc.weight", hidden, len(config.taps) * hidden))
-        self.hidden_norm = weights.get("hidden_norm.weight", hidden)
-        self.layers = [DecoderLayer(decoder, weights, f"layers.{i}", backend) for i in range(decoder.num_layers)]
-        self._norm = weights.get("norm.weight", hidden)
-        self.embedding = _own("embed_tokens.weight", weights, embedding, vocab, hidden)
-        self.lm_head = _own("lm_head.weight", weights, lm_head, vocab, hidden)
-        if self.lm_head is not lm_head:
-            self.lm_head = backend.pack_weight(self.lm_head)
+        self.fc = frozen(backend.pack_weight(weights.get("fc.weight", hidden, len(config.target_layer_ids) * hidden)))
+        self.hidden_norm = frozen(weights.get("hidden_norm.weight", hidden))
+        self.layers = nn.ModuleList(
+            DecoderLayer(decoder, weights, f"layers.{i}", backend, qk_norm=True) for i in range(decoder.num_layers)
+        )
+        self.norm = frozen(weights.get("norm.weight", hidden))
+        self.embedding, self.lm_head = embedding, lm_head
+        if "embed_tokens.weight" in weights:
+            self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
+        if "lm_head.weight" in weights:
+            self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", vocab, hidden)))
         if "embed_tokens.weight" in weights and "lm_head.weight" not in weights and decoder.tie_word_embeddings:
             raise UnsupportedError("draft: an lm_head tied to an embedding of its own is not supported yet")
         self._backend = backend
 
     def forward(self, embedded: Tensor, rows: StepRows, pool: KvPool) -> Tensor:
-        """Embedded blocks [D * b, H] -> hidden states after the final norm [D * b, H].
+        """Return the hidden states after the final norm [D * b, H] of embedded blocks [D * b, H].
 
-        Reads the context's K/V from the pool, and writes the block's own past it, where the context will grow.
+        Attention reads the context's K and V in the pool. The block's own are written past it, where the context grows.
         """
         hidden, residual = embedded, None
         for layer, kv in zip(self.layers, pool.layers, strict=True):
             hidden, residual = layer.forward(*layer.enter(hidden, residual), rows, kv)
-        return add_norm(self._backend, hidden, residual, self._norm, self.config.decoder.rms_norm_eps)[0]
-
-
-def _own(name: str, weights: Weights, shared: Tensor, *shape: int) -> Tensor:
-    return weights.get(name, *shape) if name in weights else shared
+        return add_norm(self._backend, hidden, residual, self.norm, self.config.decoder.rms_norm_eps)[0]

@@ -1,1 +1,1 @@
-"""Target models: one file each. `load_target` picks by the config's `model_type`."""
+"""Target models. `registry` picks a class by the config's `model_type`; `layers` has what targets and drafts share."""

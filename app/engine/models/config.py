@@ -1,4 +1,4 @@
-"""The shape of a Qwen3-style decoder, read from a `config.json` and refused by name where we would run it wrongly."""
+"""The shape of a dense decoder, read from a `config.json` and refused by name where we would run it wrongly."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from app.engine.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes shared by the target and the draft; `dtype` is the checkpoint's own name for it, such as "bfloat16"."""
+    """Sizes of a target or a draft. `dtype` is the checkpoint's own name of it, like "bfloat16"."""
 
     hidden_size: int
     intermediate_size: int
@@ -27,9 +27,13 @@ class DecoderConfig:
     dtype: str
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any], where: str) -> "DecoderConfig":
-        """Raises UnsupportedError naming the field. `where` says whose config it is, for the message."""
-        _refuse_variants(raw, where)
+    def from_json(cls, raw: Mapping[str, Any], where: str, supports: frozenset[str] = frozenset()) -> "DecoderConfig":
+        """Return the sizes in a config.json. `where` says whose config it is, for the message.
+
+        Raises UnsupportedError naming a field that would be run wrongly. A model class names in `supports` the fields
+        of variants that it implements itself.
+        """
+        _refuse_variants(raw, where, supports)
         hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
         config = cls(
             hidden_size=hidden,
@@ -56,7 +60,7 @@ class DecoderConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json. Raises UnsupportedError naming the file when it is missing or not a JSON object."""
+    """Return the folder's config.json. Raises UnsupportedError if it is missing or no JSON object."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -67,7 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_variants(raw: Mapping[str, Any], where: str) -> None:
+def _refuse_variants(raw: Mapping[str, Any], where: str, supports: frozenset[str]) -> None:
     layer_types = raw.get("layer_types")
     sliding = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
     refusals = {
@@ -83,7 +87,7 @@ def _refuse_variants(raw: Mapping[str, Any], where: str) -> None:
         "num_experts": bool(raw.get("num_experts")),
     }
     for field, refused in refusals.items():
-        if refused:
+        if refused and field not in supports:
             raise UnsupportedError(f"{where}: {field} = {raw.get(field)!r} is not supported yet")
 
 
@@ -92,7 +96,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
-    """Both dialects: `rope_theta` with `rope_scaling`, and `rope_parameters` that hold the two."""
+    """Return theta in either dialect: `rope_theta` with `rope_scaling`, or `rope_parameters` with both."""
     rope: dict[str, Any] = {}
     for field in ("rope_scaling", "rope_parameters"):
         part = raw.get(field) or {}

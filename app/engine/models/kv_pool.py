@@ -25,7 +25,7 @@ class KvPool:
         self._first_slots = first_slots.to(device)
 
     def slots_in_all_layers(self, slot_mapping: Tensor) -> Tensor:
-        """Slots [T] of one layer as slots [T * layers] of `all_layers`, those of a row in all layers together."""
+        """Return slots [T] of one layer as slots [T * layers] of `all_layers`, all layers of a row together."""
         return (slot_mapping[:, None] + self._first_slots).flatten()
 
     def clear(self, slot_mapping: Tensor) -> None:
@@ -36,4 +36,5 @@ class KvPool:
 
 
 def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of K and V of one token in all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

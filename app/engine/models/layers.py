@@ -1,4 +1,4 @@
-"""The Qwen3-style decoder layer that the target and the draft share, with fused weights.
+"""The pre-norm decoder layer that targets and drafts share, with fused weights.
 
 In the target a row sees the tokens before it; in the draft it sees its whole block and the context. The layer is the
 same: only `AttentionMetadata.causal` and the KV lengths differ.
@@ -7,15 +7,20 @@ same: only `AttentionMetadata.causal` and the KV lengths differ.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.models.config import DecoderConfig
 from app.engine.models.loader import Weights
 
 
+def frozen(weight: Tensor) -> nn.Parameter:
+    """Return a weight as a parameter that is never trained."""
+    return nn.Parameter(weight, requires_grad=False)
+
+
 class RotaryTable:
-    """RoPE for positions [0, length)."""
+    """RoPE (arXiv 2104.09864) for positions [0, length): dim pair i turns by position / theta^(2 i / D)."""
 
     def __init__(self, head_dim: int, theta: float, length: int, dtype: torch.dtype, backend: Backend) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
@@ -23,19 +28,20 @@ class RotaryTable:
         self.tables = backend.rotary_tables(angles, dtype)
 
     def at(self, positions: Tensor) -> Rotation:
-        """For positions [T]."""
+        """Return the rotation at positions [T]."""
         return rotation_at(self.tables, positions)
 
 
 def rotation_at(tables: Rotation, positions: Tensor) -> Rotation:
+    """Return the rows of `Backend.rotary_tables` at positions [T], each [T, 1, ...]."""
     return tuple(table[positions].unsqueeze(1) for table in tables)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """What every layer of one forward reads besides the hidden states: T rows at `slot_mapping` [T].
+    """The T rows of one forward, which all layers read: their rotation, and their slots [T] int32.
 
-    Each of `groups` is attention over the next rows in order, one call each.
+    Each of `groups` is one attention call over the next rows in order.
     """
 
     rotation: Rotation
@@ -43,22 +49,25 @@ class StepRows:
     groups: list[AttentionMetadata]
 
 
-class Attention:
-    """Grouped-query attention with RMSNorm on each q and k head before RoPE."""
+class Attention(nn.Module):
+    """Grouped-query attention. With `qk_norm` RMSNorm is applied to each q and k head before RoPE."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend, *, qk_norm: bool
+    ) -> None:
+        super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         q, k, v = (
             weights.get(f"{prefix}.{name}_proj.weight", size, hidden)
             for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size))
         )
-        q_norm, k_norm = (weights.get(f"{prefix}.{name}_norm.weight", dim) for name in ("q", "k"))
+        norms = [weights.get(f"{prefix}.{name}_norm.weight", dim) for name in ("q", "k")] if qk_norm else []
         if backend.interleaved_rope:
-            q, k, q_norm, k_norm = (with_pairs_adjacent(x, dim) for x in (q, k, q_norm, k_norm))
-        self.qkv = backend.pack_weight(torch.cat((q, k, v)))
-        self.o = backend.pack_weight(weights.get(f"{prefix}.o_proj.weight", hidden, q_size))
-        self.q_norm, self.k_norm = q_norm, k_norm
+            q, k, *norms = (interleaved(x, dim) for x in (q, k, *norms))
+        self.qkv = frozen(backend.pack_weight(torch.cat((q, k, v))))
+        self.o = frozen(backend.pack_weight(weights.get(f"{prefix}.o_proj.weight", hidden, q_size)))
+        self.q_norm, self.k_norm = map(frozen, norms) if qk_norm else (None, None)
         self._q_size = q_size
         self._head_dim = dim
         self._eps = config.rms_norm_eps
@@ -66,10 +75,11 @@ class Attention:
 
     @property
     def kv_weight(self) -> Tensor:
-        """The K and V rows of the fused projection, [2 * kv_heads * D, H]."""
+        """Return the K and V rows of the fused projection, [2 * kv_heads * D, H]."""
         return self.qkv[self._q_size :]
 
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
+        """Return the output projection [T, H] of attention over `kv`, after the rows' own K and V are written there."""
         backend = self._backend
         qkv = backend.linear(x, self.qkv).view(x.shape[0], -1, self._head_dim)
         q = backend.qkv_into_kv(qkv, self.q_norm, self.k_norm, self._eps, rows.rotation, kv, rows.slot_mapping)
@@ -78,26 +88,29 @@ class Attention:
         return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), self.o)
 
 
-class DecoderLayer:
+class DecoderLayer(nn.Module):
     """Norm, attention, norm, gated MLP, with the residual carried beside the hidden states."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend, *, qk_norm: bool
+    ) -> None:
+        super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.attention = Attention(config, weights, f"{prefix}.self_attn", backend)
+        self.attention = Attention(config, weights, f"{prefix}.self_attn", backend, qk_norm=qk_norm)
         gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
-        self.gate_up = backend.pack_weight(torch.cat((gate, up)))
-        self.down = backend.pack_weight(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner))
-        self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
-        self.post_attention_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
+        self.gate_up = frozen(backend.pack_weight(torch.cat((gate, up))))
+        self.down = frozen(backend.pack_weight(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner)))
+        self.input_norm = frozen(weights.get(f"{prefix}.input_layernorm.weight", hidden))
+        self.post_attention_norm = frozen(weights.get(f"{prefix}.post_attention_layernorm.weight", hidden))
         self._eps = config.rms_norm_eps
         self._backend = backend
 
     def enter(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(what `forward` takes, the residual stream before this layer), each [T, H], of what the last layer gave."""
+        """Return (the normed input of `forward`, the residual stream before this layer), each [T, H]."""
         return add_norm(self._backend, hidden, residual, self.input_norm, self._eps)
 
     def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
-        """(output of the MLP, residual stream before it), each [T, H].
+        """Return (output of the MLP, residual stream before it), each [T, H].
 
         The residual stream *after* this layer is their sum; the next norm adds them up.
         """
@@ -106,16 +119,18 @@ class DecoderLayer:
         return self._backend.gated_mlp(normed, self.gate_up, self.down), residual
 
 
-def with_pairs_adjacent(weight: Tensor, dim: int) -> Tensor:
-    """Rows of a projection to heads of `dim` dims, or of their norm: 0, D/2, 1, D/2 + 1, ... of each head. Scores stay
-    what they are when q and k are both in this order."""
+def interleaved(weight: Tensor, dim: int) -> Tensor:
+    """Return a projection [heads * D, H], or a norm [D], with the rows of each head in the order 0, D/2, 1, D/2 + 1 ...
+
+    Attention scores do not change if q and k are both in this order.
+    """
     return weight.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def add_norm(
     backend: Backend, hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of the residual stream, the stream itself); the first layer has no residual yet."""
+    """Return (RMSNorm of the residual stream, the stream itself), each [T, H]. The first layer has no residual yet."""
     if residual is None:
         return backend.rms_norm(hidden, weight, eps), hidden
     return backend.add_rms_norm(hidden, residual, weight, eps)

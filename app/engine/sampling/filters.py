@@ -1,8 +1,8 @@
 """top-k, top-p and min-p over many rows at once, without a sort of the vocabulary.
 
-The order is vLLM's: min-p, top-k, top-p, each over what the one before has left, of logits that were divided by the
-temperature. Most rows need to look at few tokens only (`shortlist`); the rest find thresholds (`keep`). Both keep all
-tokens that tie at an edge: 16-bit logits often do, and who stays must not depend on how a row was looked at.
+The order is vLLM's: min-p, top-k, top-p, each over the tokens that the one before keeps. Logits are already divided by
+the temperature. Most rows look at few tokens only (`shortlist`); the others find thresholds (`keep`). Both keep all
+tokens that tie at an edge: 16-bit logits often tie, and the two ways must keep the same tokens.
 """
 
 from typing import NamedTuple
@@ -12,14 +12,16 @@ from torch import Tensor
 
 SHORTLIST = 128
 _RANGE = 64.0
-"""Tokens that lie this far (in logits) below the best have no mass that fp32 can tell: they stay or go together."""
+"""Tokens this far (in logits) below the best have no mass in fp32, so all of them stay or all go."""
 _HALVINGS = 26
-"""Leave an edge known to 1e-6 of a logit, which is what fp32 tells of it."""
+"""Halvings of 64 logits that leave an edge known to 1e-6, the resolution of fp32."""
 
 
 class Filters(NamedTuple):
-    """Of N rows, fp32 [N]: `top_k` and `top_p` inf and `min_p` 0 keep all. `short`: the host knows that the SHORTLIST
-    best tokens hold all that any row keeps, because every top-k is at most that."""
+    """The filters of N rows, fp32 [N]: `top_k` and `top_p` inf and `min_p` 0 keep all tokens.
+
+    `short` is true if every top-k is at most SHORTLIST, so the SHORTLIST best tokens hold all that any row keeps.
+    """
 
     top_k: Tensor
     top_p: Tensor
@@ -27,13 +29,15 @@ class Filters(NamedTuple):
     short: bool = False
 
     def within(self, part: slice | Tensor) -> "Filters":
-        """Of some of the rows."""
+        """Return the filters of a part of the rows."""
         return Filters(self.top_k[part], self.top_p[part], self.min_p[part], self.short)
 
 
 class Shortlist(NamedTuple):
-    """The C best tokens of N rows: `logits` and `tokens` [N, C], best first, whether each is `kept`, and
-    `complete` [N]: whether all that a row keeps is among them."""
+    """The C best tokens of N rows: `logits` and `tokens` [N, C], best first, and the mask `kept` [N, C].
+
+    `complete` [N] is true if all tokens that a row keeps are among them.
+    """
 
     logits: Tensor
     tokens: Tensor
@@ -42,7 +46,7 @@ class Shortlist(NamedTuple):
 
 
 def shortlist(logits: Tensor, of: Filters, size: int) -> Shortlist:
-    """Logits [N, V] fp32 -> their `size` best, of which the most likely is always kept."""
+    """Return the `size` best of logits [N, V] fp32. The most likely token is always kept."""
     best, tokens = logits.topk(min(size, logits.shape[-1]), dim=-1)
     top_k = of.top_k[:, None]
     few = top_k <= best.shape[1]
@@ -60,7 +64,7 @@ def shortlist(logits: Tensor, of: Filters, size: int) -> Shortlist:
 
 
 def keep(logits: Tensor, of: Filters) -> Tensor:
-    """Whether each token of logits [N, V] fp32 may be drawn, bool [N, V]; the most likely always may."""
+    """Return the mask [N, V] of tokens that may be drawn, for logits [N, V] fp32. The most likely always may."""
     best = logits.max(dim=-1, keepdim=True).values
     kept = logits >= best + of.min_p[:, None].log()
     kept = kept & (logits >= _edge(logits, kept.float(), of.top_k, best))
@@ -69,7 +73,7 @@ def keep(logits: Tensor, of: Filters) -> Tensor:
 
 
 def _edge(logits: Tensor, weight: Tensor, wanted: Tensor, best: Tensor) -> Tensor:
-    """The highest edge [N, 1] at or above which tokens weigh `wanted` [N] or more; -inf where all together do not."""
+    """Return the highest edge [N, 1] at or above which tokens weigh `wanted` [N]; -inf if all tokens weigh less."""
 
     def enough(edge: Tensor) -> Tensor:
         return (weight * (logits >= edge)).sum(dim=-1, keepdim=True) >= wanted[:, None]
@@ -78,7 +82,7 @@ def _edge(logits: Tensor, weight: Tensor, wanted: Tensor, best: Tensor) -> Tenso
     edge = torch.where(enough(low), low, -torch.inf)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        sits = enough(middle)
-        low, high = torch.where(sits, middle, low), torch.where(sits, high, middle)
+        holds = enough(middle)
+        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
     edge = torch.where(edge.isinf(), edge, low)
     return torch.where(enough(best), best, edge)

@@ -16,14 +16,14 @@ _MASK = 0xFFFFFFFF
 
 
 def noise_states(seed: int, first: int, count: int) -> Ints:
-    """The states [count] of draws of tokens `first`, `first` + 1 ... of a request with this unsigned 64-bit seed."""
+    """Return the states [count] int32 of draws of tokens `first`, `first` + 1 ... for an unsigned 64-bit seed."""
     key = _mix(np.uint32(seed & _MASK ^ GOLDEN)) ^ np.uint32(seed >> 32)
     states = _mix(_mix(key) ^ np.arange(first, first + count, dtype=np.uint32))
     return np.asarray(states).view(np.int32)
 
 
 def signed(x: int) -> int:
-    """An unsigned 32-bit number as int32 stores it."""
+    """Return an unsigned 32-bit number as int32 stores it."""
     return x - (1 << 32) if x >> 31 else x
 
 

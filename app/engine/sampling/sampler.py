@@ -1,8 +1,8 @@
-"""The target's own choice for a row: argmax, or argmax of logits / T + Gumbel noise that depends on nothing else.
+"""The target's own choice of a row: argmax, or argmax of logits / temperature + Gumbel noise.
 
-The noise of a token is a hash of (the request's seed, the index of the token drawn, the token), so a draw does not
-depend on the batch, on preemption, or on speculation. Integers only inside the hash; 23 mantissa bits, so that the
-noise is always finite.
+The latter draws from the softmax (the Gumbel-max trick, arXiv 1411.0030). The noise of a token is a hash of (the
+request's seed, the index of the token drawn, the token). So a draw does not depend on the batch, on preemption, or on
+speculation. The hash uses integers only; 23 mantissa bits keep the noise finite.
 
 Rows of requests that ask for no more than argmax stop there. The others go on in vLLM's order: additions (logit_bias,
 and stop tokens before min_tokens), penalties, temperature, min-p, top-k, top-p, noise, argmax.
@@ -33,8 +33,10 @@ _TOKEN_SALT = 0x85EBCA6B
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """To the logits of row `rows` [M] and token `tokens` [M] `values` [M] are added; `host_rows` are the same rows,
-    ascending. int64 and fp32."""
+    """Values [M] fp32 that are added to the logits of `rows` [M] and `tokens` [M], both int64.
+
+    `host_rows` are the same rows on the host, ascending.
+    """
 
     host_rows: list[int]
     rows: Tensor
@@ -49,11 +51,10 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """N logit rows that are more than argmax, all in the same way: `host_rows` ascending, and `rows` [N] on the device.
+    """N logit rows that need the same kinds of work beyond argmax: `host_rows` ascending, and `rows` [N] on the device.
 
-    `temperature` [N] fp32 is 1 for greedy rows; `state` [N] int32 is the noise's. `drawn` [N] bool is false for
-    greedy rows, None if there are none. `additions` count these N rows
-    from 0. None where no row asks for such a thing.
+    `temperature` [N] fp32 is 1 for greedy rows, and `state` [N] int32 seeds the noise. `drawn` [N] bool is false for
+    greedy rows, and None if there are none. `additions` count these N rows from 0. A field is None if no row needs it.
     """
 
     host_rows: list[int]
@@ -66,7 +67,7 @@ class SamplingMetadata:
     penalties: Penalties | None = None
 
     def within(self, start: int, stop: int) -> "SamplingMetadata | None":
-        """Those of logit rows [start, stop), which are counted from `start` then; None if there are none."""
+        """Return the part for logit rows [start, stop), counted from `start`; None if it is empty."""
         part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
         if part.start == part.stop:
             return None
@@ -86,12 +87,14 @@ class SamplingMetadata:
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(argmax [R] int64 of logits [R, V], whether the best one is NaN or infinite [R] bool)."""
-    best, choice = logits.max(dim=-1)  # NaN is more than anything
+    """Return (the argmax [R] int64 of logits [R, V], a mask [R] bool of rows whose best logit is NaN or infinite)."""
+    best, choice = logits.max(dim=-1)  # NaN is larger than every number
     return choice, (best - best).ne(0)
 
 
 class Sampler:
+    """Choices of the target, and proposals of the draft, made from hidden states in chunks of rows."""
+
     def __init__(self, vocab_size: int, backend: Backend) -> None:
         self._backend = backend
         self.max_rows = max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size))
@@ -102,37 +105,39 @@ class Sampler:
         self._token_hash = self._mix(tokens + signed(_TOKEN_SALT))
 
     def choose(self, hidden: Tensor, lm_head: Tensor, draws: Sequence[SamplingMetadata] = ()) -> Tensor:
-        """Hidden states [R, H] -> token ids [R] int64; ties go to the lowest id. NOT_FINITE where the best logit is NaN
-        or infinite."""
+        """Return token ids [R] int64 for hidden states [R, H]; ties go to the lowest id.
+
+        A row whose best logit is NaN or infinite gets NOT_FINITE.
+        """
         chunks = []
         max_rows = self.max_rows if draws else self._max_greedy_rows
         for i, part in enumerate(torch.split(hidden, max_rows)):
             logits = self._backend.linear(part, lm_head)
             choice, is_lost = greedy(logits)
-            for some in draws:
-                if own := some.within(i * max_rows, i * max_rows + len(part)):
+            for kind in draws:
+                if own := kind.within(i * max_rows, i * max_rows + len(part)):
                     choice[own.rows] = self._draw(logits[own.rows].float(), own)
             chunks.append(choice.masked_fill_(is_lost, NOT_FINITE))
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        """The argmax [R] int64 for hidden states [R, H]: some token of the vocabulary also where nothing is finite."""
+        """Return the argmax [R] int64 for hidden states [R, H]; a row that is not finite gets any token."""
         parts = torch.split(hidden, self._max_greedy_rows)
         chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Standard Gumbel noise [N, V] fp32 for noise states [N], or [N, C] of the `tokens` [N, C]."""
+        """Return standard Gumbel noise [N, V] fp32 for noise states [N] int32, or [N, C] of the `tokens` [N, C]."""
         uniform = (self.noise_bits(state, tokens).float() + 0.5) * 2.0**-NOISE_BITS
         return -torch.log(-torch.log(uniform))
 
     def noise_bits(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """The 23 bits that the noise is made of, int32, the same on every device."""
+        """Return the 23 bits of the noise, int32 and the same on every device."""
         token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
         return self._mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
 
     def _draw(self, logits: Tensor, draws: SamplingMetadata) -> Tensor:
-        """Logits [N, V] fp32 of the rows of `draws` -> tokens [N]."""
+        """Return tokens [N] for logits [N, V] fp32 of the rows of `draws`."""
         if added := draws.additions:
             logits.index_put_((added.rows, added.tokens), added.values, accumulate=True)
         if draws.penalties:
@@ -162,7 +167,7 @@ class Sampler:
         return drawn
 
     def _mix(self, x: Tensor) -> Tensor:
-        """`noise._mix` on int32, where multiplication wraps."""
+        """Apply `noise._mix` to int32, where multiplication wraps."""
         for factor in FACTORS:
             x = (x ^ self._backend.high_half(x)) * signed(factor)
         return x ^ self._backend.high_half(x)

@@ -14,16 +14,17 @@ from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import Drafter
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, StepRows
-from app.engine.models.qwen3 import Qwen3
+from app.engine.models.target import Target
 from app.engine.sampling.sampler import Sampler, SamplingMetadata
 from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """A RowGroup on the device: R rows, of sequences `seq_ids` [R]. `position_offsets` [S] is a row's position less
-    its number in
-    the group."""
+    """A RowGroup on the device: R rows of sequences `seq_ids` [R], int32.
+
+    `position_offsets` [S] int32 is a row's position less its number in the group.
+    """
 
     seq_ids: Tensor
     position_offsets: Tensor
@@ -53,8 +54,9 @@ class TargetTensors(NamedTuple):
 
 
 class Forwarded(NamedTuple):
-    """The target's T rows behind its layers: hidden states [R, H] of those that decide, and the greedy choice [R] int64
-    after each, None where it was not made; features [T, taps * H], None without taps; positions and slots [T]."""
+    """The target's T rows behind its layers: hidden states [R, H] of the logit rows, and the greedy choice [R] int64
+    after each, or None if it is still to be made; features [T, layers * H], or None without a draft; positions and
+    slots [T]."""
 
     hidden: Tensor
     choices: Tensor | None
@@ -72,7 +74,7 @@ class Forward:
 
     def __init__(
         self,
-        target: Qwen3,
+        target: Target,
         pool: KvPool,
         rotary: RotaryTable,
         sampler: Sampler,

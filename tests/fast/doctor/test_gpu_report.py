@@ -23,7 +23,7 @@ from app.doctor.report.runner import Section
 from app.doctor.report.speeds import headline
 from app.engine.dflash.config import DFlashConfig
 from app.engine.models.config import DecoderConfig
-from app.engine.models.qwen3 import qwen3_config
+from app.engine.models.qwen3 import Qwen3
 from tests import ROOT
 from tests.fast.doctor.patient import HANG, Patient
 from tests.fast.doctor.tiny import TINY
@@ -45,7 +45,7 @@ NOT_ON_A_BARE_IMAGE = [
 
 @pytest.fixture(scope="module")
 def target() -> DecoderConfig:
-    return qwen3_config(TARGETS["qwen3-8b"])
+    return Qwen3.read_config(TARGETS["qwen3-8b"])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from app.doctor.report.random_weights import TARGETS, RandomWeights, draft_for, 
 from app.engine.backend.factory import make_backend
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.model import DFlashModel
-from app.engine.models.qwen3 import Qwen3, qwen3_config
+from app.engine.models.qwen3 import Qwen3
 from app.messages import Request
 from tests.fast.doctor.tiny import TINY, tiny_engine
 
@@ -47,7 +47,7 @@ def test_each_has_as_many_parameters_as_the_published_model(
     name: str, billions: float, draft_billions: float | None
 ) -> None:
     backend, counted = make_backend("cpu"), Counted()
-    config = qwen3_config(TARGETS[name])
+    config = Qwen3.read_config(TARGETS[name])
     target = Qwen3(config, counted, backend)
     assert counted.total / 1e9 == pytest.approx(billions, abs=0.001)
     if draft_billions:
@@ -59,16 +59,16 @@ def test_each_has_as_many_parameters_as_the_published_model(
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-4b"])
 def test_the_draft_is_like_the_published_one(name: str) -> None:
-    draft = DFlashConfig.from_json(draft_for(TARGETS[name]), qwen3_config(TARGETS[name]))
-    assert (draft.block_size, draft.mask_token_id, draft.taps) == (16, 151669, (1, 9, 17, 25, 33))
+    draft = DFlashConfig.from_json(draft_for(TARGETS[name]), Qwen3.read_config(TARGETS[name]))
+    assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (16, 151669, (1, 9, 17, 25, 33))
     assert draft.decoder.num_layers == 5
 
 
 @pytest.mark.parametrize("num_layers", [3, 4, 5, 7, 8, 28, 64])
 def test_a_target_of_any_depth_gets_a_draft_that_fits_it(num_layers: int) -> None:
     config = TINY | {"num_hidden_layers": num_layers}
-    draft = DFlashConfig.from_json(draft_for(config), qwen3_config(config))
-    assert list(draft.taps) == taps(draft.decoder.num_layers, num_layers)
+    draft = DFlashConfig.from_json(draft_for(config), Qwen3.read_config(config))
+    assert list(draft.target_layer_ids) == taps(draft.decoder.num_layers, num_layers)
 
 
 def test_an_engine_runs_on_them_and_only_configs_are_written(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from app.engine.build.engine import Engine
 
 
 def with_taps_off_by_one(engine: Engine) -> None:
-    engine.core.runner.forward.target.taps = tuple(tap + 1 for tap in engine.core.runner.forward.target.taps)
+    engine.core.runner.forward.target.target_layer_ids = tuple(
+        tap + 1 for tap in engine.core.runner.forward.target.target_layer_ids
+    )
 
 
 def with_taps_in_another_order(engine: Engine) -> None:

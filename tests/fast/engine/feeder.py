@@ -44,8 +44,8 @@ class Checkpoint:
         settings = {"page_size": 4, "max_model_len": 256, "max_num_seqs": 4} | settings
         engine = make_engine(self.folder, self.draft, **settings)
         if self.draft is None:
-            engine.core.runner.forward.target.taps = self.taps
-        assert engine.core.runner.forward.target.taps == self.taps
+            engine.core.runner.forward.target.target_layer_ids = self.taps
+        assert engine.core.runner.forward.target.target_layer_ids == self.taps
         return engine
 
 

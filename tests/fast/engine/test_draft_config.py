@@ -13,7 +13,7 @@ from app.engine.build.engine import Engine, build_engine
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig, read_config
-from app.engine.models.qwen3 import qwen3_config
+from app.engine.models.registry import target_class
 from app.messages import EngineConfig, Request
 from tests.fast.engine.pairs import Pair, make_pair
 
@@ -40,7 +40,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def target(pair: Pair) -> DecoderConfig:
-    return qwen3_config(read_config(pair.target))
+    return target_config(read_config(pair.target))
+
+
+def target_config(raw: Json) -> DecoderConfig:
+    return target_class(raw).read_config(raw)
 
 
 def changed(raw: Json, changes: Json) -> Json:
@@ -87,7 +91,7 @@ def build(pair: Pair, block_size: int | None = None) -> Engine:
 def test_every_dialect_is_read_as_the_same_draft(pair, target, dialect):
     raw = read_config(pair.draft)
     expected = DFlashConfig.from_json(raw, target)
-    assert (expected.block_size, expected.taps, expected.mask_token_id) == (8, (1, 2), 96)
+    assert (expected.block_size, expected.target_layer_ids, expected.mask_token_id) == (8, (1, 2), 96)
     assert (expected.decoder.num_layers, expected.decoder.rope_theta) == (2, 10000.0)
     assert DFlashConfig.from_json(changed(raw, dialect), target) == expected
 
@@ -135,8 +139,8 @@ def test_taps_that_no_checkpoint_names_are_those_of_the_published_ones(tmp_path,
         tmp_path, num_layers=target_layers, draft_layers=draft_layers, taps=taps, name_taps=False, hidden_size=8,
         intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8,
     )  # fmt: skip
-    config = DFlashConfig.from_json(read_config(pair.draft), qwen3_config(read_config(pair.target)))
-    assert config.taps == taps
+    config = DFlashConfig.from_json(read_config(pair.draft), target_config(read_config(pair.target)))
+    assert config.target_layer_ids == taps
 
 
 @pytest.mark.parametrize("wanted", [2, 3, 7, 8])
@@ -151,7 +155,7 @@ def test_a_checkpoint_that_names_no_block_takes_the_asked_one(pair, target):
 
 def test_more_taps_than_draft_layers_are_fine(pair, target):
     raw = changed(read_config(pair.draft), {"dflash_config.target_layer_ids": [0, 1, 2]})
-    assert DFlashConfig.from_json(raw, target).taps == (0, 1, 2)
+    assert DFlashConfig.from_json(raw, target).target_layer_ids == (0, 1, 2)
 
 
 # Refusals
@@ -250,7 +254,7 @@ def test_a_block_without_drafts_is_refused_even_if_the_checkpoint_names_none(pai
 )
 def test_a_target_that_would_run_wrongly_is_refused_by_field(pair, changes, names):
     with pytest.raises(UnsupportedError, match=f"target.*{names}"):
-        qwen3_config(changed(read_config(pair.target), changes))
+        target_config(changed(read_config(pair.target), changes))
 
 
 # Files

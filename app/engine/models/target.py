@@ -1,0 +1,67 @@
+"""The base class of all targets: a causal decoder that hands out the residual stream after chosen layers."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.engine.backend.base import Backend
+from app.engine.models.config import DecoderConfig
+from app.engine.models.kv_pool import KvPool
+from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen
+from app.engine.models.loader import Weights
+
+
+class Target(nn.Module):
+    """Dense decoder of pre-norm layers. A family is a subclass, and one line in `registry`.
+
+    `target_layer_ids` are zero-based and ascend; feature i is the residual stream after layer target_layer_ids[i].
+    """
+
+    family: ClassVar[str]
+    """The family's name in messages."""
+    qk_norm: ClassVar[bool] = False
+    """True if RMSNorm is applied to each q and k head before RoPE."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, backend: Backend, target_layer_ids: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__()
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.config = config
+        self.target_layer_ids = target_layer_ids
+        self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, weights, f"layers.{i}", backend, qk_norm=self.qk_norm)
+            for i in range(config.num_layers)
+        )
+        self.norm = frozen(weights.get("norm.weight", hidden))
+        if config.tie_word_embeddings:
+            self.lm_head = self.embedding = frozen(backend.pack_weight(self.embedding))
+            weights.skip("lm_head.weight")
+        else:
+            self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", vocab, hidden)))
+        self._backend = backend
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
+        """Return the sizes in a config.json. Raises UnsupportedError for a field that this class would run wrongly."""
+        return DecoderConfig.from_json(raw, "target")
+
+    def forward(self, token_ids: Tensor, rows: StepRows, pool: KvPool) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states after the final norm [T, H], and the features [T, layers * H], of token ids [T].
+
+        The features are None without `target_layer_ids`.
+        """
+        hidden, residual, features = F.embedding(token_ids, self.embedding), None, []
+        for i, (layer, kv) in enumerate(zip(self.layers, pool.layers, strict=True)):
+            normed, residual = layer.enter(hidden, residual)
+            if i - 1 in self.target_layer_ids:
+                features.append(residual)
+            hidden, residual = layer.forward(normed, residual, rows, kv)
+        hidden, residual = add_norm(self._backend, hidden, residual, self.norm, self.config.rms_norm_eps)
+        if len(self.layers) - 1 in self.target_layer_ids:
+            features.append(residual)
+        return hidden, torch.cat(features, dim=-1) if features else None
