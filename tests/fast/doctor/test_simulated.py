@@ -131,6 +131,7 @@ def run(folder: Path, wished: float, requests: int, **request: Any) -> tuple[dic
     return emitted, deltas
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_simulates_keeps_its_lengths_and_emits_what_was_asked_for(tmp_path: Path) -> None:
     emitted, deltas = run(tmp_path, 6.36, requests=8, max_tokens=400)
     assert all(len(tokens) == 400 for tokens in emitted.values())
