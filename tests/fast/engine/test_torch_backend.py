@@ -18,7 +18,7 @@ from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import RotaryTable, with_pairs_adjacent
+from app.engine.models.layers import RotaryTable, interleaved
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler, SamplingMetadata
 from tests.fast.engine.reference import choose, gumbel
@@ -349,7 +349,7 @@ def test_a_head_with_its_pairs_side_by_side_gives_the_same_scores():
     for backend in (TorchBackend(CPU), CpuBackend(CPU)):
         rotation = RotaryTable(8, 100.0, 10, torch.float32, backend).at(positions)
         if backend.interleaved_rope:
-            q, k, norm = (with_pairs_adjacent(part, 8) for part in (q, k, norm))
+            q, k, norm = (interleaved(part, 8) for part in (q, k, norm))
         heads = (backend.rms_norm((x @ part.T).view(4, 3, 8), norm, 1e-6) for part in (q, k))
         turned_q, turned_k = (backend.rope(part, rotation) for part in heads)
         scores.append(torch.einsum("thd,shd->hts", turned_q, turned_k))
