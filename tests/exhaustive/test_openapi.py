@@ -22,7 +22,11 @@ def test_every_answer_is_as_described_and_none_is_a_server_error(operations, lab
     @hypothesis.settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @hypothesis.given(operations[label].as_strategy(generation_mode=mode))
     def answer_is_as_described(case: Case) -> None:
-        case.call_and_validate(checks=CHECKS)
+        response = case.call()
+        # A body that is too large is refused with 413 before it is read. Schemathesis counts that as accepted.
+        too_large = response.status_code == 413
+        checks = [check for check in CHECKS if not (too_large and check.__name__ == "negative_data_rejection")]
+        case.validate_response(response, checks=checks)
 
     answer_is_as_described()
 
