@@ -103,7 +103,7 @@ check: $(DEV_STAMP)
 	$(BIN)/python -m tools.prose
 	$(BIN)/bandit --quiet --recursive app --configfile pyproject.toml --severity-level medium
 
-# The number of findings in each folder; those in the list CLEAN of tools/prose.py have none.
+# Every finding, then their number in each folder. The places in CLEAN of tools/prose.py have none.
 prose: $(DEV_STAMP)
 	$(BIN)/python -m tools.prose --all
 

@@ -2,8 +2,8 @@
 
 Every problem is asked once at each concurrency, with DFlash and without. --base-url names one server, which is asked
 with `speculate: false` as well, or several. Otherwise the bench starts two servers. The final number of an answer is
-compared, like in GSM8K's harnesses. Exits with 1 if a request failed, if `speculate` was ignored or if the acceptance
-length is not the expected one, and with 2 for a mistake in the command line.
+compared, like in GSM8K's harnesses. The exit code is 1 if a request failed, if `speculate` was ignored or if the
+acceptance length is not the expected one. It is 2 after a mistake in the command line.
 """
 
 import argparse

@@ -80,8 +80,8 @@ class EngineLink:
     async def replies(self) -> AsyncGenerator[Reply, None]:
         """Yield every reply in order, including those that the process sent just before its end.
 
-        Replies that have arrived come within one turn of the event loop, up to a bound, so that a request whose reader
-        is behind gets them as one delta. Raise msgspec.DecodeError for a message that is no `Reply`.
+        Replies that have arrived come within one turn of the event loop, up to a bound. A request with a slow reader
+        thus gets them as one delta. Raise msgspec.DecodeError for a message that is no `Reply`.
         """
         assert self._process is not None
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """Supervisor of the engine process: start it, watch it, restart it, give it up.
 
-When the engine process dies, or has work and is silent for too long, its requests end with an error, new ones are
-refused with the reason, and the engine of the next epoch is started after a pause.
+An engine process has failed if it dies, or if it has work and is silent for too long. Its requests then end with an
+error, and new ones are refused with the reason. The engine of the next epoch is started after a pause.
 """
 
 import asyncio
@@ -229,8 +229,12 @@ class Supervisor:
         hang.reschedule(0.0)
 
     def _must_give_up(self, fatal: Fatal) -> bool:
-        """Return True after a user error, three starts in a row that were never ready, three deaths within a minute,
-        or three deaths in a row within a minute of an engine's first request. A hang counts from its beginning."""
+        """Return True if another start would not help.
+
+        That is so after a user error, after three starts in a row that were never ready, and after three deaths within
+        a minute. It is also so after three deaths in a row, each within a minute of the engine's first request. A hang
+        counts from its beginning.
+        """
         now = time.monotonic()
         self._deaths.append(now)
         quick = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_SECONDS

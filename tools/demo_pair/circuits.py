@@ -1,8 +1,8 @@
 """A start that can copy: the target's first layers begin as the circuits that copying needs.
 
 A small model finds "look at the token before" and "look where this token stood last time" only after a long plateau;
-two CPU cores have no time for it. So the first key/value head of layer 0 starts by looking one and two tokens back, and
-those of layers 1 and 2 start as induction heads that match the last two tokens. Training is free to change all of it.
+two CPU cores have no time for it. So the first key/value head of layer 0 starts by looking one and two tokens back.
+Those of layers 1 and 2 start as induction heads that match the last two tokens. Training is free to change all of it.
 In the spirit of mimetic initialisation (Trockman & Kolter, arXiv 2305.09828).
 """
 

@@ -1,7 +1,7 @@
 """The byte-level BPE of the demo pair, made so that " fox" is always the pieces of "fox" with Ġ joined to the first.
 
 Words are merged first, without their leading space; merges of a space with a finished piece come last. A word
-therefore has the same pieces at the start of a line and after a space, which makes copying and reordering easy for a
+therefore has the same pieces at the start of a line and after a space. That makes copying and reordering easy for a
 small model. Digits and punctuation marks stay single.
 """
 
