@@ -2,7 +2,8 @@
 In float32 `make test-all` has 16 of the 50.
 
 In float32, with the dtype rule alone lifted, the tokens and every step's acceptance are the CPU engine's. In BF16 all
-rules hold, and a text may leave the CPU's float32 one only where the target hardly decides. Checked with torch_npu
+rules hold, and a text may leave the CPU's float32 one only where the target hardly decides. Where it does not, the
+acceptance length is the CPU's within 2 %. Checked with torch_npu
 2.13.0 on the null device; not run on an Ascend device.
 """
 
@@ -68,9 +69,11 @@ def test_bfloat16_leaves_the_float32_text_only_where_the_target_hardly_decides(g
     with torch.inference_mode(), Numerics():
         found = demo.run(demo.engine("npu:0", "bfloat16", **WAYS[way]), demo.requests(PROMPTS, greedy=True))
     gaps = differences(greedy, found)
-    print(f"{way}: {len(gaps)} of {PROMPTS} texts differ, gaps {gaps}, acceptance {found.acceptance_length:.3f}")
+    same = [name for name, text in greedy.texts.items() if found.texts[name] == text]
+    length, expected = found.acceptance_length_of(same), greedy.acceptance_length_of(same)
+    print(f"{way}: {len(gaps)} of {PROMPTS} texts differ, gaps {gaps}, acceptance {length:.3f}, CPU's {expected:.3f}")
     assert len(gaps) <= PROMPTS // 5 and max(gaps, default=0.0) <= BF16_GAP
-    assert found.acceptance_length == pytest.approx(greedy.acceptance_length, rel=0.02)
+    assert length == pytest.approx(expected, rel=0.02)
 
 
 def differences(expected: demo.Run, found: demo.Run) -> list[float]:

@@ -1,4 +1,4 @@
-"""On device "npu:0" too a sequence whose logits are NaN ends alone, and the pages it leaves are scrubbed."""
+"""On device "npu:0" a sequence whose logits are NaN ends alone, and an error of the device ends the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 import app.engine.build.engine as build
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
+from app.engine.npu.check import ContractError
 from app.messages import EngineConfig, Request, SamplingParams
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import make_pair
@@ -45,3 +46,17 @@ def test_a_sequence_whose_logits_are_nan_ends_alone(
                 ended[delta.request_id] = delta.finish_reason
     assert ended == {"good": "length", "bad": "error", "late": "length"}
     assert tokens["good"] == tokens["late"] == said
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fatal"),
+    [
+        (ContractError("N22", "NPUGraph.update", "one entry for three calls"), True),
+        (RuntimeError("NPU function error: AclrtSynchronizeDevice, error code is 507015"), True),
+        (torch.OutOfMemoryError("NPU out of memory"), True),
+        (RuntimeError("shapes do not match"), False),
+    ],
+    ids=["contract", "code", "memory", "code of ours"],
+)
+def test_only_an_error_that_leaves_the_device_unknown_ends_the_engine(error: Exception, is_fatal: bool) -> None:
+    assert NpuBackend(torch.device("npu", 0)).is_fatal(error) == is_fatal
