@@ -6,16 +6,11 @@ Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serve
 
 import logging
 import time
-from bisect import bisect_left
 from collections import Counter as Sums
-from collections.abc import Iterator
-from itertools import accumulate
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from app.messages import SpecStep, StepOutput, StepStats
 
@@ -67,22 +62,13 @@ class Metrics:
 
     def __init__(self, prefix: str = "dflash:") -> None:
         self._registry = CollectorRegistry()
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
-        self._histograms: dict[str, Histogram] = {}
-        for name, kind, text, label in TABLE:
-            labels = [label] if label else []
-            if kind == "counter":
-                self._counters[name] = Counter(prefix + name, text, labels, registry=self._registry)
-            elif kind == "gauge":
-                self._gauges[name] = Gauge(prefix + name, text, labels, registry=self._registry)
-            elif name == "inter_token_latency_seconds":
-                self._token_latencies = _TokenLatencies(prefix + name, text)
-                self._registry.register(self._token_latencies)
-            else:
-                self._histograms[name] = Histogram(
-                    prefix + name, text, labels, registry=self._registry, buckets=_LATENCY
-                )
+        kinds: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": partial(Histogram, buckets=_LATENCY)}
+        self._metrics: dict[str, Any] = {
+            metric.name: kinds[metric.kind](
+                prefix + metric.name, metric.help, [metric.label] if metric.label else [], registry=self._registry
+            )
+            for metric in TABLE
+        }
         self._engine_totals: dict[str, int] = {}
         self._last_stats: StepStats | None = None
         self._since_log = Sums[str]()
@@ -92,34 +78,29 @@ class Metrics:
         """Return the exposition text for GET /metrics."""
         return generate_latest(self._registry)
 
-    def request_accepted(self, prompt_tokens: int) -> None:
-        self._counters["prompt_tokens"].inc(prompt_tokens)
-
-    def request_refused(self, param: str) -> None:
-        self._counters["request_refused"].labels(param).inc()
-
-    def turned_away(self, code: str) -> None:
-        self._counters["requests_turned_away"].labels(code).inc()
+    def count(self, name: str, amount: int = 1, label: str | None = None) -> None:
+        """Raise the counter `name`, at the value `label` of its label if it has one."""
+        counter = self._metrics[name]
+        (counter if label is None else counter.labels(label)).inc(amount)
 
     def request_ended(self, reason: str, seconds: float) -> None:
-        self._counters["request_success"].labels(reason).inc()
-        self._histograms["e2e_request_latency_seconds"].observe(seconds)
+        self.count("request_success", label=reason)
+        self._metrics["e2e_request_latency_seconds"].observe(seconds)
 
     def first_token(self, seconds: float) -> None:
-        self._histograms["time_to_first_token_seconds"].observe(seconds)
+        self._metrics["time_to_first_token_seconds"].observe(seconds)
 
     def later_tokens(self, seconds: float, count: int) -> None:
         """Observe `count` tokens of one step, which share the `seconds` since the token before them."""
-        self._token_latencies.observe(seconds / count, count)
-
-    def engine_restarted(self) -> None:
-        self._counters["engine_restarts"].inc()
+        for _ in range(count):
+            self._metrics["inter_token_latency_seconds"].observe(seconds / count)
 
     def engine_ended(self) -> None:
         """Set the gauges to 0. The next engine process counts from 0 again."""
         self._engine_totals = {}
-        for gauge in self._gauges.values():
-            gauge.set(0)
+        for metric in TABLE:
+            if metric.kind == "gauge":
+                self._metrics[metric.name].set(0)
 
     def step(self, output: StepOutput) -> None:
         """Count one engine step of the whole batch. The kind "idle" is a state without a step."""
@@ -128,23 +109,22 @@ class Metrics:
         drafted = [step for step in steps if step.n_verified > 0]
         tokens = sum(len(delta.token_ids) for delta in output.deltas)
         drafts = sum(step.n_verified for step in drafted)
-        self._gauges["num_requests_running"].set(stats.num_running)
-        self._gauges["num_requests_waiting"].set(stats.num_waiting)
-        self._gauges["kv_cache_usage_perc"].set(_kv_usage(stats))
+        self._metrics["num_requests_running"].set(stats.num_running)
+        self._metrics["num_requests_waiting"].set(stats.num_waiting)
+        self._metrics["kv_cache_usage_perc"].set(_kv_usage(stats))
         if stats.kind != "idle":
-            self._histograms["step_seconds"].labels(stats.kind).observe(stats.seconds)
-        self._count_on("preemptions", stats.num_preemptions)
-        self._count_on("requests_not_finite", stats.num_not_finite)
-        self._count_on("requests_dropped", stats.num_faults)
-        self._counters["generation_tokens"].inc(tokens)
-        self._counters["decode_rows"].inc(stats.num_decoding + drafts)
-        self._counters["decode_sequences"].labels("yes").inc(stats.num_drafting)
-        self._counters["decode_sequences"].labels("no").inc(stats.num_decoding - stats.num_drafting)
-        if drafted:
-            self._count_drafts(drafted)
+            self._metrics["step_seconds"].labels(stats.kind).observe(stats.seconds)
+        self._count_growth("preemptions", stats.num_preemptions)
+        self._count_growth("requests_not_finite", stats.num_not_finite)
+        self._count_growth("requests_dropped", stats.num_faults)
+        self.count("generation_tokens", tokens)
+        self.count("decode_rows", stats.num_decoding + drafts)
+        self.count("decode_sequences", stats.num_drafting, "yes")
+        self.count("decode_sequences", stats.num_decoding - stats.num_drafting, "no")
+        self._count_drafts(drafted)
         self._since_log.update(
-            queries=self._count_on("prefix_cache_queries", stats.prefix_cache_queries),
-            hits=self._count_on("prefix_cache_hits", stats.prefix_cache_hits),
+            queries=self._count_growth("prefix_cache_queries", stats.prefix_cache_queries),
+            hits=self._count_growth("prefix_cache_hits", stats.prefix_cache_hits),
             tokens=tokens,
             decoding=stats.num_decoding,
             drafting=stats.num_drafting,
@@ -153,23 +133,22 @@ class Metrics:
             drafted_steps=len(drafted),
         )
 
-    def _count_on(self, name: str, total: int) -> int:
+    def _count_growth(self, name: str, total: int) -> int:
         """Raise a counter by the growth of an engine's total, and return the growth."""
         growth = max(0, total - self._engine_totals.get(name, 0))
         self._engine_totals[name] = total
-        self._counters[name].inc(growth)
+        self.count(name, growth)
         return growth
 
     def _count_drafts(self, steps: list[SpecStep]) -> None:
-        verified = [step.n_verified for step in steps]
-        accepted = [step.n_accepted for step in steps]
-        self._counters["spec_decode_num_drafts"].inc(len(steps))
-        self._counters["spec_decode_num_draft_tokens"].inc(sum(verified))
-        self._counters["spec_decode_num_accepted_tokens"].inc(sum(accepted))
-        for name, lengths in (("verified", verified), ("accepted", accepted)):
-            counter = self._counters[f"spec_decode_num_{name}_tokens_per_pos"]
-            for position, count in enumerate(_num_beyond(lengths, max(verified))):
-                counter.labels(str(position)).inc(count)
+        self.count("spec_decode_num_drafts", len(steps))
+        self.count("spec_decode_num_draft_tokens", sum(step.n_verified for step in steps))
+        self.count("spec_decode_num_accepted_tokens", sum(step.n_accepted for step in steps))
+        for position in range(max((step.n_verified for step in steps), default=0)):
+            verified = sum(step.n_verified > position for step in steps)
+            accepted = sum(step.n_accepted > position for step in steps)
+            self.count("spec_decode_num_verified_tokens_per_pos", verified, str(position))
+            self.count("spec_decode_num_accepted_tokens_per_pos", accepted, str(position))
 
     def log_line(self) -> None:
         """Log the sums since the last call. Without a StepOutput in that time nothing is logged."""
@@ -190,31 +169,6 @@ class Metrics:
             100 * _kv_usage(stats),
             _ratio(100 * sums["hits"], sums["queries"], ".1f", " %"),
         )
-
-
-class _TokenLatencies(Collector):
-    """Histogram that observes all tokens of a step at once. Prometheus' own takes one value a call."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self._name = name
-        self._text = text
-        self._counts = [0] * (len(_LATENCY) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float, count: int) -> None:
-        self._counts[bisect_left(_LATENCY, seconds)] += count
-        self._sum += seconds * count
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        limits = [*map(floatToGoString, _LATENCY), "+Inf"]
-        buckets = list(zip(limits, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
-
-
-def _num_beyond(lengths: list[int], num_positions: int) -> list[int]:
-    """Return for each of the positions the number of `lengths`, at most `num_positions` each, that reach beyond it."""
-    counts = Sums(lengths)
-    return list(accumulate(counts[length] for length in range(num_positions, 0, -1)))[::-1]
 
 
 def _kv_usage(stats: StepStats) -> float:

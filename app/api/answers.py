@@ -15,20 +15,15 @@ from app.messages import FinishReason
 from app.text.parsers import ToolCall
 
 Reason = FinishReason | Literal["tool_calls"]
+Payload = dict[str, Any]
 
 
-class Step(msgspec.Struct, frozen=True):
-    """One engine step of a choice: drafts verified and accepted, and the texts of its tokens in order."""
-
-    verified: int
-    accepted: int
-    tokens: list[str]
-
-
-class Piece(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
 
-    `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is empty unless the client wants them.
+    `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is empty unless the client wants them. A step
+    has its number of drafts `verified` and `accepted`, and the texts of its `tokens`.
     """
 
     index: int
@@ -36,100 +31,70 @@ class Piece(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     num_earlier_calls: int = 0
-    steps: tuple[Step, ...] = ()
+    steps: Sequence[dict[str, Any]] = ()
     finish_reason: Reason | None = None
     is_first: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one request. `cached` tokens of the prompt came from the prefix cache.
-
-    `steps` are the engine steps that verified drafts. `accepted` of `verified` drafts were kept.
-    """
-
-    prompt: int
-    completion: int
-    cached: int = 0
-    steps: int = 0
-    verified: int = 0
-    accepted: int = 0
-
-    def body(self, with_speculation: bool = False) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-        if with_speculation:
-            body["speculation"] = {"steps": self.steps, "verified": self.verified, "accepted": self.accepted}
-        return body
-
-
 class Answers(ABC):
-    """Writer of one request's answer. `usage` returns the usage so far.
+    """Writer of one request's answer. `usage(with_speculation)` returns the usage so far.
 
-    A chunk carries one choice. Its payload is a `delta` of a message, or a `text`.
+    A chunk carries one choice. The payload of a choice is a `message`, a `delta` of one, or a `text`.
     """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
-    payload_key: ClassVar[str]
-    empty_payload: ClassVar[Any]
+    empty: ClassVar[Payload]
 
-    def __init__(self, model: str, usage: Callable[[], Usage], options: StreamOptions) -> None:
+    def __init__(self, model: str, usage: Callable[[bool], dict[str, Any]], options: StreamOptions) -> None:
         self._usage = usage
         self._options = options
-        head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._head = head | {"object": self.kind}
-        self._chunk_head = head | {"object": self.chunk_kind}
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the answer of which each piece is one whole choice."""
-        return self._head | {"choices": [self._whole_choice(piece) for piece in pieces], "usage": self._usage().body()}
+        choices = [_choice(piece.index, self._whole_payload(piece), piece.finish_reason) for piece in pieces]
+        return self._head | {"object": self.kind, "choices": choices, "usage": self._usage(False)}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the chunks of one piece: the opening, the payloads with the steps, and the end."""
         payloads = self._payloads(piece)
         if piece.steps and not payloads:
-            payloads = [self.empty_payload]
-        choices = [self._choice(piece.index, payload) for payload in payloads]
+            payloads = [self.empty]
+        choices = [_choice(piece.index, payload) for payload in payloads]
         if piece.steps:
             choices[0]["speculation"] = {"steps": piece.steps}
         if piece.is_first and (opening := self._opening(piece.index)) is not None:
-            choices.insert(0, self._choice(piece.index, opening))
+            choices.insert(0, _choice(piece.index, opening))
         if piece.finish_reason is not None:
-            choices.append(self._choice(piece.index, self.empty_payload, piece.finish_reason))
+            choices.append(_choice(piece.index, self.empty, piece.finish_reason))
         return [self._chunk(choice) for choice in choices]
 
     def usage_chunk(self) -> dict[str, Any] | None:
         """Return the chunk behind all choices, or None if the client does not want it."""
         if not self._options.include_usage:
             return None
-        return self._chunk_head | {"choices": [], "usage": self._usage().body(bool(self._options.include_speculation))}
-
-    def _choice(self, index: int, payload: object, reason: Reason | None = None) -> dict[str, Any]:
-        return {"index": index, self.payload_key: payload, "logprobs": None, "finish_reason": reason}
+        usage = self._usage(bool(self._options.include_speculation))
+        return self._head | {"object": self.chunk_kind, "choices": [], "usage": usage}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._chunk_head | {"choices": [choice]}
+        chunk = self._head | {"object": self.chunk_kind, "choices": [choice]}
         if self._options.continuous_usage_stats:
-            chunk["usage"] = self._usage().body()
+            chunk["usage"] = self._usage(False)
         elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
 
     @abstractmethod
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]: ...
+    def _whole_payload(self, piece: Piece) -> Payload: ...
 
     @abstractmethod
-    def _opening(self, index: int) -> object | None:
+    def _opening(self, index: int) -> Payload | None:
         """Return the payload before all pieces of a choice, if there is one."""
 
     @abstractmethod
-    def _payloads(self, piece: Piece) -> list[Any]:
+    def _payloads(self, piece: Piece) -> list[Payload]:
         """Return the payloads of a piece, none if it has nothing to show."""
 
 
@@ -139,31 +104,28 @@ class ChatAnswers(Answers):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
-    payload_key = "delta"
-    empty_payload: ClassVar[dict[str, Any]] = {}
+    empty: ClassVar[Payload] = {"delta": {}}
 
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+    def _whole_payload(self, piece: Piece) -> Payload:
         message: dict[str, Any] = {"role": "assistant", "content": piece.content}
         if piece.reasoning:
             message["reasoning_content"] = piece.reasoning
         if piece.tool_calls:
             message["content"] = piece.content or None
             message["tool_calls"] = [_tool_call(call) for call in piece.tool_calls]
-        return {"index": piece.index, "message": message, "logprobs": None, "finish_reason": piece.finish_reason}
+        return {"message": message}
 
-    def _opening(self, index: int) -> object:
-        return {"role": "assistant", "content": ""}
+    def _opening(self, index: int) -> Payload:
+        return {"delta": {"role": "assistant", "content": ""}}
 
-    def _payloads(self, piece: Piece) -> list[Any]:
-        deltas: list[dict[str, Any]] = []
-        if piece.reasoning:
-            deltas.append({"reasoning_content": piece.reasoning})
-        if piece.content:
-            deltas.append({"content": piece.content})
-        if piece.tool_calls:
-            calls = enumerate(piece.tool_calls, piece.num_earlier_calls)
-            deltas.append({"tool_calls": [_tool_call(call) | {"index": index} for index, call in calls]})
-        return deltas
+    def _payloads(self, piece: Piece) -> list[Payload]:
+        calls = enumerate(piece.tool_calls, piece.num_earlier_calls)
+        delta = {
+            "reasoning_content": piece.reasoning,
+            "content": piece.content,
+            "tool_calls": [_tool_call(call) | {"index": index} for index, call in calls],
+        }
+        return [{"delta": {field: value}} for field, value in delta.items() if value]
 
 
 class CompletionAnswers(Answers):
@@ -171,23 +133,30 @@ class CompletionAnswers(Answers):
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
-    payload_key = "text"
-    empty_payload = ""
+    empty: ClassVar[Payload] = {"text": ""}
 
     def __init__(
-        self, model: str, usage: Callable[[], Usage], options: StreamOptions, prompts: Sequence[str] = ()
+        self,
+        model: str,
+        usage: Callable[[bool], dict[str, Any]],
+        options: StreamOptions,
+        prompts: Sequence[str] = (),
     ) -> None:
         super().__init__(model, usage, options)
         self._prompts = prompts
 
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        return self._choice(piece.index, (self._opening(piece.index) or "") + piece.content, piece.finish_reason)
+    def _whole_payload(self, piece: Piece) -> Payload:
+        return {"text": (self._prompts[piece.index] if self._prompts else "") + piece.content}
 
-    def _opening(self, index: int) -> str | None:
-        return self._prompts[index] if self._prompts else None
+    def _opening(self, index: int) -> Payload | None:
+        return {"text": self._prompts[index]} if self._prompts else None
 
-    def _payloads(self, piece: Piece) -> list[Any]:
-        return [piece.content] if piece.content else []
+    def _payloads(self, piece: Piece) -> list[Payload]:
+        return [{"text": piece.content}] if piece.content else []
+
+
+def _choice(index: int, payload: Payload, reason: Reason | None = None) -> dict[str, Any]:
+    return {"index": index, **payload, "logprobs": None, "finish_reason": reason}
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def parse(raw: dict[str, Any], model: type[BodyT], metrics: Metrics) -> BodyT:
     """Return the body as a `model`, and count a refusal in `metrics`. Raises ApiError 400 that names the field."""
     refusal = find_refusal(raw, refusals_of(model))
     if refusal is not None:
-        metrics.request_refused(refusal.field)
+        metrics.count("request_refused", label=refusal.field)
         raise bad_request(refusal.why, refusal.field, "unsupported_parameter")
     try:
         body = model.model_validate(raw)

@@ -119,7 +119,7 @@ async def _turned_away(metrics: Metrics, request: Request, error: Exception) -> 
         refusal = unavailable(str(error), f"engine_{error.phase}")
     else:
         refusal = busy(str(error), "client_busy" if isinstance(error, ClientBusy) else "server_busy")
-    metrics.turned_away(str(refusal.code))
+    metrics.count("requests_turned_away", label=refusal.code)
     return refusal.response()
 
 

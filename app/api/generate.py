@@ -84,9 +84,9 @@ def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], p
     """
     choices = Choices(sum(len(prompt.token_ids) for prompt in given), call.body.num_choices)
     try:
-        for prompt, request in _requests(call, given, budgets):
+        for index, (prompt, request) in enumerate(_requests(call, given, budgets)):
             deltas = call.services.engine.submit(request, arrived=call.arrived, deadline=call.deadline, permits=permits)
-            choices.append(_choice(call, prompt, deltas, len(choices)))
+            choices.append(_choice(call, prompt, deltas, index))
     except Exception:
         choices.close()
         raise
@@ -139,7 +139,7 @@ def _choice(call: Call[BodyT], prompt: Prompt, deltas: RequestStream, index: int
         max_calls = 1 if body.parallel_tool_calls is False else None
     parser = OutputParser(reasoning, tools, prompt.in_reasoning)
     with_steps = bool(body.streaming.include_speculation)
-    return Choice(index, deltas, detokenizer, parser, call.services.engine, with_steps=with_steps, max_calls=max_calls)
+    return Choice(index, deltas, detokenizer, parser, call.services.engine, with_steps, max_calls)
 
 
 async def answer(call: Call[BodyT], choices: Choices, answers: Answers) -> Response:

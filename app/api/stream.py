@@ -4,8 +4,9 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from app.api.answers import Answers, Piece, Reason, Step, Usage
+from app.api.answers import Answers, Piece, Reason
 from app.api.errors import ApiError, deadline_exceeded, unavailable
 from app.client.client import EngineClient
 from app.client.request_stream import RequestStream
@@ -27,38 +28,24 @@ _CHECKS_PER_KEEP_ALIVE = 5
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
 class Choice:
     """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request.
 
     `with_steps` splits the text into steps and tokens. Tool calls beyond `max_calls` are dropped.
     """
 
-    def __init__(
-        self,
-        index: int,
-        deltas: RequestStream,
-        detokenizer: Detokenizer,
-        parser: OutputParser,
-        engine: EngineClient,
-        *,
-        with_steps: bool = False,
-        max_calls: int | None = None,
-    ) -> None:
-        self.index = index
-        self.deltas = deltas
-        self.cached_tokens = 0
-        self.counts = Counter[str]()
-        self._detokenizer = detokenizer
-        self._parser = parser
-        self._engine = engine
-        self._with_steps = with_steps
-        self._max_calls = max_calls
-        self._num_calls = 0
-        self._has_begun = False
-
-    @property
-    def num_tokens(self) -> int:
-        return self._detokenizer.num_tokens
+    index: int
+    deltas: RequestStream
+    detokenizer: Detokenizer
+    parser: OutputParser
+    engine: EngineClient
+    with_steps: bool = False
+    max_calls: int | None = None
+    num_calls: int = 0
+    cached_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    has_begun: bool = False
 
     def take(self) -> Piece | None:
         """Return what has arrived since the last call, or None. Raises ApiError if the engine failed on the request."""
@@ -70,20 +57,17 @@ class Choice:
             raise deadline_exceeded()
         if delta.finish_reason in ("error", "abort"):
             raise self._error(delta.error or "the request was aborted")
-        steps: tuple[Step, ...] = ()
-        if self._with_steps and delta.token_ids:
-            steps = tuple(self._steps(delta))
-            text = "".join(text for step in steps for text in step.tokens)
-        else:
-            text = self._detokenizer.push(delta.token_ids, delta.finish_reason)
-        return self._parse(text, steps)
+        if not self.with_steps or not delta.token_ids:
+            return self._parse(self.detokenizer.push(delta.token_ids, delta.finish_reason))
+        steps = list(self._steps(delta))
+        return self._parse("".join(text for step in steps for text in step["tokens"]), steps)
 
     def _error(self, reason: str) -> ApiError:
-        if (phase := self._engine.state.phase) != "ready":
+        if (phase := self.engine.state.phase) != "ready":
             return unavailable(f"The engine stopped before the answer was done: {reason}.", f"engine_{phase}")
         return ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
 
-    def _steps(self, delta: TokenDelta) -> Iterator[Step]:
+    def _steps(self, delta: TokenDelta) -> Iterator[dict[str, Any]]:
         """Yield the delta token by token. Text that a stop string may hold back comes with the token that frees it."""
         token_ids = iter(delta.token_ids)
         num_left = len(delta.token_ids)
@@ -91,28 +75,28 @@ class Choice:
             texts: list[str] = []
             for token_id in itertools.islice(token_ids, step.n_tokens):
                 num_left -= 1
-                texts.append(self._detokenizer.push([token_id], None if num_left else delta.finish_reason))
-                if self._detokenizer.finish_reason is not None:
+                texts.append(self.detokenizer.push([token_id], None if num_left else delta.finish_reason))
+                if self.detokenizer.finish_reason is not None:
                     break
             self.counts.update(steps=int(step.n_verified > 0), verified=step.n_verified, accepted=step.n_accepted)
-            yield Step(step.n_verified, step.n_accepted, texts)
-            if self._detokenizer.finish_reason is not None:
+            yield {"verified": step.n_verified, "accepted": step.n_accepted, "tokens": texts}
+            if self.detokenizer.finish_reason is not None:
                 return
 
-    def _parse(self, text: str, steps: tuple[Step, ...]) -> Piece:
-        content, reasoning, calls = self._parser.push(text)
-        reason: Reason | None = self._detokenizer.finish_reason
+    def _parse(self, text: str, steps: Sequence[dict[str, Any]] = ()) -> Piece:
+        content, reasoning, calls = self.parser.push(text)
+        reason: Reason | None = self.detokenizer.finish_reason
         if reason is not None:
-            self.deltas.close(self._detokenizer.finish_reason)
-            rest = self._parser.finish()
+            self.deltas.close(self.detokenizer.finish_reason)
+            rest = self.parser.finish()
             content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.tool_calls
-        num_earlier = self._num_calls
-        if self._max_calls is not None:
-            calls = calls[: self._max_calls - num_earlier]
-        self._num_calls += len(calls)
-        if reason == "stop" and self._num_calls:
+        num_earlier = self.num_calls
+        if self.max_calls is not None:
+            calls = calls[: self.max_calls - num_earlier]
+        self.num_calls += len(calls)
+        if reason == "stop" and self.num_calls:
             reason = "tool_calls"
-        is_first, self._has_begun = not self._has_begun, True
+        is_first, self.has_begun = not self.has_begun, True
         return Piece(self.index, content, reasoning, calls, num_earlier, steps, reason, is_first)
 
 
@@ -125,9 +109,6 @@ class Choices:
         self._choices: list[Choice] = []
         self._event = asyncio.Event()
 
-    def __len__(self) -> int:
-        return len(self._choices)
-
     def append(self, choice: Choice) -> None:
         self._choices.append(choice)
         choice.deltas.notify(self._event)
@@ -137,21 +118,24 @@ class Choices:
         for choice in self._choices:
             choice.deltas.close()
 
-    def usage(self) -> Usage:
+    def usage(self, with_speculation: bool) -> dict[str, Any]:
         """Return the usage so far.
 
         A prompt counts once. Its cached tokens are those of its first choice, because the others may have found the
-        pages of that one.
+        pages of that one. The steps of speculation are those that verified drafts.
         """
-        counts = sum((choice.counts for choice in self._choices), Counter[str]())
-        return Usage(
-            self._num_prompt_tokens,
-            sum(choice.num_tokens for choice in self._choices),
-            sum(choice.cached_tokens for choice in self._choices[:: self._num_per_prompt]),
-            counts["steps"],
-            counts["verified"],
-            counts["accepted"],
-        )
+        num_new = sum(choice.detokenizer.num_tokens for choice in self._choices)
+        cached = sum(choice.cached_tokens for choice in self._choices[:: self._num_per_prompt])
+        usage: dict[str, Any] = {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": num_new,
+            "total_tokens": self._num_prompt_tokens + num_new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if with_speculation:
+            counts = sum((choice.counts for choice in self._choices), Counter[str]())
+            usage["speculation"] = {name: counts[name] for name in ("steps", "verified", "accepted")}
+        return usage
 
     async def whole(self) -> list[Piece]:
         """Return every choice as one piece. All are read as they arrive, so that all end at the error of one."""
@@ -160,36 +144,34 @@ class Choices:
             async for pieces in arriving:
                 for piece in pieces:
                     parts[piece.index].append(piece)
-        return [_joined(pieces) for pieces in parts]
+        return [
+            Piece(
+                index,
+                "".join(piece.content for piece in pieces),
+                "".join(piece.reasoning for piece in pieces),
+                tuple(call for piece in pieces for call in piece.tool_calls),
+                finish_reason=pieces[-1].finish_reason,
+            )
+            for index, pieces in enumerate(parts)
+        ]
 
-    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """Yield the new pieces of all choices until all have finished, or none after `wake`. At its end, `close`."""
+    async def pieces(self, pause: float | None = None) -> AsyncGenerator[list[Piece], None]:
+        """Yield the new pieces of all choices until all have finished, and none after `pause` seconds without any.
+
+        At its end, `close`.
+        """
         num_running = len(self._choices)
         try:
             while num_running:
-                await self._event.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._event.wait()
                 self._event.clear()
                 pieces = [piece for choice in self._choices if (piece := choice.take()) is not None]
                 num_running -= sum(piece.finish_reason is not None for piece in pieces)
                 yield pieces
         finally:
             self.close()
-
-    async def wake_every(self, seconds: float) -> None:
-        """Let `pieces` yield now and then, also if nothing has arrived. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(seconds)
-            self._event.set()
-
-
-def _joined(pieces: list[Piece]) -> Piece:
-    return Piece(
-        pieces[0].index,
-        "".join(piece.content for piece in pieces),
-        "".join(piece.reasoning for piece in pieces),
-        tuple(call for piece in pieces for call in piece.tool_calls),
-        finish_reason=pieces[-1].finish_reason,
-    )
 
 
 async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, None]:
@@ -200,17 +182,15 @@ async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, No
     because proxies close silent connections.
     """
     sent_at: float | None = None
-    waking = asyncio.create_task(choices.wake_every(KEEP_ALIVE_SECONDS / _CHECKS_PER_KEEP_ALIVE))
+    pause = KEEP_ALIVE_SECONDS / _CHECKS_PER_KEEP_ALIVE
     try:
-        async with aclosing(choices.pieces()) as arriving:
+        async with aclosing(choices.pieces(pause)) as arriving:
             async for pieces in arriving:
                 chunks = [chunk for piece in pieces for chunk in answers.chunks(piece)]
                 if chunks:
                     sent_at = time.monotonic()
-                    yield b"".join([event(chunk) for chunk in chunks])
-                elif sent_at is not None and time.monotonic() - sent_at > (
-                    KEEP_ALIVE_SECONDS * (1 - 1 / _CHECKS_PER_KEEP_ALIVE)
-                ):
+                    yield b"".join(map(event, chunks))
+                elif sent_at is not None and time.monotonic() - sent_at > KEEP_ALIVE_SECONDS - pause:
                     sent_at = time.monotonic()
                     yield b": keep-alive\n\n"
         if (chunk := answers.usage_chunk()) is not None:
@@ -220,8 +200,6 @@ async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, No
         if sent_at is None:
             raise
         yield event(error.body)
-    finally:
-        waking.cancel()
 
 
 def event(chunk: dict[str, Any]) -> bytes:

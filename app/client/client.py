@@ -109,7 +109,7 @@ class EngineClient:
             timer = asyncio.get_running_loop().call_later(deadline - now, self._expire, stream)
         self._running[request.request_id] = _Running(stream, permits, timer)
         self._idle.clear()
-        self._metrics.request_accepted(len(request.token_ids))
+        self._metrics.count("prompt_tokens", len(request.token_ids))
         return stream
 
     def flush_cache(self) -> None:

@@ -9,11 +9,11 @@ from app.metrics import Metrics
 
 
 class RequestStream:
-    """Asynchronous iterator over the `TokenDelta`s of one request. Its owner must `close` it.
+    """Deltas of one request, for one reader, which gives an event with `notify` and calls `take`. Its owner closes it.
 
     The last delta has a `finish_reason`. Deltas that arrive while the reader is busy are joined into one: tokens are
     concatenated, and `steps` keeps the bounds of the steps. A slow reader therefore costs its tokens, and never a queue
-    of messages. A reader of several streams gives all of them one event with `notify`, and calls `take`.
+    of messages. A reader of several streams gives all of them the same event.
     `arrived` is the `time.monotonic()` of the request. `expired` is set before a deadline aborts it.
     """
 
@@ -59,22 +59,6 @@ class RequestStream:
         if delta is not None:
             self._finish_reason = delta.finish_reason
         return delta
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> TokenDelta:
-        """Return what `take` returns, as soon as that is a delta. A cancelled wait closes the stream."""
-        while self._finish_reason is None and not self._closed:
-            if (delta := self.take()) is not None:
-                return delta
-            self._event.clear()
-            try:
-                await self._event.wait()
-            except BaseException:
-                self.close()
-                raise
-        raise StopAsyncIteration
 
     def close(self, reason: FinishReason | None = None) -> None:
         """End the request, and abort it in the engine if it still runs. Idempotent.

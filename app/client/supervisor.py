@@ -147,7 +147,7 @@ class Supervisor:
             pause = self._backoff * 2**self._num_failed_starts
             logger.error("%s; starting it again in %.1f s", fatal.reason, pause)
             self._set_state(EngineState("loading", reason=f"{fatal.reason}; it is being started again"))
-            self._metrics.engine_restarted()
+            self._metrics.count("engine_restarts")
             await asyncio.sleep(pause)
 
     async def _run_engine(self) -> Fatal:

@@ -18,7 +18,7 @@ from app.client.supervisor import EngineUnavailable
 from app.log import request_id
 from app.messages import Request, SpecStep
 from tests.fast.api.connections import connect, connection_address, request
-from tests.fast.api.served import PATIENCE
+from tests.fast.api.served import PATIENCE, next_delta
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -97,7 +97,7 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
     assert server.openai.completions.create(model="tiny", prompt="quick").choices[0].finish_reason == "stop"
 
     async def wake():
-        delta = await anext(stream)
+        delta = await next_delta(stream)
         stream.close()
         return delta
 
@@ -118,7 +118,7 @@ def test_what_the_engine_is_done_with_has_no_place_any_more_though_nobody_has_re
     assert server.engine.admission.num_in_flight == 0
 
     async def read():
-        delta = await anext(stream)
+        delta = await next_delta(stream)
         stream.close()
         return delta.token_ids, server.engine.num_running, server.engine.admission.num_unacknowledged
 

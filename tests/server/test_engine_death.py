@@ -9,7 +9,7 @@ import pytest
 
 from app.client import supervisor
 from app.messages import Request
-from tests.fast.api.served import Clock, serving
+from tests.fast.api.served import Clock, next_delta, serving
 from tests.server.running import ASK, started
 
 
@@ -168,7 +168,7 @@ def test_after_a_death_no_request_has_a_place_though_nobody_has_read_its_end(rea
     assert (ready_server.engine.num_running, ready_server.engine.admission.num_in_flight) == (0, 0)
 
     async def read():
-        return (await anext(stream)).error
+        return (await next_delta(stream)).error
 
     assert "exit code 3" in ready_server.call(read)
 

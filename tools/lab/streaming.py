@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from app.api.answers import ChatAnswers, Piece, Usage
+from app.api.answers import ChatAnswers, Piece
 from app.api.schemas import StreamOptions
 from app.api.stream import event
 from app.bench.client import ServerError
@@ -288,7 +288,7 @@ def _parse(texts: Sequence[Sequence[str]]) -> None:
 
 
 def _events(pieces: Sequence[Sequence[Piece]]) -> None:
-    answers = ChatAnswers("demo", lambda: Usage(1, 1), StreamOptions(include_usage=True))
+    answers = ChatAnswers("demo", lambda with_speculation: {"completion_tokens": 1}, StreamOptions(include_usage=True))
     for piece in itertools.chain.from_iterable(pieces):
         b"".join([event(chunk) for chunk in answers.chunks(piece)])
 

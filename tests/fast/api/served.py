@@ -29,8 +29,9 @@ from app.api.app import create_app
 from app.api.services import Services
 from app.client.admission import Admission
 from app.client.client import EngineClient
+from app.client.request_stream import RequestStream
 from app.client.supervisor import EngineState, Supervisor
-from app.messages import SpecStep
+from app.messages import SpecStep, TokenDelta
 from app.metrics import Metrics
 from app.text.tokenizer import Tokenizer
 
@@ -270,6 +271,14 @@ def until(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+async def next_delta(stream: RequestStream) -> TokenDelta | None:
+    """Wait for a delta, and take it."""
+    arrived = asyncio.Event()
+    stream.notify(arrived)
+    await arrived.wait()
+    return stream.take()
 
 
 @pytest.fixture(scope="module", autouse=True)
