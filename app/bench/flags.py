@@ -19,7 +19,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     about = "flags of `serve` for servers that the bench starts"
     add("--serve-args", type=shlex.split, default=[], metavar="'...'", help=about)
     add("--timeout", type=amount, default=600.0, metavar="S", help="seconds of silence that are a failure")
-    add_out_flag(parser, "results.json and a PNG of each table")
+    add_out_flag(parser, "results.json")
 
 
 def add_out_flag(parser: argparse.ArgumentParser, content: str) -> None:

@@ -1,11 +1,13 @@
 """Tables, notes and JSON about the cells of a bench."""
 
+import json
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from app.bench.cell import Cell
 from app.bench.client import Drafting
-from app.bench.table import Row, Table, describe_host, markdown, save, write_page
+from app.bench.table import Row, Table, describe_host, markdown, write_page
 
 SPEED = (
     "The median of the rounds. A ratio is of paired rounds: its Hodges-Lehmann estimate and its 95 % interval "
@@ -41,7 +43,7 @@ GOODPUT = "Requests per second, of which all times keep within {}."
 class Publication:
     """A context that prints its cells as Markdown at its end, also if an error ends it early.
 
-    A folder gets JSON and pictures. A page gets its table only of a whole bench. `limits` are goodput's, in seconds.
+    A folder gets results.json. A page gets its table only of a whole bench. `limits` are goodput's, in seconds.
     `about` has a line for each server.
     """
 
@@ -71,23 +73,18 @@ class Publication:
         print(remarks)
         if self.folder:
             results = as_json(self.cells, shown, command=self.command, servers=self.about)
-            save(self.folder, "results", results, shown)
+            (self.folder / "results.json").write_text(json.dumps(results, indent=1))
         if self.page and not error:
-            write_page(
-                self.page,
-                [f"`{self.command}` ({describe_host()}):", markdown(shown[0].rows), *([remarks] if remarks else [])],
-            )
+            head = f"`{self.command}` ({describe_host()}):"
+            write_page(self.page, list(filter(None, [head, markdown(shown[0].rows), remarks])))
 
 
 def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
     """Return the tables that have rows. `limits` are goodput's, in seconds."""
-    kind = cells[0].load.kind
-    variants = list(dict.fromkeys(name for cell in cells for name in cell.rounds))
-    drafting = [name for name in variants if any(cell.acceptance_length(name) for cell in cells)]
-    judged = [cell for cell in cells if any(cell.accuracy(name) is not None for name in cell.rounds)]
     timed = [cell for cell in cells if cell.comparison is not None]
-    said = ", ".join(f"{kind.upper()} {1000 * limit:g} ms" for kind, limit in limits.items())
-    positions = _positions(cells, variants)
+    drafting = [name for name in _variants(cells) if any(cell.acceptance_length(name) for cell in cells)]
+    judged = [cell for cell in cells if any(cell.accuracy(name) is not None for name in cell.rounds)]
+    kept = ", ".join(f"{kind.upper()} {1000 * limit:g} ms" for kind, limit in limits.items())
 
     def acceptance(cell: Cell) -> Row:
         lengths = {name: cell.acceptance_length(name) for name in drafting}
@@ -97,41 +94,24 @@ def tables(cells: Sequence[Cell], limits: Mapping[str, float]) -> list[Table]:
         found = {name: cell.goodput(name, limits) for name in cell.rounds}
         return {name: f"{rate:.2f} ({100 * share:.0f} %)" for name, (rate, share) in found.items()}
 
-    def by_text(name: str, title: str, meaning: str, some: Sequence[Cell], row: Callable[[Cell], Row]) -> Table:
-        rows = [_head(cell) | row(cell) for cell in some]
-        figures = (
-            [f"{v} tok/s" for v in variants] if name == "speed" else [v for v in variants if rows and v in rows[0]]
-        )
-        return Table(name, title, meaning, rows, figures, label=f"{{{kind}}}")
+    def by_cell(cells: Sequence[Cell], row: Callable[[Cell], Row]) -> list[Row]:
+        return [_head(cell) | row(cell) for cell in cells]
 
+    acceptances = by_cell(cells if drafting else (), acceptance)
+    latencies = [_head(cell) | _latency(cell, name) for cell in timed for name in cell.rounds]
     found = [
-        by_text("speed", "Output tokens per second", SPEED, timed, _speed),
-        by_text(
-            "acceptance", "Mean acceptance length by batch size", ACCEPTANCE, cells if drafting else [], acceptance
-        ),
-        Table(
-            "positions",
-            "Acceptance per position",
-            POSITIONS,
-            positions,
-            [column for column in (positions[0] if positions else ()) if column.startswith("at ")],
-            label="{figure}",
-            series="{variant}",
-        ),
-        by_text("accuracy", "Accuracy", ACCURACY, judged, _accuracy),
-        Table(
-            "latency",
-            "Latency in ms, p50 / p90 / p99",
-            LATENCY,
-            [_head(cell) | _latency(cell, name) for cell in timed for name in cell.rounds],
-            ["TTFT", "TPOT", "ITL"],
-            panel="{text}: {figure}",
-            label=f"{{{kind}}}",
-            series="{variant}",
-        ),
-        by_text("goodput", "Goodput", GOODPUT.format(said), timed if limits else [], goodput),
+        Table("speed", "Output tokens per second", SPEED, by_cell(timed, _speed)),
+        Table("acceptance", "Mean acceptance length by batch size", ACCEPTANCE, acceptances),
+        Table("positions", "Acceptance per position", POSITIONS, _positions(cells)),
+        Table("accuracy", "Accuracy", ACCURACY, by_cell(judged, _accuracy)),
+        Table("latency", "Latency in ms, p50 / p90 / p99", LATENCY, latencies),
+        Table("goodput", "Goodput", GOODPUT.format(kept), by_cell(timed if limits else (), goodput)),
     ]
     return [table for table in found if table.rows]
+
+
+def _variants(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(name for cell in cells for name in cell.rounds))
 
 
 def _head(cell: Cell) -> Row:
@@ -147,19 +127,19 @@ def _speed(cell: Cell) -> Row:
     return row | {"rounds": cell.comparison.num_rounds, "requests": len(cell.prompts), "failed": cell.num_failures}
 
 
-def _positions(cells: Sequence[Cell], variants: Sequence[str]) -> list[Row]:
+def _positions(cells: Sequence[Cell]) -> list[Row]:
     """Return acceptance by position for each text and variant that drafted, over all loads."""
     found: dict[tuple[str, str], list[float]] = {}
-    for text in dict.fromkeys(cell.text for cell in cells):
-        for name in variants:
-            counts = [count for cell in cells if cell.text == text and (count := cell.drafting(name))]
-            if counts and (shares := reduce(Drafting.and_also, counts).acceptance_at):
-                found[text, name] = shares
-    longest = max(map(len, found.values()), default=0)
+    for text, name in product(dict.fromkeys(cell.text for cell in cells), _variants(cells)):
+        if counts := [count for cell in cells if cell.text == text and (count := cell.drafting(name))]:
+            found[text, name] = reduce(Drafting.and_also, counts).acceptance_at
+    width = max(map(len, found.values()), default=0)
     return [
         {"text": text, "variant": name}
-        | {f"at {k + 1}": f"{shares[k]:.2f}" if k < len(shares) else "-" for k in range(longest)}
+        | {f"at {k}": f"{share:.2f}" for k, share in enumerate(shares, 1)}
+        | {f"at {k}": "-" for k in range(len(shares) + 1, width + 1)}
         for (text, name), shares in found.items()
+        if shares
     ]
 
 
@@ -227,25 +207,19 @@ def as_json(cells: Sequence[Cell], shown: Sequence[Table], **about: Any) -> dict
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "tables": {table.name: table.rows for table in shown},
         "notes": notes(cells),
-        "requests": [row for cell in cells for row in _requests(cell)],
+        "requests": [row for cell in cells for name in cell.rounds for row in _requests(cell, name)],
     }
 
 
-def _requests(cell: Cell) -> Iterator[Row]:
+def _requests(cell: Cell, variant: str) -> Iterator[Row]:
     """Yield every request. `chunks` and `last` are seconds after it was sent."""
-    for name in cell.rounds:
-        for index, (prompt, answer) in enumerate(cell.asked(name)):
-            yield _head(cell) | {
-                "variant": name,
-                "round": index // len(cell.prompts),
-                "prompt": index % len(cell.prompts),
-                "sent": round(answer.sent, 6),
-                "chunks": [round(moment - answer.sent, 6) for moment in answer.chunks],
-                "last": round(answer.e2el, 6),
-                "prompt_tokens": answer.prompt_tokens,
-                "cached_tokens": answer.cached_tokens,
-                "tokens": answer.tokens,
-                "finish_reason": answer.finish_reason,
-                "error": answer.error,
-                "right": None if prompt.judge is None else answer.error is None and prompt.judge(answer.text),
-            }
+    for index, (prompt, answer) in enumerate(cell.asked(variant)):
+        number, place = divmod(index, len(cell.prompts))
+        right = None if prompt.judge is None else answer.error is None and prompt.judge(answer.text)
+        yield (
+            _head(cell)
+            | {"variant": variant, "round": number, "prompt": place}
+            | asdict(answer)
+            | {"chunks": [round(moment - answer.sent, 6) for moment in answer.chunks]}
+            | {"last": round(answer.e2el, 6), "right": right}
+        )

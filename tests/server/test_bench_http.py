@@ -43,7 +43,6 @@ def test_two_servers_are_compared_by_turns_and_everything_is_written(
     assert len(results["requests"]) == 2 * 2 * 3 and not any(row["error"] for row in results["requests"])
     assert float(results["tables"]["acceptance"][0]["one"]) > 3
     assert results["tables"]["accuracy"][0]["two same text"] == "100.0 %"
-    assert {path.stem for path in tmp_path.glob("*.png")} == set(results["tables"])
 
 
 def test_a_page_gets_its_table_and_keeps_the_rest(server: OwnServer, tmp_path: Path) -> None:
@@ -145,20 +144,6 @@ def test_eval_reads_gsm8k(server: OwnServer, tmp_path: Path, capsys: pytest.Capt
     data.write_text('{"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\\n#### 7"}\n')
     assert main(["eval", "--data", str(data), "--instruction", "", "--concurrency", "1", "--base-url", server.url]) == 0
     assert "| gsm8k | 1 | 100.0 % | 100.0 % | 100.0 % | 1 | 0 | 0 |" in capsys.readouterr().out
-
-
-def test_without_matplotlib_there_are_no_pictures_but_all_else(
-    server: OwnServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "app.bench.plots", raising=False)
-    monkeypatch.delattr("app.bench.plots", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    load = ["--concurrency", "1", "--num-prompts", "1", "--max-rounds", "1", "--out", str(tmp_path)]
-    assert main(["--base-url", server.url, *load]) == 0
-    assert "pip install 'dflash-server[bench]'" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 @pytest.mark.parametrize(
@@ -263,6 +248,6 @@ def test_signals_and_troubles_become_exit_codes(capsys: pytest.CaptureFixture[st
 
 
 def test_the_parts_over_http_load_no_torch() -> None:
-    code = "import sys, app.bench.http, app.bench.eval, app.bench.plots; print('torch' in sys.modules)"
+    code = "import sys, app.bench.http, app.bench.eval; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"

@@ -68,9 +68,7 @@ def share(options: argparse.Namespace, tell: Tell) -> tuple[Table, list[Verdict]
     claim = f"the API process adds at most {MAX_SHARE:.0%} to the CPU time of the demo pair"
     added = api_sum / engine_sum
     verdict = Verdict(f"{claim}, {options.concurrency} at once", added <= MAX_SHARE, f"{added:.1%}")
-    figures = ["API µs a token", "engine µs a token", "added"]
-    table = Table("share", "What the API process adds", SHARE, rows, figures, panel="{figure}", label="{text}")
-    return table, [verdict]
+    return Table("share", "What the API process adds", SHARE, rows), [verdict]
 
 
 def share_row(text: str, rounds: Sequence[traffic.Round], api: float, engine: float) -> Row:
@@ -101,8 +99,7 @@ def start(options: argparse.Namespace, tell: Tell) -> tuple[Table, list[Verdict]
         clock, cpu = (median(figures) for figures in zip(*runs, strict=True))
         rows.append({"command": command, "seconds": f"{clock:.2f}", "CPU seconds": f"{cpu:.2f}"})
         verdicts.append(Verdict(f"{command} takes at most {most:g} s", clock <= most, f"{clock:.2f} s"))
-    figures = ["seconds", "CPU seconds"]
-    return Table("start", "Start-up", START, rows, figures, panel="{figure}", label="{command}"), verdicts
+    return Table("start", "Start-up", START, rows), verdicts
 
 
 def help_once() -> tuple[float, float]:
@@ -188,5 +185,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-prompts", type=count, default=48, metavar="N", help="of each text [default: 48]")
     add("--max-tokens", type=count, default=128, metavar="N", help="[default: 128]")
     add("--dataset", default="demo", metavar="NAME", help="demo, demo:math,prose [default: demo]")
-    add_out_flag(parser, "api.json and a PNG of each table")
+    add_out_flag(parser, "api.json")
     return parser

@@ -128,9 +128,7 @@ def main(arguments: Sequence[str]) -> int:
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     folder = out_folder(options)
     torch.set_num_threads(options.threads)
-    figures = ["tok/s", "floor tok/s"]
-    table = Table("cpu", "A CPU", MEANING, compare(options), figures, panel="{figure}", series="{way}")
-    return publish("cpu", arguments, [table], folder)
+    return publish("cpu", arguments, [Table("cpu", "A CPU", MEANING, compare(options))], folder)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,5 +138,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")
     parser.add_argument("--compile", action="store_true", help="like `serve --compile`")
     parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(parser, "cpu.json and a PNG of the table")
+    add_out_flag(parser, "cpu.json")
     return parser

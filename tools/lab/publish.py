@@ -1,5 +1,6 @@
-"""The end of every laboratory: tables, verdicts, JSON and pictures."""
+"""The end of every laboratory: tables, verdicts and JSON."""
 
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from app.bench.table import Table, cpu_name, save
+from app.bench.table import Table, cpu_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,5 +53,5 @@ def publish(
             "verdicts": [{"claim": v.claim, "holds": v.holds, "found": v.found} for v in verdicts],
             "tables": {table.name: table.rows for table in tables},
         }
-        save(folder, part, found | results, tables)
+        (folder / f"{part}.json").write_text(json.dumps(found | results, indent=1))
     return int(any(verdict.holds is False for verdict in verdicts))

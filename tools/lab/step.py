@@ -237,9 +237,6 @@ def tables(
             f"Cost against {axis}, {held}",
             _meaning(axis, is_asynchronous),
             rows,
-            ["ms", "device" if is_asynchronous else "products"],
-            panel="{step}",
-            label=f"{{{axis}}}",
         )
         for (axis, held), rows in groups.items()
     ]
@@ -383,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--contexts", type=_lengths, default=CONTEXTS, metavar="N,N", help="[default: 256 ... 8192]")
     add("--context-batches", type=_sizes, default=[1, 8], metavar="N,N", help="sequences of these [default: 1,8]")
     add("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
-    add_out_flag(parser, "step.json and a PNG of each table")
+    add_out_flag(parser, "step.json")
     return parser
 
 

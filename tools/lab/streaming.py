@@ -165,9 +165,7 @@ def measure(options: argparse.Namespace, tell: Callable[[str], None]) -> tuple[T
                 speed = streamed / median(found.streaming.cpu for found in rounds)
                 claim = f"at least {MIN_SPEED:,} tokens a CPU second over {options.connections} connections"
                 verdicts.append(Verdict(f"{claim}, {tokens_a_step} a step", speed >= MIN_SPEED, f"{speed:,.0f}"))
-    figures = ["tokens per second", "tokens per CPU second", "tokens an event"]
-    label = "{tokens a step}\n{engine}"
-    return Table("streaming", "Streaming", MEANING, rows, figures, panel="{figure}", label=label), verdicts
+    return Table("streaming", "Streaming", MEANING, rows), verdicts
 
 
 def row(rounds: Sequence[Round], streamed: int, connections: int, parts: "Split | None") -> Row:

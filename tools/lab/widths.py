@@ -86,8 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     folder = out_folder(options)
     torch.set_num_threads(options.threads)
-    figures = [f"{name} tok/s" for name in VARIANTS]
-    table = Table("widths", "Whether to draft, and how much to verify", MEANING, compare(options), figures)
+    table = Table("widths", "Whether to draft, and how much to verify", MEANING, compare(options))
     return publish("widths", arguments, [table], folder) or int(any(row["missed"] != "-" for row in table.rows))
 
 
@@ -99,5 +98,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrency", nargs="+", type=count, default=[1, 4, 16, 32], metavar="N")
     parser.add_argument("--max-rounds", type=count, default=40, metavar="N")
     parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(parser, "widths.json and a PNG of the table")
+    add_out_flag(parser, "widths.json")
     return parser

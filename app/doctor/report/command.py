@@ -1,5 +1,5 @@
 """Run every operator, the engine and tests of bandwidth on an NPU or a GPU of this host, and time them. The results
-are in npu-report.json and npu-report.md, or in gpu-report.json, gpu-report.md and with matplotlib gpu-report.png.
+are in npu-report.json and npu-report.md, or in gpu-report.json and gpu-report.md.
 Nothing leaves the host. The exit code is 0 if nothing failed, 1 if something did, and 2 if there is no GPU.
 """
 

@@ -1,7 +1,6 @@
-"""A report as a page in Markdown, and its speeds as a picture. Every number is the JSON's. Imports no torch."""
+"""A report as a page in Markdown. Every number is the JSON's. Imports no torch."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 Report = dict[str, Any]
@@ -134,31 +133,3 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw the speeds, their floors and what others published, if there are any speeds. Needs matplotlib."""
-    parts = report["sections"].get("speeds", {"parts": []})["parts"]
-    rows = [part["result"] for part in parts if "tok/s" in part["result"]]
-    if not rows:
-        return
-    from matplotlib.figure import Figure
-
-    counts = sorted({row["concurrency"] for row in rows})
-    figure = Figure(figsize=(4.5 * len(counts), 4), layout="constrained")
-    for panel, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
-        own = [row for row in rows if row["concurrency"] == count]
-        places = range(len(own))
-        panel.bar(places, [row["floor tok/s"] for row in own], width=0.8, color="0.9", label="floor")
-        panel.bar(places, [row["tok/s"] for row in own], width=0.5, label="measured")
-        for key, mark in (("target", "_"), (PUBLISHED, "x")):
-            known = [(place, row[key]) for place, row in zip(places, own, strict=True) if row[key] is not None]
-            label = "SGLang, different workload" if key == PUBLISHED else key
-            if known:
-                panel.scatter(*zip(*known, strict=True), marker=mark, s=200, color="k", zorder=3, label=label)
-        panel.set_xticks(list(places), [row["way"] for row in own])
-        panel.set_title(f"{count} at once")
-        panel.set_ylabel("output tok/s")
-        panel.legend(fontsize=7)
-    figure.suptitle(f"{report.get('chip') or report['device']}: random weights, simulated acceptance")
-    figure.savefig(path, dpi=120)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from app.client.child_process import LineProcess
 from app.doctor import check
-from app.doctor.report.page import draw, page
+from app.doctor.report.page import page
 
 Part = dict[str, Any]
 """Answer of one part, see part.py; `status` is ok, warning, failed or "not tried"."""
@@ -46,7 +46,7 @@ SECTIONS: dict[str, dict[str, tuple[float, float]]] = {
 
 A first run on an NPU loads and compiles kernels, and nothing bounds how many."""
 GPU_SECONDS = 460.0
-"""Seconds of all sections on a GPU, which leaves some of eight minutes to end processes and to draw the picture."""
+"""Seconds of all sections on a GPU, which leaves some of eight minutes to end processes."""
 START_SECONDS = 60.0
 """A process may take this long to name its parts, or as long as a part of its section."""
 END_SECONDS = 10.0
@@ -74,7 +74,7 @@ def report(
     limit: float = math.inf,
     **about: Any,
 ) -> int:
-    """Write NAME.json, NAME.md and a picture into `folder`, and print the page. Return 1 if a part failed, else 0.
+    """Write NAME.json and NAME.md into `folder`, and print the page. Return 1 if a part failed, else 0.
 
     `host` is the command of the probes to begin with. Raises OSError if `folder` cannot be written to.
     """
@@ -95,10 +95,6 @@ def report(
         return check.INTERRUPTED
     finally:
         run.save()
-        try:
-            draw(found, folder / f"{name}.png")
-        except Exception as error:  # the report is whole without its picture
-            _say(f"no picture: {error}")
         _say(f"{found['failed']} failed; written: {folder / name}.json and {folder / name}.md")
     if run.missing:
         _say(f"error: no {kind(found)} can be used here: {run.missing}")

@@ -1,12 +1,10 @@
-"""Figures out of raw timings, and the tables and pictures of them."""
+"""Figures out of raw timings, and the tables of them."""
 
 import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from app.bench import plots
 from app.bench.cell import Cell, is_good
 from app.bench.client import Answer, Drafting
 from app.bench.paired import Claim, Comparison
@@ -126,18 +124,3 @@ def test_json_has_every_request_with_its_chunks(tmp_path: Path) -> None:
     first = results["requests"][0]
     assert (first["variant"], first["round"], first["tokens"], first["right"]) == ("plain", 0, 10, True)
     assert first["chunks"][:2] == [0.1, 0.2] and first["last"] == pytest.approx(1.0)
-
-
-@pytest.mark.exhaustive
-def test_every_table_has_a_picture(tmp_path: Path) -> None:
-    found = [cell(1), cell(4)]
-    shown = tables(found, LIMITS)
-    for table in shown:
-        plots.draw(tmp_path / f"{table.name}.png", table)
-    assert {path.stem for path in tmp_path.iterdir()} == {table.name for table in shown}
-    for path in tmp_path.iterdir():
-        with Image.open(path) as picture:
-            picture.load()
-            assert picture.format == "PNG" and picture.width > 500
-            darkest, lightest = picture.convert("L").getextrema()
-            assert darkest < 50 and lightest == 255, path.name

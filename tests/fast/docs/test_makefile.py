@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 
-SERVING, TESTS = "pip install --editable '.[bench]'", "pip install --editable '.[dev]'"
+SERVING, TESTS = "pip install --editable '.'", "pip install --editable '.[dev]'"
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="there is no make here")
 

@@ -39,7 +39,6 @@ NOT_ON_A_BARE_IMAGE = [
     "transformers",
     "tokenizers",
     "huggingface_hub",
-    "matplotlib",
 ]
 
 
@@ -167,7 +166,6 @@ def test_every_section_is_told_and_a_check_that_fails_is_counted(tmp_path: Path,
     ):
         assert said in page
     assert code == 1 and report["failed"] == 1
-    assert (tmp_path / "report" / "gpu-report.png").stat().st_size > 1000
     told = capfd.readouterr()
     assert f"to {tmp_path}/report" in told.err.splitlines()[0] and told.out.startswith("# gpu-report")
 

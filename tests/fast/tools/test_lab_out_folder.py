@@ -1,4 +1,4 @@
-"""`--out` is a folder in every part: JSON of what was measured, and a picture of each table that was printed."""
+"""`--out` is a folder in every part: JSON of what was measured."""
 
 import json
 from argparse import Namespace
@@ -6,7 +6,6 @@ from argparse import Namespace
 import pytest
 
 from app.bench.paired import Comparison
-from app.bench.table import first_number
 from tools.lab import api, cpu, widths
 from tools.lab.__main__ import PARTS, main
 
@@ -26,7 +25,7 @@ def rows_of_widths(*_: object) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(("part", "rows"), [(cpu, rows_of_cpu), (widths, rows_of_widths)])
-def test_a_folder_gets_json_and_a_picture_of_the_table(part, rows, tmp_path, capsys, monkeypatch):
+def test_a_folder_gets_json_of_the_table(part, rows, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(part, "compare", rows)
     name = part.__name__.rpartition(".")[2]
     assert main([name, "--out", str(tmp_path / "new" / "folder")]) == 0
@@ -35,8 +34,7 @@ def test_a_folder_gets_json_and_a_picture_of_the_table(part, rows, tmp_path, cap
     folder = tmp_path / "new" / "folder"
     told = json.loads((folder / f"{name}.json").read_text())
     assert told["tables"] == {name: rows()} and told["command"].startswith(f"python -m tools.lab {name} --out ")
-    assert {path.name for path in folder.iterdir()} == {f"{name}.json", f"{name}.png"}
-    assert (folder / f"{name}.png").stat().st_size > 10_000
+    assert {path.name for path in folder.iterdir()} == {f"{name}.json"}
 
 
 @pytest.mark.parametrize("part", list(PARTS))
@@ -53,35 +51,9 @@ def test_every_part_says_that_it_takes_a_folder(capsys):
         assert "--out FOLDER" in capsys.readouterr().out, part
 
 
-def test_a_start_has_a_row_and_a_bar_for_the_command_and_the_server(monkeypatch):
+def test_a_start_has_a_row_for_the_command_and_the_server(monkeypatch):
     monkeypatch.setattr(api, "help_once", lambda: (0.25, 0.25))
     monkeypatch.setattr(api, "start_once", lambda: (7.0, 6.0))
     table, verdicts = api.start(Namespace(rounds=1), lambda _: None)
     assert [(row["seconds"], row["CPU seconds"]) for row in table.rows] == [("0.25", "0.25"), ("7.00", "6.00")]
     assert [verdict.holds for verdict in verdicts] == [True, False]
-    assert [(bar.panel, bar.value) for bar in table.bars] == [
-        ("seconds", 0.25),
-        ("CPU seconds", 0.25),
-        ("seconds", 7.0),
-        ("CPU seconds", 6.0),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("cell", "says"),
-    [
-        ("29,615", 29615),
-        ("0.98 (0.91-1.07)", 0.98),
-        ("12.7%", 12.7),
-        (42, 42),
-        ("-1.5", -1.5),
-        (".5", 0.5),
-        ("57 %", 57),
-    ],
-)
-def test_pictures_show_the_numbers_that_tables_say(cell, says):
-    assert first_number(cell) == says
-
-
-def test_what_a_table_leaves_open_is_no_bar():
-    assert first_number("-") is None

@@ -312,8 +312,7 @@ def test_the_part_prints_tables_and_writes_all_it_found(
     results = json.loads((out / "step.json").read_text())
     assert len(results["shapes"]) == 6 and len(results["verdicts"]) == 6
     assert all(len(shape["total"]) == 2 and shape["operators"] for shape in results["shapes"])
-    pictures = {path.name: path.stat().st_size for path in out.glob("*.png")}
-    assert pictures.keys() == {"batch-context-40.png", "context-1-sequence.png"} and min(pictures.values()) > 10_000
+    assert results["tables"].keys() == {"batch-context-40", "context-1-sequence"}
 
 
 @pytest.mark.parametrize(("slow", "rounds", "code"), [(False, 6, 0), (True, 6, 1), (True, 5, 0)])
