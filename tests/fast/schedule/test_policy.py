@@ -299,6 +299,12 @@ def test_acceptance_counts_tried_and_accepted_drafts_and_old_outcomes_fade() -> 
     assert found.accepted.tolist() == [pytest.approx(0.9 + 1), 1, 0, 0]
 
 
+def test_weights_do_not_grow_for_ever() -> None:
+    few, many = acceptance(*[(4, 1), (4, 4)] * 100), acceptance(*[(4, 1), (4, 4)] * 20_000)
+    assert many.tried.tolist() == pytest.approx(few.tried.tolist())
+    assert many.accepted.tolist() == pytest.approx(few.accepted.tolist())
+
+
 def test_priors_follow_the_outcomes_of_all_sequences() -> None:
     mean, curves = priors(acceptance(*[(4, 2)] * 50), acceptance(*[(4, 2)] * 50))
     assert 0.5 < mean < 0.8
