@@ -27,7 +27,11 @@ def test_the_readme_has_at_most_200_lines() -> None:
 
 
 def test_the_table_of_peers_flags_is_the_codes_own() -> None:
-    rows = [(f"`{p.flag}`", f"`{p.ours}`" if p.ours else "-", p.peers, p.note) for p in PEER_FLAGS]
+    without = {"refused": "**refused**"}
+    rows = [
+        (f"`{p.flag}`", f"`{p.ours}`" if p.ours else without.get(p.value, "nothing to set"), p.peers, p.note)
+        for p in PEER_FLAGS
+    ]
     table = markdown(("theirs", "ours", "whose", "note"), ("---",) * 4, *rows)
     assert f"\n\n{table}\n\n" in PAGES["migrating.md"], f"put this into docs/migrating.md:\n{table}"
 
