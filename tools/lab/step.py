@@ -32,6 +32,7 @@ from app.engine.models.kv_pool import bytes_per_token
 from app.engine.models.loader import SafetensorsWeights
 from app.engine.models.qwen3 import Qwen3
 from app.messages import EngineConfig
+from tools.lab.acceptance import FLAG, survival, wish
 from tools.lab.publish import Verdict, publish
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
 
@@ -133,8 +134,8 @@ def load(options: argparse.Namespace) -> tuple[Engine, float | None]:
     if not options.simulate_acceptance:
         return engine, None
     if engine.draft is None:
-        raise ConfigError(f"{simulated.FLAG}: without a draft nothing is accepted", "give --draft-model")
-    rates = simulated.survival(options.simulate_acceptance, engine.draft.block_size)
+        raise ConfigError(f"{FLAG}: without a draft nothing is accepted", "give --draft-model")
+    rates = survival(options.simulate_acceptance, engine.draft.block_size)
     simulated.simulate(engine.core, rates, options.seed)
     return engine, simulated.mean_length(rates)
 
@@ -364,7 +365,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--random-weights", metavar="NAME", help=about)
     about = "draw the number of accepted drafts: a mean acceptance length, bonus included, or a rate for each position"
-    add(simulated.FLAG, type=simulated.wish, metavar="X", help=about)
+    add(FLAG, type=wish, metavar="X", help=about)
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn [default: 0]")
     add = parser.add_argument_group("their device").add_argument
     add("--device", default="auto", help="auto | cpu | cuda[:N] | npu[:N] [default: auto]")

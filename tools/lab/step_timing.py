@@ -15,12 +15,12 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
-from app.doctor.op_count import Launches
 from app.engine.build.engine import Engine
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import PendingStep
 from app.messages import Request
+from tools.lab.op_count import Launches
 from tools.lab.products import Products
 
 BLOCK_STEPS = 2

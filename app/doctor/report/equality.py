@@ -86,7 +86,7 @@ def texts_of(way: Way, model: str, device: str, answer: int) -> Texts:
         engine = random_engine(model, draft=way.draft, device=device, **SIZES | way.config)
         engine.core.overlap &= way.overlap
         if way.accepted is not None and engine.draft:
-            simulated.simulate(engine.core, simulated.survival([1.0] * way.accepted, engine.draft.block_size))
+            simulated.simulate(engine.core, [1.0] * way.accepted)
         plain = requests(NUM_REQUESTS, PROMPT, answer, engine.target.vocab_size)
         wanted = [
             replace(request, sampling=SamplingParams(seed=seed, **way.sampling)) for seed, request in enumerate(plain)

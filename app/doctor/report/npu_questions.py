@@ -22,8 +22,8 @@ from app.doctor import npu_host
 from app.doctor.operators import TOLERANCE, Attention, Call, Inputs, Lens, Operator, Paged, difference
 from app.doctor.report.command import Options
 from app.doctor.report.engine import demo_engine
-from app.doctor.report.gemm import chip_name
 from app.doctor.report.part import Part, Result, describe
+from app.doctor.report.roofline import chip_name
 from app.doctor.report.timing import seconds_each
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
 from app.engine.backend.factory import make_backend
@@ -64,8 +64,7 @@ class Extent:
 
     def load(self, backend: Backend, rows: int = 16) -> Attention:
         """Return the attention call that is timed."""
-        inputs = Inputs(backend, torch.bfloat16, torch.bfloat16, FULL)
-        return self.paged([(rows, self.kv)] * self.requests)(backend, inputs)
+        return self.paged([(rows, self.kv)] * self.requests)(Inputs(backend, torch.bfloat16, torch.bfloat16, FULL))
 
     def ms(self, call: Call, backend: Backend) -> float:
         return 1e3 * seconds_each(backend, call, self.timed, self.repeats)
@@ -141,9 +140,9 @@ def short_padding(backend: Backend, extent: Extent) -> Result:
     """Attend with a causal padding request that has more rows than KV tokens, behind requests as they should be."""
     paged = extent.paged([(16, 300), (3, 129), (8, 1)])
 
-    def others(backend: Backend, inputs: Inputs) -> Call:
-        call = paged(backend, inputs)
-        return lambda: (call()[0][:19],)
+    def others(at: Inputs) -> Call:
+        call = paged(at)
+        return lambda: call()[:19]
 
     return _right("A request of 8 rows over 1 token is taken, and for the others", _error(backend, others))
 
@@ -193,14 +192,14 @@ def order_of_heads(backend: Backend, extent: Extent) -> Result:
     """Attend to K and V as [pages, kv_heads, page_size, D]; the server has [pages, page_size, kv_heads x D]."""
     paged = extent.paged([(16, extent.kv)] * extent.requests)
 
-    def by_heads(backend: Backend, inputs: Inputs) -> Call:
-        call = paged(backend, inputs)
+    def by_heads(at: Inputs) -> Call:
+        call = paged(at)
         turned = LayerKv(*(pool.transpose(1, 2).contiguous() for pool in (call.kv.k, call.kv.v)))
-        return lambda: (attention_of_heads(call.q, turned, call.meta),)
+        return lambda: attention_of_heads(call.q, turned, call.meta)
 
-    error, call = difference(backend, by_heads, past=FULL, dtype=torch.bfloat16, against=paged)
+    _, error, call = difference(backend, by_heads, past=FULL, dtype=torch.bfloat16, against=paged)
     ours, other = extent.ms(extent.load(backend), backend), extent.ms(call, backend)
-    right = _right("The order by heads is taken, and", error.relative)
+    right = _right("The order by heads is taken, and", error)
     return right | {
         "found": f"{right['found']} It takes {other:.4g} ms, ours {ours:.4g} ms.",
         "ms": {"by heads": other, "ours": ours},
@@ -264,7 +263,7 @@ def captures(backend: Backend, extent: Extent) -> Result:
 
 def _error(backend: Backend, operator: Operator, dtype: torch.dtype = torch.bfloat16) -> float:
     """Return the largest difference from the CPU as a share of the largest value; NaN for no number."""
-    return difference(backend, operator, past=FULL, dtype=dtype)[0].relative
+    return difference(backend, operator, past=FULL, dtype=dtype)[1]
 
 
 def _right(begin: str, error: float) -> Result:

@@ -27,12 +27,11 @@ The same greedy requests for the demo pair in bfloat16. Where a text first leave
 worse of the two tokens lies below the best logit, in float32 on the CPU.""",
     "step": """
 The demo pair in bfloat16. `launch` is the host's time to schedule and launch a step, `read` its wait for the
-result. Operators are counted at the dispatcher without views. Graph replays are not counted; attention calls that
-are given new lengths are.""",
+result.""",
     "roofline": """
-A floor is the time to read all weights once, or to multiply them, whichever is longer. Figures of an H200 were
-measured. Figures of Ascend chips are assumptions from secondary sources, good to 15 % at best. A copy counts bytes
-read and written.""",
+A floor is the time to read the weights once, or to multiply them, whichever is longer. Layers are those of Qwen3-8B,
+and their time is the sum of their products. Figures of an H200 were measured. Figures of Ascend chips are assumptions
+from secondary sources, good to 15 % at best. A copy counts bytes read and written.""",
     "equality": """
 Texts from graphs, eager code and overlap. Tokens are alike before the first difference from the text of another
 way. The same steps run without capture must be the same, drawn tokens too. Eager code, other overlap and no draft

@@ -4,8 +4,12 @@ A stage reads its weights and KV, and multiplies; it takes the longer of the two
 its kernels.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from app.engine.backend.base import Backend
 from app.engine.dflash.config import DFlashConfig
 from app.engine.models.config import DecoderConfig
 
@@ -41,6 +45,17 @@ from a CANN platform file: 24 or 20 cores x 8192 x 1.8 GHz."""
 
 def figures(name: str) -> Chip | None:
     return next((chip for begin, chip in CHIPS.items() if name.startswith(begin)), None)
+
+
+def chip_name(backend: Backend) -> str:
+    """Return the name that the chip gives itself; "" on a CPU."""
+    device_module = getattr(torch, backend.device.type)
+    named: Callable[[int], str] | None = getattr(device_module, "get_device_name", None)
+    return str(named(backend.device.index or 0)) if named else ""
+
+
+def chip_of(backend: Backend) -> Chip | None:
+    return figures(chip_name(backend))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,81 +2,61 @@
 
 A model of random weights has the lengths of a real one in this way. Its tokens are the target's choices after wrong
 drafts, and mean nothing. The scheduler takes their number, the valid KV and the next block from the number accepted,
-like in any step. Benches and tests use it; `serve` has no such flag.
+like in any step. Reports, laboratories and tests use it; `serve` has no such flag.
 """
 
-import argparse
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 
-from app.config.error import ConfigError
 from app.engine.backend.transfer import Packed
 from app.engine.core import EngineCore
 from app.engine.schedule.batch import StepResult
-from app.engine.step.inputs import Layout, StepInputs
+from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 
 BANNER = "SIMULATED ACCEPTANCE: how many drafts are accepted is drawn, not found out; the tokens are meaningless."
-FLAG = "--simulate-acceptance"
 
 
-def wish(text: str) -> tuple[float, ...]:
-    """Parse a flag's value: "6.36" is a mean acceptance length, "0.86,0.72,0.6" a rate for each position."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor numbers with commas between") from None
+def even_rates(length: float, block_size: int) -> list[float]:
+    """Return the chance p^k that the first k drafts are all accepted, for k = 1 .. block_size - 1.
 
-
-def survival(wished: Sequence[float], block_size: int) -> list[float]:
-    """Return the chance that the first k drafts are all accepted, for k = 1 .. block_size - 1.
-
-    A single number is the mean acceptance length, bonus included; every draft behind accepted ones has the same chance.
-    More numbers are these chances themselves, like the counters per position of vLLM and of this server. Later
-    positions have none. Raises ConfigError for a length or a rate that cannot be.
+    The mean acceptance length 1 + p + p^2 + ... + p^(block_size - 1) is `length`.
     """
-    most = block_size - 1
-    if len(wished) == 1:
-        (length,) = wished
-        if not 1 <= length <= block_size:
-            hint = f"1 to {block_size}, the bonus token included; or a rate for each position, with commas between"
-            raise ConfigError(f"{FLAG} {length:g}: a block of {block_size} yields no such mean", hint)
-        chance = even_chance(length, block_size)
-        return [chance**k for k in range(1, most + 1)]
-    if len(wished) > most:
-        raise ConfigError(f"{FLAG}: {len(wished)} rates, but a block of {block_size} has {most} drafts")
-    if not all(0 <= rate <= 1 for rate in wished) or any(a < b for a, b in pairwise(wished)):
-        hint = "rate k is how often the first k drafts are all accepted, so it never rises"
-        raise ConfigError(f"{FLAG}: rates lie between 0 and 1 and never rise", hint)
-    return [*wished, *[0.0] * (most - len(wished))]
-
-
-def mean_length(rates: Sequence[float]) -> float:
-    """Return the mean acceptance length, bonus included, of the chances that `survival` returns."""
-    return 1 + sum(rates)
-
-
-def even_chance(length: float, block_size: int) -> float:
-    """Return the chance p of every draft behind accepted ones: 1 + p + p^2 + ... + p^(b-1) is `length`."""
     low, high = 0.0, 1.0
     while low < (middle := (low + high) / 2) < high:
         if sum(middle**k for k in range(block_size)) < length:
             low = middle
         else:
             high = middle
-    return high
+    return [high**k for k in range(1, block_size)]
+
+
+def mean_length(rates: Sequence[float]) -> float:
+    """Return the mean acceptance length, bonus included, of chances like those of `even_rates`."""
+    return 1 + sum(rates)
 
 
 def simulate(core: EngineCore, rates: Sequence[float], seed: int = 0) -> None:
-    """Let the steps of `core` accept drawn numbers of drafts, with the chances `rates` of `survival`."""
+    """Let the steps of `core` accept drawn numbers of drafts: at least k with the chance `rates[k - 1]`."""
     # The loop uses no other method of a runner.
     core.runner = cast(ModelRunner, SimulatedRunner(core.runner, rates, seed, tell_device=core.overlap))
+
+
+@dataclass
+class SimulatedStep:
+    """A launched step that is read like any other, so that none of its cost is missing."""
+
+    pending: PendingStep
+    num_accepted: list[int]
+
+    def read(self) -> StepResult:
+        return StepResult(self.pending.read().tokens, self.num_accepted)
 
 
 class SimulatedRunner:
@@ -86,47 +66,28 @@ class SimulatedRunner:
     """
 
     def __init__(self, runner: ModelRunner, rates: Sequence[float], seed: int, *, tell_device: bool = False) -> None:
-        self.forward = runner.forward
         self._runner = runner
         self._tell_device = tell_device
         self._falling = [-rate for rate in rates]
         self._random = random.Random(seed)
 
-    @property
-    def layout(self) -> Layout:
-        return self._runner.layout
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._runner, name)
 
-    def launch(self, inputs: StepInputs) -> "SimulatedStep":
+    def launch(self, inputs: StepInputs) -> SimulatedStep:
         accepted = [min(self._draw(), num_drafts) for num_drafts in inputs.target.num_drafts.tolist()]
         pending = self._runner.launch(inputs)
         if self._tell_device and not inputs.has_prefill:
             self._overwrite(accepted)
         return SimulatedStep(pending, accepted)
 
-    def rollback(self) -> None:
-        self._runner.rollback()
-
-    def scrub(self, slot_mapping: list[int]) -> None:
-        self._runner.scrub(slot_mapping)
-
     @torch.inference_mode()
     def _overwrite(self, accepted: list[int]) -> None:
         """Overwrite the step's result on the device; the host's copy is on its way."""
         assert self._runner.graphs is not None
-        (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self.forward.backend).tensors
+        (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self._runner.forward.backend).tensors
         self._runner.graphs.verified[: len(accepted), -1] = numbers
 
     def _draw(self) -> int:
         """Return the number of rates above one random number, so that at least k has the chance of rate k."""
         return bisect_left(self._falling, -self._random.random())
-
-
-class SimulatedStep:
-    """A launched step that is read like any other, so that none of its cost is missing."""
-
-    def __init__(self, pending: PendingStep, num_accepted: list[int]) -> None:
-        self._pending = pending
-        self._num_accepted = num_accepted
-
-    def read(self) -> StepResult:
-        return StepResult(self._pending.read().tokens, self._num_accepted)

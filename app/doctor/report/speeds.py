@@ -4,7 +4,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,14 +31,6 @@ WAYS = {"plain": None, "full blocks": "full", "auto": "auto"}
 """Way -> `--verify`, None without a draft. Acceptance is drawn, TAU tokens a whole block on average."""
 
 
-@dataclass(slots=True)
-class Measured:
-    """Output tokens per second of each round, and the median milliseconds of its decode steps."""
-
-    speeds: list[float] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-
-
 def random_engine(model: str, *, draft: bool, device: str, **config: Any) -> Engine:
     """Build an engine of random weights. The memory of an earlier one, which is bound up in circles, is freed first."""
     gc.collect()
@@ -54,23 +46,6 @@ def random_engine(model: str, *, draft: bool, device: str, **config: Any) -> Eng
 def requests(count: int, prompt: int, answer: int, vocab_size: int) -> list[Request]:
     draw = random.Random(count)
     return [Request(f"r{i}", tuple(draw.choices(range(vocab_size), k=prompt)), answer) for i in range(count)]
-
-
-def timed(core: EngineCore, load: Load, vocab_size: int, found: Measured) -> None:
-    """Run a round: all requests at once, to the last one's end."""
-    tokens = 0
-    for request in requests(load.concurrency, load.prompt, load.answer, vocab_size):
-        core.add(request)
-    steps = []
-    started = time.perf_counter()
-    while core.has_work:
-        step = core.step()
-        tokens += sum(len(delta.token_ids) for delta in step.deltas)
-        if step.stats.kind == "decode" and step.stats.num_decoding == load.concurrency:
-            steps.append(1000 * step.stats.seconds)
-    found.speeds.append(tokens / (time.perf_counter() - started))
-    if steps:
-        found.steps.append(median(steps))
 
 
 def parts(options: Options, ends: float) -> list[Part]:
@@ -90,7 +65,7 @@ def parts_of(model: str, loads: list[Load], device: str, rounds: int, ends: floa
             config = {"max_model_len": longest, "max_num_seqs": concurrency, "verify": WAYS[way] or "full"}
             made[way] = random_engine(model, draft=WAYS[way] is not None, device=device, **config)
             if draft := made[way].draft:
-                simulated.simulate(made[way].core, simulated.survival([TAU], draft.block_size))
+                simulated.simulate(made[way].core, simulated.even_rates(TAU, draft.block_size))
         return made[way]
 
     return [
@@ -101,39 +76,54 @@ def parts_of(model: str, loads: list[Load], device: str, rounds: int, ends: floa
 
 
 def speed(engine: Callable[[str], Engine], way: str, load: Load, rounds: int, ends: float) -> Result:
-    made, found, took = engine(way), Measured(), 0.0
-    vocab_size = made.target.vocab_size
-    timed(made.core, replace(load, answer=min(64, load.answer)), vocab_size, Measured())
-    for done in range(rounds):
+    """Run short answers to warm up, and then the rounds that the time allows."""
+    made = engine(way)
+    timed(made, replace(load, answer=min(64, load.answer)))
+    speeds, steps, took = list[float](), list[float](), 0.0
+    while not speeds or (len(speeds) < rounds and time.monotonic() + took <= ends):
         begun = time.monotonic()
-        if done and begun + took > ends:
-            break
-        timed(made.core, load, vocab_size, found)
+        tokens_per_second, of_steps = timed(made, load)
+        speeds.append(tokens_per_second)
+        steps += [median(of_steps)] if of_steps else []
         took = time.monotonic() - begun
-    return result(way, made, load, found)
-
-
-def result(way: str, made: Engine, load: Load, found: Measured) -> Result:
-    speed, step = median(found.speeds), median(found.steps) if found.steps else None
+    measured, step = median(speeds), median(steps) if steps else None
     limit = load.concurrency * load.answer / floor_seconds(way, made, load)
     known = "DFlash" if made.draft else "plain", load.concurrency
     target, published = TARGETS.get(known), SGLANG.get(known)
     # A step of `auto` is as wide as the policy chooses.
     step_floor = None if way == "auto" else 1000 * step_seconds(made.target, made.draft, load)
     return {
-        "found": headline(speed, limit, target, published),
+        "found": headline(measured, limit, target, published),
         "way": way,
         "concurrency": load.concurrency,
-        "tok/s": speed,
-        "rounds": found.speeds,
+        "tok/s": measured,
+        "rounds": speeds,
         "floor tok/s": limit,
-        "share of floor": speed / limit,
+        "share of floor": measured / limit,
         "step ms": step,
         "floor of step ms": step_floor,
         "share of step's floor": step_floor / step if step and step_floor else None,
         "target": target,
         PUBLISHED: published,
     }
+
+
+def timed(engine: Engine, load: Load) -> tuple[float, list[float]]:
+    """Run all requests at once, to the last one's end.
+
+    Returns output tokens per second, and the milliseconds of each step that decoded all of them.
+    """
+    core: EngineCore = engine.core
+    tokens, steps = 0, []
+    for request in requests(load.concurrency, load.prompt, load.answer, engine.target.vocab_size):
+        core.add(request)
+    started = time.perf_counter()
+    while core.has_work:
+        step = core.step()
+        tokens += sum(len(delta.token_ids) for delta in step.deltas)
+        if step.stats.kind == "decode" and step.stats.num_decoding == load.concurrency:
+            steps.append(1000 * step.stats.seconds)
+    return tokens / (time.perf_counter() - started), steps
 
 
 def headline(speed: float, limit: float, target: int | None, published: int | None) -> str:
@@ -147,7 +137,7 @@ def floor_seconds(way: str, made: Engine, load: Load) -> float:
     target, draft = made.target, made.draft
     if draft is None or way != "auto":
         return run_seconds(target, draft, load, TAU)
-    rates = simulated.survival([TAU], draft.block_size)
+    rates = simulated.even_rates(TAU, draft.block_size)
     narrower = [
         run_seconds(target, replace(draft, block_size=width), load, simulated.mean_length(rates[: width - 1]))
         for width in range(2, draft.block_size + 1)

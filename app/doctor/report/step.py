@@ -1,13 +1,11 @@
-"""A decode step of the demo pair: how long it takes, where the time goes, and what the host asks the device for."""
+"""A decode step of the demo pair: how long it takes, and how much of that the host takes to launch it."""
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 from app import demo
-from app.doctor.op_count import Launches
 from app.doctor.report.command import Options
 from app.doctor.report.engine import demo_engine
 from app.doctor.report.part import Part, Result
@@ -20,8 +18,6 @@ WAYS = {"eager": True, "graphs": False}
 SEQUENCES = (1, 4, 16)
 REPEATS = 60
 MAX_TOKENS = 300
-MAX_NAMED = 12
-"""Operators that are named, the most frequent first."""
 
 
 def parts(options: Options, ends: float) -> list[Part]:
@@ -37,7 +33,7 @@ class Taken:
 
     launch: float
     read: float
-    total: float
+    step: float
 
 
 class Steps:
@@ -51,19 +47,8 @@ class Steps:
         core = self.core(way)
         list(decode_steps(core, n, 2))
         taken = list(decode_steps(core, n, repeats))
-        counted = Launches(self._options.kind)
-        list(decode_steps(core, n, 1, counted))
-        result = {
-            name: spread([getattr(step, field) for step in taken])
-            for name, field in (("step", "total"), ("launch", "launch"), ("read", "read"))
-        }
-        return result | {
-            "steps": len(taken),
-            "operators": counted.total,
-            "copies": counted.copies.total(),
-            "most": dict(counted.operators.most_common(MAX_NAMED)),
-            "found": f"{result['step']['median_ms']:.4g} ms, {counted.total} operators",
-        }
+        times = {name: spread([getattr(step, name) for step in taken]) for name in ("step", "launch", "read")}
+        return times | {"steps": len(taken), "found": f"{times['step']['median_ms']:.4g} ms"}
 
     def core(self, way: str) -> EngineCore:
         if way not in self._cores:
@@ -79,10 +64,8 @@ class Steps:
         return self._cores[way]
 
 
-def decode_steps(
-    core: EngineCore, n: int, count: int, around: AbstractContextManager[object] | None = None
-) -> Iterator[Taken]:
-    """Yield `count` steps in which all of n sequences decode, each inside `around`.
+def decode_steps(core: EngineCore, n: int, count: int) -> Iterator[Taken]:
+    """Yield `count` steps in which all of n sequences decode.
 
     Prompts come round again, and no answer ends before MAX_TOKENS.
     """
@@ -93,14 +76,12 @@ def decode_steps(
         while core.has_work and left:
             started = time.perf_counter()
             batch = core.scheduler.schedule()
-            wanted = batch.kind == "decode" and len(batch.decodes) == n
-            with around if around and wanted else nullcontext():
-                pending = core.launch(batch)
-                launched = time.perf_counter()
-                result = pending.read()
+            pending = core.launch(batch)
+            launched = time.perf_counter()
+            result = pending.read()
             read = time.perf_counter()
             core.scheduler.commit(batch, result)
-            if wanted:
+            if batch.kind == "decode" and len(batch.decodes) == n:
                 left -= 1
                 yield Taken(launched - started, read - launched, time.perf_counter() - started)
         for i in range(n):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from app import demo
 from app.doctor import operators
-from app.doctor.op_count import Launches
 from app.doctor.operators import Case, Extent, about_pages
 from app.doctor.report import engine, gemm, npu_questions, runner, step
 from app.doctor.report import operators as report_operators
@@ -23,11 +23,14 @@ from app.doctor.report import section as report_section
 from app.doctor.report.command import Options
 from app.doctor.report.page import page
 from app.doctor.report.part import Part, Result, answer
-from app.doctor.report.roofline import Chip, figures
+from app.doctor.report.roofline import Chip, chip_name, figures
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
+from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
+from app.messages import Request
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
+from tools.lab.op_count import Launches
 
 SMALL = Extent(
     heads=((4, 2, 64), (8, 2, 128)),
@@ -40,7 +43,7 @@ SMALL = Extent(
     batches=(16,),
 )
 FEW = npu_questions.Extent(heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4)
-TINY = gemm.Extent(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16, 32), layers=2, repeats=1)
+TINY = gemm.Extent(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16), layers=2)
 UNKNOWN = ["N6", "N7", "N9", "N11", "N12", "N16"]
 """Rules that the open points break on purpose."""
 
@@ -60,7 +63,16 @@ def test_every_operator_is_right_and_its_errors_are_told(backend: NpuBackend, na
     assert found["status"] == "ok", found
     for case in found["result"]["cases"]:
         assert 0 <= case["relative"] <= case["tolerance"] and case["absolute"] >= 0
-    exact = {"write_kv", "argmax", "integers", "positions_and_slots", "embed_blocks", "verify", "advance_by_accepted"}
+    exact = {
+        "write_kv",
+        "argmax",
+        "noise_bits",
+        "integers",
+        "positions_and_slots",
+        "embed_blocks",
+        "verify",
+        "advance_by_accepted",
+    }
     assert (name in exact) == all(case["tolerance"] == 0 for case in found["result"]["cases"])
 
 
@@ -94,7 +106,7 @@ def test_an_operator_that_does_something_else_has_failed_with_its_error(backend:
 
 
 def test_an_operator_that_is_refused_has_failed_with_the_meaning_of_the_code(backend: NpuBackend) -> None:
-    def refuse(backend: Backend, inputs: Any) -> tuple[Tensor, ...]:
+    def refuse(at: Any) -> Any:
         raise RuntimeError("NPU function error: call aclnnRmsNorm failed, error code is 561002\nEZ9999")
 
     found = answer(Part("rms_norm", partial(report_operators.compared, backend, [Case("[1]", refuse)])))
@@ -276,11 +288,22 @@ class Counted:
         self._traced.__exit__(*error)
 
 
+def count_decode_step(core: EngineCore, n: int, counted: Any) -> None:
+    """Count the first step in which n sequences decode."""
+    for i, prompt in enumerate(demo.token_ids(n)):
+        core.add(Request(f"c{i}", prompt, 100))
+    while (batch := core.scheduler.schedule()).kind != "decode" or len(batch.decodes) < n:
+        core.scheduler.commit(batch, core.launch(batch).read())
+    with counted:
+        result = core.launch(batch).read()
+    core.scheduler.commit(batch, result)
+
+
 def test_operators_that_are_counted_are_the_kernels_of_an_eager_step() -> None:
     """But for casts that torch_npu adds: page_table[owner, page] has an int64 and an int32 index, once a forward."""
     with torch.inference_mode(), Numerics():
-        steps, counted = step.Steps(Options("npu:0"), max_num_seqs=2), Counted()
-        list(step.decode_steps(steps.core("eager"), 2, 1, counted))
+        core, counted = step.Steps(Options("npu:0"), max_num_seqs=2).core("eager"), Counted()
+        count_decode_step(core, 2, counted)
     operators, kernels = counted.launches.operators, counted.trace.launches
     copies = ("aten.copy_", "aten.clone", "aten.contiguous", "aten._to_copy")
     casts = kernels["aclnnInplaceCopy"] - sum(operators[name] for name in copies)
@@ -292,12 +315,14 @@ def test_operators_that_are_counted_are_the_kernels_of_an_eager_step() -> None:
 @pytest.mark.parametrize("way", step.WAYS)
 def test_a_step_is_timed_in_parts_and_its_launches_are_counted(way: str) -> None:
     with torch.inference_mode(), Numerics():
-        found = step.Steps(Options("npu:0"), max_num_seqs=2).measured(way, 2, repeats=2)
+        steps, counted = step.Steps(Options("npu:0"), max_num_seqs=2), Launches("npu")
+        found = steps.measured(way, 2, repeats=2)
+        count_decode_step(steps.core(way), 2, counted)
     assert found["steps"] == 2 and {"median_ms", "p90_ms"} == set(found["step"]) == set(found["launch"])
     if way == "graphs":
-        assert found["most"] == {"npu.npu_fused_infer_attention_score.out": 5 + 3} and found["operators"] == 8
+        assert counted.operators == {"npu.npu_fused_infer_attention_score.out": 5 + 3}
     else:
-        assert 100 < found["operators"] < 250
+        assert 100 < counted.total < 250
 
 
 def test_views_memory_and_questions_are_no_launches() -> None:
@@ -314,22 +339,24 @@ def test_views_memory_and_questions_are_no_launches() -> None:
 
 
 def test_shares_are_of_the_chips_assumed_figures(backend: NpuBackend) -> None:
-    chip = figures(gemm.chip_name(backend))
+    chip = figures(chip_name(backend))
     assert chip is not None and "assumed" in gemm.assumed(backend)["source"]
     assert gemm.assumed(backend)["GB_s"] == chip.bandwidth / 1e9
-    found = gemm.layers(backend, Chip(1e9, 1e9), TINY)
+    found = gemm.matmul(backend, Chip(1e9, 1e9), TINY)
+    layers = [case for case in found["cases"] if case["matrix"] == "2 layers"]
     elements = 2 * (80 * 64 + 64 * 64 + 192 * 64 + 64 * 96)
     assert found["weight_bytes"] == 2 * elements
-    assert [case["rows"] for case in found["cases"]] == [1, 16]
-    assert found["cases"][0]["floor_ms"] == pytest.approx(2e3 * elements / 1e9, rel=1e-3)
-    assert found["cases"][1]["floor_ms"] == pytest.approx(2e3 * 16 * elements / 1e9, rel=1e-3)
+    assert [case["rows"] for case in layers] == [1, 16]
+    assert layers[0]["floor_ms"] == pytest.approx(2e3 * elements / 1e9, rel=1e-3)
+    assert layers[1]["floor_ms"] == pytest.approx(2e3 * 16 * elements / 1e9, rel=1e-3)
+    assert all(case["share"] == pytest.approx(case["floor_ms"] / case["ms"]) for case in found["cases"])
 
 
 def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.npu, "get_device_name", lambda index: "Ascend310P3")
-    assert figures(gemm.chip_name(backend)) is None and "nothing is known" in gemm.assumed(backend)["source"]
+    assert figures(chip_name(backend)) is None and "nothing is known" in gemm.assumed(backend)["source"]
     assert gemm.copy(backend, None, TINY)["share"] is None
-    assert {case["share_of_GB_s"] for case in gemm.matmul(backend, None, TINY)["cases"]} == {None}
+    assert {case["share"] for case in gemm.matmul(backend, None, TINY)["cases"]} == {None}
     assert figures("Ascend910_9391") is not None and figures("Ascend910B1") is None
 
 
@@ -380,7 +407,7 @@ def test_the_page_shows_what_the_sections_found(backend: NpuBackend) -> None:
     )
     for case in parts["operators"][0]["result"]["cases"]:
         assert f"| rope | {case['shape']} | {case['absolute']:g} |" in text
-    assert "Float16 is taken" in text and "| part | rows | ms |" in text
+    assert "Float16 is taken" in text and "| part | matrix | rows | ms |" in text
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:

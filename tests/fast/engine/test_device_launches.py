@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from app.doctor.op_count import Launches
 from app.engine.schedule.batch import Batch
 from app.engine.step.runner import PendingStep
 from tests.fast.engine import planted_faults
 from tests.fast.engine.device_lengths import SharedMemoryGraph, device_lengths
 from tests.fast.engine.pairs import make_pair
+from tools.lab.op_count import Launches
 
 COPIES = {"aten.copy_", "aten.clone"}
 """Up, and in the double down."""
