@@ -20,7 +20,9 @@ SCRIPTS = ("Makefile", ".ci/run", "docker/Dockerfile.*", "docker/*.sh", "docker/
 LEFT_OUT = ("tools/demo_pair/corpus", "app/demo/checkpoint", "docs/results")
 CLEAN = (
     *("README.md", "SECURITY.md", ".ci", "tools"),
+    *(f"docs/{name}.md" for name in ("api", "ascend", "cuda", "migrating", "operations")),
     *("app/api", "app/bench", "app/client", "app/config", "app/demo", "app/doctor", "app/text"),
+    *(f"app/engine/{room}" for room in ("backend", "cpu", "cuda", "npu", "sampling")),
     *("tests/fast/client", "tests/fast/config"),
 )
 """Files and folders that `make check` holds to the rules, with all below them. This list only grows."""

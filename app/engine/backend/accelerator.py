@@ -1,4 +1,4 @@
-"""Copies and memory of a device that has memory of its own. `runtime` is torch.cuda or torch_npu.npu."""
+"""Copies and memory of a device with memory of its own. `runtime` is torch.cuda or torch_npu.npu."""
 
 from collections.abc import Callable
 from typing import Any

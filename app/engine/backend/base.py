@@ -1,4 +1,4 @@
-"""The operators of a device. models/ and dflash/ are written against this class and name no device."""
+"""Operators of a device. models/ and dflash/ use this class alone and name no device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class LayerKv:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """The lengths and pages of S sequences whose rows lie back to back.
+    """Lengths and pages of S sequences whose rows are consecutive.
 
     `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device. `query_lens` and
     `host_seq_lens` are the same lengths on the host, exact unless the backend has `device_side_lengths`. Sequence
@@ -55,14 +55,14 @@ class Defaults:
 
 
 class Backend(ABC):
-    """The operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D].
+    """Operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D].
 
     Tensors of hidden states have the engine's dtype, and indices are int32, unless a method says otherwise.
     """
 
     defaults: Defaults
     interleaved_rope = False
-    """True if RoPE turns dims (2i, 2i + 1) of a head together. Rows of q and k are put in that order when loaded."""
+    """True if RoPE rotates dims (2i, 2i + 1) of a head together. The loader puts rows of q and k in that order."""
     separate_prefill = True
     """True if rows of prompts get an attention call of their own in a step in which others decode."""
     captures = False
@@ -81,7 +81,7 @@ class Backend(ABC):
         self.device = device
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
-        """Raises UnsupportedError, naming the setting, if an operator of this device is known not to do it."""
+        """Raise UnsupportedError, which names the setting, if an operator of this device cannot do it."""
         return
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
@@ -124,7 +124,7 @@ class Backend(ABC):
 
     @abstractmethod
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
-        """Return RoPE (arXiv 2104.09864) of each head: dims (i, D/2 + i) turn together, or (2i, 2i + 1) if
+        """Return RoPE (arXiv 2104.09864) of each head: dims (i, D/2 + i) rotate together, or (2i, 2i + 1) if
         `interleaved_rope`."""
 
     @abstractmethod
@@ -219,7 +219,7 @@ class Backend(ABC):
         in_flight, anchors = prev_row >= 0, anchor_rows.long()
         results = verified[prev_row.clamp(min=0)]
         accepted = results[:, -1:]
-        bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token; its request ends
+        bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and ends its request
         token_ids[anchors] = torch.where(in_flight, bonus, token_ids[anchors]).to(torch.int32)
         num_accepted = torch.where(in_flight, accepted.flatten(), 0).to(torch.int32)
         position_offsets += num_accepted

@@ -1,4 +1,4 @@
-"""The backend of a device, by the device's name. Device plug-ins are imported here and nowhere else."""
+"""Backend of a device, by the device's name. No other module imports a device plug-in."""
 
 import importlib
 import importlib.util
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False) -> Backend:
-    """The backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
+    """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
 
-    Raises UnsupportedError when there is no such device here. "auto" is CUDA where torch sees a GPU, else an NPU
-    where there is one and torch_npu is installed, else the CPU. `npu_check` has an NPU's operator calls
-    checked; `compiled` is for what `engine/compile` compiles on a CPU.
+    "auto" is CUDA if torch sees a GPU. Otherwise it is an NPU if the host has one and torch_npu is installed, else the
+    CPU. `npu_check` checks an NPU's operator calls, and `compiled` is a CPU's backend for `--compile`. Raises
+    UnsupportedError if there is no such device here.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "npu" if _can_use_npu() else "cpu"
@@ -42,7 +42,7 @@ def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False
 
 
 def _on_cuda() -> str:
-    """Torch for CUDA brings Triton on Linux; elsewhere it may be missing."""
+    """Return the name of CUDA's backend. Torch for CUDA brings Triton on Linux, but not on every system."""
     if importlib.util.find_spec("triton"):
         logger.info("attention and the operators between matrix products: kernels in Triton")
         return "cuda.backend.CudaBackend"

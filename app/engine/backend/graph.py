@@ -1,4 +1,4 @@
-"""Graphs: a stretch of device work recorded once and launched again as a whole."""
+"""Graphs: device work that is recorded once and launched again as a whole."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 class Graph(ABC):
-    """A captured stretch. `outputs` keep their place, and have the numbers of the last replay."""
+    """Captured device work. `outputs` keep their memory, and hold the values of the last replay."""
 
     outputs: tuple[Tensor, ...]
 
     @abstractmethod
     def replay(self) -> None:
-        """Launch it with what its input tensors hold now, and attention with the plans that its metas have now."""
+        """Launch the work with the current values of its input tensors and the current plans of its metas."""
 
 
 class RerunGraph(Graph):
-    """Where a device captures nothing: the stretch is run again, and its results are put where the first ones were.
+    """Graph on a device without captures. It runs the code again and copies the results to the first outputs.
 
-    It reads the same input tensors and metas as at capture, and only their contents and plans are new, so that a length
-    that was baked into one of them shows on any laptop.
+    The code reads the tensors and metas of the capture, and only their values and plans are new. So a test on a CPU
+    finds a length that a graph would bake in.
     """
 
     def __init__(self, run: Callable[[], tuple[Tensor, ...]]) -> None:

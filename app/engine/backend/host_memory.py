@@ -1,4 +1,4 @@
-"""The memory of the machine, or of the container, that this process runs in."""
+"""Memory of the machine, or of the container, of this process."""
 
 import os
 import re
@@ -6,11 +6,11 @@ from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-"""Of a container: its own, version 2."""
+"""The container's own cgroup, version 2."""
 
 
 def host_memory() -> tuple[int, int]:
-    """(free, total) bytes. What Linux keeps files in is free: it gives that away, and SC_AVPHYS_PAGES leaves it out."""
+    """Return (free, total) bytes. Linux's cache of files counts as free, and SC_AVPHYS_PAGES would leave it out."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     available = _number(MEMINFO, r"^MemAvailable: +(\d+) kB$")

@@ -1,4 +1,4 @@
-"""The backend in plain PyTorch, on the memory of the host. It is the reference for every other backend."""
+"""Backend in plain PyTorch, on the memory of the host. It is the reference for every other backend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ MAX_SCORES = 1 << 24
 MAX_GATHERED_TOKENS = 1 << 18
 """Tokens whose K and V one attention call gathers out of the pages, unless a backend wants fewer."""
 SMALL_CALL = 1 << 18
-"""Padding up to this many scores costs less than a call more."""
+"""Scores of padding that cost less than another call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [first, first + q_len) of a batch's rows, of sequence `seq`, seeing the first `seq_lens` tokens at most."""
+    """Rows [first, first + q_len) of a batch, of sequence `seq`. They see its first `kv_len` tokens at most."""
 
     seq: int
     first: int
@@ -35,9 +35,10 @@ class Piece:
 class Call:
     """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head.
 
-    `pages` is [S * P], or a slice where they lie in a row. `rows` [n] are the rows of the batch and `places` [n] where
-    they stand among the S * Q padded ones; a slice and None where rows of equal length lie back to back. `mask` [S, 1,
-    G * Q, L] is true where a row may look, or 0 there and -inf elsewhere; None when every row may look everywhere.
+    `pages` is `[S * P]`, or a slice of consecutive pages. `rows` `[n]` are rows of the batch, and `places` `[n]` their
+    places among the S * Q padded rows. Consecutive rows of equal length are a slice, with None for `places`. `mask`
+    `[S, 1, G * Q, L]` is true for tokens that a row sees, or 0 for these and -inf for others. It is None if all rows
+    see all tokens.
     """
 
     num_pieces: int
@@ -50,7 +51,7 @@ class Call:
 
 
 class TorchBackend(Backend):
-    """PyTorch's operators. Attention gathers K and V out of the pages, for a few padded calls a step."""
+    """Backend with PyTorch's operators. Attention gathers K and V out of the pages, for a few padded calls a step."""
 
     defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
     allows_empty_sequences = True
@@ -69,7 +70,7 @@ class TorchBackend(Backend):
         return self.attend(q_thd, kv, meta.plan)
 
     def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call]) -> Tensor:
-        """What `calls` give together."""
+        """Return attention `[T, heads, D]` by `calls`."""
         if len(calls) == 1 and calls[0].places is None:
             return self._attend(q_thd, kv, calls[0])
         o = torch.empty_like(q_thd)
@@ -120,7 +121,7 @@ class TorchBackend(Backend):
         return 0
 
     def _attend(self, q_thd: Tensor, kv: LayerKv, call: Call) -> Tensor:
-        """Padded q [S * Q, heads, D] -> o of the same shape."""
+        """Return o for padded q, both `[S * Q, heads, D]`."""
         heads, dim, kv_heads = q_thd.shape[1], q_thd.shape[2], kv.k.shape[2]
         group = heads // kv_heads
         k, v = (_gather(pool, call) for pool in (kv.k, kv.v))
@@ -148,7 +149,7 @@ class TorchBackend(Backend):
         return Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, mask)
 
     def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
-        """[S, Q, L]; a padding row looks where the last row looks, so that no softmax is over nothing."""
+        """Return the mask `[S, Q, L]`. A padding row sees the tokens of the last row, so no softmax is empty."""
         lengths = self._uploaded([(piece.q_len, piece.kv_len) for piece in pieces])
         q_len, kv_len = lengths[:, 0, None, None], lengths[:, 1, None, None]
         token = torch.arange(max_kv, device=self.device)
@@ -158,7 +159,7 @@ class TorchBackend(Backend):
         return token <= torch.minimum(kv_len - q_len + row, kv_len - 1)
 
     def _uploaded(self, values: list[int] | list[tuple[int, int]]) -> Tensor:
-        """int64 on the device, in a copy that nobody waits for."""
+        """Return `values` as int64 on the device, without a wait for the copy."""
         host = torch.tensor(values)
         to = torch.empty_like(host, device=self.device)
         self.upload(host, to)
@@ -166,20 +167,20 @@ class TorchBackend(Backend):
 
 
 def _gather(pool: Tensor, call: Call) -> Tensor:
-    """[S, kv_heads, L, D] out of [pages, page_size, kv_heads, D]."""
+    """Return `[S, kv_heads, L, D]` out of `[pages, page_size, kv_heads, D]`."""
     pages = pool[call.pages] if isinstance(call.pages, slice) else pool.index_select(0, call.pages)
     return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
 
 
 def fits_one_call(query_lens: Sequence[int], host_seq_lens: Sequence[int], group: int, max_gathered: int) -> bool:
-    """Whether all rows of all sequences go through attention in one padded call."""
+    """Return True if all rows of all sequences go through attention in one padded call."""
     scores = list(map(mul, query_lens, host_seq_lens))
     size = _Size(len(scores), max(query_lens), max(host_seq_lens), sum(scores))
     return max(scores) <= MAX_SCORES // group and size.fits(group, max_gathered)
 
 
 def _pieces(meta: AttentionMetadata, max_scores: int) -> list[Piece]:
-    """One piece a sequence, or several where its rows by its tokens pass `max_scores`."""
+    """Return one piece a sequence, or several if its rows by its tokens exceed `max_scores`."""
     pieces = []
     firsts = accumulate(meta.query_lens, initial=0)
     for seq, (first, q_len, kv_len) in enumerate(zip(firsts, meta.query_lens, meta.host_seq_lens, strict=False)):
@@ -192,8 +193,11 @@ def _pieces(meta: AttentionMetadata, max_scores: int) -> list[Piece]:
 
 
 def _bins(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
-    """Pieces that share a call: all of them in order if that pads little, else those of similar size; of one size,
-    those back to back, unless they have so different contexts that these are more calls."""
+    """Return the pieces of each call.
+
+    One call has all of them in order if that pads little. Otherwise pieces of similar size share a call. If all have
+    as many rows, they stay in order, unless different contexts would make that more calls.
+    """
     whole = _Size()
     for piece in pieces:
         whole = whole.with_one(piece)
@@ -207,7 +211,7 @@ def _bins(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece
 
 
 def _filled(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
-    """One call after the other, each with as many of the next pieces as fit."""
+    """Return the pieces of each call, in order, each call with as many of the next pieces as fit."""
     bins: list[list[Piece]] = []
     size = _Size()
     for piece in pieces:
@@ -221,7 +225,7 @@ def _filled(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Pie
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What a call over some pieces costs; `useful` counts scores that are not padding."""
+    """Size of a call over some pieces. `useful` counts scores that are not padding."""
 
     num_pieces: int = 0
     max_q: int = 0

@@ -1,4 +1,4 @@
-"""Arrays to the device in one copy."""
+"""Copies of several arrays to the device at once."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,11 +10,11 @@ from app.engine.arrays import Ints
 from app.engine.backend.base import Backend
 
 _ALIGNMENT = 8
-"""In int32: 32 bytes, the unit in which an NPU's cores move data."""
+"""Numbers of int32 in 32 bytes, the unit in which an NPU's cores move data."""
 
 
 class Packed:
-    """Int32 arrays on the device that come in one copy. `tensors` keep their place from one `send` to the next."""
+    """Int32 arrays on the device that arrive in one copy. `tensors` keep their memory from one `send` to the next."""
 
     def __init__(self, arrays: Sequence[Ints], backend: Backend) -> None:
         lengths = [len(array) for array in arrays]

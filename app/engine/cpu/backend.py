@@ -1,7 +1,7 @@
-"""The backend of CPUs: PyTorch's operators, in the forms that cost the least.
+"""Backend on CPUs, with PyTorch's operators in the forms that cost the least.
 
-A step of a small model is hundreds of operators of a few microseconds, so what counts is how many there are; a step of
-a large one is reading weights, so what counts is how they lie in memory.
+A step of a small model is hundreds of operators of a few microseconds, so their number counts. A step of a large model
+reads weights, so their layout in memory counts.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.backend.torch import Call, Piece, TorchBackend
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's mallopt."""
+"""Parameters of glibc's mallopt."""
 _MOST_KEPT = (1 << 30, 32 << 20)
 """Blocks up to this many bytes are kept; some versions of glibc refuse more than 32 MiB."""
 
@@ -26,17 +26,17 @@ _MOST_KEPT = (1 << 30, 32 << 20)
 class CpuBackend(TorchBackend):
     interleaved_rope = True
     max_gathered_tokens = 1 << 13
-    """What was gathered is read again before the caches have lost it."""
+    """Bound that keeps gathered K and V in the processor's caches until they are read (tools/lab/NOTES.md)."""
 
     def pack_weight(self, weight: Tensor) -> Tensor:
-        """Column by column: with few rows that is up to twice as fast, and with many as fast."""
+        """Return the weight column by column in memory, up to twice as fast with few rows (tools/lab/NOTES.md)."""
         return weight.t().contiguous().t()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(x, weight.t())
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
-        """One table, of complex numbers: a pair turns by one multiplication."""
+        """Return one table of complex numbers, because one multiplication then rotates a pair."""
         return (torch.polar(torch.ones_like(angles), angles),)
 
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
@@ -58,7 +58,7 @@ class CpuBackend(TorchBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Turn the heads of q and k in the same operators."""
+        """Rotate the heads of q and k in the same operators."""
         if qkv.dtype != torch.float32 or q_norm is None or k_norm is None:
             return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
         kv_heads = kv.k.shape[2]
@@ -80,7 +80,7 @@ class CpuBackend(TorchBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> None:
-        """All layers' heads in the same operators."""
+        """Write the heads of all layers in the same operators."""
         if kv_tl2hd.dtype != torch.float32:
             super().context_into_kv(kv_tl2hd, k_norm, ones, eps, rotation, kv, slot_mapping)
             return
@@ -97,7 +97,7 @@ class CpuBackend(TorchBackend):
     def positions_and_slots(
         self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Read the table as one row of numbers, with indices that need no expansion."""
+        """Return `Backend.positions_and_slots`, with flat indices that need no expansion."""
         positions = position_offsets.index_select(0, seq_ids).add_(row_numbers)
         pages = positions // page_size
         entries = torch.add(pages, seq_ids, alpha=page_table.shape[1])
@@ -112,7 +112,7 @@ class CpuBackend(TorchBackend):
         num_drafts: Tensor,
         draft_index: Tensor,
     ) -> Tensor:
-        """Verify in NumPy, whose calls cost a fraction of PyTorch's."""
+        """Return `Backend.verify`, computed in NumPy, because its calls cost less (tools/lab/NOTES.md)."""
         own, rows = choices.numpy(), logits_start.numpy()
         if drafts is None:
             out = np.zeros((len(rows), 2), dtype=own.dtype)
@@ -128,7 +128,7 @@ class CpuBackend(TorchBackend):
         return torch.from_numpy(out)
 
     def _call(self, meta: AttentionMetadata, pieces: list[Piece], group: int, *, whole: bool) -> Call:
-        """Pages of a single sequence that lie in a row are not gathered."""
+        """Return the call with a slice of pages, without a gather, if one sequence's pages are consecutive."""
         call = super()._call(meta, pieces, group, whole=whole)
         if call.num_pieces == 1 and isinstance(call.pages, Tensor):
             pages = call.pages.numpy()
@@ -137,7 +137,7 @@ class CpuBackend(TorchBackend):
         return call
 
     def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
-        """As numbers, which attention would make of it in every layer."""
+        """Return the mask as numbers, because attention would convert it in every layer."""
         mask = super()._mask(pieces, max_q, max_kv, causal=causal)
         return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
@@ -146,15 +146,18 @@ class CpuBackend(TorchBackend):
         return torch.mm(F.silu(gate).mul_(up), down.t())
 
     def retain_allocator_memory(self) -> None:
-        """glibc gives large blocks back to the system at once, and each step would fault all its pages in anew: half of
-        a wide step's time. With other allocators nothing is changed."""
+        """Let glibc keep large freed blocks. Without effect on other allocators.
+
+        By default it returns them to the system at once. Each step then faults its pages in again, which takes half
+        the time of a wide step (tools/lab/NOTES.md).
+        """
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
             mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:
-    """sqrt(mean(x^2) + eps) over the last axis, [..., 1] fp32."""
+    """Return sqrt(mean(x^2) + eps) over the last axis, `[..., 1]` fp32."""
     size = x.shape[-1]
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(_root(size * eps)).mul_(1 / math.sqrt(size))
 
@@ -165,7 +168,7 @@ def _root(x: float) -> Tensor:
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    """The same memory [..., D] fp32 as [..., D / 2] complex numbers."""
+    """Return the same memory `[..., D]` fp32 as `[..., D / 2]` complex numbers."""
     return x.view(torch.complex64)
 
 

@@ -1,7 +1,7 @@
-"""Paged attention in Triton, for a few query rows a sequence: causal for verification, both ways for a draft's block.
+"""Paged attention in Triton, for a few query rows a sequence. Causal for verification, both ways for a draft's block.
 
-The query heads of a KV head are packed into the rows of one tile, so that K and V are read once for all of them. All
-lengths are read on the device: what depends on the host is the shape of the launch, which follows from shapes alone.
+The query heads of a KV head share one tile, so K and V are read once for all of them. The kernel reads all lengths on
+the device. The host decides only the shape of the launch, which follows from tensor shapes.
 
 Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
@@ -18,20 +18,23 @@ from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
 
 TILE_ROWS = 16
-"""Query rows that share a tile, and so one pass over K and V; every one of them brings `group` rows to the tile."""
+"""Query rows that share a tile, so one pass over K and V. Each of them adds `group` lines to the tile."""
 MIN_DOT = 16
-"""Rows that a matrix product has at least."""
+"""Least number of rows of Triton's matrix product."""
 MIN_SEQS = 32
-"""That are searched at a time, so that fewer kernels are compiled."""
+"""Least number of sequences that a tile searches at a time. A lower bound means fewer compiled kernels."""
 MAX_SPLITS = 16
 WAVES = 2
-"""Tiles for each multiprocessor that splitting K and V aims at."""
+"""Tiles a multiprocessor that splitting K and V aims at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a call is launched: query rows of a tile, tiles over all sequences (one without rows ends at once), the parts
-    that K and V are split into for each, tokens that are read at a time, and Triton's warps and stages."""
+    """Shape of a launch.
+
+    `rows` are the query rows of a tile. `tiles` are over all sequences, and a tile without rows ends at once. K and V
+    of each tile are split into `splits` parts, which read `tokens` at a time. `warps` and `stages` are Triton's.
+    """
 
     rows: int
     tiles: int
@@ -44,15 +47,17 @@ class Geometry:
 def geometry(
     num_seqs: int, num_rows: int, group: int, kv_heads: int, dtype: torch.dtype, multiprocessors: int
 ) -> Geometry:
-    """For rows of `num_seqs` sequences, of which the last one may have none and all others have some, and `group` query
-    heads to a KV head. It follows from the shape of the rows alone, so that a graph may hold it, and that eager steps
-    find kernels that graphs compiled."""
+    """Return the shape of a launch for `num_rows` rows of `num_seqs` sequences, with `group` query heads a KV head.
+
+    Only the last sequence may have no rows. The result follows from shapes alone. So a graph can hold it, and eager
+    steps find the kernels that graphs compiled.
+    """
     narrow = dtype.itemsize <= 2
-    # Two rows of two sequences may both be the first one's, in a graph for one sequence that verifies one draft.
+    # Both rows may belong to the first of two sequences, in a graph for one sequence that verifies one draft.
     plain = num_rows < num_seqs or num_rows == num_seqs != 2
     rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // 2
     tokens = 64 if narrow else 32
-    # Tiles that have work, at least: one of a graph's sequences is nobody's.
+    # Least number of tiles with work. One sequence of a graph may be padding.
     busy = max(1, num_seqs - 1, num_rows // rows)
     most = min(MAX_SPLITS, -(-WAVES * multiprocessors // (busy * kv_heads)))
     return Geometry(
@@ -61,13 +66,13 @@ def geometry(
         splits=1 << (most.bit_length() - 1),
         tokens=tokens,
         warps=4 if rows == 1 or (narrow and rows * group <= 64) else 8,
-        # Each two stages more keep another read of K and V in flight; two programs still fit beside one another.
+        # Each two more stages keep another read of K and V in flight. Two programs still fit beside one another.
         stages=5 if rows == 1 else 3,
     )
 
 
 def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, at: Geometry) -> Tensor:
-    """`Backend.attention`; lengths are those that `meta` has on the device when this runs there."""
+    """Return `Backend.attention`. The kernel reads the lengths of `meta` on the device when it runs."""
     num_rows, heads, dim = q_thd.shape
     page_size, kv_heads = kv.k.shape[1:3]
     num_seqs, table_width = meta.page_table.shape
@@ -135,19 +140,19 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """A tile of ROWS query rows of one sequence by the GROUP query heads of a KV head, over one of SPLITS parts of its
-    tokens. Line m of the tile is query row m // GROUP, head m % GROUP.
+    """Compute a tile over one of SPLITS parts of its sequence's tokens.
 
-    With one part o is written; with more, o of each part in fp32 and the logarithm (base 2, as `scale` is made for) of
-    its weights' sum, which is -inf where a row sees nothing of the part.
+    A tile has ROWS query rows of one sequence by the GROUP query heads of a KV head. Line m is query row m // GROUP,
+    head m % GROUP. With one part the kernel writes o. With more parts it writes o of each part in fp32, and `lse`, the
+    base-2 logarithm of the part's sum of weights. `lse` is -inf if a row sees no token of the part.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS == 1:
         seq = tile
         first = 0
     else:
-        # Sequence i has the tiles from query_start_loc[i] // ROWS + i on: as many as it needs at most, so some are
-        # nobody's.
+        # The tiles of sequence i begin at query_start_loc[i] // ROWS + i. These are at least as many as it needs, and
+        # the spare tiles have no rows.
         seqs = tl.arange(0, BLOCK_S)
         first_tiles = tl.load(cu_q_ptr + seqs, mask=seqs < num_seqs, other=0) // ROWS + seqs
         seq = tl.sum(((first_tiles <= tile) & (seqs < num_seqs)).to(tl.int32)) - 1
@@ -214,7 +219,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["num_lines"])
 def combine(part_ptr, lse_ptr, o_ptr, num_lines, DIM: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr):
-    """LINES heads of all rows: the parts of `attend`, each by its share of the weights."""
+    """Sum the parts of `attend`, each by its share of the weights, for LINES heads."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = line < num_lines
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)

@@ -1,4 +1,4 @@
-"""The backend on CUDA GPUs: kernels in Triton and cuBLAS, and graphs. docs/cuda.md says what each kernel does.
+"""Backend on CUDA GPUs: kernels in Triton and cuBLAS, and graphs. docs/cuda.md describes each kernel.
 
 Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
@@ -22,10 +22,10 @@ HEAD_DIMS = (16, 32, 64, 128)
 
 
 class CudaBackend(TorchCudaBackend):
-    """Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which takes all lengths from
-    the device; prompts through PyTorch's.
+    """Backend with kernels in Triton.
 
-    On the CPU it is for tests, in Triton's interpreter.
+    Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which reads all lengths on the
+    device. Prompts go through PyTorch's. On a CPU, for tests, the kernels run in Triton's interpreter.
     """
 
     captures = True
@@ -35,7 +35,8 @@ class CudaBackend(TorchCudaBackend):
         super().__init__(device)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        # PyTorch's default is one for all: the end of another engine's graph would take from ours cuBLAS's workspace.
+        # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
+        # workspace of that stream.
         self._capture_stream = torch.cuda.Stream(device) if self.on_gpu else None
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
@@ -48,7 +49,7 @@ class CudaBackend(TorchCudaBackend):
             )
 
     def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
-        """None for our attention, else what PyTorch's needs."""
+        """Return None for our attention, else the plan of PyTorch's."""
         num_seqs, num_rows = len(meta.query_lens), sum(meta.query_lens)
         if num_rows > TILE_ROWS * num_seqs:
             return super().plan_attention(meta, group)
@@ -60,7 +61,7 @@ class CudaBackend(TorchCudaBackend):
         return paged_attention(q_thd, kv, meta, self.geometry(q_thd, kv, meta))
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
-        """By shapes alone, so that a graph may hold it."""
+        """Return the shape of the launch. It follows from tensor shapes alone, so a graph can hold it."""
         num_seqs, kv_heads = len(meta.page_table), kv.k.shape[2]
         num_rows, heads = q_thd.shape[:2]
         return geometry(num_seqs, num_rows, heads // kv_heads, kv_heads, kv.k.dtype, self._multiprocessors)
@@ -138,6 +139,6 @@ class CudaBackend(TorchCudaBackend):
         return graph
 
     def capture_apart(self, run: Callable[[], tuple[Tensor, ...]]) -> CudaGraph:
-        """A graph with memory of its own, which may end before others: for timing what `run` launches."""
+        """Return a graph of `run` with memory of its own, for timing. It may be freed before other graphs."""
         run()
         return CudaGraph(run, None, self._capture_stream)

@@ -1,7 +1,4 @@
-"""A stretch of work on a GPU, recorded once as a CUDA graph.
-
-Not run on a GPU.
-"""
+"""Work on a GPU, recorded once as a CUDA graph. Not run on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +10,16 @@ from app.engine.backend.graph import Graph
 
 
 class CudaGraph(Graph):
-    """`run` captured on `stream`, to work in the memory of `pool`, None for a pool of its own. It must have been run
-    before, for nothing lazy can be captured: a kernel that is compiled, or a library's handle.
+    """Capture of `run` on `stream`, in the memory of `pool`; None makes a new pool.
 
-    Graphs that share a pool overwrite one another's memory, `outputs` included: what reads those is queued before
-    another replay. A pool ends with its last graph: what cuBLAS keeps there lets nobody capture into it again.
+    `run` must have run before, because a capture cannot compile a kernel or open a library's handle. Graphs that share
+    a pool overwrite one another's memory, `outputs` too. So every read of `outputs` is queued before another replay. A
+    pool ends with its last graph, because cuBLAS keeps memory there and no later capture can use the pool.
     """
 
     def __init__(self, run: Callable[[], tuple[Tensor, ...]], pool: Any, stream: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the device meanwhile.
+        # Other threads of the process may use the device during the capture.
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.outputs = run()
 

@@ -1,4 +1,4 @@
-"""The small integer work around the forwards of a step, each in one launch of Triton.
+"""Integer work around the forwards of a step, each in one launch of Triton.
 
 Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
@@ -48,7 +48,7 @@ def place(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK rows."""
+    """Compute positions and slots of BLOCK rows."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     owner = tl.load(owner_ptr + rows, mask=inside, other=0)
@@ -59,7 +59,7 @@ def place(
 
 
 def embed_blocks(anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
-    """`Backend.embed_blocks`: rows [D * b, H] of the embedding, of each anchor [D] and b - 1 masks behind it."""
+    """Return `Backend.embed_blocks` `[D * b, H]`: the embedding of each anchor `[D]` and of b - 1 masks behind it."""
     num_rows, size = len(anchors) * block_size, embedding.shape[1]
     out = torch.empty(num_rows, size, dtype=embedding.dtype, device=embedding.device)
     lines = lines_of_a_program(num_rows, on_gpu=1)
@@ -90,7 +90,7 @@ def embed(
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of LINES rows."""
+    """Copy BLOCK columns of LINES rows."""
     row = tl.program_id(0) * LINES + tl.arange(0, LINES)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows)[:, None] & (columns < SIZE)
@@ -106,7 +106,7 @@ def verify(
     """Return `engine.verify.verify`."""
     num_seqs, width = len(logits_start), 1 if drafts is None else drafts.shape[1] + 1
     out = torch.empty(num_seqs, width + 1, dtype=choices.dtype, device=choices.device)
-    if num_seqs == 0:  # all rows are a prompt's, and it goes on
+    if num_seqs == 0:  # All rows belong to chunks that do not end their prompt.
         return out
     lines = lines_of_a_program(num_seqs, on_gpu=1)
     accept[triton.cdiv(num_seqs, lines),](
@@ -138,7 +138,7 @@ def accept(
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """LINES sequences."""
+    """Verify LINES sequences."""
     seq = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = seq < num_seqs
     columns = tl.arange(0, BLOCK)[None, :]
@@ -192,7 +192,7 @@ def begin(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK sequences."""
+    """Advance BLOCK sequences."""
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = tl.load(line_ptr + seq, mask=seq < num_seqs, other=-1).to(tl.int64)
     follows = line >= 0

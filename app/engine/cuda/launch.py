@@ -1,4 +1,4 @@
-"""Where kernels run: compiled on a GPU, or in Triton's interpreter on a CPU, for tests."""
+"""Kernels are compiled on a GPU. For tests they run in Triton's interpreter on a CPU."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,10 @@ def _nothing(x_ptr, SIZE: tl.constexpr):
 
 
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
-"""In the interpreter bfloat16 is 16 bits of something, so that products are made in float32; and a program costs
-milliseconds, whatever its size."""
+"""True in the interpreter. It holds bfloat16 as 16 bits, so products are computed in float32 there. A program of any
+size costs it milliseconds."""
 
 
 def lines_of_a_program(total: int, on_gpu: int) -> int:
-    """How many of `total` lines one program takes, a power of two."""
+    """Return the number of lines that one program takes of `total`, a power of two."""
     return triton.next_power_of_2(total) if INTERPRETED else on_gpu

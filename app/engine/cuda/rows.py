@@ -1,5 +1,7 @@
-"""What is done to every row between matrix products, each in one launch of Triton. Sums are in fp32, and a result is
-rounded once. A *line* is what is reduced over: a row, or one head of it; a program takes some of them.
+"""Work on every row between matrix products, each in one launch of Triton.
+
+Sums are in fp32, and a result is rounded once. A *line* is the unit of a reduction: a row, or one head of a row. A
+program takes a number of lines.
 
 Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
@@ -17,7 +19,7 @@ SILU_BLOCK = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis."""
+    """Return RMSNorm over the last axis."""
     rows = x.contiguous()
     out = torch.empty_like(rows)
     _norm(rows, rows, weight, out, out, eps, has_residual=False)
@@ -25,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); the norm is of the sum as it is rounded."""
+    """Return (rms_norm(x + residual), x + residual). The norm is of the rounded sum."""
     rows = x.contiguous()
     out, total = torch.empty_like(rows), torch.empty_like(rows)
     _norm(rows, residual.contiguous(), weight, out, total, eps, has_residual=True)
@@ -68,7 +70,7 @@ def norm(
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """LINES lines of SIZE numbers."""
+    """Normalise LINES lines of SIZE numbers."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (line < num_lines)[:, None] & (columns < SIZE)
@@ -85,7 +87,7 @@ def norm(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [T, 2I], gate first -> [T, I]."""
+    """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
     lines = lines_of_a_program(num_rows, on_gpu=1)
@@ -97,7 +99,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_lines"])
 def gated(x_ptr, out_ptr, num_lines, SIZE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of LINES rows."""
+    """Compute BLOCK columns of LINES rows."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (line < num_lines)[:, None] & (columns < SIZE)
@@ -117,7 +119,7 @@ def qkv_into_kv(
     kv: LayerKv,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """`Backend.qkv_into_kv`."""
+    """Return `Backend.qkv_into_kv`."""
     num_rows, all_heads, dim = qkv.shape
     kv_heads = kv.k.shape[2]
     heads = all_heads - 2 * kv_heads
@@ -165,7 +167,7 @@ def rope_and_write(
     HALF: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """LINES heads of all rows: of q, of k, or of v, which goes to the row's slot as it is."""
+    """Normalise and rotate LINES heads of q and k. K and the unchanged V go to the row's slot."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = line < num_lines
     row = (line // (HEADS + 2 * KV_HEADS)).to(tl.int64)
@@ -199,7 +201,7 @@ def rope_and_write(
 
 @triton.jit
 def norm_and_rope(low, high, weight_low, weight_high, cos, sin, eps, HALF: tl.constexpr):
-    """RMSNorm over both halves of each line, then their rotation; both in fp32."""
+    """Return both halves of each line after RMSNorm over the line and RoPE, in fp32."""
     a, b = low.to(tl.float32), high.to(tl.float32)
     scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
     a = a * scale * weight_low.to(tl.float32)
@@ -216,7 +218,7 @@ def context_into_kv(
     kv: LayerKv,
     slot_mapping: Tensor,
 ) -> None:
-    """`Backend.context_into_kv`."""
+    """Apply `Backend.context_into_kv`."""
     num_rows, layers, _, kv_heads, dim = kv_tl2hd.shape
     num_lines = num_rows * layers * kv_heads
     lines = lines_of_a_program(num_lines, HEADS_OF_A_PROGRAM)
@@ -253,7 +255,7 @@ def context_rope_and_write(
     HALF: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """LINES KV heads of all rows in all layers: k turned, v as it is, to the slot that the row has in the layer."""
+    """Write LINES KV heads into the row's slot of the layer: K after RMSNorm and RoPE, V unchanged."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = (line < num_lines)[:, None]
     place, head = (line // KV_HEADS).to(tl.int64), line % KV_HEADS

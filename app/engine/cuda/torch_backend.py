@@ -1,4 +1,4 @@
-"""The backend on CUDA GPUs without Triton: PyTorch's operators, and no graphs."""
+"""Backend on CUDA GPUs without Triton, with PyTorch's operators and no graphs."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from app.engine.backend.torch import TorchBackend
 
 
 class TorchCudaBackend(TorchBackend):
-    """PyTorch's operators, pinned copies and the GPU's own memory. On a CPU it is for tests."""
+    """Backend with PyTorch's operators, pinned copies and the GPU's own memory. On a CPU it is for tests."""
 
     memory_is_host = False
     can_wait_cheaply = False
@@ -21,7 +21,7 @@ class TorchCudaBackend(TorchBackend):
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(device)
-            # On Hopper cuDNN's attention makes a plan for each new length, which takes 25 to 70 ms.
+            # On Hopper cuDNN's attention makes a plan for each new length, which takes 25 to 70 ms (docs/cuda.md).
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256)
 

@@ -1,1 +1,1 @@
-"""The Ascend backend: the only folder that imports torch_npu."""
+"""Ascend backend. Apart from the doctor no other folder imports torch_npu."""

@@ -1,4 +1,4 @@
-"""The backend on Ascend NPUs, through torch_npu's fused operators. docs/npu-contract.md has the rules.
+"""Backend on Ascend NPUs, with torch_npu's fused operators. docs/npu-contract.md has the rules.
 
 Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
 """
@@ -24,9 +24,11 @@ _ROW, _PAGE = (1, 1, HEAD_DIMS[-1]), (1, PAGE_SIZE, 1, HEAD_DIMS[-1])
 
 
 class NpuBackend(Backend):
-    """Attention is done in one of `dtypes`, the only one that all versions of the operator take.
+    """Backend with torch_npu's operators.
 
-    Raises UnsupportedError if there is no such NPU. With `check_calls` every operator call is checked first."""
+    Attention computes in one of `dtypes`, because no other is taken by all versions of the operator. With `check_calls`
+    every operator call is checked first. Raises UnsupportedError if there is no such NPU.
+    """
 
     dtypes = (torch.bfloat16,)
     captures = True
@@ -65,8 +67,11 @@ class NpuBackend(Backend):
         return AttentionPlan(list(accumulate(meta.query_lens)), list(meta.host_seq_lens), mask, mode)
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
-        """The one call site for both attentions. Pages go in as [pages, page_size, kv_heads * D]: a 4-D tensor would
-        be read as [pages, kv_heads, page_size, D] (N6)."""
+        """Return `Backend.attention`, for target and draft alike.
+
+        Pages go in as `[pages, page_size, kv_heads * D]`, because the operator would read a 4-D tensor as
+        `[pages, kv_heads, page_size, D]` (N6).
+        """
         plan: AttentionPlan = meta.plan
         kv_heads, dim = kv.k.shape[2:]
         if self._attended is not None:
@@ -89,7 +94,7 @@ class NpuBackend(Backend):
         return o
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
-        """`cache_mode` is said in words: by default the operator writes another layout (N15)."""
+        """Write K and V. `cache_mode` is passed because the operator's default is another layout (N15)."""
         k, v, places = k_thd.contiguous(), v_thd.contiguous(), slot_mapping.contiguous()
         if self._writes_pages:
             torch_npu.npu_scatter_pa_kv_cache(k, v, kv.k, kv.v, places, cache_mode="Norm")
@@ -98,7 +103,7 @@ class NpuBackend(Backend):
             torch_npu.npu_scatter_nd_update_(cache.flatten(0, 1), places[:, None], rows)
 
     def _can_write_pages(self) -> bool:
-        """Whether this CANN has the operator that writes K and V into pages; older ones scatter row by row instead."""
+        """Return True if this CANN can write K and V into pages. With an older one K and V are scattered by row."""
         rows, pages = (torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for shape in (_ROW, _PAGE))
         slot = torch.zeros(1, dtype=torch.int32, device=self.device)
         try:
@@ -122,14 +127,14 @@ class NpuBackend(Backend):
         return F.linear(torch_npu.npu_swiglu(F.linear(x, gate_up)), down)
 
     def high_half(self, x: Tensor) -> Tensor:
-        """Without a shift, which is done on the device's host processor (N32)."""
+        """Return `Backend.high_half` without a shift, because shifts run on the device's host processor (N32)."""
         return x.contiguous().view(torch.int16).unflatten(-1, (-1, 2))[..., 1].to(torch.int32) & 0xFFFF
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
-        """Captured for the longest KV that the page tables have room for, should workspaces depend on it."""
+        """Capture with the longest KV that the page tables have room for, because workspaces may depend on it."""
         plans: list[AttentionPlan] = [meta.plan for meta in metas]
         run()
         for meta, plan in zip(metas, plans, strict=True):

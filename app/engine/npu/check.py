@@ -1,7 +1,7 @@
-"""The operator rules of docs/npu-contract.md, held against a call before a card would reject it or, worse, take it.
+"""Checks of operator calls against the rules of docs/npu-contract.md, because a card may accept a wrong call.
 
-`check_call` needs only what the host knows: shapes, dtypes, lists. `check_values` reads tensors (block tables, slots,
-masks), which on a card makes the host wait. `Checked` does both for every operator while it is entered.
+`check_call` reads shapes, dtypes and lists, which the host has. `check_values` reads tensors (block tables, slots,
+masks), which makes the host wait on a card. `Checked` applies both to every operator while it is entered.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from app.engine.npu.rules import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, MAX_REQUE
 
 
 class ContractError(ValueError):
-    """A call that breaks a rule; `rule` is its id in docs/npu-contract.md."""
+    """Call that breaks a rule. `rule` is its id in docs/npu-contract.md."""
 
     def __init__(self, rule: str, operator: str, message: str) -> None:
         super().__init__(f"{rule}: {operator}: {message}")
@@ -25,7 +25,7 @@ class ContractError(ValueError):
 
 
 class _Holder:
-    """Raises for the rules that are not lifted."""
+    """Judge of one call. It raises ContractError for a broken rule that is not lifted."""
 
     def __init__(self, operator: str, lift: Collection[str]) -> None:
         self._operator, self._lift = operator, lift
@@ -36,7 +36,7 @@ class _Holder:
 
 
 def check_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lift: Collection[str] = ()) -> None:
-    """Raise ContractError where the host can tell that a rule is broken. `func` is the operator's overload."""
+    """Raise ContractError if shapes, dtypes or lists break a rule. `func` is the operator's overload."""
     operator = func._schema.name.removeprefix("npu::")
     if operator in _CALL_RULES:
         _CALL_RULES[operator](_Holder(operator, lift), _named(func, args, kwargs))
@@ -45,15 +45,17 @@ def check_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lift: 
 def check_values(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lift: Collection[str] = (), *, captured: bool = False
 ) -> None:
-    """Raise ContractError where the tensors' values break a rule. `captured`: in a graph, where no prefill is."""
+    """Raise ContractError if the tensors' values break a rule. `captured` is true in a graph, which has no prefill."""
     operator = func._schema.name.removeprefix("npu::")
     if operator in _VALUE_RULES:
         _VALUE_RULES[operator](_Holder(operator, lift), _named(func, args, kwargs), captured)
 
 
 class Checked(TorchDispatchMode):
-    """Every call of an `npu::` operator is checked before it runs; not in graphs, whose values cannot be read. `lift`
-    names rules that are not held."""
+    """Mode that checks every call of an `npu::` operator before it runs. `lift` names rules that are not held.
+
+    It does not work in graphs, because their values cannot be read.
+    """
 
     def __init__(self, lift: Collection[str] = ()) -> None:
         super().__init__()
@@ -67,14 +69,14 @@ class Checked(TorchDispatchMode):
 
 
 def check_lengths(operator: str, kwargs: Mapping[str, Any]) -> None:
-    """N1 on a call as it is written: the dispatcher reads a tensor into a list, on a card by waiting for it."""
+    """Check N1 before dispatch, because the dispatcher reads a tensor into a list and waits for the card."""
     for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
         if operator in _ATTENTION and name in kwargs:
             _Holder(operator, ())("N1", _is_int_list(kwargs[name]), f"{name} is {_kind(kwargs[name])}, not a list[int]")
 
 
 def check_update(entries: Sequence[Mapping[str, Any]], recorded: int) -> None:
-    """What NPUGraph.update is given: torch_npu hands a single entry to all recorded calls without a word (N22)."""
+    """Check the entries of NPUGraph.update. torch_npu silently gives a single entry to all recorded calls (N22)."""
     hold = _Holder("NPUGraph.update", ())
     hold("N22", len(entries) == recorded, f"{len(entries)} entries for {recorded} recorded calls; give one for each")
     for entry in entries:
@@ -167,7 +169,7 @@ def _causal_mask() -> Tensor:
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1)
 
 
-# ---- the others -------------------------------------------------------------------------------------------------
+# ---- other operators --------------------------------------------------------------------------------------------
 
 
 def _write_kv(hold: _Holder, call: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A graph on an NPU. Attention takes its lengths from the host, so that each replay gives them anew, call by call.
+"""Graph on an NPU. Attention takes its lengths from the host, so each replay updates them, call by call.
 
 Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
 """
@@ -16,9 +16,11 @@ from app.engine.npu.check import check_update
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention's own form of an AttentionMetadata: query lengths cumulative, KV lengths of each sequence, both on
-    the host (N1
-    to N3); causal rows have the mask and sparse_mode 3, bidirectional ones no mask and sparse_mode 0 (N10)."""
+    """Arguments of the attention operator for an AttentionMetadata.
+
+    Query lengths are cumulative, and KV lengths are of each sequence, both on the host (N1 to N3). Causal rows have the
+    mask and sparse_mode 3. Bidirectional rows have no mask and sparse_mode 0 (N10).
+    """
 
     q_ends: list[int]
     host_seq_lens: list[int]
@@ -27,8 +29,11 @@ class AttentionPlan:
 
 
 class NpuGraph(Graph):
-    """`run` captured. Meanwhile the backend's attention appends the meta of each of its calls to `attended`, so that a
-    call is updated from its own meta, whatever layer or model it belongs to (N22)."""
+    """Capture of `run`.
+
+    During the capture the backend's attention appends the meta of each call to `attended`. So each call is updated from
+    its own meta, in any layer of any model (N22).
+    """
 
     def __init__(
         self, run: Callable[[], tuple[Tensor, ...]], attended: list[AttentionMetadata], pool: tuple[int, int] | None
@@ -40,12 +45,12 @@ class NpuGraph(Graph):
 
     @property
     def pool(self) -> tuple[int, int]:
-        """The memory that it works in; graphs that are never replayed at once may share it."""
+        """Memory of the graph. Graphs that are never replayed at once may share it."""
         pool: tuple[int, int] = self._graph.pool()
         return pool
 
     def replay(self) -> None:
-        """Launch, then give every attention call its lengths: the device begins before the first of them (N27)."""
+        """Launch, then update the lengths of every attention call. The device begins before the first call (N27)."""
         self._graph.replay()
         entries = [_lengths(meta) for meta in self._attended]
         check_update(entries, recorded=len(self._graph.graph_dispatch_mode.graph_dispatch_records))

@@ -6,4 +6,4 @@ MASK_SIZE = 2048
 PAGE_SIZE = 128
 HEAD_DIMS = (64, 128)
 SCRATCH_BLOCK = 0
-"""The block that padding requests begin with; they may have more rows than a DFlash block."""
+"""First block of padding requests, which may have more rows than a DFlash block."""

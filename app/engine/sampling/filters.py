@@ -1,8 +1,8 @@
-"""top-k, top-p and min-p over many rows at once, without a sort of the vocabulary.
+"""Top-k, top-p and min-p over many rows at once, without a sort of the vocabulary.
 
 The order is vLLM's: min-p, top-k, top-p, each over the tokens that the one before keeps. Logits are already divided by
-the temperature. Most rows look at few tokens only (`shortlist`); the others find thresholds (`keep`). Both keep all
-tokens that tie at an edge: 16-bit logits often tie, and the two ways must keep the same tokens.
+the temperature. Most rows look at few tokens only (`shortlist`), and the others find thresholds (`keep`). Both keep all
+tokens that tie at an edge. 16-bit logits often tie, and the two ways must keep the same tokens.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ _HALVINGS = 26
 
 
 class Filters(NamedTuple):
-    """The filters of N rows, fp32 [N]: `top_k` and `top_p` inf and `min_p` 0 keep all tokens.
+    """Filters of N rows, fp32 `[N]`. `top_k` and `top_p` inf and `min_p` 0 keep all tokens.
 
     `short` is true if every top-k is at most SHORTLIST, so the SHORTLIST best tokens hold all that any row keeps.
     """
@@ -34,7 +34,7 @@ class Filters(NamedTuple):
 
 
 class Shortlist(NamedTuple):
-    """The C best tokens of N rows: `logits` and `tokens` [N, C], best first, and the mask `kept` [N, C].
+    """The C best tokens of N rows. `logits` and `tokens` are `[N, C]`, best first, and `kept` is a mask `[N, C]`.
 
     `complete` [N] is true if all tokens that a row keeps are among them.
     """
@@ -55,7 +55,7 @@ def shortlist(logits: Tensor, of: Filters, size: int) -> Shortlist:
     edge = torch.where(few, torch.maximum(min_p_edge, top_k_edge), min_p_edge)
     mass = (best - best[:, :1]).exp() * (best >= edge)
     whole = ((logits - best[:, :1]).exp() * (logits >= edge)).sum(dim=-1, keepdim=True)
-    # The mass of the tokens before each one; where it is short of top-p, the token is still needed.
+    # A token is needed if the mass of the tokens before it is short of top-p.
     needed = (best >= edge) & (mass.cumsum(dim=-1) - mass < of.top_p[:, None] * whole)
     edge = best.masked_fill(~needed, torch.inf).amin(dim=-1, keepdim=True)
     last = best[:, -1:]

@@ -1,7 +1,7 @@
-"""Penalties for tokens that a sequence has had: counts of committed tokens, one row of [seats, V] a sequence.
+"""Penalties for tokens that a sequence has had, by counts of its committed tokens `[batch slots, V]`.
 
-Meanings are vLLM's: the repetition penalty is about prompt and answer, presence and frequency about the answer alone. A
-row of a block also stands on the drafts before it; they are a small correction, and no counts are kept for rows.
+Meanings are vLLM's. The repetition penalty counts prompt and answer, presence and frequency the answer alone. A row of
+a block also counts the drafts before it. They are a small correction, and no counts are kept for rows.
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,12 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class Penalties(NamedTuple):
-    """Of N rows: `presence`, `frequency`, `repetition` fp32 [N]. `batch_slot` [N] is the sequence's in `emitted`
-    [seats, V]
-    int32, how often it has emitted each token, and in `prompted` [seats, V] bool, whether its prompt has it. A row is
-    behind the first `place` [N] of the `drafts` [N, columns], which are None where nobody drafts."""
+    """Penalties of N rows: `presence`, `frequency` and `repetition` fp32 `[N]`.
+
+    `batch_slot` `[N]` is the sequence's row in `emitted` and `prompted`. `emitted` `[batch slots, V]` int32 counts each
+    token of its answer. `prompted` `[batch slots, V]` bool is true for tokens of its prompt. A row stands behind the
+    first `place` `[N]` of the `drafts` `[N, columns]`, which are None without drafts.
+    """
 
     presence: Tensor
     frequency: Tensor
@@ -35,7 +37,7 @@ class Penalties(NamedTuple):
     prompted: Tensor
 
     def within(self, part: slice) -> "Penalties":
-        """Of some of the rows."""
+        """Return the penalties of a part of the rows."""
         own = {
             name: getattr(self, name)[part] for name in ("presence", "frequency", "repetition", "batch_slot", "place")
         }
@@ -43,12 +45,12 @@ class Penalties(NamedTuple):
 
 
 def penalise(logits: Tensor, of: Penalties) -> Tensor:
-    """Logits [N, V] fp32 with the penalties of their rows."""
+    """Return logits `[N, V]` fp32 with the penalties of their rows."""
     counts, prompted = of.emitted[of.batch_slot], of.prompted[of.batch_slot]
     penalised = _penalised(logits, counts, prompted, of)
     if of.drafts is None:
         return penalised
-    # A row's drafts, and in the places behind them its first one again; with place 0 none of them counts.
+    # The first draft fills the columns behind a row's drafts. With place 0 no draft counts.
     before = torch.arange(of.drafts.shape[1], device=logits.device) < of.place[:, None]
     tokens = torch.where(before, of.drafts, of.drafts[:, :1]).long()
     more = ((tokens[:, :, None] == of.drafts[:, None, :]) & before[:, None, :]).sum(dim=2)
@@ -57,7 +59,7 @@ def penalise(logits: Tensor, of: Penalties) -> Tensor:
 
 
 def _penalised(logits: Tensor, counts: Tensor, prompted: Tensor, of: Penalties) -> Tensor:
-    """Logits [N, K] of tokens that were emitted `counts` [N, K] times."""
+    """Return penalised logits `[N, K]` of tokens that were emitted `counts` `[N, K]` times."""
     emitted = counts > 0
     scaled = torch.where(logits > 0, logits / of.repetition[:, None], logits * of.repetition[:, None])
     logits = torch.where(emitted | prompted, scaled, logits)
@@ -65,8 +67,10 @@ def _penalised(logits: Tensor, counts: Tensor, prompted: Tensor, of: Penalties) 
 
 
 class TokenCounts:
-    """The counts of all seats, kept up to date. Memory is taken when the first sequence with a penalty comes: 5 bytes
-    for each seat and token of the vocabulary."""
+    """Counts of all batch slots, kept up to date.
+
+    Memory is taken for the first sequence with a penalty: 5 bytes a batch slot and token of the vocabulary.
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, backend: Backend) -> None:
         self._shape = (max_num_seqs, vocab_size)
@@ -75,7 +79,7 @@ class TokenCounts:
         self._counts: tuple[Tensor, Tensor] | None = None
 
     def of(self, sequences: Iterable[CountedTokens]) -> tuple[Tensor, Tensor]:
-        """Return (emitted, prompted), see `Penalties`, which count all tokens of these sequences."""
+        """Return (emitted, prompted) of `Penalties`, after counting all tokens of these sequences."""
         cleared: list[int] = []
         prompted, emitted = [_NONE], [_NONE]
         for seq in sequences:
@@ -90,7 +94,7 @@ class TokenCounts:
         return self._add([np.array(cleared, dtype=np.int32), np.concatenate(prompted), np.concatenate(emitted)])
 
     def forget(self) -> None:
-        """Count everything anew, as after a step that failed on its way."""
+        """Count all tokens again at the next call, because a step failed."""
         self._counted.clear()
 
     def _add(self, arrays: list[Ints]) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""The target's own choice of a row: argmax, or argmax of logits / temperature + Gumbel noise.
+"""Sampler: the target's own choice of a row is argmax, or argmax of logits / temperature + Gumbel noise.
 
-The latter draws from the softmax (the Gumbel-max trick, arXiv 1411.0030). The noise of a token is a hash of (the
+The latter samples from the softmax (the Gumbel-max trick, arXiv 1411.0030). The noise of a token is a hash of (the
 request's seed, the index of the token drawn, the token). So a draw does not depend on the batch, on preemption, or on
 speculation. The hash uses integers only; 23 mantissa bits keep the noise finite.
 
@@ -150,9 +150,9 @@ class Sampler:
         return (logits + self.gumbel(state)).argmax(dim=-1)
 
     def _filtered(self, logits: Tensor, state: Tensor, of: Filters) -> Tensor:
-        """Draw from a short list of tokens where that is known to be enough.
+        """Return tokens drawn from a short list, if it has all tokens that the filters keep.
 
-        Elsewhere the host looks whether it was enough, but only where that look is cheap.
+        If that is not certain, the host reads `complete`, but only on a device where this read is cheap.
         """
         if not (of.short or self._backend.can_wait_cheaply):
             return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
