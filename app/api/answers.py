@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from fastapi import Response
 
+from app.api.errors import ApiError
 from app.api.schemas import StreamOptions
 from app.messages import FinishReason
 from app.text.parsers import ToolCall
@@ -37,7 +38,27 @@ class Piece:
 
 
 class Answers(ABC):
-    """Writer of one request's answer. `usage(with_speculation)` returns the usage so far.
+    """Writer of one request's answer, whole or as Server-Sent Events."""
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the answer of which each piece is one whole choice."""
+
+    @abstractmethod
+    def events(self, piece: Piece) -> bytes:
+        """Return the events of one piece, b"" if it has nothing to show."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Return the events behind all pieces."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that `error` breaks off."""
+
+
+class ChoiceAnswers(Answers):
+    """Answer in choices. `usage(with_speculation)` returns the usage so far.
 
     A chunk carries one choice. The payload of a choice is a `message`, a `delta` of one, or a `text`.
     """
@@ -53,9 +74,23 @@ class Answers(ABC):
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the answer of which each piece is one whole choice."""
         choices = [_choice(piece.index, self._whole_payload(piece), piece.finish_reason) for piece in pieces]
         return self._head | {"object": self.kind, "choices": choices, "usage": self._usage(False)}
+
+    def events(self, piece: Piece) -> bytes:
+        return b"".join(map(event, self.chunks(piece)))
+
+    def end(self) -> bytes:
+        """Return the usage if the client wants it, and [DONE]."""
+        done = b"data: [DONE]\n\n"
+        if not self._options.include_usage:
+            return done
+        usage = self._usage(bool(self._options.include_speculation))
+        return event(self._head | {"object": self.chunk_kind, "choices": [], "usage": usage}) + done
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the error. Neither a finish_reason nor [DONE] follows."""
+        return event(error.body)
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the chunks of one piece: the opening, the payloads with the steps, and the end."""
@@ -70,13 +105,6 @@ class Answers(ABC):
         if piece.finish_reason is not None:
             choices.append(_choice(piece.index, self.empty, piece.finish_reason))
         return [self._chunk(choice) for choice in choices]
-
-    def usage_chunk(self) -> dict[str, Any] | None:
-        """Return the chunk behind all choices, or None if the client does not want it."""
-        if not self._options.include_usage:
-            return None
-        usage = self._usage(bool(self._options.include_speculation))
-        return self._head | {"object": self.chunk_kind, "choices": [], "usage": usage}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"object": self.chunk_kind, "choices": [choice]}
@@ -98,7 +126,7 @@ class Answers(ABC):
         """Return the payloads of a piece, none if it has nothing to show."""
 
 
-class ChatAnswers(Answers):
+class ChatAnswers(ChoiceAnswers):
     """Answer of /v1/chat/completions."""
 
     kind = "chat.completion"
@@ -128,7 +156,7 @@ class ChatAnswers(Answers):
         return [{"delta": {field: value}} for field, value in delta.items() if value]
 
 
-class CompletionAnswers(Answers):
+class CompletionAnswers(ChoiceAnswers):
     """Answer of /v1/completions. With `echo`, `prompts` are the texts before the choices, one for each."""
 
     kind = chunk_kind = "text_completion"
@@ -162,6 +190,12 @@ def _choice(index: int, payload: Payload, reason: Reason | None = None) -> dict[
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def event(data: dict[str, Any], name: str = "") -> bytes:
+    """Return a Server-Sent Event, with its name if it has one."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

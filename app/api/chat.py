@@ -4,8 +4,9 @@ from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
 from app.api.answers import ChatAnswers
-from app.api.generate import answer, receive, submit
+from app.api.generate import Call, answer, receive, submit
 from app.api.schemas import ChatCompletionRequest
+from app.api.stream import Choices
 from app.api.validation import token_budget
 
 router = APIRouter()
@@ -14,11 +15,16 @@ router = APIRouter()
 @router.post("/v1/chat/completions", **openapi.CHAT)
 async def chat_completions(request: Request) -> Response:
     call = await receive(request, ChatCompletionRequest)
+    choices = await converse(call)
+    return await answer(call, choices, ChatAnswers(call.model_name, choices.usage, call.body.streaming))
+
+
+async def converse(call: Call[ChatCompletionRequest]) -> Choices:
+    """Submit a conversation. Raises ApiError 400, Busy or EngineUnavailable."""
     body = call.body
     with call.acquire() as permits:
         prompt = await prompts.render_and_encode(call.services, body, call.info)
         limit = body.max_completion_tokens or body.max_tokens
         limit_param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         budget = token_budget("messages", len(prompt.token_ids), limit, None, call.info.max_model_len, limit_param)
-        choices = submit(call, [prompt], [budget], permits)
-    return await answer(call, choices, ChatAnswers(call.model_name, choices.usage, body.streaming))
+        return submit(call, [prompt], [budget], permits)

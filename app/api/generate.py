@@ -1,4 +1,4 @@
-"""Steps that chat.py and completions.py share: receive a request, submit its prompts, answer it."""
+"""Steps that all generating endpoints share: receive a request, submit its prompts, answer it."""
 
 import logging
 import secrets
@@ -16,7 +16,7 @@ from app.api.body import parse, read_json
 from app.api.errors import bad_request
 from app.api.prompts import Prompt
 from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
-from app.api.schemas import ChatCompletionRequest, GenerationRequest
+from app.api.schemas import ChatCompletionRequest, GenerationRequest, SamplingRequest
 from app.api.services import Services, services_of
 from app.api.stream import Choice, Choices, EventStream, events, unless_gone
 from app.client.admission import Permits
@@ -27,11 +27,12 @@ from app.text.parsers.qwen3 import OutputParser
 
 logger = logging.getLogger(__name__)
 
-BodyT = TypeVar("BodyT", bound=GenerationRequest)
+BodyT = TypeVar("BodyT", bound=SamplingRequest)
+BodyT_co = TypeVar("BodyT_co", bound=SamplingRequest, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[BodyT]):
+class Call(Generic[BodyT_co]):
     """One generation request whose body is valid.
 
     `arrived` and `deadline` are seconds of time.monotonic(). `info` is the engine that was ready on arrival.
@@ -39,7 +40,7 @@ class Call(Generic[BodyT]):
 
     request: Request
     services: Services
-    body: BodyT
+    body: BodyT_co
     model_name: str
     info: EngineInfo
     arrived: float
@@ -48,6 +49,10 @@ class Call(Generic[BodyT]):
     def acquire(self) -> Permits:
         """Acquire a permit for every choice. Raises Busy or EngineUnavailable."""
         return self.services.engine.acquire(self.services.client_id(self.request), self.body.num_sequences)
+
+    def with_body(self, body: BodyT) -> "Call[BodyT]":
+        """Return this call with the body that its own was translated to."""
+        return Call(self.request, self.services, body, self.model_name, self.info, self.arrived, self.deadline)
 
 
 async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
@@ -63,7 +68,7 @@ async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
     return Call(request, services, body, name, info, arrived, deadline)
 
 
-def _check_num_choices(body: GenerationRequest, maximum: int) -> None:
+def _check_num_choices(body: SamplingRequest, maximum: int) -> None:
     """Raise ApiError 400 if the request has more choices than the server ever admits at once."""
     if body.num_prompts > maximum:
         raise bad_request(
@@ -77,7 +82,7 @@ def _check_num_choices(body: GenerationRequest, maximum: int) -> None:
         )
 
 
-def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], permits: Permits) -> Choices:
+def submit(call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequence[int], permits: Permits) -> Choices:
     """Submit every choice of every prompt, or none. `budgets` are the maximum numbers of new tokens, one for a prompt.
 
     Raises ApiError 400 or EngineUnavailable.
@@ -94,7 +99,7 @@ def submit(call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int], p
 
 
 def _requests(
-    call: Call[BodyT], given: Sequence[Prompt], budgets: Sequence[int]
+    call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequence[int]
 ) -> Iterator[tuple[Prompt, messages.Request]]:
     """Yield the engine's request for every choice. The choices of a prompt are neighbours."""
     body, tokenizer = call.body, call.services.tokenizer
@@ -121,9 +126,9 @@ def _requests(
             yield prompt, request
 
 
-def _choice(call: Call[BodyT], prompt: Prompt, deltas: RequestStream, index: int) -> Choice:
+def _choice(call: Call[GenerationRequest], prompt: Prompt, deltas: RequestStream, index: int) -> Choice:
     """Return the reader of one choice. A bare completion is text and nothing else, so that nothing is parsed."""
-    body: GenerationRequest = call.body
+    body = call.body
     detokenizer = Detokenizer(
         call.services.tokenizer.backend,
         body.stop_strings,
@@ -142,7 +147,7 @@ def _choice(call: Call[BodyT], prompt: Prompt, deltas: RequestStream, index: int
     return Choice(index, deltas, detokenizer, parser, call.services.engine, with_steps, max_calls)
 
 
-async def answer(call: Call[BodyT], choices: Choices, answers: Answers) -> Response:
+async def answer(call: Call[GenerationRequest], choices: Choices, answers: Answers) -> Response:
     """Return the whole answer, or a stream of its events. The choices are closed in any case."""
     if call.body.stream:
         return EventStream(events(choices, answers), choices.close)

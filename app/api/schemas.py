@@ -59,23 +59,19 @@ class ModelRequest(Body):
     model: str | None = None
 
 
-class GenerationRequest(ModelRequest):
-    """Fields of both generating endpoints. Names, ranges and meanings of the sampling fields are vLLM's.
+class SamplingRequest(ModelRequest):
+    """Fields of all generating endpoints. Names, ranges and meanings of the sampling fields are vLLM's.
 
     Only the bounds of `repetition_penalty` are this server's, and keep logits finite.
     """
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -105,7 +101,7 @@ class GenerationRequest(ModelRequest):
     @property
     def num_choices(self) -> int:
         """Number of answers for each prompt."""
-        return self.n or 1
+        return 1
 
     @property
     def num_prompts(self) -> int:
@@ -114,6 +110,19 @@ class GenerationRequest(ModelRequest):
     @property
     def num_sequences(self) -> int:
         return self.num_prompts * self.num_choices
+
+
+class GenerationRequest(SamplingRequest):
+    """Fields that chat and completions share."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Count | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
 
     @property
     def streaming(self) -> StreamOptions:

@@ -9,7 +9,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -177,33 +176,25 @@ class Choices:
 async def events(choices: Choices, answers: Answers) -> AsyncGenerator[bytes, None]:
     """Yield the Server-Sent Events of a streamed answer.
 
-    An error before the first event is raised. A later error is an event, and neither a finish_reason nor [DONE]
-    follows, so that a broken answer never looks complete. After KEEP_ALIVE_SECONDS without an event a comment is sent,
-    because proxies close silent connections.
+    An error before the first event is raised. A later error is the last event, so that a broken answer never looks
+    complete. After KEEP_ALIVE_SECONDS without an event a comment is sent, because proxies close silent connections.
     """
     sent_at: float | None = None
     pause = KEEP_ALIVE_SECONDS / _CHECKS_PER_KEEP_ALIVE
     try:
         async with aclosing(choices.pieces(pause)) as arriving:
             async for pieces in arriving:
-                chunks = [chunk for piece in pieces for chunk in answers.chunks(piece)]
-                if chunks:
+                if new := b"".join(map(answers.events, pieces)):
                     sent_at = time.monotonic()
-                    yield b"".join(map(event, chunks))
+                    yield new
                 elif sent_at is not None and time.monotonic() - sent_at > KEEP_ALIVE_SECONDS - pause:
                     sent_at = time.monotonic()
                     yield b": keep-alive\n\n"
-        if (chunk := answers.usage_chunk()) is not None:
-            yield event(chunk)
-        yield b"data: [DONE]\n\n"
+        yield answers.end()
     except ApiError as error:
         if sent_at is None:
             raise
-        yield event(error.body)
-
-
-def event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        yield answers.failure(error)
 
 
 class EventStream(StreamingResponse):

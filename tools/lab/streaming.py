@@ -19,7 +19,6 @@ import zmq
 
 from app.api.answers import ChatAnswers, Piece
 from app.api.schemas import StreamOptions
-from app.api.stream import event
 from app.bench.client import ServerError
 from app.bench.own_server import OwnServer
 from app.bench.table import Row, Table
@@ -288,7 +287,7 @@ def _parse(texts: Sequence[Sequence[str]]) -> None:
 def _events(pieces: Sequence[Sequence[Piece]]) -> None:
     answers = ChatAnswers("demo", lambda with_speculation: {"completion_tokens": 1}, StreamOptions(include_usage=True))
     for piece in itertools.chain.from_iterable(pieces):
-        b"".join([event(chunk) for chunk in answers.chunks(piece)])
+        answers.events(piece)
 
 
 def cpu_seconds(pid: int) -> float:
