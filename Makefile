@@ -42,7 +42,7 @@ serve: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/dflash-server bench $(or $(ARGS),$(HTTP_TABLE))
 
-HTTP_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --max-rounds 6 --into docs/performance.md
+HTTP_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --into docs/performance.md
 
 # Three processes for two cores, since some tests wait, with one thread each: torch's threads wait for one another in busy
 # loops, and on a core that does other work as well that makes everything many times slower.

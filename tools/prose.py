@@ -17,10 +17,13 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("app/**/*.py", "tools/**/*.py", "tests/**/*.py")
 PAGES = ("*.md", "docs/**/*.md", "app/**/*.md", "tools/**/*.md")
 SCRIPTS = ("Makefile", ".ci/run", "docker/Dockerfile.*", "docker/*.sh", "docker/*.yml", "docker/*.yaml", "docker/*.cfg")
-LEFT_OUT = ("tools/demo_pair/corpus", "app/demo/checkpoint", "docs/results")
+LEFT_OUT = ("tools/demo_pair/corpus", "app/demo/checkpoint")
 CLEAN = (
     *("README.md", "SECURITY.md", ".ci", "tools"),
-    *(f"docs/{name}.md" for name in ("api", "ascend", "cuda", "migrating", "operations")),
+    *(
+        f"docs/{name}.md"
+        for name in ("DESIGN", "api", "ascend", "cuda", "migrating", "npu-contract", "operations", "performance")
+    ),
     *("app/api", "app/bench", "app/client", "app/config", "app/demo", "app/doctor", "app/text"),
     *(f"app/engine/{room}" for room in ("backend", "cpu", "cuda", "npu", "sampling")),
     *("tests/fast/client", "tests/fast/config"),
