@@ -13,7 +13,7 @@ from app.api.services import Services
 from app.client.client import EngineClient
 from app.config.settings import Config
 from app.metrics import Metrics
-from app.text.parsers.qwen3 import CALL, THINK
+from app.text.parsers import THINK, family_for
 from app.text.tokenizer import Tokenizer
 
 ROUTERS = (chat.router, completions.router, tokenize.router, models.router, ops.router, page.router)
@@ -64,16 +64,15 @@ def create_app(
 
 
 def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> Services:
-    """Return the settings' Services. A parser set to `auto` is on if the chat template has its marks."""
+    """Return the settings' Services. A parser set to `auto` follows the chat template."""
     source = tokenizer.chat_template.source or ""
-    parses = {"qwen3": True, "none": False}
     return Services(
         engine,
         tokenizer,
         config.served_model_name or [config.model],
         metrics,
-        reasoning=parses.get(config.reasoning_parser, THINK in source),
-        tool_calls=parses.get(config.tool_call_parser, CALL in source),
+        reasoning=THINK in source if config.reasoning_parser == "auto" else config.reasoning_parser != "none",
+        tool_family=family_for(config.tool_call_parser, source),
         template_kwargs=config.default_chat_template_kwargs,
         log_prompts=config.log_prompts,
         request_timeout=config.request_timeout,

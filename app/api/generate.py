@@ -23,7 +23,8 @@ from app.client.admission import Permits
 from app.client.request_stream import RequestStream
 from app.messages import EngineInfo
 from app.text.detokenizer import Detokenizer
-from app.text.parsers.qwen3 import OutputParser
+from app.text.parsers import OutputParser
+from app.text.parsers.reasoning import ReasoningParser
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +137,15 @@ def _choice(call: Call[GenerationRequest], prompt: Prompt, deltas: RequestStream
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
     )
-    reasoning = tools = False
+    parser = OutputParser()
     max_calls = None
     if isinstance(body, ChatCompletionRequest):
-        reasoning = call.services.reasoning and body.separate_reasoning is not False
-        tools = call.services.tool_calls and bool(body.offered_tools)
+        reasons = call.services.reasoning and body.separate_reasoning is not False
+        family = call.services.tool_family if body.offered_tools else None
+        parser = OutputParser(
+            ReasoningParser(prompt.in_reasoning) if reasons else None, family.parser() if family else None
+        )
         max_calls = 1 if body.parallel_tool_calls is False else None
-    parser = OutputParser(reasoning, tools, prompt.in_reasoning)
     with_steps = bool(body.streaming.include_speculation)
     return Choice(index, deltas, detokenizer, parser, call.services.engine, with_steps, max_calls)
 

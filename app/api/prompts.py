@@ -9,7 +9,7 @@ from app.api.services import Services
 from app.api.validation import check_template
 from app.messages import EngineInfo
 from app.text.chat_template import ChatTemplateError
-from app.text.parsers.qwen3 import END_THINK, THINK
+from app.text.parsers import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong
 
 _MAX_TEMPLATE_ERROR = 300

@@ -12,6 +12,7 @@ from app.api.errors import bad_request, clip, model_not_found
 from app.api.middleware import sent_key
 from app.client.client import EngineClient
 from app.metrics import Metrics
+from app.text.parsers import Family
 from app.text.tokenizer import Tokenizer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -28,9 +29,10 @@ class BodiesBeingRead:
 class Services:
     """Parts of one server. `model_names` are the values that `model` may have; answers bear the first.
 
-    `reasoning` and `tool_calls` switch what is parsed out of chat answers. `template_kwargs` are chat_template_kwargs
-    of requests without their own. `log_prompts` lets prompts into the log. A request gets `request_timeout` seconds; 0
-    is no end. Clients are known by their keys where `has_keys`, and by their addresses otherwise.
+    `reasoning` and the tool calls of `tool_family` are parsed out of chat answers. `template_kwargs` are
+    chat_template_kwargs of requests without their own. `log_prompts` lets prompts into the log. A request gets
+    `request_timeout` seconds; 0 is no end. Clients are known by their keys where `has_keys`, and by their addresses
+    otherwise.
     """
 
     engine: EngineClient
@@ -38,7 +40,7 @@ class Services:
     model_names: list[str]
     metrics: Metrics
     reasoning: bool = False
-    tool_calls: bool = False
+    tool_family: Family | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     log_prompts: bool = False
     request_timeout: float = 0.0

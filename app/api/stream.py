@@ -19,7 +19,7 @@ from app.client.client import EngineClient
 from app.client.request_stream import RequestStream
 from app.messages import TokenDelta
 from app.text.detokenizer import Detokenizer
-from app.text.parsers.qwen3 import OutputParser
+from app.text.parsers import OutputParser
 
 KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5

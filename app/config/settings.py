@@ -23,6 +23,7 @@ from app.config.values import (
     ParserName,
     RootPath,
     TensorParallelSize,
+    ToolParserName,
     Words,
 )
 from app.messages import EngineConfig
@@ -112,8 +113,8 @@ class Config(BaseModel):
     reasoning_parser: ParserName = setting(
         CHAT, "auto", "auto | none | qwen3: <think> to reasoning_content; auto looks into the chat template"
     )
-    tool_call_parser: ParserName = setting(
-        CHAT, "auto", "auto | none | qwen3: <tool_call> to tool_calls; auto looks into the chat template"
+    tool_call_parser: ToolParserName = setting(
+        CHAT, "auto", "auto | none | qwen3 | llama3_json: calls to tool_calls; auto looks into the chat template"
     )
 
     host: str = setting(SERVER, "127.0.0.1", "address to listen on; 0.0.0.0 for all")

@@ -12,6 +12,7 @@ DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "fl
 PARSERS = dict.fromkeys(
     ("hermes", "qwen", "qwen25", "qwen2_5", "deepseek_r1", "deepseek-r1", "qwen3-thinking"), "qwen3"
 )
+TOOL_PARSERS = PARSERS | dict.fromkeys(("llama3", "llama4_json"), "llama3_json")
 UNREADABLE = (ValueError, LookupError, AttributeError, RecursionError)
 """Errors of JSON and YAML readers beside their own: numbers of 5,000 digits, endless brackets, odd tags."""
 
@@ -100,3 +101,4 @@ RootPath = Annotated[str, Field(pattern=r"^(/[^/\s]+)*$")]
 MetricsPrefix = Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$")]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _spelt({})]
 ParserName = Annotated[Literal["auto", "none", "qwen3"], _spelt(PARSERS)]
+ToolParserName = Annotated[Literal["auto", "none", "qwen3", "llama3_json"], _spelt(TOOL_PARSERS)]

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from app.text.chat_template import ChatTemplate
-from app.text.parsers.qwen3 import MARKS
+from app.text.parsers import MARKS
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -27,7 +27,7 @@ from app.config.checkpoint import DEMO
 from app.messages import StepOutput
 from app.metrics import Metrics
 from app.text.detokenizer import Detokenizer
-from app.text.parsers.qwen3 import OutputParser
+from app.text.parsers import OutputParser
 from app.text.tokenizer import Tokenizer
 from app.wire import Reply, Stepped
 from tools.demo_pair.corpus import samples
@@ -278,7 +278,7 @@ def _texts(tokenizer: Tokenizer, outputs: Sequence[StepOutput], stop: Sequence[s
 
 
 def _parse(texts: Sequence[Sequence[str]]) -> None:
-    parsers = [OutputParser(reasoning=False, tools=False) for _ in texts[0]]
+    parsers = [OutputParser() for _ in texts[0]]
     for row in texts:
         for parser, text in zip(parsers, row, strict=True):
             parser.push(text)

@@ -1,20 +1,52 @@
-"""Parsers of output, a file for each family of models."""
+"""Parsers of output: reasoning, and the tool calls of each family of models."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from app.text.parsers import llama3_json, qwen3
+from app.text.parsers.base import CallParser, Family, Parsed, ToolCall
+from app.text.parsers.reasoning import END_THINK, THINK, ReasoningParser
+
+__all__ = ["END_THINK", "FAMILIES", "MARKS", "THINK", "Family", "OutputParser", "Parsed", "ToolCall", "family_for"]
+
+FAMILIES = (
+    qwen3.FAMILY,
+    llama3_json.FAMILY,
+)
+MARKS = (THINK, END_THINK, *(mark for family in FAMILIES for mark in family.marks))
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One whole call. `arguments` is the JSON text of an object."""
-
-    name: str
-    arguments: str
+def family_for(name: str, template: str) -> Family | None:
+    """Return the family that is called `name`. With "auto" it is the one whose calls the chat template teaches."""
+    suits = (lambda family: family.fits(template)) if name == "auto" else (lambda family: family.name == name)
+    return next(filter(suits, FAMILIES), None)
 
 
-class Parsed(NamedTuple):
-    """The certain part of one piece of output. The order of content and calls within the piece is not kept."""
+class OutputParser:
+    """Parser of one output into reasoning, content and tool calls, each if there is a parser of it.
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    The concatenated results depend on the text alone, and not on the pieces.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None = None, calls: CallParser | None = None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self._finished = False
+
+    def push(self, text: str) -> Parsed:
+        """Return what this piece makes certain, often nothing."""
+        assert not self._finished, "pushed to output that has finished"
+        reasoning, content = self._reasoning.push(text) if self._reasoning else ("", text)
+        return self._parsed(reasoning, content)
+
+    def finish(self) -> Parsed:
+        """Return the held text at the end of the output. No push may follow."""
+        assert not self._finished, "finished twice"
+        self._finished = True
+        parsed = self._parsed(*(self._reasoning.finish() if self._reasoning else ("", "")))
+        if self._calls is None:
+            return parsed
+        rest = self._calls.finish()
+        return Parsed(parsed.content + rest.content, parsed.reasoning, parsed.tool_calls + rest.tool_calls)
+
+    def _parsed(self, reasoning: str, content: str) -> Parsed:
+        if self._calls is None or not content:
+            return Parsed(content, reasoning)
+        return self._calls.push(content)._replace(reasoning=reasoning)

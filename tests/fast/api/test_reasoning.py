@@ -10,6 +10,7 @@ import pytest
 
 from app.api.app import services_for
 from app.config.settings import Config
+from app.text.parsers import qwen3
 from tests.fast.api.served import CHATML, Server
 from tests.fast.api.templates import HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, serving_template
 
@@ -27,7 +28,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("reasoning") / "qwen"
-    with serving_template(model_folder, folder, reasoning=True, tool_calls=True) as server:
+    with serving_template(model_folder, folder, reasoning=True, tool_family=qwen3.FAMILY) as server:
         yield server
 
 

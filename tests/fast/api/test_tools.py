@@ -11,9 +11,16 @@ import pytest
 
 from app.api.app import services_for
 from app.config.settings import Config
+from app.text.parsers import qwen3
 from tests.fast.api.served import CHATML, Server
 from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template
 
+LLAMA = """\
+{%- for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content }}{% endfor %}
+{%- if tools %}{{ 'Respond in the format {"name": function name, "parameters": dictionary}.' }}{% endif %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
+"""
+"""As Llama 3.1 has it, much shortened."""
 WEATHER = {
     "type": "function",
     "function": {
@@ -51,7 +58,7 @@ OUTPUTS = {
 
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_template(model_folder, tmp_path_factory.mktemp("tools") / "qwen", tool_calls=True) as server:
+    with serving_template(model_folder, tmp_path_factory.mktemp("tools") / "qwen", tool_family=qwen3.FAMILY) as server:
         yield server
 
 
@@ -343,7 +350,7 @@ def test_parameters_are_offered_or_refused_however_deep_they_are(start, template
 
 
 def test_a_template_without_a_place_for_tools_refuses_them(start):
-    server = start(CHATML, tool_calls=True)
+    server = start(CHATML, tool_family=qwen3.FAMILY)
     error = refusal(server, tools=[CLOCK])
     assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
     assert "template" in error["message"]
@@ -364,13 +371,22 @@ def test_with_the_parser_off_a_call_is_content(start):
 
 
 @pytest.mark.parametrize(
-    ("said", "template", "on"),
-    [("auto", QWEN, True), ("auto", CHATML, False), ("none", QWEN, False), ("hermes", CHATML, True)],
+    ("said", "template", "name"),
+    [
+        ("auto", QWEN, "qwen3"),
+        ("auto", LLAMA, "llama3_json"),
+        ("auto", CHATML, None),
+        ("auto", QWEN + "<function=f>", None),
+        ("none", QWEN, None),
+        ("hermes", CHATML, "qwen3"),
+        ("llama3_json", QWEN, "llama3_json"),
+    ],
 )
-def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, tmp_path, said, template, on):
+def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, tmp_path, said, template, name):
     with serving_template(model_folder, tmp_path / "own", template) as server:
         config = Config(tool_call_parser=said)
-        assert services_for(config, server.engine, server.tokenizer, server.metrics).tool_calls is on
+        family = services_for(config, server.engine, server.tokenizer, server.metrics).tool_family
+        assert (family and family.name) == name
 
 
 def test_bare_completions_are_text_even_if_it_reads_like_a_call(server):

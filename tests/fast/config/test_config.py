@@ -332,9 +332,15 @@ def test_parsers_may_be_named_as_peers_name_them(field: str, said: str, parser: 
     assert getattr(load_config([flag(field, said)]), field) == parser
 
 
+@pytest.mark.parametrize("said", ["llama3_json", "llama3", "Llama4_JSON"])
+def test_llamas_tool_calls_have_a_parser_too(said: str) -> None:
+    assert load_config([flag("tool_call_parser", said)]).tool_call_parser == "llama3_json"
+    assert "--reasoning-parser" in str(refusal(flag("reasoning_parser", said)))
+
+
 def test_a_parser_that_is_not_here_is_refused_with_those_that_are() -> None:
-    error = refusal(flag("tool_call_parser", "llama3_json"))
-    assert "llama3_json" in str(error) and "'qwen3'" in str(error)
+    error = refusal(flag("tool_call_parser", "mistral"))
+    assert "mistral" in str(error) and "'qwen3'" in str(error)
 
 
 @pytest.mark.parametrize("path", ["", "/llm", "/llm/v2"])

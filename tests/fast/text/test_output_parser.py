@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.text.parsers import Parsed, ToolCall
-from app.text.parsers import qwen3 as output_parser
-from app.text.parsers.qwen3 import OutputParser
+from app.text.parsers import OutputParser, Parsed, ToolCall, qwen3
+from app.text.parsers.qwen3 import Qwen3Calls
+from app.text.parsers.reasoning import ReasoningParser
 
 SPACE = " \t\r\n"
 FRAGMENTS = [
@@ -37,8 +37,12 @@ def concatenate(parts: list[Parsed]) -> Parsed:
     )
 
 
-def parse(pieces, reasoning=False, tools=False, starts_in_reasoning=False) -> Parsed:
-    parser = OutputParser(reasoning, tools, starts_in_reasoning)
+def parser_of(reasoning=False, tools=False, starts_in_reasoning=False) -> OutputParser:
+    return OutputParser(ReasoningParser(starts_in_reasoning) if reasoning else None, Qwen3Calls() if tools else None)
+
+
+def parse(pieces, *switches, **named) -> Parsed:
+    parser = parser_of(*switches, **named)
     return concatenate([*map(parser.push, pieces), parser.finish()])
 
 
@@ -120,7 +124,7 @@ def test_results_are_those_of_a_plain_reading_of_the_whole_text(text, switches):
 @few
 @given(text=TEXT, cuts=CUTS, starts_in_reasoning=st.booleans())
 def test_both_switches_off_pass_every_piece_on_at_once(text, cuts, starts_in_reasoning):
-    parser = OutputParser(False, False, starts_in_reasoning)
+    parser = parser_of(False, False, starts_in_reasoning)
     for piece in cut(text, cuts):
         assert parser.push(piece) == Parsed(content=piece)
     assert parser.finish() == Parsed()
@@ -220,7 +224,7 @@ def test_a_block_that_is_no_call_is_content_as_written(inside, end):
 
 @pytest.mark.parametrize("inside", ["f(x)", '"a', "{}", '{"name: "f"}', '{"name": "f", "arguments": {"x": 1}'])
 def test_a_block_that_cannot_become_json_ends_at_its_first_closing_tag(inside):
-    parser = OutputParser(reasoning=False, tools=True)
+    parser = parser_of(reasoning=False, tools=True)
     broken = f"\n<tool_call>{inside}</tool_call>"
     assert parser.push(broken) == Parsed(content=broken)
     assert parser.push(f"\n{block()}") == Parsed(tool_calls=(ToolCall("f", "{}"),))
@@ -275,19 +279,19 @@ def test_without_tools_a_call_is_content():
     ],
 )
 def test_text_is_shown_as_soon_as_it_is_certain(pieces, shown):
-    parser = OutputParser(reasoning=False, tools=True)
+    parser = parser_of(reasoning=False, tools=True)
     assert [parser.push(piece).content for piece in pieces] == shown
 
 
 def test_a_call_is_given_whole_by_the_piece_that_ends_it():
-    parser = OutputParser(reasoning=False, tools=True)
+    parser = parser_of(reasoning=False, tools=True)
     text = block(x=1)
     assert all(parser.push(c) == Parsed() for c in text[:-1])
     assert parser.push(">") == Parsed(tool_calls=(ToolCall("f", '{"x": 1}'),))
 
 
 def test_nothing_may_be_pushed_after_the_end():
-    parser = OutputParser(reasoning=True, tools=True)
+    parser = parser_of(reasoning=True, tools=True)
     parser.finish()
     with pytest.raises(AssertionError):
         parser.push("a")
@@ -296,10 +300,10 @@ def test_nothing_may_be_pushed_after_the_end():
 @pytest.mark.parametrize("piece", [" ", "a", "<", "</t", "</tool_call>", "</tool_call>a", "\\n"])
 def test_a_long_block_is_not_read_again_with_every_piece(piece, monkeypatch):
     """Each piece is looked at with a tail no longer than a tag, and the block is parsed a bounded number of times."""
-    looked_at, parsed, read, read_call = [], [], OutputParser._read, output_parser._read_call
-    monkeypatch.setattr(OutputParser, "_read", lambda self, text: looked_at.append(len(text)) or read(self, text))
-    monkeypatch.setattr(output_parser, "_read_call", lambda text: parsed.append(len(text)) or read_call(text))
-    parser = OutputParser(reasoning=False, tools=True)
+    looked_at, parsed, read, read_call = [], [], Qwen3Calls._read, qwen3.read_call
+    monkeypatch.setattr(Qwen3Calls, "_read", lambda self, text: looked_at.append(len(text)) or read(self, text))
+    monkeypatch.setattr(qwen3, "read_call", lambda text: parsed.append(len(text)) or read_call(text))
+    parser = parser_of(reasoning=False, tools=True)
     begin = '<tool_call>{"name": "'
     pieces = [parser.push(text) for text in [begin, *[piece] * 2_000]]
     assert concatenate([*pieces, parser.finish()]) == Parsed(content=begin + piece * 2_000)

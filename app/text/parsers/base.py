@@ -1,0 +1,86 @@
+"""Nouns of the parsers: what an output is parsed into, and what a family of models must say of its tool calls."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+SPACE = " \t\r\n"
+"""JSON's white space. An ideographic space is an indent, and so text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One whole call. `arguments` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    """The certain part of one piece of output. The order of content and calls within the piece is not kept."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class CallParser(Protocol):
+    """Parser of one output without its reasoning. The concatenated results depend on the text alone.
+
+    Text that is no call is content, unchanged.
+    """
+
+    def push(self, text: str) -> Parsed:
+        """Return what this piece makes certain, often nothing."""
+
+    def finish(self) -> Parsed:
+        """Return the held text at the end of the output. No push may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Format in which a family of models writes tool calls.
+
+    `marks` are tags that must stay in the text, even if they are special tokens. `fits(source)` is true of a chat
+    template that teaches this format. `opening` begins a call, up to the function's name. `key` names the arguments.
+    """
+
+    name: str
+    parser: Callable[[], CallParser]
+    marks: tuple[str, ...]
+    fits: Callable[[str], bool]
+    opening: str
+    key: str
+
+    def prefix(self, function: str | None) -> str:
+        """Return the beginning of a call of `function`, or of any function.
+
+        It ends where a token ends in text that the model writes itself: the blank before a value belongs to the value.
+        """
+        if function is None:
+            return self.opening
+        return f'{self.opening}{json.dumps(function, ensure_ascii=False)[1:-1]}", "{self.key}":'
+
+
+def read_call(text: str) -> ToolCall | None:
+    """Return the call in a JSON text, or None if there is none. Models mix up the keys "arguments" and "parameters"."""
+    try:
+        call = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
+            return None
+        written = call.get("arguments", call.get("parameters", {}))
+        arguments = json.loads(written) if isinstance(written, str) else written
+        dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        parsed = ToolCall(name, written if isinstance(written, str) else dumped)
+        (parsed.name + parsed.arguments).encode()  # Raises UnicodeEncodeError for half a surrogate pair.
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(arguments, dict) else None
+
+
+def num_held(text: str, *tags: str) -> int:
+    """Return the length of the end of `text` that may be the beginning of a tag."""
+    start = text.rfind("<")
+    is_held = start >= 0 and any(tag != text[start:] and tag.startswith(text[start:]) for tag in tags)
+    return len(text) - start if is_held else 0

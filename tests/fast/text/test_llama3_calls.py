@@ -1,0 +1,89 @@
+"""Llama 3's tool calls: JSON at the start of the output or behind <|python_tag|>."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.text.parsers import FAMILIES, OutputParser, Parsed, ToolCall
+from app.text.parsers.llama3_json import Llama3Calls
+
+TAG = "<|python_tag|>"
+F = '{"name": "f", "parameters": {"x": "a; {\\"}"}}'
+F_CALL = ToolCall("f", '{"x": "a; {\\"}"}')
+G = '{"name": "g", "parameters": {}}'
+G_CALL = ToolCall("g", "{}")
+FRAGMENTS = [TAG, "<|py", "thon_tag|>", F, G, "{", "}", '"', "\\", ";", " ", "\n", "a", "é", '{"a": 1}', "<"]
+TEXT = st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join)
+
+
+def parse(pieces) -> Parsed:
+    parser = OutputParser(calls=Llama3Calls())
+    parts = [*map(parser.push, pieces), parser.finish()]
+    assert not any(part.reasoning for part in parts)
+    return Parsed(
+        "".join(part.content for part in parts), "", tuple(call for part in parts for call in part.tool_calls)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (F, "", [F_CALL]),
+        (f"\n {F}\n", "", [F_CALL]),
+        (f"{TAG}{F}", "", [F_CALL]),
+        (f"{TAG} {F}; {G}", "", [F_CALL, G_CALL]),
+        (f"{F}\n{G};", "", [F_CALL, G_CALL]),
+        (f"Let me see. {TAG}{G}", "Let me see. ", [G_CALL]),
+        ('{"name": "g", "arguments": {}}', "", [G_CALL]),
+        (f"{F} and so on {G}", " and so on " + G, [F_CALL]),
+        (f"I call {F}", f"I call {F}", []),
+        ('{"answer": 1} ', '{"answer": 1} ', []),
+        (F[:-1], F[:-1], []),
+        (f'{TAG}search.call(query="x")', f'{TAG}search.call(query="x")', []),
+        (f"{G}; {{}}", "; {}", [G_CALL]),
+        (";", ";", []),
+        (" \n", " \n", []),
+        ("", "", []),
+        ("a <|python", "a <|python", []),
+        (f"{G} <|python", " <|python", [G_CALL]),
+    ],
+)
+def test_calls_are_taken_out_and_all_else_is_content_as_written(text, content, calls):
+    assert parse([text]) == Parsed(content, "", tuple(calls))
+
+
+@settings(max_examples=200)
+@given(text=TEXT, cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_results_do_not_depend_on_how_the_text_is_cut(text, cuts):
+    bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    assert parse(text[a:b] for a, b in itertools.pairwise(bounds)) == parse([text]) == parse(text)
+
+
+def test_a_call_is_given_by_the_piece_that_closes_it():
+    parser = Llama3Calls()
+    assert all(parser.push(character) == Parsed() for character in F[:-1])
+    assert parser.push("}") == Parsed(tool_calls=(F_CALL,))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("name", ["weather", 'a "b"\\ é'])
+def test_a_forced_call_is_one_that_the_parser_reads(family, name):
+    endings = {"qwen3": "}\n</tool_call>", "llama3_json": "}"}
+    for prefix, text in [
+        (family.prefix(name), ' {"x": 1}'),
+        (family.prefix(None), f'{json.dumps(name)[1:]}, "{family.key}": {{"x": 1}}'),
+    ]:
+        parser = family.parser()
+        calls = [*parser.push(prefix).tool_calls, *parser.push(text + endings[family.name]).tool_calls]
+        assert calls == [ToolCall(name, '{"x": 1}')]
+
+
+def test_the_prefixes_are_the_families_own_wording():
+    assert [family.prefix("f") for family in FAMILIES] == [
+        '<tool_call>\n{"name": "f", "arguments":',
+        '{"name": "f", "parameters":',
+    ]
+    assert [family.prefix(None) for family in FAMILIES] == ['<tool_call>\n{"name": "', '{"name": "']
