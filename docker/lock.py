@@ -1,7 +1,8 @@
 """Write the lock files of the images anew: `pip install uv`, then `python docker/lock.py`.
 
-One resolution for Python 3.11 gives all four files, so that both architectures and both images have the same versions.
-A file lists the hashes of the wheels that fit its architecture and Python 3.11 or 3.12, and nothing else installs.
+One resolution for Python 3.11 gives all files, so both architectures and both images have the same versions. torch has
+files of its own, because a change of another package must not rebuild its layer of a gigabyte. A file lists the hashes
+of the wheels that fit its architecture and Python 3.11 or 3.12, and nothing else installs.
 """
 
 import subprocess
@@ -61,12 +62,17 @@ def main() -> None:
     versions = resolve()
     for arch in MACHINES:
         locked = lock(versions, arch)
-        for kind in ("npu", "cpu"):
+        torch = {pin for pin in locked if pin.startswith("torch==")}
+        npu = {pin for pin in locked if pin.startswith("torch-npu==")}
+        for name, pins in {
+            f"torch-{arch}": torch,
+            f"requirements-npu-{arch}": locked.keys() - torch,
+            f"requirements-cpu-{arch}": locked.keys() - torch - npu,
+        }.items():
             text = f"# Written by docker/lock.py for Python {' and '.join(PYTHONS)} on {arch}; do not edit.\n"
-            for pin in sorted(locked):
-                if kind == "npu" or not pin.startswith("torch-npu=="):
-                    text += " \\\n".join([pin, *(f"    --hash=sha256:{value}" for value in locked[pin])]) + "\n"
-            (ROOT / "docker" / f"requirements-{kind}-{arch}.txt").write_text(text, encoding="utf-8")
+            for pin in sorted(pins):
+                text += " \\\n".join([pin, *(f"    --hash=sha256:{value}" for value in locked[pin])]) + "\n"
+            (ROOT / "docker" / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

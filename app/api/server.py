@@ -103,7 +103,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_exit)
-        logger.info("listening on %s", self._url())
+        logger.info("listening on %s%s", self._url(), " and on every other address" if self._on_all_addresses() else "")
         self._engine.start()
         serving = asyncio.create_task(self._http.serve([self._listener]))
         self._tasks = [
@@ -147,9 +147,12 @@ class Server:
             await asyncio.sleep(_LOG_METRICS_SECONDS)
             self._services.metrics.log_line()
 
+    def _on_all_addresses(self) -> bool:
+        return self._listener.getsockname()[0] in ("0.0.0.0", "::")
+
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        if host in ("0.0.0.0", "::"):
+        if self._on_all_addresses():
             host = "127.0.0.1" if host == "0.0.0.0" else "::1"
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

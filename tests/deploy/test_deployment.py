@@ -304,7 +304,7 @@ def test_the_dashboard_hangs_together() -> None:
 FOREIGN_FLAGS = {
     "docker": "file tag build-arg platform rm name publish shm-size stop-timeout device volume group-add user env "
     "runtime entrypoint detach profile from chmod interval timeout start-period retries mount init help",
-    "pip": "no-cache-dir no-deps no-build-isolation only-binary require-hashes requirement index-url extra-index-url",
+    "pip": "no-cache-dir no-deps no-build-isolation no-index only-binary require-hashes requirement index-url",
     "other tools": "yes no-install-recommends gid uid create-home non-unique local-dir local_dir model format",
 }
 """Flags of the tools that stand around our own command in these files."""
@@ -421,7 +421,8 @@ def test_variables_of_other_tools_that_are_set_have_their_row_in_the_guide() -> 
 
 
 def test_the_build_arguments_in_the_guide_are_the_dockerfiles() -> None:
-    arguments = dict(text.split("=", 1) for i, text in instructions("Dockerfile.npu") if i == "ARG" and "=" in text)
+    given = (text.partition("=") for i, text in instructions("Dockerfile.npu") if i == "ARG" and text != "TARGETARCH")
+    arguments = {name: default for name, _, default in given}
     documented = {
         name: row[1].strip("`") for row in table(GUIDE, "build argument") for name in re.findall(r"`(\w+)`", row[0])
     }
@@ -472,9 +473,8 @@ def ignored(path: str, patterns: str) -> bool:
 
 def missing_sources(dockerfile: str, patterns: str) -> list[str]:
     """Files that the build takes from the repository, and that are not there or kept out."""
-    needed = re.findall(r"^COPY (?!--from)(?:--\S+ )*(\S+) \S+$", dockerfile, re.MULTILINE)
-    locks = re.findall(r"/locks/(\S+?)\"", dockerfile)
-    needed += [f"docker/{lock.replace('${TARGETARCH}', arch)}" for lock in locks for arch in ARCHITECTURES]
+    copied = re.findall(r"^COPY (?!--from)(?:--\S+ )*(\S+) \S+$", dockerfile, re.MULTILINE)
+    needed = list(dict.fromkeys(path.replace("${TARGETARCH}", arch) for path in copied for arch in ARCHITECTURES))
     needed += ["pyproject.toml", "app/api/static/index.html", "app/demo/checkpoint/target/config.json"]
     return [path for path in needed if not (ROOT / path).is_file() or ignored(path, patterns)]
 
@@ -525,7 +525,8 @@ def test_eight_replicas_have_one_npu_each_and_everybody_knows_them() -> None:
 
 
 def test_files_that_compose_mounts_exist_where_the_containers_look_for_them() -> None:
-    mounted = [mount for service in services().values() for mount in service.get("volumes", []) if mount[0] == "."]
+    mounts = [mount for service in services().values() for mount in service.get("volumes", [])]
+    mounted = [mount for mount in mounts if isinstance(mount, str) and mount.startswith(".")]
     inside = {mount.split(":")[1] for mount in mounted}
     assert mounted and all((DOCKER / mount.split(":")[0]).exists() for mount in mounted)
     assert set(PROMETHEUS.rule_files) <= inside
@@ -569,6 +570,32 @@ def test_everybody_waits_longer_than_the_server_drains_and_as_long_as_it_may_loa
     assert container["livenessProbe"]["httpGet"]["path"] == "/live"
 
 
+def test_a_path_that_the_host_does_not_have_is_an_error_and_no_new_folder() -> None:
+    mounts = services()["server-7"]["volumes"]
+    of_host = [mount for mount in mounts if mount["type"] == "bind"]
+    assert len(of_host) == 6
+    for mount in of_host:
+        assert mount["bind"] == {"create_host_path": False} and mount["read_only"] is True, mount["source"]
+    for command in re.findall(r"docker run(?: .*\\\n)+.*", GUIDE + README_SECTION):
+        assert not re.findall(r"--volume /\S+", command)
+        assert all("type=bind," in mount for mount in re.findall(r"--mount (\S+)", command))
+
+
+def test_servers_have_a_read_only_root_and_folders_to_write_to_everywhere() -> None:
+    server = services()["server-7"]
+    assert server["read_only"] is True and server["cap_drop"] == ["ALL"]
+    writable = {path.split(":")[0] for path in server["tmpfs"]}
+    assert writable | {mount["target"] for mount in server["volumes"] if mount["type"] == "volume"} == {
+        "/tmp",
+        "/home/dflash",
+    }
+    pod = yaml.safe_load(MANIFEST.partition("---")[0])["spec"]["template"]["spec"]
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    empty = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
+    mounts = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"] if mount["name"] in empty}
+    assert mounts == {"/dev/shm", "/tmp", "/home/dflash"}
+
+
 def test_the_pod_asks_for_one_npu_and_for_no_rights() -> None:
     deployment, service = yaml.safe_load_all(MANIFEST)
     pod = deployment["spec"]["template"]
@@ -576,9 +603,81 @@ def test_the_pod_asks_for_one_npu_and_for_no_rights() -> None:
     for kind in ("requests", "limits"):
         assert container["resources"][kind]["huawei.com/Ascend910"] == 1
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert service["spec"]["selector"] == pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"]
     assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
+
+
+# --- what a build reads and leaves behind -----------------------------------------------------------------------------
+
+
+def last_stage(name: str) -> list[tuple[str, str]]:
+    steps = instructions(name)
+    return steps[max(number for number, (instruction, _) in enumerate(steps) if instruction == "FROM") :]
+
+
+def steps_with(name: str, *words: str) -> list[str]:
+    return [text for instruction, text in last_stage(name) if instruction == "RUN" and all(w in text for w in words)]
+
+
+def rebuilt(name: str, change: str) -> list[str]:
+    """The RUNs that BuildKit makes again after a change of a build argument or of a file."""
+    runs, changed = [], False
+    for instruction, text in last_stage(name):
+        if instruction == "ARG":
+            changed |= text.partition("=")[0] == change
+        if instruction == "COPY" and "--from=" not in text:
+            source = next(word for word in text.split() if not word.startswith("--"))
+            changed |= any(source.replace("${TARGETARCH}", arch) == change for arch in ARCHITECTURES)
+        if instruction == "RUN":
+            for mount in re.findall(r"--mount=type=bind\S*", text):
+                folder = re.search(r"source=([^,\s]+)", mount)
+                changed |= "/" in change and (folder is None or change.startswith(folder.group(1)))
+            if changed:
+                runs.append(text)
+    return runs
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_change_rebuilds_no_layer_that_it_does_not_concern(name: str) -> None:
+    kind = name.removeprefix("Dockerfile.")
+    torch, packages = steps_with(name, "--requirement", "torch.txt"), steps_with(name, "requirements.txt")
+    assert len(torch) == len(packages) == 1
+    assert torch[0] in rebuilt(name, "docker/torch-amd64.txt") and torch[0] in rebuilt(name, "TORCH_INDEX_URL")
+    packages_alone = rebuilt(name, f"docker/requirements-{kind}-arm64.txt")
+    assert torch[0] not in packages_alone and packages[0] in packages_alone
+    for change in ("docker/entrypoint-npu.sh", "app/cli.py", "USER_ID", "GROUP_ID"):
+        assert not {*torch, *packages} & {*rebuilt(name, change)}, change
+    own = steps_with(name, "pip install", "/src")[0]
+    assert own not in rebuilt(name, "USER_ID") and own in rebuilt(name, "app/cli.py")
+    for change in ("PIP_INDEX_URL", "TORCH_INDEX_URL", "USER_ID"):
+        assert not any("apt-get" in run for run in rebuilt(name, change)), change
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_torch_is_asked_of_its_index_and_all_other_packages_of_theirs(name: str) -> None:
+    assert "extra" not in read(f"docker/{name}").lower(), "an index more is asked for every package"
+    assert steps_with(name, "pip install", "TORCH_INDEX_URL") == steps_with(name, "torch.txt")
+    for (_, arch), versions in LOCKS.items():
+        assert set(locked(read(f"docker/torch-{arch}.txt"))) == {"torch"} and "torch" in versions
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_password_of_a_mirror_need_not_stay_in_the_image(name: str) -> None:
+    downloads = steps_with(name, "pip install", "--requirement")
+    assert len(downloads) == 2
+    for text in downloads:
+        assert "--mount=type=secret,id=pip,target=/etc/pip.conf " in text and "--mount=type=secret,id=ca " in text
+    assert ("ARG", "PIP_INDEX_URL") in last_stage(name), "a default would stand above the secret's index"
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_build_without_buildkit_says_what_is_missing(name: str) -> None:
+    guard = re.findall(r': "\$\{TARGETARCH:\?[^"]*"', steps_with(name, "TARGETARCH")[0])[0]
+    done = subprocess.run(["sh", "-c", guard], env={"TARGETARCH": ""}, capture_output=True, text=True)
+    assert done.returncode != 0 and "BuildKit" in done.stderr
+    assert subprocess.run(["sh", "-c", guard], env={"TARGETARCH": "arm64"}).returncode == 0
 
 
 # --- what runs in the images ------------------------------------------------------------------------------------------
@@ -672,7 +771,7 @@ def locked(text: str) -> dict[str, str]:
 
 
 LOCKS = {
-    (kind, arch): locked(read(f"docker/requirements-{kind}-{arch}.txt"))
+    (kind, arch): locked(read(f"docker/requirements-{kind}-{arch}.txt")) | locked(read(f"docker/torch-{arch}.txt"))
     for kind in ("npu", "cpu")
     for arch in ARCHITECTURES
 }

@@ -146,6 +146,18 @@ def test_a_second_signal_forces_the_end(process, script, background):
     assert running.exception() is not None or running.result().status_code == 503
 
 
+def test_the_log_says_where_a_server_on_all_addresses_can_be_reached(script, model_folder):
+    everywhere = MAIN.replace(
+        "shutdown_timeout=shutdown_timeout,", 'host="0.0.0.0", shutdown_timeout=shutdown_timeout,'
+    )
+    process = Process(script, model_folder, main=everywhere)
+    try:
+        line = process.read_until("listening on")
+        assert re.search(r" on http://127\.0\.0\.1:\d+ and on every other address$", line), line
+    finally:
+        process.close()
+
+
 def test_sigterm_while_loading_exits_0(process, script):
     process.read_url()
     script.see("started")
