@@ -46,8 +46,7 @@ class Cell:
 
     def drafting(self, variant: str) -> Drafting | None:
         counts = [played.drafting for played in self.rounds[variant]]
-        known = [count for count in counts if count is not None]
-        return reduce(Drafting.and_also, known) if known and len(known) == len(counts) else None
+        return None if None in counts or not counts else reduce(Drafting.and_also, filter(None, counts))
 
     def acceptance_length(self, variant: str) -> float | None:
         counts = self.drafting(variant)

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -107,12 +107,12 @@ class Answer:
             self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
+            self.text += choice.get("text") or delta.get("content") or ""
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
             if choice.get("text") or any(delta.get(name) for name in _TEXT_FIELDS):
                 self.chunks.append(now)
                 self.last = now
-            self.text += choice.get("text") or delta.get("content") or ""
-            if reason := choice.get("finish_reason"):
-                self.finish_reason = reason
+            elif choice.get("finish_reason"):
                 self.last = now
 
     def check_end(self) -> None:
@@ -143,22 +143,20 @@ class Events:
         return events
 
 
-def body_of(server: Server, prompt: Prompt, wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request's body. The prompt's own length overrides that of `wishes`."""
+async def ask(
+    http: httpx.AsyncClient, server: Server, prompt: Prompt, wishes: Mapping[str, Any], clock: Clock = time.perf_counter
+) -> Answer:
+    """Send one request and read its stream. A failure is the answer's `error`; nothing is raised.
+
+    The prompt's own length overrides that of `wishes`.
+    """
     body: dict[str, Any] = {"model": server.model, "stream": True, "stream_options": {"include_usage": True}}
     body |= {**prompt.body, **wishes}
     if prompt.max_tokens is not None:
         body["max_tokens"] = prompt.max_tokens
     if prompt.exact:  # special tokens have no text, and a token without text has no chunk and no time
         body |= {"ignore_eos": True, "skip_special_tokens": False}
-    return {**body, **server.fields}
-
-
-async def ask(
-    http: httpx.AsyncClient, server: Server, prompt: Prompt, wishes: Mapping[str, Any], clock: Clock = time.perf_counter
-) -> Answer:
-    """Send one request and read its stream. A failure is the answer's `error`; nothing is raised."""
-    body = body_of(server, prompt, wishes)
+    body |= server.fields
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     events = Events()
     answer = Answer(sent=clock())
@@ -199,8 +197,7 @@ async def first_model(server: Server) -> str:
 async def positions(server: Server) -> int | None:
     """Return the tokens that prompt and answer may have together, if the server tells, like ours and vLLM."""
     with suppress(ServerError, KeyError):
-        length = (await _models(server))[server.model].get("max_model_len")
-        return length if isinstance(length, int) else None
+        return (await _models(server))[server.model].get("max_model_len")
     return None
 
 
@@ -221,44 +218,44 @@ async def _models(server: Server) -> dict[str, dict[str, Any]]:
     raise ServerError(f"{server.url}/v1/models names no model: {refusal}", "name it with --model")
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
+class Drafting(Counter[tuple[str, int | None]]):
     """Counters of speculative decoding, or their growth, by name and position in the block. Sums have position None."""
-
-    counts: Mapping[tuple[str, int | None], float]
 
     @classmethod
     def read(cls, exposition: str) -> "Drafting | None":
         """Read Prometheus' text under any prefix, summed over other labels. None means that there are no counters."""
-        counts: dict[tuple[str, int | None], float] = defaultdict(float)
+        counts = cls()
         for name, labels, value in _SAMPLE.findall(exposition):
-            found = _POSITION.search(labels)
-            counts[name, int(found.group(1)) if found else None] += float(value)
-        return cls(counts) if ("drafts", None) in counts else None
+            position = _POSITION.search(labels)
+            counts[name, int(position.group(1)) if position else None] += float(value)  # type: ignore[assignment]
+        return counts if ("drafts", None) in counts else None
 
     def since(self, before: "Drafting") -> "Drafting":
-        return Drafting({key: count - before.counts.get(key, 0.0) for key, count in self.counts.items()})
+        grown = Drafting(self)
+        grown.subtract(before)
+        return grown
 
     def and_also(self, other: "Drafting") -> "Drafting":
-        keys = self.counts.keys() | other.counts.keys()
-        return Drafting({key: self.counts.get(key, 0.0) + other.counts.get(key, 0.0) for key in keys})
+        both = Drafting(self)
+        both.update(other)
+        return both
 
     @property
     def steps(self) -> float:
         """Steps of requests that verified drafts."""
-        return self.counts["drafts", None]
+        return self["drafts", None]
 
     @property
     def acceptance_length(self) -> float | None:
         """Tokens of a step that verified drafts, the bonus included. None means that there was no such step."""
-        return 1 + self.counts.get(("accepted_tokens", None), 0.0) / self.steps if self.steps else None
+        return 1 + self["accepted_tokens", None] / self.steps if self.steps else None
 
     @property
     def acceptance_at(self) -> list[float]:
         """Share of accepted drafts by position, of those verified; without that counter, of all steps."""
-        positions = sorted(k for name, k in self.counts if name == "accepted_tokens_per_pos" and k is not None)
-        times = [self.counts.get(("verified_tokens_per_pos", k), self.steps) for k in positions]
-        accepted = [self.counts["accepted_tokens_per_pos", k] for k in positions]
+        positions = sorted(k for name, k in self if name == "accepted_tokens_per_pos" and k is not None)
+        times = [self.get(("verified_tokens_per_pos", k), self.steps) for k in positions]
+        accepted = [self["accepted_tokens_per_pos", k] for k in positions]
         return [a / t for a, t in zip(accepted, times, strict=True) if t]
 
 
