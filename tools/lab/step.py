@@ -22,7 +22,6 @@ from app.bench.paired import ratio
 from app.bench.table import Row, Table
 from app.config.checkpoint import CheckpointError, resolve
 from app.config.error import ConfigError
-from app.doctor.report import random_weights, simulated
 from app.engine.backend.factory import make_backend
 from app.engine.build.engine import CPU_KV_BYTES, Engine, build_engine
 from app.engine.dflash.config import DFlashConfig
@@ -32,8 +31,9 @@ from app.engine.models.kv_pool import bytes_per_token
 from app.engine.models.loader import SafetensorsWeights
 from app.engine.models.qwen3 import Qwen3
 from app.messages import EngineConfig
-from tools.lab.acceptance import FLAG, survival, wish
+from tools.lab import random_weights, simulated
 from tools.lab.publish import Verdict, publish
+from tools.lab.simulated import FLAG, survival, wish
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
 
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]

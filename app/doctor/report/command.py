@@ -18,10 +18,13 @@ from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.doctor.report import runner
 
+LABORATORY, OF_LABORATORY = "tools.lab.gpu", ("equality", "speeds", "prefill", "attention")
+"""Program that makes the sections about this server's own work, and these sections."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Device of a report, and the load of its engines: `model` is one of random_weights.NAMES, or a config.json."""
+    """Device of a report, and the load of its engines: `model` has a name like "qwen3-8b", or is a config.json."""
 
     device: str
     model: str = "qwen3-8b"
@@ -84,20 +87,22 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
 
 
 def sections(options: Options) -> dict[str, runner.Section]:
-    command = (sys.executable, "-P", "-m", "app.doctor.report.section")
-    wishes = json.dumps(asdict(options))
-    limits = runner.SECTIONS[options.kind]
-    return {name: runner.Section((*command, name, wishes), *seconds) for name, seconds in limits.items()}
+    """Return the sections of a report. Those that a laboratory makes are started by name, and need a source tree."""
+    has_laboratory = (Path(__file__).parents[3] / "tools" / "lab").is_dir()
+    found = {}
+    for name, seconds in runner.SECTIONS[options.kind].items():
+        program = LABORATORY if name in OF_LABORATORY else "app.doctor.report.section"
+        command = (sys.executable, "-P", "-m", program, name, json.dumps(asdict(options)))
+        missing = "" if has_laboratory or name not in OF_LABORATORY else "only a source tree has this section"
+        found[name] = runner.Section(command, *seconds, missing)
+    return found
 
 
 def about(kind: str) -> dict[str, Any]:
     """Return the arguments of `runner.report` that depend on the kind of device alone."""
     if kind == "npu":
         return {"name": "npu-report", "host": (sys.executable, "-P", "-m", "app.doctor.probes")}
-    from app.doctor.report import random_weights, simulated
-
-    banners = [random_weights.BANNER, simulated.BANNER]
-    return {"name": "gpu-report", "limit": runner.GPU_SECONDS, "versions": versions(), "banners": banners}
+    return {"name": "gpu-report", "limit": runner.GPU_SECONDS, "versions": versions()}
 
 
 def no_gpu(options: Options) -> str | None:

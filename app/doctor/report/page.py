@@ -33,15 +33,17 @@ A floor is the time to read the weights once, or to multiply them, whichever is 
 and their time is the sum of their products. Figures of an H200 were measured. Figures of Ascend chips are assumptions
 from secondary sources, good to 15 % at best. A copy counts bytes read and written.""",
     "equality": """
-Texts from graphs, eager code and overlap. Tokens are alike before the first difference from the text of another
-way. The same steps run without capture must be the same, drawn tokens too. Eager code, other overlap and no draft
-round sums in another order, and random weights decide by little. They are compared in fp32, where a near tie is
-rare, and one request of six may differ.""",
+RANDOM WEIGHTS: the tokens are meaningless. Texts from graphs, eager code and overlap. Tokens are alike before the
+first difference from the text of another way. The same steps run without capture must be the same, drawn tokens too.
+Eager code, other overlap and no draft round sums in another order, and random weights decide by little. They are
+compared in fp32, where a near tie is rare, and one request of six may differ.""",
     "speeds": """
-Output tokens per second from the first request to the last one's end, prompts included. A floor is the time to read
-what must be read at 4.3 TB/s or to compute what must be computed at 790 TFLOP/s, as measured on an H200, stage
-after stage; no engine passes it. That of `auto` is of the width that has the lowest. Published: SGLang on one H200
-with Qwen3-8B, GSM8K text and up to 2,048 tokens: a DIFFERENT WORKLOAD.""",
+RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model.
+SIMULATED ACCEPTANCE: how many drafts are accepted is drawn, not found out. Output tokens per second are from the first
+request to the last one's end, prompts included. A floor is the time to read what must be read at 4.3 TB/s or to compute
+what must be computed at 790 TFLOP/s, as measured on an H200, stage after stage; no engine passes it. That of `auto` is
+of the width that has the lowest. Published: SGLang on one H200 with Qwen3-8B, GSM8K text and up to 2,048 tokens: a
+DIFFERENT WORKLOAD.""",
     "attention": "Other launches of our attention: the five fastest, and the backend's own.",
     "prefill": "Attention of prompts, a layer, and the first call for these lengths.",
 }
@@ -61,7 +63,6 @@ def page(report: Report) -> str:
         f"# {report['report']}: {report.get('chip') or report['device']}",
         CHECKED[report["report"]].strip(),
         "\n".join(f"- {line}" for line in summary(report)),
-        *(f"*** {banner} ***" for banner in report.get("banners", [])),
         "\n".join(f"- {name}: {version}" for name, version in report.get("versions", {}).items()),
     ]
     for name, section in report["sections"].items():

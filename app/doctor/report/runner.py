@@ -57,11 +57,15 @@ NEEDED = ("probes", "torch", "torch_npu", "devices", "backend")
 
 
 class Section(NamedTuple):
-    """Command of a section, which is followed by the number of parts to skip and the seconds that are left."""
+    """Command of a section, which is followed by the number of parts to skip and the seconds that are left.
+
+    `missing` is the reason why the section cannot be tried.
+    """
 
     command: tuple[str, ...]
     part: float
     whole: float = math.inf
+    missing: str = ""
 
 
 def report(
@@ -132,10 +136,9 @@ class Run:
             begun = time.monotonic()
             parts: list[Part] = []
             self._found["sections"][name] = {"seconds": 0.0, "parts": parts}
-            if self.missing:
-                parts.append(_not_tried(name, f"no {kind(self._found)} can be used here: {self.missing}"))
-            elif begun >= ends:
-                parts.append(_not_tried(name, LATE))
+            missing = self.missing and f"no {kind(self._found)} can be used here: {self.missing}"
+            if reason := missing or section.missing or (LATE if begun >= ends else ""):
+                parts.append(_not_tried(name, reason))
             else:
                 await self._section(name, section, min(begun + section.whole, ends))
             self._found["sections"][name]["seconds"] = round(time.monotonic() - begun, 1)

@@ -11,33 +11,29 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.doctor.report.command import Options
 from app.doctor.report.part import Part, answer
 
 MAKERS = {
-    "operators": "operators.parts",
-    "open_points": "npu_questions.parts",
-    "engine": "engine.parts",
-    "step": "step.parts",
-    "roofline": "gemm.parts",
-    "equality": "equality.parts",
-    "speeds": "speeds.parts",
-    "prefill": "cuda_questions.prompts_parts",
-    "attention": "cuda_questions.launches_parts",
+    "operators": "app.doctor.report.operators.parts",
+    "open_points": "app.doctor.report.npu_questions.parts",
+    "engine": "app.doctor.report.engine.parts",
+    "step": "app.doctor.report.step.parts",
+    "roofline": "app.doctor.report.gemm.parts",
 }
-"""Section -> the function in this folder that makes its parts."""
+"""Section -> the function that makes its parts."""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], makers: Mapping[str, str] = MAKERS) -> None:
     name, wishes, skip, seconds = arguments
     options, ends = Options(**json.loads(wishes)), time.monotonic() + float(seconds)
     with os.fdopen(os.dup(1), "w") as lines:
         os.dup2(2, 1)
         tell(
-            lambda: (chip(options), parts(name, options, ends)),
+            lambda: (chip(options), parts(makers[name], options, ends)),
             int(skip),
             lambda line: print(json.dumps(line), file=lines, flush=True),
             lambda: usable(options),
@@ -75,10 +71,10 @@ def tell(
             return
 
 
-def parts(name: str, options: Options, ends: float) -> list[Part]:
-    """Return the parts of a section. Nothing is made on the device before a part is run."""
-    module, _, function = MAKERS[name].partition(".")
-    make = getattr(importlib.import_module(f"app.doctor.report.{module}"), function)
+def parts(maker: str, options: Options, ends: float) -> list[Part]:
+    """Return the parts that a function of MAKERS makes. Nothing is made on the device before a part is run."""
+    module, _, function = maker.rpartition(".")
+    make = getattr(importlib.import_module(module), function)
     made: list[Part] = make(options, ends)
     return made
 

@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from app.doctor.report.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 from app.engine.backend.base import AttentionMetadata, LayerKv
 from app.engine.cuda.backend import CudaBackend
+from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
 SM_90 = GPUTarget("cuda", 90, 32)
 SIZES = [(2, 1), (2, 16), (33, 32), (33, 512), (65, 64), (65, 1024)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.doctor.report.random_weights import TARGETS
 from tests import ROOT
+from tools.lab.random_weights import TARGETS
 
 SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on sm_90."""

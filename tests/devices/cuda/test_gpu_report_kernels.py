@@ -11,7 +11,7 @@ from torch.cuda._utils import _get_device_index as index_of
 
 from app.doctor import operators
 from app.doctor.operators import Extent, of_graphs
-from app.doctor.report import command, cuda_questions, gemm
+from app.doctor.report import command, gemm
 from app.doctor.report import section as report_section
 from app.doctor.report.operators import compared, parts_of
 from app.doctor.report.part import Result
@@ -20,6 +20,7 @@ from app.engine.backend import factory
 from app.engine.backend.base import Backend
 from app.engine.cuda import rows
 from app.engine.cuda.backend import CudaBackend
+from tools.lab import cuda_attention, gpu
 
 torch.set_num_threads(1)
 
@@ -67,10 +68,11 @@ def test_every_section_has_its_parts_with_the_options_of_the_command(
     options, _ = command.parse(["--device", device, "--concurrency", "1", "8"], "cuda")
     found = {}
     for name, section in command.sections(options).items():
-        assert section.command[-2] == name and report_section.__name__ in section.command
+        own = gpu.MAKERS if gpu.__name__ in section.command else report_section.MAKERS
+        assert section.command[-2] == name and not section.missing
         given = command.Options(**json.loads(section.command[-1]))
         assert report_section.chip(given) == f"a GPU, {options.index}"
-        found[name] = [part.name for part in report_section.parts(name, given, 60.0)]
+        found[name] = [part.name for part in report_section.parts(own[name], given, 60.0)]
     assert set(chosen) == {options.index} and options.index == (1 if device == "cuda:1" else 0)
     assert found["speeds"] == [f"{way} at {n}" for way in ("plain", "full blocks", "auto") for n in (1, 8)]
     assert found["attention"] == ["1 x 1", "1 x 16", "32 x 1", "32 x 16"] and len(found["prefill"]) == 4
@@ -154,7 +156,7 @@ def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
 
 
 def test_trials_run_every_launch_beside_padding(backend: CudaBackend) -> None:
-    made = cuda_questions.launches_of(lambda: backend, replace(SIZES, batches=(1,)), 20, untimed)
+    made = cuda_attention.launches_of(lambda: backend, replace(SIZES, batches=(1,)), 20, untimed)
     found = [row for part in made for row in part.run()["cases"]]
     assert sum("own" in row["launch"] for row in found) == 2 and all(row["us"] > 0 for row in found)
 
@@ -168,7 +170,7 @@ def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBac
             raise OutOfResources("shared memory")
         return 1e-6
 
-    part, _ = cuda_questions.launches_of(lambda: backend, replace(SIZES, batches=(1,)), 20, lambda backend: refuses)
+    part, _ = cuda_attention.launches_of(lambda: backend, replace(SIZES, batches=(1,)), 20, lambda backend: refuses)
     found = part.run()
     assert {row["failed"] for row in found["cases"] if "failed" in row} == {"OutOfResources: shared memory"}
     assert len([row for row in found["cases"] if "us" in row]) >= 5
@@ -176,9 +178,9 @@ def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBac
 
 
 def test_prompts_are_timed_through_every_attention(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_questions, "PROMPTS", [[(17, 20)], [(20, 20), (17, 40)]])
-    monkeypatch.setattr(cuda_questions, "WARM_UP", [(18, 18)])
-    found = {part.name: part.run()["cases"] for part in cuda_questions.prompts_of(lambda: backend, SIZES, untimed)}
+    monkeypatch.setattr(cuda_attention, "PROMPTS", [[(17, 20)], [(20, 20), (17, 40)]])
+    monkeypatch.setattr(cuda_attention, "WARM_UP", [(18, 18)])
+    found = {part.name: part.run()["cases"] for part in cuda_attention.prompts_of(lambda: backend, SIZES, untimed)}
     assert len(found) == 4
     for kind, cases in found.items():
         assert [row["tokens"] for row in cases] == ["[20]", "[20, 40]"]

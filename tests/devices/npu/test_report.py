@@ -412,5 +412,5 @@ def test_the_page_shows_what_the_sections_found(backend: NpuBackend) -> None:
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
     for name in runner.SECTIONS["npu"]:
-        parts = report_section.parts(name, Options("npu:9"), 60.0)
+        parts = report_section.parts(report_section.MAKERS[name], Options("npu:9"), 60.0)
         assert len({part.name for part in parts}) == len(parts) > 1

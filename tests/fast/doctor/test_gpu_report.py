@@ -15,18 +15,20 @@ import pytest
 import torch
 
 from app import cli
-from app.doctor.report import command, roofline, runner
+from app.doctor.report import command, runner
 from app.doctor.report.page import PUBLISHED
-from app.doctor.report.random_weights import TARGETS, draft_for
-from app.doctor.report.roofline import H200, Load
+from app.doctor.report.roofline import H200
 from app.doctor.report.runner import Section
-from app.doctor.report.speeds import headline
 from app.engine.dflash.config import DFlashConfig
 from app.engine.models.config import DecoderConfig
 from app.engine.models.qwen3 import Qwen3
 from tests import ROOT
 from tests.fast.doctor.patient import HANG, Patient
-from tests.fast.doctor.tiny import TINY
+from tests.fast.tools.tiny import TINY
+from tools.lab import floors, gpu
+from tools.lab.floors import Load
+from tools.lab.random_weights import TARGETS, draft_for
+from tools.lab.speeds import headline
 
 NOT_ON_A_BARE_IMAGE = [
     "msgspec",
@@ -57,18 +59,18 @@ def draft(target: DecoderConfig) -> DFlashConfig:
 
 def test_a_plain_step_reads_the_weights_once_and_every_tokens_kv(target: DecoderConfig) -> None:
     """8.19 billion weights, 0.62 of which are the embedding, that no step reads; 144 KiB of KV a token."""
-    step = roofline.forward(target, 1, 1, 1024, logits=1)
+    step = floors.forward(target, 1, 1, 1024, logits=1)
     assert step.read == pytest.approx(2 * (8.19e9 - 0.62e9) + 1024 * (144 << 10), rel=0.005)
-    assert roofline.step_seconds(target, None, Load(1, 512, 1024)) == pytest.approx(3.55e-3, rel=0.02)
+    assert floors.step_seconds(target, None, Load(1, 512, 1024)) == pytest.approx(3.55e-3, rel=0.02)
 
 
 def test_a_block_of_one_sequence_costs_its_reads_and_of_many_its_operations(
     target: DecoderConfig, draft: DFlashConfig
 ) -> None:
-    assert roofline.forward(target, 16, 1, 1024, logits=16).seconds == pytest.approx(3.55e-3, rel=0.02)
-    many = roofline.forward(target, 512, 32, 1024, logits=512)
+    assert floors.forward(target, 16, 1, 1024, logits=16).seconds == pytest.approx(3.55e-3, rel=0.02)
+    many = floors.forward(target, 512, 32, 1024, logits=512)
     assert many.seconds == many.operations / H200.flops > many.read / H200.bandwidth
-    assert roofline.step_seconds(target, draft, Load(32, 512, 1024)) > many.seconds
+    assert floors.step_seconds(target, draft, Load(32, 512, 1024)) > many.seconds
 
 
 def test_the_floors_of_the_published_load_leave_room_for_the_targets(
@@ -77,15 +79,15 @@ def test_the_floors_of_the_published_load_leave_room_for_the_targets(
     for concurrency, plain, drafted in ((1, 200, 1000), (32, 5000, 10000)):
         load = Load(concurrency, 512, 1024)
         tokens = concurrency * load.answer
-        assert tokens / roofline.run_seconds(target, None, load, 6.36) > plain
-        assert tokens / roofline.run_seconds(target, draft, load, 6.36) > drafted
+        assert tokens / floors.run_seconds(target, None, load, 6.36) > plain
+        assert tokens / floors.run_seconds(target, draft, load, 6.36) > drafted
 
 
 def test_a_longer_answer_takes_longer_and_a_larger_acceptance_less(target: DecoderConfig, draft: DFlashConfig) -> None:
     load = Load(4, 512, 1024)
-    seconds = roofline.run_seconds(target, draft, load, 6.36)
-    assert roofline.run_seconds(target, draft, replace(load, answer=2048), 6.36) > 2 * seconds - 0.1
-    assert roofline.run_seconds(target, draft, load, 3.0) > 1.5 * seconds
+    seconds = floors.run_seconds(target, draft, load, 6.36)
+    assert floors.run_seconds(target, draft, replace(load, answer=2048), 6.36) > 2 * seconds - 0.1
+    assert floors.run_seconds(target, draft, load, 3.0) > 1.5 * seconds
 
 
 # The report
@@ -93,8 +95,7 @@ def test_a_longer_answer_takes_longer_and_a_larger_acceptance_less(target: Decod
 
 def write(sections: dict[str, Section], folder: Path, limit: float = 6000.0) -> tuple[int, dict[str, Any]]:
     """(exit code, report)."""
-    about = {"versions": command.versions(), "banners": command.about("cuda")["banners"]}
-    code = runner.report("cuda:0", folder, sections, name="gpu-report", limit=limit, **about)
+    code = runner.report("cuda:0", folder, sections, name="gpu-report", limit=limit, versions=command.versions())
     return code, json.loads((folder / "gpu-report.json").read_text())
 
 
@@ -347,6 +348,18 @@ def test_both_commands_have_the_same_options(monkeypatch: pytest.MonkeyPatch) ->
     assert asked[0][2] == ["speeds", json.dumps(wishes)]
 
 
+def test_without_a_source_tree_the_laboratorys_sections_are_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "app" / "doctor" / "report" / "command.py"))
+    missing = {name: part for name, part in command.sections(command.Options("cuda")).items() if part.missing}
+    assert set(missing) == set(gpu.MAKERS) == set(command.OF_LABORATORY)
+    code, report = write(missing, tmp_path)
+    for name in missing:
+        assert [part["status"] for part in report["sections"][name]["parts"]] == ["not tried"]
+    assert code == 0 and "only a source tree has this section" in (tmp_path / "gpu-report.md").read_text()
+
+
 @pytest.mark.exhaustive
 def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) -> None:
     """On a CPU, where graphs are steps that are run again, and overlap by a double."""
@@ -355,8 +368,8 @@ def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) ->
     done = run(
         "import json\n"
         "import time\n"
-        "from app.doctor.report import equality, command, section, speeds as ways\n"
-        "from app.doctor.report.roofline import Load\n"
+        "from tools.lab import equality, speeds as ways\n"
+        "from tools.lab.floors import Load\n"
         f"model = {str(tmp_path / 'tiny.json')!r}\n"
         "from tests.fast.engine.device_lengths import device_lengths\n"
         "with device_lengths():\n"

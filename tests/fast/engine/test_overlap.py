@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from app.doctor.report.simulated import simulate
 from app.engine.build.engine import Engine
 from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
@@ -26,7 +25,7 @@ from tests.fast.engine.planted_faults import BAD_TOKEN, NAN, PHASES, Planted, Ru
 from tests.fast.engine.steady import steady_costs
 from tests.fast.engine.watched_pages import watch
 from tests.fast.schedule.scheduler_harness import check_pages
-from tools.lab.acceptance import survival
+from tools.lab.simulated import simulate, survival
 
 BLOCK = 8
 

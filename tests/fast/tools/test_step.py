@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from app.doctor.report.random_weights import write_configs
 from app.engine.build.engine import CPU_KV_BYTES, Engine
 from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
-from tests.fast.doctor.tiny import TINY, tiny_engine
+from tests.fast.tools.tiny import TINY, tiny_engine
 from tools.lab import __main__ as parts
 from tools.lab import step, step_timing
 from tools.lab.products import Products
+from tools.lab.random_weights import write_configs
 from tools.lab.step import Series, all_series, flat_host, linear
 from tools.lab.step_timing import Bench, Measured, Shape, Split, measure, room
 

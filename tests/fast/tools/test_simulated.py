@@ -9,15 +9,14 @@ from typing import Any, cast
 import pytest
 
 from app.config.error import ConfigError
-from app.doctor.report.simulated import SimulatedRunner, mean_length, simulate
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.sequence import Sequence
 from app.engine.step.inputs import Layout, StepInputs
 from app.engine.step.runner import ModelRunner
 from app.messages import Request, StepOutput, TokenDelta
-from tests.fast.doctor.tiny import tiny_engine
 from tests.fast.engine.flat_request import flat_request
-from tools.lab.acceptance import survival, wish
+from tests.fast.tools.tiny import tiny_engine
+from tools.lab.simulated import SimulatedRunner, mean_length, simulate, survival, wish
 
 PUBLISHED = (0.861, 0.724, 0.599, 0.504, 0.425, 0.363, 0.307, 0.262)
 

@@ -9,13 +9,13 @@ import torch
 from app import cli
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
-from app.doctor.report.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
 from app.engine.backend.factory import make_backend
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.qwen3 import Qwen3
 from app.messages import Request
-from tests.fast.doctor.tiny import TINY, tiny_engine
+from tests.fast.tools.tiny import TINY, tiny_engine
+from tools.lab.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
 
 
 class Counted:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from app.doctor.report import random_weights, simulated
 from app.doctor.report.command import Options
 from app.doctor.report.page import PUBLISHED
 from app.doctor.report.part import Part, Result
-from app.doctor.report.roofline import Load, run_seconds, step_seconds
 from app.engine.build.engine import Engine, build_engine
 from app.engine.core import EngineCore
 from app.messages import EngineConfig, Request
+from tools.lab import random_weights, simulated
+from tools.lab.floors import Load, run_seconds, step_seconds
 
 TAU = 6.36
 """Mean acceptance length that is simulated, which DFlash reaches with Qwen3-8B on GSM8K."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from app.doctor.report import simulated
 from app.doctor.report.command import Options
 from app.doctor.report.part import Part, Result
-from app.doctor.report.speeds import random_engine, requests
 from app.engine.backend.base import Backend
 from app.engine.cuda.backend import CudaBackend
 from app.messages import SamplingParams
+from tools.lab import simulated
+from tools.lab.speeds import random_engine, requests
 
 Texts = list[list[int]]
 

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.doctor.report.random_weights import TARGETS, RandomWeights, write_configs
 from app.engine.build.engine import Engine, build_engine
 from app.messages import EngineConfig
+from tools.lab.random_weights import TARGETS, RandomWeights, write_configs
 
 TINY: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
     "vocab_size": 211,

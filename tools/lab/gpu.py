@@ -1,0 +1,18 @@
+"""Sections of `report --device cuda` about this server's own work: texts from graphs, speeds, and ways of attention.
+
+The report starts them by name, and only a source tree has them: `python -m tools.lab.gpu NAME OPTIONS SKIP SECONDS`.
+"""
+
+import sys
+
+from app.doctor.report.section import main
+
+MAKERS = {
+    "equality": "tools.lab.equality.parts",
+    "speeds": "tools.lab.speeds.parts",
+    "prefill": "tools.lab.cuda_attention.prompts_parts",
+    "attention": "tools.lab.cuda_attention.launches_parts",
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1:], MAKERS)
