@@ -1,20 +1,20 @@
-# Needs make and Python >= 3.11, nothing else, but for what the tests use (README.md, "Development"). Every target makes .venv first, once:
-# `serve` and `bench` install what serving needs, all others what the tests need as well.
+# Needs make and Python >= 3.11. README.md, "Development", lists what the tests need besides. Every target makes .venv first, once.
+# `serve` and `bench` install what serving needs, and all others what the tests need as well.
 #
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
 #   make test | make check                                the fast tests; lint, types and import rules
 #   make test-all | make proof                            every test but the slow ones; those too, to docs/proof.md
-#   make golden                                           what Transformers says, to tests/golden
-#   make audit                                            known holes in what is installed, by PyPI's advisories
+#   make golden                                           the texts of Transformers, to tests/golden
+#   make audit                                            known holes in the installed packages, by PyPI's advisories
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
 #   make bench                                            plain decoding against DFlash over HTTP, by turns, to docs/performance.md
-#   make bench ARGS="--concurrency 1,4"                   anything else of `dflash-server bench`, and to no page
+#   make bench ARGS="--concurrency 1,4"                   `dflash-server bench` with other arguments, to no page
 #   .venv/bin/python -m tools.lab step | cpu | widths | api   this server's own code measured, with Transformers for `cpu`
-#   make test-npu | make npu-launches                     the real torch_npu on stub libraries: no NPU, no CANN; needs gcc
-#                                                         (part of `make test-all`); what a decode step launches there
+#   make test-npu | make npu-launches                     tests of the real torch_npu on stub libraries, without NPU and CANN, with gcc
+#                                                         (part of `make test-all`); the launches of a decode step there
 #
-# pip's own environment holds. PyPI's torch for Linux brings gigabytes of CUDA; without a GPU say once
+# pip's own variables work. PyPI's torch for Linux brings gigabytes of CUDA. Without a GPU run once
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make serve
 
 TORCH ?= torch==2.13.0
@@ -28,10 +28,10 @@ DEV_STAMP := .venv/.installed-dev
 NPU := .venv-npu/bin
 NPU_STAMP := .venv-npu/.installed
 NPU_TORCH := torch==2.13.0 torch_npu==2.13.0
-# What the image ships: its schemas are read from its wheel's files.
+# The image's version. The tests read the schemas from its wheel's files.
 NPU_IMAGE := torch_npu==2.10.0.post4
 NPU_IMAGE_WHEEL := build/npu-image-wheel
-# Only from make's command line: conda exports a HOST of its own, and some platforms a PORT.
+# Takes a value from make's command line only, because conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
 .PHONY: serve bench test test-rest test-all golden test-npu-if-possible test-npu npu-launches check prose proof soak audit
@@ -44,10 +44,10 @@ bench: $(STAMP)
 
 HTTP_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --into docs/performance.md
 
-# Three processes for two cores, since some tests wait, with one thread each: torch's threads wait for one another in busy
-# loops, and on a core that does other work as well that makes everything many times slower.
+# Three processes for two cores, because some tests wait. Each has one thread, because torch's threads wait for one another in
+# busy loops. On a core that does other work as well, these loops make a test many times slower.
 test test-rest test-npu golden: export OMP_NUM_THREADS = 1
-# Else each of a hundred processes compiles all that it imports, and pytest rewrites it.
+# Without bytecode each of a hundred processes compiles all its imports again, and pytest rewrites them.
 test test-rest test-npu: export PYTHONDONTWRITEBYTECODE =
 
 # The fast tests, which tests/costs.py holds to 2 s of process time each. A test beyond it is measured once more, because
@@ -63,17 +63,17 @@ test-rest: $(DEV_STAMP)
 
 test-all: test test-rest
 
-# A test of `make test-rest` makes them live again and compares.
+# A test of `make test-rest` makes the texts again and compares.
 golden: $(DEV_STAMP)
 	$(BIN)/python -m tests.exhaustive.golden
 
-# With CI set it must be possible; elsewhere a platform without torch_npu's wheel goes on, and says what was left out.
+# With CI set the tests must run. Otherwise a platform without torch_npu's wheel goes on, and prints that they were left out.
 test-npu-if-possible:
 	@if $(MAKE) --no-print-directory $(NPU_STAMP); then $(MAKE) --no-print-directory test-npu ARGS='$(SLICE)'; \
 	elif test -n "$$CI"; then exit 1; \
 	else echo '*** torch_npu CANNOT BE INSTALLED HERE: NOTHING OF THE NPU BACKEND WAS TESTED ***' >&2; fi
 
-# An environment of its own: torch_npu wants a CPU torch, and without the stubs `import torch` itself would fail beside it.
+# torch_npu has an environment of its own, because it needs a CPU torch, and because `import torch` fails beside it without stubs.
 test-npu npu-launches: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 test-npu npu-launches: export TORCH_NPU_FALLBACK_CPU_DISABLE = 1
 test-npu npu-launches: export TASK_QUEUE_ENABLE = 0
@@ -93,7 +93,7 @@ proof: $(DEV_STAMP)
 	@$(MAKE) --no-print-directory test-npu-if-possible
 	$(BIN)/python -m tests.proof $(ARGS)
 
-# With --minutes N --fuzz-minutes N --seed N for another length; the page is docs/reliability.md.
+# ARGS="--minutes N --fuzz-minutes N --seed N" sets another length. The page is docs/reliability.md.
 soak: $(DEV_STAMP)
 	$(BIN)/python -m tests.soak --report docs/reliability.md $(ARGS)
 
@@ -109,8 +109,7 @@ check: $(DEV_STAMP)
 prose: $(DEV_STAMP)
 	$(BIN)/python -m tools.prose --all
 
-# Are there known holes in what is installed? No part of `check`: it asks PyPI's advisories, which need a network, and fails
-# where they cannot be had.
+# Known holes in the installed packages. `check` leaves this out, because it asks PyPI's advisories and fails without a network.
 audit: $(DEV_STAMP)
 	@mkdir -p build
 	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > build/installed.txt

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Sets CANN's environment and becomes dflash-server, so that signals reach it. tini starts this.
+# tini starts this script. It sets CANN's environment and becomes dflash-server, so signals reach the server.
 cann=/usr/local/Ascend/ascend-toolkit/set_env.sh
 driver=/usr/local/Ascend/driver/lib64
 
@@ -12,6 +12,6 @@ load() { # in a function, because a sourced script would see the server's argume
   source "$cann"
 }
 load
-# The driver is the host's and is mounted.
+# The host's driver is mounted.
 export LD_LIBRARY_PATH="$driver:$driver/common:$driver/driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 exec dflash-server "$@"

@@ -1,4 +1,4 @@
-"""Write the lock files of the images anew: `pip install uv`, then `python docker/lock.py`.
+"""Write the lock files of the images: `pip install uv`, then `python docker/lock.py`.
 
 One resolution for Python 3.11 gives all files, so both architectures and both images have the same versions. torch has
 files of its own, because a change of another package must not rebuild its layer of a gigabyte. A file lists the hashes
@@ -18,8 +18,8 @@ INDEX = "https://pypi.org/simple"
 BUILD = "setuptools>=77"  # the images install our own package without an index
 
 # PyPI's torch for x86 is a CUDA build, and torch_npu for x86 asks for +cpu by name. These are the wheels for cp311 and
-# cp312, manylinux_2_28_x86_64, of https://download.pytorch.org/whl/cpu. Their hashes were taken from public lock files
-# that agree, not from the wheels themselves: pip compares them when the image is built.
+# cp312, manylinux_2_28_x86_64, of https://download.pytorch.org/whl/cpu. Their hashes come from public lock files that
+# agree, not from the wheels themselves. pip compares them with the download.
 TORCH_CPU = (
     "2.10.0+cpu",
     "b7cb1ec66cefb90fd7b676eac72cfda3b8d4e4d0cacd7a531963bc2e0a9710ab",
@@ -28,7 +28,7 @@ TORCH_CPU = (
 
 
 def compile_lock(wanted: Iterable[str], arch: str, python: str, *options: str) -> list[dict[str, Any]]:
-    """The packages of uv's pylock.toml for one platform; it names the one wheel of each that fits."""
+    """Return the packages of uv's pylock.toml for one platform; it names the one wheel of each that fits."""
     command = "uv pip compile - --quiet --no-config --format pylock.toml --only-binary :all: --default-index".split()
     platform = ["--python-platform", f"{MACHINES[arch]}-manylinux_2_28", "--python-version", python]
     done = subprocess.run(

@@ -1,10 +1,10 @@
-"""The lossless proof at full length, and the acceptance of the demo pair, as a page: docs/proof.md.
+"""Lossless proof at full length, and the acceptance of the demo pair, as a page: docs/proof.md.
 
     python -m tests.proof                      200 prompts, every combination of values of any three settings
     python -m tests.proof --strength 7         every combination of all settings (a night)
     python -m tests.proof --prompts 8 --strength 1 --out /tmp/proof.md
 
-The page is written in any case; the exit status is 1 if a promise was broken.
+The page is always written. The exit code is 1 if a promise was broken.
 """
 
 import argparse
@@ -44,27 +44,31 @@ from tests.fast.engine.lossless import (
 PAGE = ROOT / "docs" / "proof.md"
 DEMO_TOKENS = 64
 PLAIN_CASES = [Case(temperature=t, sampling=sampling) for sampling in SAMPLINGS for t in TEMPERATURES]
-PLAIN_CASES.remove(Case(temperature=0.0, sampling="filters"))  # nothing is drawn: that is the plain text again
+PLAIN_CASES.remove(Case(temperature=0.0, sampling="filters"))  # nothing is sampled, so it is the plain text again
 
 INTRODUCTION = f"""\
-Every case runs all prompts through the engine and compares each text, token for token, with plain decoding by the same
-engine with no draft loaded; that is compared with Transformers' Qwen3ForCausalLM, one token a step. At a first
-difference the margin is how far the worse of the two tokens lies below the best, teacher-forced, on logits (T = 0) or
-on logits / T + Gumbel noise, both after penalties, or how far it is from being let in by a filter. Above {MARGIN:g} it
-would be a failure; below, it is counted, and one per {TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases combine
-these values wherever they can be combined:"""
+Every case runs all prompts through the engine. Each text is compared, token for token, with plain decoding by the same
+engine without a draft. Plain decoding is compared with Transformers' Qwen3ForCausalLM, one token a step.
+
+The margin of a first difference is the distance of the worse of the two tokens from the best one, teacher-forced.
+It is measured on logits (T = 0) or on logits / T + Gumbel noise, both after penalties. For a token that a filter
+removed, it is the distance from the filter's edge. A margin above {MARGIN:g} is a failure. A smaller one is counted,
+and one for each {TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases combine values of these settings:"""
 ABOUT_ACCEPTANCE = f"""\
-Tokens per verify step, the bonus included, weighted by tokens: greedy, block 16, held-out prompts. Every way of running
-must stay above the floor and within {NEAR:.0%} of the cold run, or save no more steps than there were preemptions,
-with the same text."""
+Tokens of a verify step, the bonus included, weighted by tokens: greedy, block 16, held-out prompts. Every way of
+running must give the same text and stay above the floor. It must also stay within {NEAR:.0%} of the cold run, or save
+no more steps than it had preemptions."""
 
 console = Console(stderr=True)
 
 
 @dataclass
 class Findings:
-    """What one pair showed: Transformers against plain decoding per temperature and sampling, and every case against
-    plain."""
+    """Results of one pair.
+
+    `plain` compares Transformers with plain decoding by temperature and sampling. `cases` compares every case with
+    plain decoding.
+    """
 
     subject: Subject
     plain: list[tuple[Case, Comparison]] = field(default_factory=list)
@@ -141,7 +145,7 @@ def prove(subjects: list[Subject], cases: list[Case]) -> list[Findings]:
 
 
 def measure_acceptance() -> dict[str, dict[str, Run]]:
-    """Domain -> way of running -> its run."""
+    """Return the run of each way of running, by domain."""
     acceptance: dict[str, dict[str, Run]] = {}
     with progress() as bars:
         task = bars.add_task("acceptance", total=len(FLOOR) * (1 + len(WAYS)))

@@ -14,16 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("app/**/*.py", "tools/**/*.py", "tests/**/*.py")
+SOURCES = ("app/**/*.py", "docker/*.py", "tools/**/*.py", "tests/**/*.py")
 PAGES = ("*.md", "docs/**/*.md", "app/**/*.md", "tools/**/*.md")
 SCRIPTS = ("Makefile", ".ci/run", "docker/Dockerfile.*", "docker/*.sh", "docker/*.yml", "docker/*.yaml", "docker/*.cfg")
 LEFT_OUT = ("tools/demo_pair/corpus", "app/demo/checkpoint")
 CLEAN = (
-    *("README.md", "SECURITY.md", ".ci", "tools"),
-    *(
-        f"docs/{name}.md"
-        for name in ("DESIGN", "api", "ascend", "cuda", "migrating", "npu-contract", "operations", "performance")
-    ),
+    *("README.md", "CHANGELOG.md", "SECURITY.md", "Makefile", ".ci", "docs", "docker", "tools"),
     *("app/api", "app/bench", "app/client", "app/config", "app/demo", "app/doctor", "app/text"),
     *(f"app/engine/{room}" for room in ("backend", "cpu", "cuda", "npu", "sampling")),
     *("tests/fast/client", "tests/fast/config"),

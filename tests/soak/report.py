@@ -1,4 +1,4 @@
-"""What a soak has shown, as lines for a terminal and as a page."""
+"""Results of a soak, as lines for a terminal and as a page."""
 
 import platform
 import shlex
@@ -14,26 +14,30 @@ from tests.soak.rounds import Findings
 from tests.soak.schema import Fuzzed
 
 INTRODUCTION = f"""\
-The server runs the demo pair while it is asked, all at once, for streams, whole answers, long prompts and answers that
-are read slowly through a small buffer; while clients leave in the midst, give it too little time, send what must be
-refused, open sockets and say half a request, and come {BURST} at once; and while its engine is killed, stopped for a
-while, stopped for good, and stopped together with the API process. After each round everybody is done and both
-processes are looked at. Then:
+The server runs the demo pair under a load of several kinds at once:
 
-- every answer is, character for character, the one that the same question got alone, without drafts and before all
-  this, with the same finish_reason and number of tokens;
-- whoever got no answer got an error in OpenAI's shape, with a Retry-After for 429 and 503, or an error event and no
-  [DONE]; but only while an engine had died and the next was not ready, or, for 429, while {BURST} came at once, or
-  when the deadline had passed that it had asked for;
-- nobody was left without either, no request is running or waiting, and no KV page is in use;
-- from the warm-up to the end the API process has no descriptor more, and at most {API_GROWTH >> 20} MiB more of
-  resident memory; an engine, from its first round to its last, at most {ENGINE_GROWTH >> 20} MiB;
-- there is no zombie, no folder of a dead engine's sockets, and no traceback in the log; SIGTERM in the midst of answers
-  lets them be written to their end, and the exit code is 0."""
+- Clients ask for streams, for whole answers and for answers to long prompts. Some read slowly through a small buffer.
+- Clients leave in the middle, set deadlines that are too short, send bad input, open sockets and send half a request.
+  Up to {BURST} come at once.
+- The engine is killed, stopped for a while, stopped for good, and stopped together with the API process.
+
+After each round all clients are done, and both processes are examined. These promises must hold:
+
+- Every answer equals, character for character, the answer that the same question got alone, before the load and without
+  drafts. Its finish_reason and number of tokens are the same.
+- Every other request got an error in OpenAI's shape, with a Retry-After for 429 and 503, or an error event and no
+  [DONE].
+- An error is allowed only between the death of an engine and the readiness of the next. A 429 is also allowed while
+  {BURST} clients come at once, and a 504 once the client's own deadline has passed.
+- No request was left without an answer or an error, none is running or waiting, and no KV page is in use.
+- From the warm-up to the end the API process gains no descriptor, and at most {API_GROWTH >> 20} MiB of resident
+  memory. An engine gains at most {ENGINE_GROWTH >> 20} MiB from its first round to its last.
+- There is no zombie, no folder of a dead engine's sockets, and no traceback in the log. After SIGTERM during answers
+  the server writes them to their end, and its exit code is 0."""
 
 
 def summary(findings: Findings, fuzzed: Fuzzed) -> Iterator[str]:
-    """For a terminal."""
+    """Yield the lines for a terminal."""
     yield from _latencies(findings)
     total, right = findings.ends.total(), sum(count for (_, end), count in findings.ends.items() if end == "right")
     yield f"{total:,} requests in {findings.seconds:.0f} s, {right:,} answered, {len(findings.faults)} faults"
@@ -43,12 +47,12 @@ def summary(findings: Findings, fuzzed: Fuzzed) -> Iterator[str]:
 
 
 def page(findings: Findings, fuzzed: Fuzzed, arguments: Sequence[str]) -> Iterator[str]:
-    """In Markdown."""
+    """Yield the lines of the page."""
     plan = findings.plan
     yield "# Reliability"
     yield ""
-    yield f"Written by `{shlex.join(['python', '-m', 'tests.soak', *arguments])}`; do not edit. `make soak` runs it in"
-    yield "full: 20 minutes of load and faults, after 10 of schemathesis. `make test-all` has about a minute of it."
+    yield f"Written by `{shlex.join(['python', '-m', 'tests.soak', *arguments])}`; do not edit. `make soak` runs"
+    yield "20 minutes of load and faults, after 10 of schemathesis. `make test-all` runs about a minute of it."
     command = shlex.join(["dflash-server", "serve", *plan.flags])
     yield f"Python {platform.python_version()}, torch {torch.__version__}, `{command}`;"
     yield "the server, its engine with one thread, and all clients on one CPU."
@@ -83,7 +87,7 @@ def _ends(findings: Findings) -> Iterator[str]:
     for kind, count in findings.held.items():
         yield f"| {kind} | - | - | {count:,} | - |"
     yield ""
-    yield "For bad input the 4xx that it must get is right. The errors of all others:"
+    yield "A 4xx is the right answer to bad input. The other errors:"
     yield ""
     yield "| error | times |"
     yield "|---|---|"
@@ -101,7 +105,7 @@ def _faults(findings: Findings) -> Iterator[str]:
 
 
 def _latencies(findings: Findings) -> Iterator[str]:
-    """Of streams with a right answer. What a paused engine or a burst costs is in the figures."""
+    """Yield the table of streams with a right answer. The figures include the waits for a paused engine or a burst."""
     yield "| streams with a right answer | TTFT p50, ms | p99, ms | between chunks p50, ms | p99, ms |"
     yield "|---|---|---|---|---|"
     for kind in ("all", *(f"round {name}" for name in reversed(findings.plan.cycle))):
@@ -130,7 +134,7 @@ def _fuzzed(fuzzed: Fuzzed) -> Iterator[str]:
         yield "Left out (`--fuzz-minutes 0`)."
         return
     minutes = f"{fuzzed.seconds / 60:.1f} minutes"
-    yield f"{fuzzed.statuses.total():,} requests in {minutes}, made from /openapi.json and against it:"
+    yield f"{fuzzed.statuses.total():,} requests in {minutes}, made from /openapi.json and checked against it:"
     yield ""
     yield "| status | answers |"
     yield "|---|---|"
