@@ -20,7 +20,7 @@ from app.bench.cell import Cell
 from app.bench.client import Server, ServerError
 from app.bench.command import guarded, out_folder, progress
 from app.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts
-from app.bench.http import servers
+from app.bench.http import loads, servers
 from app.bench.report import Publication
 from app.bench.traffic import Load, Round, run_round
 from app.config.error import ConfigError
@@ -50,9 +50,7 @@ def evaluate(options: argparse.Namespace, command: str) -> int:
     with publication, servers(options, (ON, OFF), console) as (found, publication.about), asyncio.Runner() as runner:
         ways = _on_and_off(found[0]) if len(found) == 1 else found
         for dataset in datasets:
-            for concurrency in options.concurrency:
-                sampling = options.max_tokens, options.temperature, options.seed, options.timeout
-                load = Load(concurrency, None, *sampling)
+            for load in loads(options):
                 cells.append(_ask_all(runner, ways, dataset, options.limit, load, console))
     complaints = [*_ignored(cells, ways), *_unexpected(cells, options.expect_acceptance)]
     for complaint in complaints:
@@ -114,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--data", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")
+    parser.set_defaults(request_rate=None)
     add("--limit", type=count, metavar="N", help="the first N problems [default: all]")
     add("--concurrency", type=counts, default=[1, 8], metavar="N,N", help="[default: 1,8]")
     add("--expect-acceptance", type=amount, metavar="X", help="the expected tokens a step")

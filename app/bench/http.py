@@ -54,7 +54,7 @@ def bench(options: argparse.Namespace, command: str) -> int:
     console = Console(stderr=True)
     with publication, servers(options, variants, console) as (peers, publication.about), asyncio.Runner() as runner:
         for dataset in datasets or [_synthetic(runner, peers[0], options)]:
-            for load in _loads(options):
+            for load in loads(options):
                 publication.cells.append(measure(runner, peers, dataset, load, options, console))
     cells = publication.cells
     verdicts = {c.comparison.verdict(claim) for c in cells if c.comparison for claim in c.comparison.claims}
@@ -134,7 +134,7 @@ def _variants(options: argparse.Namespace) -> list[str]:
     return variants
 
 
-def _loads(options: argparse.Namespace) -> list[Load]:
+def loads(options: argparse.Namespace) -> list[Load]:
     sampling = options.max_tokens, options.temperature, options.seed, options.timeout
     if options.request_rate:
         return [Load(1, rate, *sampling) for rate in options.request_rate]

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -91,7 +91,7 @@ async def closed_loop(send: Ask, count: int, concurrency: int) -> list[Answer]:
         async with free:
             return await send(index)
 
-    return await _all(map(send_when_free, range(count)))
+    return await asyncio.gather(*map(send_when_free, range(count)))
 
 
 async def at_moments(send: Ask, moments: Sequence[float]) -> list[Answer]:
@@ -102,13 +102,7 @@ async def at_moments(send: Ask, moments: Sequence[float]) -> list[Answer]:
         await asyncio.sleep(started + moment - time.perf_counter())
         return await send(index)
 
-    return await _all(send_at(index, moment) for index, moment in enumerate(moments))
-
-
-async def _all(requests: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(request) for request in requests]
-    return [task.result() for task in tasks]
+    return await asyncio.gather(*(send_at(index, moment) for index, moment in enumerate(moments)))
 
 
 async def run_round(

@@ -1,5 +1,6 @@
 """Attention of the CUDA backend, timed: other ways to launch it, and other kinds for prompts."""
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from app.doctor.operators import CUDA, Attention, Extent, Inputs, Lens, Paged
 from app.doctor.report.command import Options
 from app.doctor.report.part import Part, Result, describe
-from app.doctor.report.timing import Timer, seconds_at_once, timer
+from app.doctor.report.timing import Timer, timer
 from app.engine.backend.base import Backend
 from app.engine.backend.factory import make_backend
 from app.engine.cuda.attention import MAX_SPLITS, Geometry, paged_attention
@@ -108,6 +109,16 @@ def _answers(attempts: Iterable[Attempt]) -> Result:
             refused = {"error": describe(error)}
             rows.append(head | {"failed": refused["error"]["says"]})
     return {"cases": rows} | refused
+
+
+def seconds_at_once(backend: Backend, run: Callable[[], object]) -> float:
+    """Return seconds of one call, from its start on the host to its end on the device."""
+    behind = torch.zeros(1, device=backend.device)
+    backend.start_download(behind)()
+    started = time.perf_counter()
+    run()
+    backend.start_download(behind)()
+    return time.perf_counter() - started
 
 
 def _attention(backend: Backend, extent: Extent, lens: Lens) -> Attention:

@@ -72,12 +72,11 @@ def requests(count: int, *, greedy: bool = False, speculate: bool = True, max_to
 
 @dataclass
 class Run:
-    """Texts of all requests, and the drafts that each step verified and accepted: in order, and by request."""
+    """Texts of all requests, and the drafts that each step accepted: in order, and by request."""
 
     texts: dict[str, list[int]] = field(default_factory=dict)
     accepted: list[int] = field(default_factory=list)
     accepted_of: dict[str, list[int]] = field(default_factory=dict)
-    num_verified: list[int] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
 
     @property
@@ -99,7 +98,6 @@ def run(core: EngineCore, wanted: list[Request]) -> Run:
             if delta.num_verified:
                 done.accepted.append(delta.num_accepted)
                 done.accepted_of.setdefault(delta.request_id, []).append(delta.num_accepted)
-                done.num_verified.append(delta.num_verified)
 
     done.texts = core.run(wanted, count)
     return done

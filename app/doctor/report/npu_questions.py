@@ -8,13 +8,15 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from math import isnan
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch_npu
 
@@ -62,6 +64,9 @@ class Extent:
     def paged(self, lens: Lens, *, causal: bool = True) -> Paged:
         return Paged(lens, self.heads, self.kv_heads, 128, causal, PAGE)
 
+    def both(self, lens: Lens) -> list[Paged]:
+        return [self.paged(lens, causal=causal) for causal in (True, False)]
+
     def load(self, backend: Backend, rows: int = 16) -> Attention:
         """Return the attention call that is timed."""
         return self.paged([(rows, self.kv)] * self.requests)(Inputs(backend, torch.bfloat16, torch.bfloat16, FULL))
@@ -71,6 +76,16 @@ class Extent:
 
 
 Point = Callable[[Backend, Extent], Result]
+POINTS: dict[str, tuple[str, Point]] = {}
+"""Name -> the call that is tried, and its function."""
+
+
+def point(name: str, tried: str) -> Callable[[Point], Point]:
+    def register(ask: Point) -> Point:
+        POINTS[name] = (tried, ask)
+        return ask
+
+    return register
 
 
 def parts(options: Options, ends: float) -> list[Part]:
@@ -81,10 +96,11 @@ def parts(options: Options, ends: float) -> list[Part]:
 @torch.inference_mode()
 def answered(name: str, opened: Callable[[], Backend], extent: Extent) -> Result:
     """Return `{"tried", "found", ...}`. A RuntimeError of torch_npu or of the device means that the call is refused."""
-    tried, point = POINTS[name]
+    tried, ask = POINTS[name]
     backend = opened()
     try:
-        return {"tried": tried} | point(backend, extent)
+        result = {"tried": tried} | ask(backend, extent)
+        return result | {"passed": result.get("passed", True) or name not in RELIED_ON}
     except RuntimeError as error:
         described = describe(error)
         meaning = f" ({described['meaning']})" if described["meaning"] else ""
@@ -92,6 +108,7 @@ def answered(name: str, opened: Callable[[], Backend], extent: Extent) -> Result
         return {"tried": tried, "found": found, "error": described, "passed": name not in RELIED_ON}
 
 
+@point("combination", "which versions work together here")
 def combination(backend: Backend, extent: Extent) -> Result:
     found = {
         "chip": chip_name(backend),
@@ -110,6 +127,7 @@ def write_pages(k_thd: torch.Tensor, v_thd: torch.Tensor, kv: LayerKv, slots: to
     torch_npu.npu_scatter_pa_kv_cache(k_thd, v_thd, kv.k, kv.v, slots, cache_mode="Norm")
 
 
+@point("slots of -1", "npu_scatter_pa_kv_cache with slots of -1 among others")
 def negative_slots(backend: Backend, extent: Extent) -> Result:
     """Write rows with slot -1 between rows with slots of their own."""
     shape = (3, PAGE, extent.kv_heads, 128)
@@ -130,12 +148,13 @@ def negative_slots(backend: Backend, extent: Extent) -> Result:
     return {"found": found, "stray": stray, "lost": lost}
 
 
+@point("float16", "paged TND attention in float16, causal and bidirectional")
 def float16(backend: Backend, extent: Extent) -> Result:
-    lens = [(16, 300), (1, 129), (16, 16)]
-    both = [extent.paged(lens, causal=causal) for causal in (True, False)]
-    return _right("Float16 is taken, and", max(_error(backend, paged, dtype=torch.float16) for paged in both))
+    both = extent.both([(16, 300), (1, 129), (16, 16)])
+    return _judged("Float16 is taken, and", backend, both, torch.float16)
 
 
+@point("padding of few tokens", "causal attention with a padding request that has fewer KV tokens than rows")
 def short_padding(backend: Backend, extent: Extent) -> Result:
     """Attend with a causal padding request that has more rows than KV tokens, behind requests as they should be."""
     paged = extent.paged([(16, 300), (3, 129), (8, 1)])
@@ -144,27 +163,24 @@ def short_padding(backend: Backend, extent: Extent) -> Result:
         call = paged(at)
         return lambda: call()[:19]
 
-    return _right("A request of 8 rows over 1 token is taken, and for the others", _error(backend, others))
+    return _judged("A request of 8 rows over 1 token is taken, and for the others", backend, [others])
 
 
+@point("partly filled pages", "bidirectional attention (mode 0) where last pages are partly filled")
 def partial_pages(backend: Backend, extent: Extent) -> Result:
     """Attend over last pages that are filled in part. Nothing past the last token may show."""
     paged = extent.paged([(16, kv) for kv in (16, 17, 127, 128, 129, 200, 255, 257, 300)], causal=False)
-    error = _error(backend, paged)
-    return _right("Over last pages that are partly filled", error) | {"passed": error < TOLERANCE}
+    return _judged("Over last pages that are partly filled", backend, [paged])
 
 
+@point("more than 16 rows", "requests of more than 16 query rows with D 128, both attentions")
 def wide_blocks(backend: Backend, extent: Extent) -> Result:
     """Attend with more rows of a request than DFlash blocks may have here, and time it."""
-    timed, errors = {}, []
-    for rows in (16, *extent.wide):
-        both = [extent.paged([(rows, 257), (rows, 64)], causal=causal) for causal in (True, False)]
-        errors += [_error(backend, paged) for paged in both]
-        timed[str(rows)] = extent.ms(extent.load(backend, rows), backend)
-    first = timed["16"]
-    others = ", ".join(f"{rows} rows {ms:.4g} ms" for rows, ms in timed.items() if rows != "16")
-    right = _right("More than 16 rows are taken, and", max(errors))
-    return right | {"found": f"{right['found']} 16 rows take {first:.4g} ms, {others}.", "ms": timed}
+    wide = [paged for rows in (16, *extent.wide) for paged in extent.both([(rows, 257), (rows, 64)])]
+    right = _judged("More than 16 rows are taken, and", backend, wide)
+    ms = {str(rows): extent.ms(extent.load(backend, rows), backend) for rows in (16, *extent.wide)}
+    times = ", ".join(f"{rows} rows {taken:.4g} ms" for rows, taken in ms.items())
+    return right | {"found": f"{right['found']} A call takes: {times}.", "ms": ms}
 
 
 def attention_of_heads(q_thd: torch.Tensor, kv: LayerKv, meta: AttentionMetadata) -> torch.Tensor:
@@ -188,6 +204,9 @@ def attention_of_heads(q_thd: torch.Tensor, kv: LayerKv, meta: AttentionMetadata
     return o
 
 
+@point(
+    "order of heads", "K and V as [pages, kv_heads, page, D] (BnNBsD) instead of [pages, page, kv_heads x D] (BnBsH)"
+)
 def order_of_heads(backend: Backend, extent: Extent) -> Result:
     """Attend to K and V as [pages, kv_heads, page_size, D]; the server has [pages, page_size, kv_heads x D]."""
     paged = extent.paged([(16, extent.kv)] * extent.requests)
@@ -199,13 +218,14 @@ def order_of_heads(backend: Backend, extent: Extent) -> Result:
 
     _, error, call = difference(backend, by_heads, past=FULL, dtype=torch.bfloat16, against=paged)
     ours, other = extent.ms(extent.load(backend), backend), extent.ms(call, backend)
-    right = _right("The order by heads is taken, and", error)
+    right = _right("The order by heads is taken, and", [error])
     return right | {
         "found": f"{right['found']} It takes {other:.4g} ms, ours {ours:.4g} ms.",
         "ms": {"by heads": other, "ours": ours},
     }
 
 
+@point("updates of a graph", "how long new lengths for the attention calls of a graph take")
 def updates(backend: Backend, extent: Extent) -> Result:
     """Replay a graph of one attention call for each layer, and nothing else, with new lengths."""
     call = extent.load(backend)
@@ -233,6 +253,7 @@ def updates(backend: Backend, extent: Extent) -> Result:
     return {"found": found, "update_ms": update, "each_us": each, "done_ms": done}
 
 
+@point("captures", "how many graphs of the demo pair can be captured")
 def captures(backend: Backend, extent: Extent) -> Result:
     """Capture graphs of the demo pair: three widths of target and two of draft for each number of sequences."""
     seqs = max(1, extent.graphs // 5)
@@ -261,36 +282,16 @@ def captures(backend: Backend, extent: Extent) -> Result:
     return {"found": found, "captured": count, "wanted": wanted, "passed": count >= min(wanted, DEFAULT_GRAPHS)} | end
 
 
-def _error(backend: Backend, operator: Operator, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Return the largest difference from the CPU as a share of the largest value; NaN for no number."""
-    return difference(backend, operator, past=FULL, dtype=dtype)[1]
+def _judged(begin: str, backend: Backend, operators: Sequence[Operator], dtype: torch.dtype = torch.bfloat16) -> Result:
+    """Return a sentence that begins so, about the largest difference of all operators from the CPU."""
+    return _right(begin, [difference(backend, operator, past=FULL, dtype=dtype)[1] for operator in operators])
 
 
-def _right(begin: str, error: float) -> Result:
-    """Return a sentence that begins so, about a result with this error."""
-    if error != error:
-        return {"found": f"{begin} the result is not all numbers."}
+def _right(begin: str, errors: Sequence[float]) -> Result:
+    """Return a sentence that begins so, about results with these shares of the largest value as errors."""
+    error = float(np.max(errors))
+    if isnan(error):
+        return {"found": f"{begin} the result is not all numbers.", "passed": False}
     verdict = "right" if error < TOLERANCE else "WRONG"
-    return {
-        "found": f"{begin} the result is {verdict}, to {error:.4g} of the largest value.",
-        "error_of_largest": error,
-    }
-
-
-POINTS: dict[str, tuple[str, Point]] = {
-    "combination": ("which versions work together here", combination),
-    "slots of -1": ("npu_scatter_pa_kv_cache with slots of -1 among others", negative_slots),
-    "float16": ("paged TND attention in float16, causal and bidirectional", float16),
-    "padding of few tokens": (
-        "causal attention with a padding request that has fewer KV tokens than rows",
-        short_padding,
-    ),
-    "partly filled pages": ("bidirectional attention (mode 0) where last pages are partly filled", partial_pages),
-    "more than 16 rows": ("requests of more than 16 query rows with D 128, both attentions", wide_blocks),
-    "order of heads": (
-        "K and V as [pages, kv_heads, page, D] (BnNBsD) instead of [pages, page, kv_heads x D] (BnBsH)",
-        order_of_heads,
-    ),
-    "updates of a graph": ("how long new lengths for the attention calls of a graph take", updates),
-    "captures": ("how many graphs of the demo pair can be captured", captures),
-}
+    found = f"{begin} the result is {verdict}, to {error:.4g} of the largest value."
+    return {"found": found, "error_of_largest": error, "passed": error < TOLERANCE}

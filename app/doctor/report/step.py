@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from statistics import median, quantiles
 
 from app import demo
 from app.doctor.report.command import Options
 from app.doctor.report.engine import demo_engine
 from app.doctor.report.part import Part, Result
-from app.doctor.report.timing import spread
 from app.engine.core import EngineCore
 from app.messages import Request
 
@@ -86,3 +86,9 @@ def decode_steps(core: EngineCore, n: int, count: int) -> Iterator[Taken]:
                 yield Taken(launched - started, read - launched, time.perf_counter() - started)
         for i in range(n):
             core.abort(f"s{i}")
+
+
+def spread(seconds: list[float]) -> Result:
+    """Return the median and the 90th percentile in milliseconds."""
+    high = quantiles(seconds, n=10)[-1] if len(seconds) > 1 else seconds[0]
+    return {"median_ms": 1e3 * median(seconds), "p90_ms": 1e3 * high}

@@ -3,11 +3,10 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 
-from app.doctor.report.part import Result
 from app.engine.backend.base import Backend
 
 Seconds = Callable[[Callable[[], object]], float]
@@ -58,19 +57,3 @@ def seconds_in_a_graph(backend: Backend, run: Callable[[], object], repeats: int
         ended.synchronize()
         taken.append(started.elapsed_time(ended) / 1e3 / CALLS)
     return min(taken)
-
-
-def seconds_at_once(backend: Backend, run: Callable[[], object]) -> float:
-    """Return seconds of one call, from its start on the host to its end on the device."""
-    behind = torch.zeros(1, device=backend.device)
-    backend.start_download(behind)()
-    started = time.perf_counter()
-    run()
-    backend.start_download(behind)()
-    return time.perf_counter() - started
-
-
-def spread(seconds: list[float]) -> Result:
-    """Return the median and the 90th percentile in milliseconds."""
-    high = quantiles(seconds, n=10)[-1] if len(seconds) > 1 else seconds[0]
-    return {"median_ms": 1e3 * median(seconds), "p90_ms": 1e3 * high}
