@@ -67,7 +67,7 @@ class Tab:
         return done["result"].get("value")
 
     def _holds(self, script: str) -> bool:
-        """Whether the expression is true; nothing is while one document gives way to the next."""
+        """Return True if the expression is true. It is never true while one document replaces another."""
         try:
             return bool(self.run(f"Boolean({script})"))
         except RuntimeError as error:

@@ -51,7 +51,7 @@ def tab() -> Iterator[Tab]:
 
 
 def read(tab: Tab, raw: bytes, cuts: set[int]) -> list[object]:
-    """What the page makes of the stream in these pieces."""
+    """Return the events that the page reads from the stream in these pieces."""
     pieces = [base64.b64encode(raw[start:stop]).decode() for start, stop in pairwise([0, *sorted(cuts), len(raw)])]
     return list(tab.run(READ.replace("PIECES", json.dumps(pieces))))
 

@@ -1,6 +1,6 @@
-"""What docker/ and docs/ascend.md say is well formed and true of this code. No Docker engine, no cluster, no network.
+"""docker/ and docs/ascend.md are well formed and true of this code. No Docker engine, no cluster, no network.
 
-Every check gets a planted mistake too, so that a check that can no longer fail is noticed.
+Every check gets a planted mistake too, because a check that cannot fail proves nothing.
 """
 
 import fnmatch
@@ -192,7 +192,7 @@ def metric_labels() -> dict[str, set[str]]:
 
 
 def query_errors(query: str) -> list[str]:
-    """What is wrong with a PromQL expression: its grammar, or metrics and labels that do not exist."""
+    """Return the mistakes of a PromQL expression: its grammar, or metrics and labels that do not exist."""
     for variable, value in {"$__rate_interval": "1m", "$__range": "1h", "$instance": ".*"}.items():
         query = query.replace(variable, value)
     try:
@@ -457,7 +457,7 @@ def test_every_path_that_is_asked_is_served() -> None:
 
 
 def ignored(path: str, patterns: str) -> bool:
-    """Whether .dockerignore keeps `path` out of the build: the last pattern that fits it or a folder of it decides."""
+    """Return True if .dockerignore keeps `path` out. The last pattern that fits it, or a folder of it, decides."""
     parts = path.split("/")
     above = ["/".join(parts[: end + 1]) for end in range(len(parts))]
     out = False

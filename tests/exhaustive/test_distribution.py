@@ -1,9 +1,9 @@
-"""What comes out of draft and verify has the target's own distribution, to the last per cent.
+"""Draft and verify give the target's own distribution, to the last per cent.
 
-Many short requests with pinned distinct seeds; how often each answer of three tokens comes is held against its exact
-probability by a chi-square test. The first token comes from prefill, the second from a verified draft or in its place,
-the third as a bonus or from a step of its own. What the test would miss is computed too: its power against a token that
-comes 2 % too often, and against drafts of which 2 % are accepted though the target says something else.
+Many short requests have distinct fixed seeds. A chi-square test compares the counts of the answers of three tokens with
+their exact probabilities. The first token comes from prefill, and the second from a verified draft or in its place. The
+third is a bonus or comes from a step of its own. The test's power against two faults is computed too. One is
+a token that is 2 % too frequent. The other is drafts of which 2 % are accepted against the target's own choice.
 """
 
 import itertools
@@ -65,7 +65,7 @@ SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Size:
-    """How many answers, and the bias that so many find out."""
+    """Number of answers, and the bias that they find."""
 
     answers: int
     bias: float
@@ -124,12 +124,12 @@ class Asked:
         return int(np.argmax([sum(self.exact[cell].sum() for cell in _holding(token)) for token in range(VOCAB)]))
 
     def drafted(self, first: int) -> int:
-        """What is drafted after an answer's first token."""
+        """Return the draft after an answer's first token."""
         known = [*self.prompt, first]
         return self.draft.propose(features(self.target, known[:-1], self.draft.taps), first, len(known))[0]
 
     def acceptance(self) -> float:
-        """How often the target says what was drafted."""
+        """Return the share of drafts that the target chooses too."""
         return sum(
             self.next_token(())[first] * self.next_token((first,))[self.drafted(first)] for first in range(VOCAB)
         )
@@ -158,7 +158,7 @@ class Asked:
         )
 
     def counted(self, engine: Engine, answers: int) -> tuple[np.ndarray, int]:
-        """How often each answer [V, V, V] came, and how many drafts were accepted."""
+        """Return the counts of the answers [V, V, V], and the number of accepted drafts."""
         counts, accepted = np.zeros((VOCAB,) * LENGTH, dtype=int), 0
 
         def count(step: StepOutput) -> None:

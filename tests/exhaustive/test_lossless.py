@@ -1,9 +1,9 @@
 """DFlash on == off == Transformers, token for token, under every pair of settings.
 
-`make test-all` runs 16 prompts over a seeded pairwise selection of the settings, half of it on the demo pair and half
-on a random one whose drafts are accepted now and then; what is marked `slow`, the other halves, all of it on one whose
-drafts hardly ever are, what is compiled of all three, and 200 prompts over another selection and other pairs.
-`python -m tests.proof` runs the most. What is compiled has a selection of its own in test_compiled.py.
+`make test-all` runs 16 prompts over a seeded pairwise selection of the settings. Half of the cases use the demo pair,
+and half a random pair whose drafts are accepted now and then. Tests marked `slow` run the other halves, and all cases
+on a pair whose drafts are hardly ever accepted. They also compile all three pairs, and run 200 prompts over another
+selection and other pairs. `python -m tests.proof` runs the most cases. test_compiled.py has a selection of its own.
 """
 
 import itertools
@@ -72,7 +72,7 @@ def make_subject(name: str, prompts: int, folder: Path) -> Subject:
 
 @pytest.fixture(scope="module")
 def near_ties(subject: Subject) -> Iterator[list[Comparison]]:
-    """What the cases of a subject found. Near ties are capped over all of them, once the last has run."""
+    """Results of a subject's cases. Near ties are capped over all of them, once the last has run."""
     comparisons: list[Comparison] = []
     yield comparisons
     total = sum(comparisons, Comparison(0))

@@ -58,7 +58,7 @@ ACCELERATOR = {
 }
 MACHINES = {"measured": TIMED, "compiled": COMPILED, "accelerator": ACCELERATOR}
 PREFILL_MS = {"measured": 0.12, "compiled": 0.07, "accelerator": 0.03}
-"""Of a prompt's token, whatever is decided."""
+"""Cost of a prompt's token, which no decision changes."""
 MISSED = {
     ("compiled", "jumble", 4): (0.87, 0.97),
     ("accelerator", "jumble", 32): (0.95, 0.90),
@@ -71,7 +71,7 @@ def costs(name: str, warm_up_error: float = 0.0, seed: int = 0) -> CostTable:
     random = Random(seed)
     ms: dict[Shape, float] = {}
     for n, timed in MACHINES[name].items():
-        for shape, taken in zip(shapes(n, BLOCK), timed, strict=n > 1):  # beside nobody, one is all
+        for shape, taken in zip(shapes(n, BLOCK), timed, strict=n > 1):  # a sequence alone has fewer shapes
             ms[shape] = taken * random.lognormvariate(0, warm_up_error)
     return cost_table(ms)
 

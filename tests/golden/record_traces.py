@@ -1,9 +1,9 @@
-"""Records how many drafts the demo pair would have accepted at every token of its answers:
-`python -m tests.golden.record_traces` writes tests/golden/acceptance_traces.json, which the policy is replayed on.
+"""Recorder of the drafts that the demo pair would accept at every token of its answers.
 
-Every step drafts and verifies a whole block, and then one token is taken, so that the text goes through all places
-where a step could begin. An answer is one hexadecimal digit a token, without its first one, which prefill gives; with
-it goes how long its prompt is. Near the most tokens of an answer blocks are shorter, as they are in serving.
+`python -m tests.golden.record_traces` writes tests/golden/acceptance_traces.json, and tests replay the policy on it.
+Every step drafts and verifies a whole block, and then takes one token. So the text goes through every place at which a
+step could begin. An answer is one hexadecimal digit a token, without the first token, which prefill gives. Beside it is
+the length of its prompt. Near the end of the longest answers blocks are shorter, like in serving.
 """
 
 import json

@@ -54,7 +54,7 @@ class Process:
         self.script = script
         settings = (str(port), str(shutdown_timeout), str(step_timeout))
         temporary = {"TMPDIR": str(script.folder)}  # A killed server leaves its sockets behind.
-        log = script.folder / "log"  # A pipe that nobody reads fills up.
+        log = script.folder / "log"  # An unread pipe fills up.
         with log.open("wb") as stderr:
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", main, *settings, str(model_folder), *script.command],
@@ -75,7 +75,7 @@ class Process:
         raise AssertionError(f"never said {words!r}")
 
     def lines(self) -> Iterator[str]:
-        """What it says from now on, as it comes, to its end."""
+        """Yield its output from now on to its end."""
         line = ""
         while True:
             ended = self.popen.poll() is not None
@@ -369,7 +369,7 @@ def replica(model_folder: Path) -> Iterator[tuple[str, Process]]:
 
 
 class Proxy:
-    """What docker/haproxy.cfg does: another replica is tried where a connection fails, and on 503; nothing else is."""
+    """Proxy like docker/haproxy.cfg. It tries another replica only after a failed connection or a 503."""
 
     def __init__(self, *urls: str) -> None:
         self._urls = list(urls)
@@ -378,7 +378,7 @@ class Proxy:
         self._stopped = False
 
     def post(self) -> httpx.Response:
-        """What the first replica says that takes the request, or the last one that was tried."""
+        """Return the answer of the first replica that takes the request, or of the last one."""
         for url in itertools.islice(itertools.cycle(self._urls), 4):
             with contextlib.suppress(httpx.ConnectError):
                 response = httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
@@ -414,7 +414,7 @@ class Proxy:
         self._urls = [url, *self._urls]
 
     def remove(self, url: str) -> None:
-        """Nobody asks it any more, nor waits for its answer."""
+        """Wait until no client asks it or waits for its answer."""
         self._urls = [other for other in self._urls if other != url]
         self.let_ask(1)
 
@@ -436,7 +436,7 @@ def test_a_rolling_restart_behind_a_proxy_loses_no_request(model_folder, backgro
         for url, process in replicas:
             proxy.let_ask(5)
             proxy.remove(url)  # The pause of preStop.
-            process.script.by_hand()  # Somebody is in the midst of an answer when the signal comes.
+            process.script.by_hand()  # A client is reading an answer when the signal comes.
             process.script.forget()
             running = background.submit(httpx.post, f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
             request_id = process.script.see("Submit")["request_id"]

@@ -1,4 +1,4 @@
-"""Clients that send byte by byte or never read are cut off, and meanwhile delay nobody."""
+"""Clients that send byte by byte or never read are cut off, and delay no other client."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ CUT_OFF = 0.4
 
 
 def drip(client: socket.socket, drop: bytes) -> tuple[bytes, float]:
-    """What a client gets that sends a drop now and then until it is cut off, and after how many seconds that is."""
+    """Send a drop now and then until the server ends it. Return its answer, and the seconds until then."""
     began = time.monotonic()
     answer = b""
     client.settimeout(CUT_OFF / 8)
@@ -144,7 +144,7 @@ def never_reading(model_folder):
 
 
 async def buffers(server):
-    """How much every connection that streams has still to send."""
+    """Return the bytes that each streaming connection has still to send."""
     every = server.uvicorn.server_state.connections
     return [one.transport.get_write_buffer_size() for one in every if one.cycle and not one.cycle.response_complete]
 

@@ -1,4 +1,4 @@
-"""What a soak promises: every request ends with the right answer or a clear error, and nothing is left behind."""
+"""Promises of a soak: every request ends with the right answer or a clear error, and nothing is left behind."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class QuietPoint:
-    """What both processes hold while nobody is served. `engine_pid` tells one engine from the next."""
+    """Resources of both processes while no request is served. `engine_pid` identifies an engine."""
 
     after: str
     api: Footprint
@@ -40,7 +40,7 @@ class QuietPoint:
 
 
 def complaint(outcome: Outcome, expected: Mapping[str, Expected], windows: Sequence[Window]) -> str | None:
-    """What is wrong with how a request ended, or None."""
+    """Return the fault of how a request ended, or None."""
     found = _wrong(outcome, expected.get(outcome.question.name), windows)
     lasted = outcome.ended - outcome.sent
     return found and f"{outcome.kind} {outcome.question.name!r}, status {outcome.status}, {lasted:.1f} s: {found}"
@@ -111,7 +111,7 @@ def _wrong_error(outcome: Outcome, windows: Sequence[Window]) -> str | None:
 
 
 def leaks(points: Sequence[QuietPoint]) -> Iterator[str]:
-    """What grew from the first point to the last: of the API process, and of every engine while it was the same."""
+    """Return what grew from the first point to the last, in the API process and in each engine."""
     if not points:
         return
     yield from _grown("the API process", [(point.after, point.api) for point in points], API_GROWTH)

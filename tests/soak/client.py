@@ -21,11 +21,10 @@ _SMALL_BUFFER = 4096
 
 @dataclass(slots=True)
 class Outcome:
-    """How a request ended. Moments are `time.monotonic()`.
+    """End of a request. Moments are `time.monotonic()`.
 
-    `deadline` is how many seconds the server was given. `error` is the "error" of a body or of an event; `broken` says
-    how the connection failed us; `left` that we broke it off ourselves. `chunks` are the moments at which events with
-    text came.
+    `deadline` is in seconds. `error` is the "error" of a body or of an event. `broken` tells how the connection failed,
+    and `left` is true if the client left. `chunks` are the moments at which events with text came.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""What is done to the engine while it works. A fault that may cost requests their answers opens a Window."""
+"""Faults of a working engine. A fault that may cost requests their answers opens a Window."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What was done, and for a fault that ended an engine the seconds until the next one was ready."""
+    """Kind of a fault. If it ended an engine, also the seconds until the next one was ready."""
 
     kind: str
     seconds: float | None = None
@@ -41,12 +41,12 @@ class Faults:
         await self._ended("SIGSTOP for good", signal.SIGSTOP)
 
     async def paused(self) -> None:
-        """Shorter than the step timeout: nobody may lose anything."""
+        """Stop the engine for less than the step timeout. No request may lose anything."""
         await self._stopped([], self.pause)
         self.done.append(Fault(f"SIGSTOP for {self.pause:g} s"))
 
     async def slept(self) -> None:
-        """Both processes, longer than the step timeout, as when a laptop is closed: nobody may lose anything either."""
+        """Stop both processes for longer than the step timeout, like a closed laptop. No request may lose anything."""
         seconds = 1.2 * self.step_timeout
         await self._stopped([self.server.process.pid], seconds)
         self.done.append(Fault(f"both processes stopped for {seconds:g} s"))

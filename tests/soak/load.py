@@ -17,7 +17,7 @@ from tests.soak.questions import Catalogue
 
 BURST = 256
 KINDS = {"stream": 8, "plain": 4, "abort": 3, "deadline": 1, "bad input": 3, "long prompt": 1, "look": 1}
-"""How often the usual clients ask what."""
+"""Weights of the usual clients' questions."""
 _LONGEST_STAY = 0.6
 _READ_PAUSE = 0.03
 _AFTER_AN_ERROR = 0.3

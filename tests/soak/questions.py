@@ -1,4 +1,4 @@
-"""What the server is asked under load: questions whose answer alone is known, and bodies that it must refuse."""
+"""Questions under load, whose right answers are known, and bodies that the server must refuse."""
 
 import itertools
 import random
@@ -39,7 +39,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What is asked, by kind. `slow` has an answer that is more than a socket's buffers hold."""
+    """Questions by kind. An answer to `slow` is larger than a socket's buffers."""
 
     short: list[Question]
     long: list[Question]
@@ -138,6 +138,6 @@ def _bad() -> list[Question]:
 
 
 def _looks() -> list[Question]:
-    """What is answered whether there is an engine or not."""
+    """Requests that are answered with and without an engine."""
     paths = ("/metrics", "/v1/models", "/version", "/live", "/openapi.json", "/")
     return [Question(path, path, method="GET") for path in paths]

@@ -19,7 +19,7 @@ WARM_UP = "warm-up"
 CYCLE = ("pause", "kill", "burst", "hang", "calm")
 """Rounds that come again and again. Two engines die in each: a third within a minute would end the server."""
 ROUND_SECONDS = 40.0
-"""Of a soak that has time for it: then no engine counts as one that dies soon after its first work."""
+"""Seconds of a round in a soak with time for it. No engine then counts as one that dies soon after its first work."""
 _WORST_SHOWN = 20
 _QUIET_SECONDS = 120.0
 _POLL_SECONDS = 0.1
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass
 class Findings:
-    """What a soak has shown. `problems` is empty if every promise was kept."""
+    """Results of a soak. `problems` is empty if every promise was kept."""
 
     plan: Plan
     problems: list[str] = field(default_factory=list)
@@ -170,7 +170,7 @@ def _end(outcome: Outcome) -> str:
 
 
 def _quiet(findings: Findings, name: str, server: DemoServer) -> None:
-    """Wait until nobody is served and no connection is left, then look at both processes."""
+    """Wait until no request is served and no connection is left, then examine both processes."""
     findings.problems += [f"after round {name!r}: {found}" for found in _unrest(server)]
     if (engine := server.engine()) is not None:
         findings.points.append(QuietPoint(name, _settled(server, findings.points), engine, Footprint.of(engine)))

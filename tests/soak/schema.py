@@ -23,7 +23,7 @@ _ROUND = 50
 
 @dataclass
 class Fuzzed:
-    """How many requests there were, and with which status they were answered."""
+    """Number of requests by the status of their answers."""
 
     seconds: float = 0.0
     statuses: Counter[int] = field(default_factory=Counter)

@@ -16,7 +16,7 @@ import httpx
 from app.client.child_process import engine_environment
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-"""What has to be zero while nobody is served."""
+"""Gauges that must be zero while no request is served."""
 PATIENCE = 600.0
 """Seconds for what has no time limit of its own, on a machine that is busy."""
 _POLL_SECONDS = 0.05
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds: resident memory in bytes, and open descriptors."""
+    """Resources of a process: resident memory in bytes, and open descriptors."""
 
     memory: int
     descriptors: int
@@ -38,9 +38,9 @@ class Footprint:
 
 
 class DemoServer:
-    """A context in which the server lives; in the end SIGTERM, which must end it with 0 and leave nothing behind.
+    """Context in which the server lives. SIGTERM ends it, with exit code 0 and nothing left behind.
 
-    Its temporary files have a folder of their own, so that nobody else's are taken for them.
+    Its temporary files have a folder of their own, which holds no other process's files.
     """
 
     def __init__(self, flags: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ class DemoServer:
         return {name: metric(text, name) for name in GAUGES}
 
     def untidy(self) -> list[str]:
-        """What dead engines have left of themselves."""
+        """Return the remains of dead engines."""
         complaints = [f"process {pid} is a zombie" for pid in self.children() if is_zombie(pid)]
         folders = [path.name for path in self._ipc.iterdir()]
         if len(folders) != 1:
@@ -126,7 +126,7 @@ class DemoServer:
             self.process.send_signal(signal.SIGTERM)
 
     def __exit__(self, *_: object) -> None:
-        """What is wrong with how it ends is added to `exit_complaints`."""
+        """End the server, and add its faults to `exit_complaints`."""
         self.terminate()
         try:
             code = self.process.wait(PATIENCE)

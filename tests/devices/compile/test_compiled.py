@@ -81,7 +81,7 @@ def by_operators(core: EngineCore) -> EngineCore:
 
 
 class Counted:
-    """How often `function` of `holder` is called from now on, and how often it leaves a step to operators."""
+    """Counts of the calls of `function` of `holder` from now on, and of steps that it leaves to operators."""
 
     def __init__(self, holder, function: str) -> None:
         self.all = self.left = 0
@@ -97,7 +97,7 @@ class Counted:
 
 
 def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
-    """Of target and draft, wherever both have pages: no text would show a wrong context or block."""
+    """Compare KV of target and draft on the pages of both, because no text shows a wrong context or block."""
     for pool, expected in zip(core.runner.pools, other.runner.pools, strict=True):
         for layer, wanted in zip(pool.layers, expected.layers, strict=True):
             pages = min(len(layer.k), len(wanted.k))
@@ -171,7 +171,7 @@ def test_what_is_compiled_is_kept_whatever_the_lengths_and_the_memory(pair, kept
 
 
 def test_prompts_in_pieces_and_more_logits_than_fit_at_once(pair, monkeypatch):
-    """Steps of which nobody gets a token, and those whose tokens are chosen piece by piece."""
+    """Some steps give no sequence a token, and in others tokens are chosen in chunks."""
     monkeypatch.setattr(sampler, "LOGITS_CHUNK_BYTES", 4 * pair.vocab_size * 20)
     settings = {"max_num_batched_tokens": 64}
     asked = [*requests(), Request("long", tuple(range(5)) * 36, max_tokens=9)]

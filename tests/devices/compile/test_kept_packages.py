@@ -74,7 +74,7 @@ def torch_folders() -> set[Path]:
 def test_pytorch_takes_code_from_a_new_folder_of_this_user_alone(
     monkeypatch: pytest.MonkeyPatch, temporary: Path, own: bool
 ) -> None:
-    """Not from those with a name that is known to anybody who may write in /tmp, nor where a variable says."""
+    """It takes none from a folder with a known name in /tmp, where any user may write, nor from a variable's folder."""
     planted = torch_folders() if "TMPDIR" in os.environ else set()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(temporary / "planted"))
     if not own:

@@ -28,7 +28,7 @@ from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
 SM_90 = GPUTarget("cuda", 90, 32)
 SIZES = [(2, 1), (2, 16), (33, 32), (33, 512), (65, 64), (65, 1024)]
-"""(sequences, rows) of decode steps: plain and whole blocks, of 1, 32 and 64 sequences and the one that is nobody's."""
+"""(sequences, rows) of decode steps: plain and whole blocks, of 1, 32 and 64 sequences and one of padding."""
 MORE_ATTENTION = [(40, 8, 128, torch.bfloat16), (64, 8, 128, torch.bfloat16)]
 MORE_ATTENTION += [(32, 8, 64, torch.float16), (32, 8, 128, torch.float32)]
 """(heads, KV heads, head size, type) of models that are not among TARGETS."""
@@ -36,7 +36,7 @@ CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 class NoGpu:
-    """What Triton asks of a driver before it compiles, answered as an H200 would."""
+    """Driver that answers Triton's questions before a compilation like an H200."""
 
     def get_current_target(self) -> GPUTarget:
         return SM_90
@@ -108,7 +108,7 @@ def launch_more(backend: CudaBackend) -> None:
 
 
 def resources(kernel: Any) -> dict[str, Any]:
-    """What the compiled kernel takes, as cuobjdump reads it from the cubin; bytes, registers of a thread."""
+    """Resources of the compiled kernel, read by cuobjdump from the cubin: bytes, and registers of a thread."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

@@ -1,4 +1,4 @@
-"""Paged attention cases with a dense answer: shuffled pages, and garbage wherever nobody may look."""
+"""Paged attention cases with a dense answer. Pages are shuffled, and slots that no row may read hold garbage."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,9 +12,10 @@ from app.engine.backend.base import AttentionMetadata, LayerKv
 
 @dataclass
 class Paged:
-    """Sequences of `host_seq_lens` tokens of which the last `query_lens` are queried. What is past a sequence's
-    tokens, and every
-    page of nobody, holds `garbage`."""
+    """Return sequences of `host_seq_lens` tokens, of which the last `query_lens` are queried.
+
+    Slots past a sequence's tokens, and pages without an owner, hold `garbage`.
+    """
 
     query_lens: list[int]
     host_seq_lens: list[int]

@@ -14,7 +14,7 @@ from tools.lab.random_weights import TARGETS
 SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on sm_90."""
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Limits of a multiprocessor."""
 KERNELS = "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin".split()
 
 

@@ -1,4 +1,4 @@
-"""What capture asks of torch.cuda, by a stand-in: there is no GPU here."""
+"""Captures ask torch.cuda for the right things. A stand-in takes its place, because there is no GPU here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """How its attention was switched."""
+    """Return the switches of its attention."""
     switched: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     return switched

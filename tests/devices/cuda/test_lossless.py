@@ -109,7 +109,7 @@ def test_nor_does_a_cached_prompt_change_one_or_lose_a_draft(pair: Pair, expecte
 
 @pytest.mark.usefixtures("expected", "on_cuda")
 def test_nor_does_a_step_that_is_launched_before_the_last_one_is_read(pair: Pair, expected: Texts) -> None:
-    """Of two sequences, of which one ends and another comes."""
+    """One of two sequences ends, and another comes."""
     on_cuda = engine(pair, **GRAPHS)
     log = Log(on_cuda.core)
     run = run_engine(on_cuda, requests(count=3))

@@ -62,7 +62,7 @@ class Sequences:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).int()
 
     def arguments(self, *, causal: bool) -> dict[str, object]:
-        """What `npu_fused_infer_attention_score` is called with."""
+        """Return the arguments of `npu_fused_infer_attention_score`."""
         mask = {"atten_mask": causal_mask(), "sparse_mode": 3} if causal else {"sparse_mode": 0}
         return {
             "query": self.q.to("npu:0"),

@@ -1,7 +1,7 @@
-"""What the `npu::` operators compute, in plain PyTorch, as CPU kernels of the schemas that torch_npu registered.
+"""CPU kernels of the `npu::` operators in plain PyTorch, for the schemas that torch_npu registered.
 
-Written from docs/npu-contract.md, and held against the wheel by shape and dtype at every call. Sums are in float32 and
-results are rounded once, at the end; where a card rounds in between, a card's results differ by that.
+They follow docs/npu-contract.md, and the wheel's shapes and dtypes at every call. Sums are in float32 and results are
+rounded once, at the end. A card that rounds in between has slightly other results.
 """
 
 from collections.abc import Sequence

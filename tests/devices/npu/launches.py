@@ -1,7 +1,7 @@
-"""What a decode step asks of an NPU: `make npu-launches` prints the table of docs/ascend.md.
+"""Launches of a decode step on an NPU. `make npu-launches` prints the table of docs/ascend.md.
 
-A target of 36 layers and a draft of 5, as Qwen3-8B and its draft have, with tiny random weights: the number of launches
-does not depend on sizes. Counted on the null device: torch_npu 2.13.0's own host code, no NPU.
+The target has 36 layers and the draft 5, like Qwen3-8B and its draft. Weights are tiny and random, because sizes do not
+change the number of launches. The null device counts calls of torch_npu 2.13.0's own host code, without an NPU.
 """
 
 import tempfile
@@ -29,7 +29,7 @@ FUSED = {
     "SwiGLU": 1,
     "down projection": 1,
 }
-"""The fewest launches of a layer: npu_qkv_rms_norm_rope_cache would do in one what five do here."""
+"""The fewest launches of a layer. npu_qkv_rms_norm_rope_cache would replace six launches by one."""
 
 
 SHAPE = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "taps": (1, 9, 17, 25, 33), "block_size": 16}
@@ -42,7 +42,7 @@ WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs")
 
 
 def main() -> None:
-    """Prints Markdown, and the fewest launches below it."""
+    """Print Markdown, and the fewest launches below it."""
     print(HEAD, "|---" * 6 + "|", sep="\n")
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), Numerics():
         for way in WAYS:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def rows(folder: Path, way: str) -> str:
-    """A greedy step's row and a drawn one's."""
+    """Return the rows of a greedy step and of a drawn one."""
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, **SHAPE)
     draft = {"draft": None} if way.startswith("plain") else {}
     core = engine(pair, enforce_eager=way.endswith("eager"), **draft)
@@ -71,7 +71,7 @@ def engine(pair: Pair, **config: Any) -> EngineCore:
 
 
 def decode_step(core: EngineCore, temperature: float) -> Trace:
-    """The trace of a step in which four sequences verify whole blocks."""
+    """Return the trace of a step in which four sequences verify whole blocks."""
     for i in range(4):
         core.add(
             Request(

@@ -22,9 +22,9 @@ _lib.npu_stub_error.argtypes = [ctypes.c_char_p]
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Of one stream: the graph being captured, the open task group, the one being updated (0: none), and its turn.
+    """State of one stream: the captured graph, the open task group, the one in update (0 is none), and its turn.
 
-    `stands`: a replay stands at an event that no update has recorded yet.
+    `stands` is true while a replay waits at an event that no update has recorded yet.
     """
 
     graph: int
@@ -53,12 +53,12 @@ def on_replay(run: Callable[[int, int], int], destroyed: Callable[[int], None]) 
 
 
 def captured_host_copies() -> int:
-    """How many copies between host and device graphs hold so far."""
+    """Return the number of copies between host and device in graphs so far."""
     return _lib.npu_stub_captured_host_copies()
 
 
 def let_device_copy(on: bool) -> None:
-    """Whether copies within the device move bytes. Not while numerics do that: sources may hold no numbers yet."""
+    """Set if copies within the device move bytes. Numerics move them instead, once the sources hold numbers."""
     _lib.npu_stub_device_copies(int(on))
 
 
@@ -73,7 +73,7 @@ def let_go() -> None:
 
 
 def set_error(text: str) -> None:
-    """What torch_npu is told as CANN's own account of the error that follows."""
+    """Set CANN's own account of the next error, which torch_npu reads."""
     _lib.npu_stub_error(text.encode())
 
 
@@ -84,10 +84,10 @@ def note(kind: str, name: str) -> None:
 
 @dataclass(slots=True)
 class Trace:
-    """What the device was asked for: (kind, name) in order.
+    """Calls of the device, as (kind, name) in order.
 
-    Kinds: "launch" a kernel, "replay" a graph, "copy" and "sync-copy" ("h2d 64": direction and bytes), "sync" a wait of
-    the host; of a capture "capture", "capture-copy" and "graph"; "update" a kernel given anew to a task group.
+    "launch" is a kernel, "replay" a graph, and "sync" a wait of the host. "copy" and "sync-copy" name direction and
+    bytes ("h2d 64"). A capture has "capture", "capture-copy" and "graph". "update" is a new kernel of a task group.
     """
 
     lines: list[tuple[str, str]] = field(default_factory=list)

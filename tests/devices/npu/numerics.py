@@ -41,7 +41,7 @@ ALLOCATES = {f"aten::{name}" for name in FRESH} | {
 
 
 class NumericsError(RuntimeError):
-    """What the harness cannot follow, or what would go wrong on a card."""
+    """A call that the harness cannot follow, or that would go wrong on a card."""
 
 
 @dataclass(slots=True)
@@ -277,7 +277,7 @@ def _has_host_tensor(values: Any) -> bool:
 
 
 def _is_plain_read(out: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the call was a copy to the host of bytes as they lie, which the null device does itself."""
+    """Return True for a copy of unchanged bytes to the host, which the null device does itself."""
     source = next((leaf for leaf in reversed(args) if isinstance(leaf, Tensor)), None)
     return (
         isinstance(out, Tensor)

@@ -52,7 +52,7 @@ EXPECTED = [
 
 ATTENTION_OUT = "npu_fused_infer_attention_score.out"
 OUT_EXTRAS = ("workspace", "out")
-"""What `.out` takes beside what the operator takes."""
+"""Further arguments of `.out`."""
 
 
 def name_of(schema: str) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 NULL_DEVICE = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
 LINKED_LIBRARIES = "ascendcl hccl acl_op_compiler ge_runner graph acl_tdt_channel atb".split()
-"""What the wheel's libraries are linked against. libascendcl holds all the code; the others only lead to it."""
+"""Libraries that the wheel's libraries are linked against. libascendcl holds all code, and the others lead to it."""
 OPERATOR_LIBRARIES = "opapi nnopbase".split()
 """Where torch_npu looks for aclnn entries, at the first call of an operator."""
 FLAGS = "-std=gnu11 -O1 -fPIC -shared -fvisibility=hidden -Wall -Wextra -Werror -Wno-deprecated-declarations"
@@ -45,10 +45,9 @@ def wheel_libraries(wheel: Path) -> list[Path]:
 
 
 def needed_symbols(wheel: Path) -> list[str]:
-    """What must be defined for the wheel's libraries to load: all of them are linked BIND_NOW.
+    """Return the symbols that the wheel's libraries need to load, because all of them are linked BIND_NOW.
 
-    System libraries' symbols are told by their version (`memcpy@GLIBC_2.14`) or by being in this process already, as
-    CPython's are.
+    Symbols of system libraries have a version (`memcpy@GLIBC_2.14`) or are in this process already, like CPython's.
     """
     torch_folder = Path(importlib.util.find_spec("torch").submodule_search_locations[0])  # type: ignore
     libraries = wheel_libraries(wheel)

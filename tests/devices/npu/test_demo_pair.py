@@ -19,8 +19,8 @@ from tests.devices.npu.numerics import Numerics
 
 PROMPTS, SOME, FEW = 50, 16, 15
 BF16_GAP = 0.1
-"""Two tokens' logits lie at most this far apart wherever BF16 takes the other one. Plain decoding on the CPU in BF16,
-with no draft at all, leaves the float32 text at gaps up to 0.058, as the NPU engine does (200 prompts)."""
+"""Largest gap of the logits of two tokens of which BF16 takes the other one. Without a draft BF16 leaves the float32
+text at gaps up to 0.058, on the CPU and in the NPU engine (200 prompts)."""
 WAYS = {"eager": {"enforce_eager": True}, "graphs": {}}
 
 

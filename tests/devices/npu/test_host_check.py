@@ -21,7 +21,7 @@ from app.engine.npu.backend import NpuBackend
 
 @pytest.fixture
 def ask(run_python: Callable[..., str]) -> Callable[..., Finding]:
-    """What an expression on host_check (`h`) finds in a fresh process with these NPU_STUB_* variables."""
+    """Return an expression on host_check (`h`) in a fresh process with these NPU_STUB_* variables."""
 
     def asked(expression: str, **environment: str) -> Finding:
         program = (
@@ -40,7 +40,7 @@ def put(path: Path, text: str = "") -> None:
 
 
 def report(device: str) -> dict[str, dict[str, str]]:
-    """What the process that the command starts says of each probe."""
+    """Return the results of the probes, by the process that the command starts."""
     command = [sys.executable, "-m", "app.doctor.probes", device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -166,7 +166,7 @@ def test_slots_that_are_skipped_are_said_to_be(backend: NpuBackend, monkeypatch:
 
 
 class Refusing(NpuBackend):
-    """What a card says to a call that it does not take."""
+    """Return the error of a card that refuses a call."""
 
     def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
         raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002\nmore")

@@ -173,7 +173,7 @@ def test_no_body_freezes_the_server(own_server, path, fields):
 
 
 def seconds_to_read(body):
-    """What its JSON alone costs a thread."""
+    """Return the seconds that a thread takes for its JSON alone."""
     gc.disable()
     try:
         began = time.thread_time()

@@ -1,4 +1,4 @@
-"""What stands around the API: keys, CORS, a proxy's prefix, keep-alive comments, and what the log may say."""
+"""Keys, CORS, a proxy's prefix, keep-alive comments, and secrets that the log must not have."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What the API tells of the prefix cache, and who may flush it."""
+"""The API counts hits of the prefix cache, and only the right keys flush it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Reasoning is told apart from the answer, streamed or not, whoever opens it."""
+"""Reasoning is separated from the answer, streamed or whole, if the model or the template opens it."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a request says of sampling reaches the engine as it stands; what it leaves open, the model's own files say."""
+"""Sampling fields reach the engine unchanged, and the model's own files fill the fields that a request leaves open."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def refusal(server, path, body):
 
 
 def submitted(server, path, body):
-    """What the engine was sent for a request that it answered."""
+    """Return the message that the engine got for a request that it answered."""
     response = server.http.post(path, json=body)
     assert response.status_code == 200, response.text
     return server.script.see("Submit")

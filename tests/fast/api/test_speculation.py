@@ -1,4 +1,4 @@
-"""What a stream tells of speculation: every step's verified and accepted drafts, and the text of its tokens."""
+"""A stream tells every step's verified and accepted drafts, and the text of its tokens."""
 
 import itertools
 import json

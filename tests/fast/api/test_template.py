@@ -1,4 +1,4 @@
-"""What a request, and the server's own settings, may say to the chat template."""
+"""Requests and settings pass only permitted arguments to the chat template."""
 
 import threading
 from collections.abc import Iterator

@@ -189,7 +189,7 @@ def test_the_model_may_be_named_and_must_be_here(server, path):
 @pytest.mark.parametrize("length", [3000, 30_000])
 @pytest.mark.parametrize("kind", ["text", "conversation"])
 def test_a_text_beyond_the_context_is_counted(server, kind, length):
-    """How long it is, is what one asks before one shortens it."""
+    """A client asks for the length before it shortens the prompt."""
     text = "漢" * length
     body = {"prompt": text} if kind == "text" else {"messages": [HELLO | {"content": text}]}
     assert post(server, "/tokenize", **body)["count"] >= 3 * length

@@ -14,7 +14,7 @@ Script = Sequence[tuple[float, str]]
 
 
 class Clock:
-    """Tells the moment that the server has set, and the server when somebody has looked."""
+    """A clock that the server sets. It tells the server when the client has read it."""
 
     def __init__(self, now: float) -> None:
         self.now = now
@@ -26,8 +26,10 @@ class Clock:
 
 
 class ScriptedServer:
-    """`script` is sent for every request; `seen` are their bodies. After each piece of a streamed answer it waits
-    until somebody has looked at the clock."""
+    """Server that sends `script` for every request and keeps the bodies in `seen`.
+
+    After each piece of a streamed answer it waits until the client has read the clock.
+    """
 
     def __init__(self, clock: Clock, script: Script, status: int = 200) -> None:
         self.clock, self.script, self.status = clock, script, status

@@ -1,4 +1,4 @@
-"""What is asked: the demo's problems, lines of files with their mistakes named, made-up texts; and when it is right."""
+"""Prompts are the demo's problems, lines of files or made-up texts. Judges find the right answers."""
 
 import itertools
 import json

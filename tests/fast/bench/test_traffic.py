@@ -1,4 +1,4 @@
-"""How requests come: never more at once than asked, all of them once, and Poisson moments that are the seed's."""
+"""Requests come once each and never more at once than asked, and a seed decides Poisson moments."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""What each target of the Makefile installs: serving is one command, and brings nothing that only tests use."""
+"""Serving is one command of the Makefile, and installs nothing that only tests use."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def commands(checkout: Path, target: str) -> list[str]:
-    """What `make` would run, a line each."""
+    """Return the commands that `make` would run."""
     command = ["make", "--dry-run", "--no-print-directory", target, "ARGS=--anything"]
     done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
     return done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What must not stand in the code that serves: what runs data as code, and what measures time by a clock that jumps."""
+"""The code that serves runs no data as code, and measures no time by a clock that jumps."""
 
 import ast
 import re

@@ -5,7 +5,7 @@ from app.client.child_process import LineProcess
 LONGEST = 600.0
 """Seconds that a test gives a line at most: who waits without a limit of its own would wait for ever."""
 HANG = "print('\"hang\"', flush=True); time.sleep(6000)"
-"""What a program that hangs does instead of its next line."""
+"""Line that makes a program hang."""
 
 
 class Patient(LineProcess):

@@ -1,4 +1,4 @@
-"""What torch_npu's errors are said to mean, found in texts such as it really raises."""
+"""The meanings of torch_npu's errors are found in texts that it really raises."""
 
 import pytest
 

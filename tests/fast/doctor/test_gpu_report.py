@@ -115,8 +115,10 @@ def speed(**changed: Any) -> dict[str, Any]:
 
 
 def section(parts: str, part: float = 600.0, whole: float = 6000.0) -> Section:
-    """Of a program that makes `parts`, a list of (name, function); after a failure the device is usable, unless
-    that says that it is lost."""
+    """Return a section whose program makes `parts`, a list of (name, function).
+
+    After a failure the device is usable, unless the failure loses it.
+    """
     program = (
         "import json, os, signal, sys, time\n"
         "from app.doctor.report.part import Part\n"

@@ -88,7 +88,7 @@ def reference_block(content: str, start: int) -> tuple[ToolCall | None, int]:
 
 
 def may_go_on(text: str) -> bool:
-    """Whether some continuation makes it an object; the fragments nest nothing but objects."""
+    """Return True if some continuation makes it an object. The fragments nest nothing but objects."""
     endings = (f'"{value}{"}" * depth}' for value in ("", ":0") for depth in range(text.count("{") + 1))
     return text.lstrip(SPACE).startswith("{") and any(is_json(text + ending) for ending in endings)
 

@@ -158,7 +158,7 @@ def test_a_file_with_a_wrong_value_is_named(folder, name, content):
 
 
 def turns_beside(working: threading.Thread) -> int:
-    """How often another thread had its turn while one works."""
+    """Return the number of turns of another thread during the work of this one."""
     turns = 0
     working.start()
     while working.is_alive():

@@ -25,7 +25,7 @@ def test_a_floor_is_made_of_the_matrix_products_and_of_nothing_else():
 
 
 def test_the_products_of_a_run_are_those_of_all_its_layers():
-    """Of the one forward of the prompt: four a layer, and the choice."""
+    """The forward of the prompt has four products a layer, and one for the choice."""
     core = in_process.engine("plain", DEMO / "target", DEMO / "draft", max_num_seqs=1)
     (request,) = loads.requests("math", 1)
     core.add(request)
