@@ -53,6 +53,7 @@ TABLE = (
     Metric("requests_dropped", "counter", "Requests ended because a step failed on them alone"),
     Metric("requests_turned_away", "counter", "Requests answered 429 or 503 before any work was done, by code", "code"),
     Metric("request_refused", "counter", "Requests refused because of a field, by field", "param"),
+    Metric("strict_tool_calls", "counter", "Calls of strict functions, by whether they fit their schemas", "outcome"),
     Metric("step_seconds", "histogram", "Engine steps by kind", "kind"),
 )
 

@@ -24,7 +24,8 @@ class Piece:
     """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
 
     `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is empty unless the client wants them. A step
-    has its number of drafts `verified` and `accepted`, and the texts of its `tokens`.
+    has its number of drafts `verified` and `accepted`, and the texts of its `tokens`. `warnings` are about the whole
+    choice, and stand in its last piece.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Piece:
     steps: Sequence[dict[str, Any]] = ()
     finish_reason: Reason | None = None
     is_first: bool = False
+    warnings: Sequence[Payload] = ()
 
 
 class Answers(ABC):
@@ -75,7 +77,9 @@ class ChoiceAnswers(Answers):
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         choices = [_choice(piece.index, self._whole_payload(piece), piece.finish_reason) for piece in pieces]
-        return self._head | {"object": self.kind, "choices": choices, "usage": self._usage(False)}
+        answer = self._head | {"object": self.kind, "choices": choices, "usage": self._usage(False)}
+        warnings = [warning for piece in pieces for warning in piece.warnings]
+        return answer | {"warnings": warnings} if warnings else answer
 
     def events(self, piece: Piece) -> bytes:
         return b"".join(map(event, self.chunks(piece)))
@@ -104,7 +108,10 @@ class ChoiceAnswers(Answers):
             choices.insert(0, _choice(piece.index, opening))
         if piece.finish_reason is not None:
             choices.append(_choice(piece.index, self.empty, piece.finish_reason))
-        return [self._chunk(choice) for choice in choices]
+        chunks = [self._chunk(choice) for choice in choices]
+        if piece.warnings:
+            chunks[-1]["warnings"] = piece.warnings
+        return chunks
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"object": self.chunk_kind, "choices": [choice]}

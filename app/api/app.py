@@ -73,6 +73,7 @@ def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, met
         metrics,
         reasoning=THINK in source if config.reasoning_parser == "auto" else config.reasoning_parser != "none",
         tool_family=family_for(config.tool_call_parser, source),
+        refuse_strict=config.strict_tools == "refuse",
         template_kwargs=config.default_chat_template_kwargs,
         log_prompts=config.log_prompts,
         request_timeout=config.request_timeout,

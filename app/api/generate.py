@@ -19,6 +19,7 @@ from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.schemas import ChatCompletionRequest, GenerationRequest, SamplingRequest
 from app.api.services import Services, services_of
 from app.api.stream import Choice, Choices, EventStream, events, unless_gone
+from app.api.strict import StrictFunctions
 from app.client.admission import Permits
 from app.client.request_stream import RequestStream
 from app.messages import EngineInfo
@@ -88,7 +89,8 @@ def submit(call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequ
 
     Raises ApiError 400 or EngineUnavailable.
     """
-    choices = Choices(sum(len(prompt.token_ids) for prompt in given), call.body.num_choices)
+    num_prompt_tokens = sum(len(prompt.token_ids) for prompt in given)
+    choices = Choices(num_prompt_tokens, call.body.num_choices, _strict_functions(call))
     try:
         for index, (prompt, request) in enumerate(_requests(call, given, budgets)):
             deltas = call.services.engine.submit(request, arrived=call.arrived, deadline=call.deadline, permits=permits)
@@ -148,6 +150,13 @@ def _choice(call: Call[GenerationRequest], prompt: Prompt, deltas: RequestStream
         max_calls = 1 if body.parallel_tool_calls is False else None
     with_steps = bool(body.streaming.include_speculation)
     return Choice(index, deltas, detokenizer, parser, call.services.engine, with_steps, max_calls)
+
+
+def _strict_functions(call: Call[GenerationRequest]) -> StrictFunctions | None:
+    """Return the functions whose calls are checked, or None if there are none."""
+    tools = call.body.tools if isinstance(call.body, ChatCompletionRequest) else None
+    schemas = {tool.function.name: tool.function.parameters for tool in tools or [] if tool.function.strict}
+    return StrictFunctions(schemas, call.services.metrics) if schemas else None
 
 
 async def answer(call: Call[GenerationRequest], choices: Choices, answers: Answers) -> Response:

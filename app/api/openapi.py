@@ -66,7 +66,14 @@ _ChatChoice = _shape(
 )
 _TextChoice = _shape("TextChoice", index=int, text=str, logprobs=None, finish_reason=Literal["stop", "length"])
 _Answer = {"id": str, "created": int, "model": str, "usage": _Usage}
-_ChatCompletion = _shape("ChatCompletion", object=Literal["chat.completion"], choices=_list_of(_ChatChoice), **_Answer)
+_Warning = _shape("ToolWarning", code=str, choice=int, tool_call=int, function=str, message=str)
+_ChatCompletion = _shape(
+    "ChatCompletion",
+    object=Literal["chat.completion"],
+    choices=_list_of(_ChatChoice),
+    warnings=(_list_of(_Warning), Field(default=[], description="absent unless a call of a strict function misfits")),
+    **_Answer,
+)
 _Completion = _shape("Completion", object=Literal["text_completion"], choices=_list_of(_TextChoice), **_Answer)
 _ModelCard = _shape(
     "ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, root=str, max_model_len=int | None

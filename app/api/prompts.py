@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
-from app.api.validation import check_template
+from app.api.validation import check_strict, check_template
 from app.messages import EngineInfo
 from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
@@ -30,6 +30,8 @@ async def render_and_encode(
 ) -> Prompt:
     """Return the prompt of a conversation, rendered and encoded in a thread. Raises ApiError that names the field."""
     template = services.tokenizer.chat_template
+    if services.refuse_strict:
+        check_strict(body)
     check_template(body, template)
 
     def render() -> str:

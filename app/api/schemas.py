@@ -228,7 +228,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function that the model may call. `strict` may not be true, because no grammar enforces the schema."""
+    """A function that the model may call. If it is `strict`, its calls are checked after they were written."""
 
     type: Literal["function"]
     function: Function

@@ -29,10 +29,10 @@ class BodiesBeingRead:
 class Services:
     """Parts of one server. `model_names` are the values that `model` may have; answers bear the first.
 
-    `reasoning` and the tool calls of `tool_family` are parsed out of chat answers. `template_kwargs` are
-    chat_template_kwargs of requests without their own. `log_prompts` lets prompts into the log. A request gets
-    `request_timeout` seconds; 0 is no end. Clients are known by their keys where `has_keys`, and by their addresses
-    otherwise.
+    `reasoning` and the tool calls of `tool_family` are parsed out of chat answers. `refuse_strict` answers
+    strict functions with 400. `template_kwargs` are chat_template_kwargs of requests without their own. `log_prompts`
+    lets prompts into the log. A request gets `request_timeout` seconds; 0 is no end. Clients are known by their keys
+    where `has_keys`, and by their addresses otherwise.
     """
 
     engine: EngineClient
@@ -41,6 +41,7 @@ class Services:
     metrics: Metrics
     reasoning: bool = False
     tool_family: Family | None = None
+    refuse_strict: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     log_prompts: bool = False
     request_timeout: float = 0.0

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi.responses import StreamingResponse
@@ -15,11 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.answers import Answers, Piece, Reason
 from app.api.errors import ApiError, deadline_exceeded, unavailable
+from app.api.strict import StrictFunctions
 from app.client.client import EngineClient
 from app.client.request_stream import RequestStream
 from app.messages import TokenDelta
 from app.text.detokenizer import Detokenizer
-from app.text.parsers import OutputParser
+from app.text.parsers import OutputParser, ToolCall
 
 KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5
@@ -41,7 +42,7 @@ class Choice:
     engine: EngineClient
     with_steps: bool = False
     max_calls: int | None = None
-    num_calls: int = 0
+    calls: list[ToolCall] = field(default_factory=list)
     cached_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     has_begun: bool = False
@@ -89,22 +90,26 @@ class Choice:
             self.deltas.close(self.detokenizer.finish_reason)
             rest = self.parser.finish()
             content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.tool_calls
-        num_earlier = self.num_calls
+        num_earlier = len(self.calls)
         if self.max_calls is not None:
             calls = calls[: self.max_calls - num_earlier]
-        self.num_calls += len(calls)
-        if reason == "stop" and self.num_calls:
+        self.calls += calls
+        if reason == "stop" and self.calls:
             reason = "tool_calls"
         is_first, self.has_begun = not self.has_begun, True
         return Piece(self.index, content, reasoning, calls, num_earlier, steps, reason, is_first)
 
 
 class Choices:
-    """All choices of one request, by index. The `num_per_prompt` choices of a prompt are neighbours."""
+    """All choices of one request, by index. The `num_per_prompt` choices of a prompt are neighbours.
 
-    def __init__(self, num_prompt_tokens: int, num_per_prompt: int) -> None:
+    The last piece of a choice has the warnings about its calls of `strict` functions.
+    """
+
+    def __init__(self, num_prompt_tokens: int, num_per_prompt: int, strict: StrictFunctions | None = None) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_per_prompt = num_per_prompt
+        self._strict = strict
         self._choices: list[Choice] = []
         self._event = asyncio.Event()
 
@@ -136,6 +141,12 @@ class Choices:
             usage["speculation"] = {name: counts[name] for name in ("steps", "verified", "accepted")}
         return usage
 
+    async def _checked(self, piece: Piece) -> Piece:
+        """Return the piece, with warnings about the calls of its choice if it is the last."""
+        if self._strict is None or piece.finish_reason is None:
+            return piece
+        return replace(piece, warnings=await self._strict.warnings(piece.index, self._choices[piece.index].calls))
+
     async def whole(self) -> list[Piece]:
         """Return every choice as one piece. All are read as they arrive, so that all end at the error of one."""
         parts: list[list[Piece]] = [[] for _ in self._choices]
@@ -150,6 +161,7 @@ class Choices:
                 "".join(piece.reasoning for piece in pieces),
                 tuple(call for piece in pieces for call in piece.tool_calls),
                 finish_reason=pieces[-1].finish_reason,
+                warnings=pieces[-1].warnings,
             )
             for index, pieces in enumerate(parts)
         ]
@@ -168,7 +180,7 @@ class Choices:
                 self._event.clear()
                 pieces = [piece for choice in self._choices if (piece := choice.take()) is not None]
                 num_running -= sum(piece.finish_reason is not None for piece in pieces)
-                yield pieces
+                yield [await self._checked(piece) for piece in pieces]
         finally:
             self.close()
 

@@ -46,10 +46,6 @@ def check_fields_together(body: Body) -> None:
 def _check_conversation(body: TemplatedRequest) -> None:
     for index, message in enumerate(body.messages):
         _check_message(f"messages.{index}", message)
-    for index, tool in enumerate(body.tools or []):
-        if tool.function.strict:
-            param = f"tools.{index}.function.strict"
-            raise bad_request(f"`{param}` may not be true. {GRAMMAR.format(param)}", param, "unsupported_parameter")
     if body.continue_final_message:
         if body.add_generation_prompt:
             raise bad_request(
@@ -72,6 +68,14 @@ def _check_message(where: str, message: ChatMessage) -> None:
         if getattr(message, field) and message.role != role:
             param = f"{where}.{field}"
             raise bad_request(f"`{param}` belongs to messages of the role {role}, not {message.role}.", param)
+
+
+def check_strict(body: TemplatedRequest) -> None:
+    """Raise ApiError for a strict function. Called where --strict-tools is `refuse`."""
+    for index, tool in enumerate(body.tools or []):
+        if tool.function.strict:
+            param = f"tools.{index}.function.strict"
+            raise bad_request(f"`{param}` may not be true. {GRAMMAR.format(param)}", param, "unsupported_parameter")
 
 
 def check_template(body: TemplatedRequest, template: ChatTemplate) -> None:

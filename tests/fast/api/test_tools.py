@@ -310,10 +310,6 @@ def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, stream):
         ({"messages": [HELLO, {"role": "assistant", "content": None, "tool_calls": []}]}, "messages.1.content"),
         ({"messages": [HELLO, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages.1.tool_calls.0"
          ".function.name"),
-        ({"tools": [CLOCK, {"type": "function", "function": {"name": "f", "strict": True}}]},
-         "tools.1.function.strict"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "tool_choice": "none"},
-         "tools.0.function.strict"),
         ({"tools": [{"type": "function", "function": {"description": "x"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]},
@@ -331,12 +327,6 @@ def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, stream):
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_its_dotted_name(server, fields, param):
     assert refusal(server, **fields)["param"] == param
-
-
-def test_a_strict_function_is_told_why_and_what_to_do(server):
-    error = refusal(server, tools=[{"type": "function", "function": {"name": "f", "strict": True}}])
-    assert error["code"] == "unsupported_parameter"
-    assert "`tools.0.function.strict`" in error["message"] and "Leave `it` out" not in error["message"]
 
 
 @pytest.mark.parametrize("depth", [100, 900, 3000])
