@@ -1,10 +1,9 @@
-"""Would drafts that share the target's noise be accepted more often? `python -m tests.fast.engine.coupling` prints
-the table in tools/lab/NOTES.md.
+"""Acceptance of drafts that share the target's noise: `python -m tests.fast.engine.coupling`.
 
-The target draws argmax(logits / T + noise) with noise that depends on the seed and the place alone, so a draft can be
-drawn with the same noise at a temperature of r * T: argmax(draft logits + r * T * noise). r = 0 is the engine's own
-argmax. "chosen" lets every sequence choose its r by what each would have had accepted of the tokens that verification
-has just revealed. The text is the same for all of them.
+It prints the table in tools/lab/NOTES.md. The target samples argmax(logits / T + noise), and the noise depends on the
+seed and the token's index alone. So a draft can be sampled with the same noise at a temperature of r * T, as
+argmax(draft logits + r * T * noise). r = 0 is the engine's own argmax. With "chosen" every sequence chooses its r, by
+the drafts of each r that the verified tokens would have accepted. The text is the same for all of them.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from tools.lab import in_process, loads
 
 RATIOS = (0.0, 0.5, 0.8, 1.0, 1.2)
 MEMORY = 0.9
-"""What a score still weighs after the next step of its sequence."""
+"""Weight of a score after the next step of its sequence."""
 AT_ONCE = 16
 
 
@@ -60,7 +59,7 @@ class Coupled:
         return int(self._scores[request_id].argmax()) if self._ratio is None else RATIOS.index(self._ratio)
 
     def learn(self, delta: TokenDelta) -> None:
-        """How many drafts of each ratio would have been accepted of the tokens that are known now."""
+        """Return the number of accepted drafts of each ratio, by the tokens that are known now."""
         said = np.array(delta.token_ids[: self._proposed[delta.request_id].shape[1]])
         right = self._proposed[delta.request_id][:, : len(said)] == said
         self._scores[delta.request_id] = MEMORY * self._scores[delta.request_id] + right.cumprod(axis=1).sum(axis=1)

@@ -1,8 +1,8 @@
-"""A double of a device on which a step is launched before the one before it is read, for any laptop.
+"""Double of a device on which a step is launched before the last one is read, for any laptop.
 
-It is PyTorch on the CPU, but that attention of decode steps takes lengths and page tables from its tensors when it
-runs, as kernels on a GPU do: what the host believes then cannot help. Its graphs share one memory: a replay leaves
-nothing of what any of them has put out.
+It is PyTorch on the CPU. But attention of decode steps reads lengths and page tables from its tensors when it runs,
+like kernels on a GPU, and ignores the host's. Its graphs share one memory, so a replay destroys the outputs of all
+graphs.
 """
 
 from collections.abc import Callable, Iterator

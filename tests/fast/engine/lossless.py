@@ -1,13 +1,13 @@
-"""The lossless promise as a comparison: text with DFlash on == text with it off == Transformers' own, token for token.
+"""Lossless promise as a comparison: text with DFlash on == text with it off == Transformers' own, token for token.
 
-A *subject* is a pair with its prompts; a *case* is one setting of everything that could disturb a token: how many
-sequences run together, page size, prompts cut into chunks, forced preemption, block size, temperature, filters and
-penalties, which of the requests draft, and whether prompts are found in a cache. Every case is compared with one plain
-run of the target alone, and that run with Transformers.
+A *subject* is a pair with its prompts. A *case* is one setting of everything that could disturb a token. It has the
+number of concurrent sequences, page size, chunked prompts, forced preemption and block size. It also has temperature,
+filters, penalties, the requests that draft, and hits of a cache. Every case is compared with one plain run of the
+target alone, and that run with Transformers.
 
-At a first difference the reference says, teacher-forced, how clearly the target decides there: the gap of the two best
-perturbed logits, or the distance to the edge of a filter. Above MARGIN nothing excuses it. Below, rounding does: such
-near ties are counted over all tokens compared, every time one shows, and there may be one per 50,000 tokens begun.
+At a first difference the reference computes the margin, teacher-forced. It is the gap of the two best perturbed logits,
+or the distance to the edge of a filter. A margin above MARGIN is a failure. A smaller one is rounding. Such near ties
+are counted over all compared tokens, and one is allowed for each 50,000 tokens begun.
 """
 
 import itertools
@@ -145,8 +145,10 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 
 
 def sampling_of(kind: str, index: int, stop_token_ids: frozenset[int]) -> Sampling:
-    """What the request with this index asks, of one of SAMPLINGS. Temperatures change with every index, filters with
-    every third, and penalties come in sevens, so that all of them meet."""
+    """Return the sampling of the request with this index, of one of SAMPLINGS.
+
+    Temperatures change with every index, filters with every third, and penalties with every seventh, so all meet.
+    """
     asked: dict[str, Any] = {}
     if kind in ("filters", "all"):
         asked |= FILTERS[index // 3 % len(FILTERS)]
@@ -163,9 +165,9 @@ class Case:
     """`chunked` leaves prefill so few rows that prompts are cut; `preempted` leaves pages for one long sequence.
 
     `temperature` None gives the requests 0, 0.7 and 1.0 in turn, `sampling` the filters and penalties of its kind.
-    `speculation` "half" lets every other request draft; "off" loads no draft at all. `path` is how a step runs, see
-    PATHS. With `cached` there is a prefix cache, and every request comes twice in a row, so that the second shares the
-    pages of the first, be that still running or not.
+    `speculation` "half" lets every other request draft, and "off" loads no draft. `path` is one of PATHS. With `cached`
+    there is a prefix cache, and every request comes twice in a row. The second then shares the pages of the first,
+    which may still run.
     """
 
     concurrency: int = 1
@@ -187,9 +189,12 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """Nobody is preempted for the sake of nobody, and on pages of 128 hardly a sequence ever needs another page;
-        nor does a prompt fill one, so that there is nothing to be found again. Steps overlap where nobody draws a token
-        or counts them. Sizes of pages and blocks are compiled in, so there are few."""
+        """Return True if the values can be combined.
+
+        A sequence alone is not preempted. On pages of 128 hardly a sequence ever needs another page, and no prompt
+        fills one, so the cache finds nothing. Steps overlap if no request samples or has penalties. Sizes of pages and
+        blocks are compiled in, so there are few of them.
+        """
         if self.path == "overlap" and not (self.temperature == 0 and self.sampling in ("plain", "filters")):
             return False
         if self.path == "compiled" and not (self.page_size == 16 and self.block_size in (4, 16)):
@@ -208,7 +213,7 @@ class Case:
 
 PATHS = {
     "eager": "operators one by one",
-    "graphs": "decode steps padded to a few sizes and replayed, as on a device",
+    "graphs": "decode steps padded to a few sizes and replayed, like on a device",
     "overlap": "the same where the next step is launched before a step is read, on a double of such a device",
     "compiled": "what `--compile` has g++ make of the forwards, with pages of 16 and blocks of 4 or 16 rows",
 }

@@ -1,11 +1,11 @@
 """Tiny random target + draft pairs in the published file formats, made in milliseconds.
 
-The weights mean nothing, but they are scaled so that a mistake shows: logits spread by about 2, greedy text wanders,
-and every norm has a weight well away from 1. They are mild enough that fp32 rounding moves a logit by some 3e-5 at most
-(4 layers, token by token against whole), which stays below the 1e-4 of the lossless rule.
+The weights are random, but their scale makes a mistake visible. Logits spread by about 2, greedy text wanders, and
+every norm has a weight well away from 1. fp32 rounding moves a logit by some 3e-5 at most (4 layers, token by token
+against whole). That stays below the 1e-4 of the lossless rule.
 
-The same seed and sizes give the same tensors in every dialect (shards, key prefix, where the config keeps the block
-size, taps and rope), so dialects can be compared exactly.
+The same seed and sizes give the same tensors in every dialect, so dialects can be compared exactly. A dialect has its
+own shards, key prefix, and places of block size, target layers and RoPE in the config.
 """
 
 import json

@@ -30,7 +30,7 @@ Cut = Callable[[str, int], int]
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one sequence was asked in one call: `position` of the anchor, so that position + 1 tokens are known."""
+    """Draft of one sequence in one call. `position` is the anchor's, so position + 1 tokens are known."""
 
     request_id: str
     anchor: int
@@ -164,7 +164,7 @@ class Planned:
 
 
 def planned_step(request: Request, text: list[int], n: int, cut: int, block_size: int, *, decoding: bool) -> Planned:
-    """What the step of a sequence with n tokens must yield; a prefilling one (not `decoding`) verifies nothing."""
+    """Return the right result of a step of a sequence with n tokens. Without `decoding` it verifies nothing."""
     remaining = len(request.token_ids) + request.max_tokens - n
     width = min(block_size, remaining) if decoding and request.speculate else 1
     accepted = min(cut, width - 1)

@@ -30,7 +30,7 @@ def engine_of(pair: Pair, **settings: Any) -> Engine:
         target = engine.core.runner.forward.target
         with torch.inference_mode():
             target.embedding[BAD_TOKEN] = NAN
-            target.lm_head[BAD_TOKEN] = 0.0  # nobody says it by himself
+            target.lm_head[BAD_TOKEN] = 0.0  # no text has it by itself
     return engine
 
 

@@ -365,8 +365,10 @@ def adjusted(logits: Sequence[float], sampling: Sampling, prompt: Sequence[int],
 
 
 class Filtered(NamedTuple):
-    """Of every token: whether it may be drawn, and how far it is from the nearest edge that decides so: logits from
-    those of top-k and min-p, a share of the mass from that of top-p."""
+    """Return for every token if it may be drawn, and its distance from the nearest edge that decides so.
+
+    The distance is in logits for top-k and min-p, and a share of the mass for top-p.
+    """
 
     kept: np.ndarray
     distance: np.ndarray
@@ -422,8 +424,10 @@ class Decision(NamedTuple):
         return int(np.where(self.filters.kept, self.scores, -np.inf).argmax())
 
     def margin(self, token: int) -> float:
-        """How far scores or edges must move for `token` to be the choice: it must be let in, and of each token with
-        a higher score either the lead be closed or an edge pass it."""
+        """Return how far scores or edges must move until `token` is the choice.
+
+        The filters must keep it. For each token with a higher score, the lead must be closed or an edge must pass it.
+        """
         kept, distance = self.filters
         into = 0.0 if kept[token] else float(distance[token])
         ahead = (self.scores > self.scores[token]) & kept
@@ -567,13 +571,12 @@ def margin(
     sampling: Sampling = PLAIN,
     num_prompt: int = 0,
 ) -> float:
-    """How clearly the target decides at `index` of a whole sequence, the first `num_prompt` of which are the prompt,
-    teacher-forced in one pass.
+    """Return the target's margin at `index` of a whole sequence, teacher-forced in one pass.
 
-    One run emitted `token_ids[index]`, another emitted `other`. The value is how far scores (logits at T = 0, logits
-    / T + gumbel in nats at T > 0, after penalties) or the edges of filters must move for the worse of the two to be
-    the choice. When they are the best two it is the gap of the best two; when one is neither, it is larger, so a wrong
-    token finds no excuse in a near tie of two others. Differences with a margin above 1e-4 fail in fp32.
+    The first `num_prompt` tokens are the prompt. One run emitted `token_ids[index]`, and another `other`. The margin is
+    how far scores or edges of filters must move until the worse of the two is the choice. Scores are logits at T = 0,
+    and logits / T + gumbel in nats at T > 0, after penalties. If the two tokens are the best two, the margin is their
+    gap. Otherwise it is larger, so a near tie of two others excuses no wrong token. A margin above 1e-4 fails in fp32.
     """
     prompt, emitted = token_ids[:num_prompt], token_ids[num_prompt:index]
     logits = teacher_forced(target, token_ids[:index])[-1]

@@ -1,4 +1,4 @@
-"""What steps cost, where no machine has a say in it."""
+"""Fixed costs of steps, which do not depend on the machine."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -13,8 +13,10 @@ from app.engine.step.runner import ModelRunner
 
 
 def steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines built from now on find drafts to be cheap beside a plain step, and every step to take ten milliseconds,
-    so that `verify="auto"` decides the same everywhere."""
+    """Let engines built from now on measure cheap drafts, and ten milliseconds for every step.
+
+    So `verify="auto"` decides the same on every machine.
+    """
 
     def costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTable:
         timed = [shape for seqs in (1, sizes.max_num_seqs) for shape in shapes(seqs, sizes.block_size)]

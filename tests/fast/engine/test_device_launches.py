@@ -1,4 +1,4 @@
-"""What a decode step asks of a device that knows lengths by itself (device_lengths.py): a graph or two, and copies."""
+"""A decode step is a graph or two, and copies, on a device that reads lengths itself (device_lengths.py)."""
 
 from collections import Counter
 from pathlib import Path

@@ -27,7 +27,7 @@ from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.reference import ReferenceDraft, dflash_greedy, features, load_target
 
 TIGHT = 2e-5
-"""Of the largest value, for hidden states and logits. 5e-6 is usual; the mistakes below show more than 0.2."""
+"""Tolerance as a share of the largest value, for hidden states and logits. 5e-6 is usual, and a mistake exceeds 0.2."""
 
 
 @dataclass(frozen=True)

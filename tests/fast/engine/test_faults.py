@@ -1,4 +1,4 @@
-"""What goes wrong with one sequence ends that one, with an error that says what; its neighbours say the same."""
+"""A fault of one sequence ends it, with an error that gives the reason. The texts of its neighbours do not change."""
 
 import random
 from collections.abc import Iterator
@@ -283,7 +283,7 @@ def test_an_error_of_the_device_ends_the_engine_at_once(pair: Pair, error: Excep
     assert len(launches) == 1
 
 
-# Whoever leaves
+# Sequences that end
 
 
 @pytest.fixture(params=["plenty", "scarce"])

@@ -1,4 +1,4 @@
-"""How much memory a CPU engine takes to be free, on the machine and in a container."""
+"""A CPU engine finds its free memory, on the machine and in a container."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
-"""A step is launched before the one before it is read, where a device knows lengths by itself, and nobody can tell.
+"""A device that reads lengths itself gets a step before the last one is read, and no result changes.
 
-The device is a double, see device_lengths.py; that no token changes under any setting is in test_lossless.py.
+The device is a double, see device_lengths.py. test_lossless.py shows that no token changes under any setting.
 """
 
 import random
@@ -161,7 +161,7 @@ def test_who_is_sure_to_end_is_not_launched_again(lucky: Pair):
     assert sum("long" in names(batch.rows) for batch in log.batches) == 12
 
 
-# Who comes and who leaves
+# Sequences that come and end
 
 
 def test_a_newcomer_ends_the_overlap_and_is_admitted_in_the_next_step(lucky: Pair):
@@ -195,7 +195,7 @@ def test_who_cannot_be_admitted_leaves_the_overlap_alone(lucky: Pair):
 def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pair, everyone: bool):
     asked = requests(5, max_tokens=50)
     expected = undisturbed(eager(lucky), asked)
-    engine = overlapping(lucky, kv_pages=66 + 9)  # so few that whoever comes later gets those
+    engine = overlapping(lucky, kv_pages=66 + 9)  # so few that a later sequence gets the freed ones
     log, run = Log(engine.core), Run(engine, asked[:3]).until(6)
     gone = ["r0", "r1", "r2"] if everyone else ["r1"]
     assert run.core._ahead is not None

@@ -1,7 +1,7 @@
-"""Text and acceptance are the same from a warm cache as from a cold one, and no step touches what is cached.
+"""A warm cache gives the same text and acceptance as a cold one, and no step changes a cached page.
 
-`watch` looks at every step of an engine: a page that is cached or shared has the same K and V after it, bit by bit, in
-the target's and in the draft's pool. Cold engines, which texts are compared with, have no prefix cache.
+`watch` checks every step of an engine. A cached or shared page has the same K and V after it, bit by bit, in the
+target's and in the draft's pool. Cold engines, which give the expected texts, have no prefix cache.
 """
 
 import random

@@ -1,5 +1,7 @@
-"""A step's arrays, and the positions and slots that the device makes of them, equal what a plain loop, row by row, says
-of the batch; padded to the size of a graph they say the same, and nobody's rows harm no one."""
+"""A step's arrays, and the positions and slots that the device makes of them, equal those of a plain loop over rows.
+
+Padded to the size of a graph they are the same, and rows of padding harm no sequence.
+"""
 
 import pickle
 from array import array
@@ -366,7 +368,7 @@ def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
 
 
 def test_a_step_is_arrays_alone_and_a_copy_of_them_gives_the_same_result(tmp_path: Path) -> None:
-    """What another process would get: pickled bytes of every step, with filters, penalties and drafts among them."""
+    """Pickle every step as for another process, with filters, penalties and drafts among them."""
     pair = make_pair(tmp_path, **LUCKY)
     asked = [
         SamplingParams(),

@@ -122,7 +122,7 @@ def test_automatic_blocks_are_as_narrow_as_what_is_verified_of_them(
 
 @pytest.mark.parametrize(("rows", "least"), [(4, 3.6), (8, 6.0), pytest.param(12, 7.5, marks=pytest.mark.slow)])
 def test_narrow_blocks_are_as_good_as_the_beginning_of_wide_ones(rows: int, least: float) -> None:
-    """Of held-out math and code, drafts accepted and the bonus: a draft that saw its masks wrongly would do worse."""
+    """Acceptance length of held-out math and code. A draft that saw its masks wrongly would have a smaller one."""
     prompts = [*demo_prompts("math", 8, 60), *demo_prompts("code", 8, 60)]
     asked = [Request(str(i), p.token_ids, 60, stop_token_ids=p.stop_token_ids) for i, p in enumerate(prompts)]
     steps: list[StepOutput] = []
@@ -148,7 +148,7 @@ def test_sizes_that_the_pages_do_not_hold_are_not_timed(tmp_path: Path) -> None:
 
 
 def test_what_held_a_step_up_while_it_was_timed_is_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a whole block all rounds but one."""
+    """Time a whole block in all rounds but one."""
     rounds = iter([400.0, 400.0, 6.0])
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(costs, "_step", lambda shape, sizes: shape)

@@ -1,9 +1,9 @@
-"""A scheduler driven by a scripted model, with all that DESIGN.md promises of a step checked after each.
+"""Scheduler driven by a scripted model. Every promise of DESIGN.md about a step is checked after each step.
 
-The scripted model stands in for target, draft and memory. Its memory remembers for every slot whose token was written
-there, so KV that is missing, stale, overwritten or someone else's is seen in the step that would read it. With prefix
-caching it remembers what the token stands behind: the salt and all tokens before it. A cache of the test's own, whose
-keys are these tokens themselves, says what must be found.
+The scripted model replaces target, draft and memory. Its memory records the owner of the token in every slot. So KV
+that is missing, stale, overwritten or another sequence's is found in the step that would read it. With prefix caching
+it records the salt and all tokens before the token instead. A cache of the test's own, whose keys are these tokens
+themselves, knows the expected hits.
 """
 
 from array import array
@@ -21,17 +21,17 @@ from app.messages import Request, TokenDelta
 
 VOCAB = 12
 NONSENSE = -7
-"""What a step's result holds past the bonus token."""
+"""Value past the bonus token in a step's result."""
 
 Accept = Callable[[ScheduledSequence], int]
 
 Place = tuple[str, tuple[int, ...]]
-"""What a slot's KV is of: without a cache (request id, (position, token)), with one (salt, the tokens up to it)."""
+"""Owner of a slot's KV: without a cache (request id, (position, token)), with one (salt, the tokens up to it)."""
 
 
 @dataclass
 class Scripted:
-    """A request and all it would say with nobody to stop it: `script` is prompt, then answer, then some more."""
+    """Request with its whole text if nothing stops it. `script` is prompt, then answer, then more tokens."""
 
     request: Request
     script: list[int]
@@ -49,7 +49,7 @@ class Scripted:
 
 
 def protected(scheduler: Scheduler) -> set[int]:
-    """The pages that nobody may write: those with several owners, and those that somebody can find."""
+    """Return the pages that no step may write: those with several owners, and those that the cache can find."""
     owners = Counter(page for seq in scheduler.running for page in seq.pages)
     return {*(page for page, count in owners.items() if count > 1), *scheduler.pool._digest_of}
 
@@ -196,7 +196,7 @@ class Harness:
         return page * self.page_size + position % self.page_size
 
     def place(self, request: Request, tokens: list[int]) -> Place:
-        """Of the last of these tokens of a sequence, all from its first."""
+        """Return the key of the last of these tokens of a sequence, which has all tokens from its first."""
         if self.prefix_caching:
             return request.cache_salt, tuple(tokens)
         return request.request_id, (len(tokens) - 1, tokens[-1])
@@ -237,7 +237,7 @@ class Harness:
     # The cache, once more
 
     def prefixes(self, seq: Sequence) -> Iterator[Place]:
-        """Of each page that a hit may cover: not the one of the last token."""
+        """Return the key of each page that a hit may cover, which excludes the page of the last token."""
         for end in range(self.page_size, seq.num_tokens, self.page_size):
             yield self.place(seq.request, seq.token_ids[:end])
 
@@ -281,7 +281,7 @@ class Harness:
             self.cached.setdefault(place, pages[page])
 
     def is_being_filled(self, seq: Sequence) -> bool:
-        """Whether somebody who runs fills the next page that `seq` could find, by the end of this step."""
+        """Return True if a running sequence fills the next page that `seq` could find, by the end of this step."""
         left = list(self.prefixes(seq))[len(self.found(seq)) :]
         return bool(left) and any(
             other.num_computed < len(left[0][1]) <= other.num_tokens
@@ -329,7 +329,7 @@ class Harness:
             assert rows.needs_logits == (rows.end == rows.seq.num_tokens)
 
         left = self.budget - sum(rows.count for rows in batch.rows)
-        if left:  # nobody waits who could have run
+        if left:  # no waiting sequence could have run
             assert len(in_batch) == len(scheduler.running)
             assert all(rows.needs_logits for rows in batch.prefills)
             if scheduler.waiting and len(scheduler.running) < scheduler.max_num_seqs:
@@ -346,7 +346,7 @@ class Harness:
         self.check_own(written)
 
     def check_waits(self, seq: Sequence) -> None:
-        """For pages: a page must stay free for each who runs; or for a page that somebody fills in this very step."""
+        """Check that it waits for free pages besides one for each running sequence, or for a page of this step."""
         owned = {page for other in self.scheduler.running for page in other.pages}
         tokens = seq.num_tokens + self.block_size - 1
         wanted = self.pool.pages_for(tokens) - len(owned.intersection(self.found(seq)))

@@ -1,4 +1,4 @@
-"""The step that is launched behind one that nobody has read: who is in it, on which pages, and what of it counts."""
+"""The step behind one in flight has the right sequences and pages, and `commit` takes the right rows of it."""
 
 from collections.abc import Collection
 from typing import Any

@@ -152,8 +152,10 @@ def test_on_recorded_text_it_is_as_good_as_the_best_fixed_width(load: str, costs
 )
 @pytest.mark.parametrize("load", ["mixed", pytest.param("all", marks=pytest.mark.slow)])
 def test_on_recorded_mixed_text_it_beats_every_fixed_width(load: str, costs: str, concurrency: int) -> None:
-    """Where a row costs most, and 16 of them are shared by answers of 40 to 128 tokens, there is too little to gain
-    by finding out which are which: there it is as good as plain decoding, which the test above says."""
+    """At 16 requests on the machine with the dearest rows, answers of 40 to 128 tokens leave too little to gain.
+
+    The test above shows that it is as good as plain decoding there.
+    """
     fixed = {width: replay_recorded(load, costs, width, concurrency) for width in WIDTHS}
     assert replay_recorded(load, costs, None, concurrency) > max(fixed.values()), fixed
 

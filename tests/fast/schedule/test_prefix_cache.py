@@ -15,7 +15,7 @@ from tests.fast.schedule.scheduler_harness import VOCAB, Harness
 
 PAGE = 4
 STEMS = 24
-"""How many of the latest texts a prompt may grow out of."""
+"""Number of the latest texts that a prompt may grow out of."""
 
 
 # Pages
@@ -374,7 +374,7 @@ def test_of_a_page_that_two_sequences_fill_in_one_step_the_first_ones_is_shared(
 
 
 def test_one_who_is_past_a_page_is_not_waited_for_even_where_its_page_is_not_the_cached_one():
-    """Of the page that two have filled the first one's was cached, and is evicted while the second still runs."""
+    """Two sequences fill the same page. The first one's was cached, and is evicted while the second still runs."""
     harness = cached_harness(spare_rows=60, spare_pages=0, max_model_len=48)  # 14 pages
     script = list(range(100, 160))
     first, second = (harness.add(5, 40, begins=script, speculate=False) for _ in range(2))
@@ -486,7 +486,7 @@ def test_a_sequence_that_is_recomputed_after_a_flush_is_cached_like_any_other():
 
 
 class Tree:
-    """Prompts that begin alike: each grows out of another one, or out of what somebody has asked and been told."""
+    """Prompts that begin alike. Each grows out of another prompt, or out of a prompt and its answer."""
 
     def __init__(self, random: Random, longest: int) -> None:
         self._random = random

@@ -146,7 +146,7 @@ def test_a_request_that_wants_no_speculation_and_a_target_alone_run_one_row():
 
 
 def delta_of(tokens: list[int], verified: int, accepted: int, finish_reason: FinishReason | None) -> TokenDelta:
-    """What one step says of the request "r"."""
+    """Return one step's result for the request "r"."""
     return TokenDelta("r", tokens, [SpecStep(len(tokens), verified, accepted)], finish_reason=finish_reason)
 
 
@@ -367,7 +367,7 @@ def test_who_starts_over_preempts_the_newest_if_it_needs_their_pages():
 
 
 def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypatch):
-    """It would be given pages while it waits, and those would be nobody's for ever."""
+    """It would get pages while it waits, and no sequence would ever free them."""
     harness = Harness(page_size=4, block_size=4, max_model_len=32, max_num_seqs=2, prefix_caching=True)
     first, second = (harness.add(6, 8) for _ in range(2))
     harness.step(lambda rows: 0)
@@ -386,8 +386,8 @@ def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypat
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_a_very_long_prompt_costs_others_no_step(prefix_caching):
-    """Whoever decodes says something in every step, also while a prompt of many steps is run; and no step has more rows
-    than the budget."""
+    """A decoding sequence emits in every step, also during a prompt of many steps. No step has more rows than the
+    budget."""
     harness = Harness(
         max_num_seqs=4, block_size=4, max_model_len=400, spare_pages=60, spare_rows=4, prefix_caching=prefix_caching
     )
@@ -408,7 +408,7 @@ def test_a_very_long_prompt_costs_others_no_step(prefix_caching):
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("siblings", [1, 4])
 def test_more_work_than_pages_is_all_done(prefix_caching, siblings):
-    """In the smallest pool there may be, on whose pages one sequence fits: in time, and nobody loses a token."""
+    """In the smallest possible pool, which fits one sequence, all end in time, and no sequence loses a token."""
     harness = Harness(max_num_seqs=4, block_size=4, max_model_len=64, spare_rows=40, prefix_caching=prefix_caching)
     for i in range(12):
         for _ in range(siblings):
