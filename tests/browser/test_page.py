@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser: what a person types, sees and is told."""
+"""The page at `/` in a real browser: input, display and messages."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Fixtures of the fast tests, for those that go through all there is."""
+"""Fixtures of the fast tests, for exhaustive tests."""
 
 from tests.fast.api.served import background, model_folder, own_server, patient_servers, server, shared_server
 from tests.fast.engine.kept import kept

@@ -17,7 +17,7 @@ NUM_ROWS = 3
 
 
 def made(folder: Path) -> Golden:
-    """Ask Transformers everything anew."""
+    """Write the texts of Transformers."""
     lucky = lucky_subject(folder / "lucky", load_transformers)
     weights = {lucky.name: digest(lucky.target)}
     lossless = {str(case): list(lucky.plain(case)) for case in PLAIN_CASES}

@@ -1,10 +1,9 @@
 """The promise of `--verify auto` on whole loads, replayed without a clock or a model, so that every figure is exact.
 
 Requests with the prompts and answers of the demo pair come as in `python -m tools.lab widths`: the next one when one
-has ended. What drafts would become at every token is recorded, so any choice can be followed; what steps take is a
-table. Time that is reported to the policy is noisy, time that is counted is not. The policy goes from load to load, as
-an engine does, and a load is run once before it counts.
-`python -m tests.exhaustive.test_policy_loads` prints all cells.
+has ended. The acceptance of drafts is recorded at every token, so any choice can be replayed. Step times are a table.
+Time that is reported to the policy is noisy, time that is counted is not. The policy goes from load to load, as an
+engine does, and a load is run once before it counts. `python -m tests.exhaustive.test_policy_loads` prints all cells.
 """
 
 import itertools

@@ -1,5 +1,5 @@
 """`python -m tools.lab api`: its scripted server says what it should, step by step, and the figures are put together
-right. What they are is no matter of tests."""
+right. Tests do not judge their values."""
 
 import argparse
 import asyncio

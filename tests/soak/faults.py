@@ -23,8 +23,8 @@ class Fault:
 @dataclass
 class Faults:
     """`pause` is how long an engine is stopped that has to survive it, `step_timeout` after how long it may not.
-    `lost` says after what the server was not ready again, and nothing can go on. Where there is no engine nothing is
-    done: what its requests got has no excuse then, and says so.
+    `lost` says after what the server was not ready again, and nothing can go on. Without an engine it does nothing, and
+    errors of requests have no excuse then.
     """
 
     server: DemoServer

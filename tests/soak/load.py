@@ -92,7 +92,7 @@ class Load:
             await self._book(await ask(http, "slow reader", self.asked.slow, stream=True, pause=_READ_PAUSE))
 
     async def _half_open(self, enough: asyncio.Event) -> None:
-        """Some who send a part of a request, or read nothing of their answer, and vanish without a goodbye."""
+        """Open clients that send a part of a request, or read nothing of their answer, and vanish."""
         address = urlsplit(self.url)
         while not enough.is_set():
             writers = []
@@ -119,7 +119,7 @@ class Load:
 
 
 def _vanish(writer: asyncio.StreamWriter) -> None:
-    """A reset, as from a host that has lost power and come back."""
+    """Reset the connection, like a host that has lost power and come back."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")

@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.1
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`minutes` of load. The step timeout and how long an engine is paused are seconds; `slow_tokens` is how long each
-    of the four choices is that slow readers read. What runs at SIGTERM has to end within `shutdown_timeout` seconds."""
+    of the four choices is that slow readers read. Answers at SIGTERM have to end within `shutdown_timeout` seconds."""
 
     minutes: float
     seed: int
@@ -186,8 +186,8 @@ def _unrest(server: DemoServer) -> Iterator[str]:
 
 
 def _settled(server: DemoServer, points: Sequence[QuietPoint]) -> Footprint:
-    """The API process once it has closed what its clients have left: as many descriptors as at the first of the points.
-    At the first itself, once they get no fewer."""
+    """Return the API process once it has closed the sockets of its clients, with as many descriptors as at the first
+    point. At the first itself, once they get no fewer."""
     found, deadline = server.footprint(), time.monotonic() + _QUIET_SECONDS
     while time.monotonic() < deadline:
         if points and found.descriptors <= points[0].api.descriptors:

@@ -1,4 +1,4 @@
-"""Schemathesis for as long as there is time: what /openapi.json allows, and what it forbids, to a real engine."""
+"""Schemathesis within a time limit. It sends requests that /openapi.json allows or forbids to a real engine."""
 
 import itertools
 import time

@@ -97,7 +97,7 @@ def test_an_error_without_a_fault_in_its_time_is_a_complaint(outcome: Outcome) -
 
 
 def points(*prints: Footprint, engines: tuple[int, ...] = (1, 1, 1)) -> list[QuietPoint]:
-    """Three rounds: what both processes hold after each, and which engine it was."""
+    """Return three rounds, with the resources of both processes and the engine after each."""
     return [
         QuietPoint(f"round {i}", some, pid, some) for i, (some, pid) in enumerate(zip(prints, engines, strict=True))
     ]

@@ -1,4 +1,5 @@
-"""`--compile`: what is compiled says what operators one by one say, is kept, and is refused where it cannot be.
+"""`--compile`: compiled forwards give the texts of single operators. They are kept, and settings without them are
+refused.
 
 Packages take g++ many seconds, so there are few: of one pair, for one size of pages and of blocks. Others are among the
 slow cases of test_lossless.py.

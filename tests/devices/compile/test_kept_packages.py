@@ -52,7 +52,7 @@ def test_where_it_cannot_be_there_is_a_new_one_for_this_time(
     elif why == "nobody's home":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME", raising=False)
-        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # As where the user has no entry either.
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Like for a user without an entry.
     elif why == "another's above it":
         assert kept._owners_above(temporary) >= {tmp_path.stat().st_uid, Path("/").stat().st_uid}
         monkeypatch.setattr(kept, "_owners_above", lambda folder: {0, os.getuid(), 12345})

@@ -49,7 +49,7 @@ class NoGpu:
 
 
 def compile_only() -> list[Any]:
-    """From now on a launch compiles and no more; what was compiled is put into the list that is returned."""
+    """Let launches compile only. Return the list that gets the compiled kernels."""
     compiled: list[Any] = []
     launch = triton.JITFunction.run
 

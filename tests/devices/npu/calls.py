@@ -15,7 +15,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 
 
 def causal_mask() -> Tensor:
-    """int8 [2048, 2048], 1 strictly above the diagonal: what sparse_mode 3 wants."""
+    """int8 [2048, 2048], 1 strictly above the diagonal, for sparse_mode 3."""
     return torch.ones(2048, 2048, dtype=torch.int8).triu_(1).to("npu:0")
 
 

@@ -62,7 +62,7 @@ def numerics() -> Iterator["Numerics"]:
 
 @pytest.fixture
 def run_python() -> Callable[..., str]:
-    """Run a program in a fresh process with these NPU_STUB_* (and other) variables; what it printed."""
+    """Run a program in a fresh process with these NPU_STUB_* (and other) variables, and return its output."""
 
     def run(program: str, **environment: str) -> str:
         lines = f"import torch, torch_npu\ntorch.set_num_threads(1)\n{program}"

@@ -1,4 +1,4 @@
-"""The null device's own face (csrc/): what it was asked to do, and the hooks by which numerics run on it."""
+"""Python side of the null device (csrc/): a trace of its calls, and the hooks of the numerics."""
 
 import contextlib
 import ctypes

@@ -72,8 +72,8 @@ class Call:
 class Numerics(TorchDispatchMode):
     """See the module. `lift` names rules of docs/npu-contract.md that are not held, such as {"N7"} for float32.
 
-    Belongs to the thread that enters it. What the host waits for is in null_device.traced(), with the operators whose
-    result's size depends on values among it.
+    Belongs to the thread that enters it. null_device.traced() has the waits of the host. Operators whose result's size
+    depends on values are among them.
     """
 
     def __init__(self, lift: Iterable[str] = ()) -> None:
@@ -129,7 +129,7 @@ class Numerics(TorchDispatchMode):
         if _has_host_tensor(out):
             if state.graph:
                 raise NumericsError(f"{func} in a graph reads a strided tensor or casts it on the way to the host")
-            null_device.deliver()  # What torch_npu has read holds no numbers; they follow.
+            null_device.deliver()  # The memory that torch_npu has read holds no numbers yet. They follow.
         call = Call(func, *tree_map(alias, (args, kwargs, out)), self.lift, captured=bool(state.graph))
         if state.updating:
             _update(call, state)

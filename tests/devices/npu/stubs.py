@@ -3,9 +3,9 @@
     LD_LIBRARY_PATH=$(python -m tests.devices.npu.stubs build/npu-stubs) TORCH_DEVICE_BACKEND_AUTOLOAD=0 python ...
 
 prints the folder that holds them: one for each version of the wheel and of this generator, built once (gcc, seconds).
-The names come from the wheel's own binaries: what its libraries need and neither torch nor the wheel defines, and every
-`aclnn` entry that it looks up by name. The bodies that matter are csrc/; the others return 0. Checked with
-torch_npu 2.13.0 (cp311, x86_64).
+The names come from the wheel's own binaries. They are the symbols that neither torch nor the wheel defines, and every
+`aclnn` entry that it looks up by name. The bodies that matter are csrc/; the others return 0. Checked with torch_npu
+2.13.0 (cp311, x86_64).
 """
 
 import ctypes

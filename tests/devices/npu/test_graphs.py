@@ -1,4 +1,4 @@
-"""NPUGraph with numbers: what was captured is computed at every replay. Checked with torch_npu 2.13.0."""
+"""NPUGraph with numbers computes the captured calls at every replay. Checked with torch_npu 2.13.0."""
 
 from itertools import accumulate
 

@@ -152,7 +152,7 @@ def backend(numerics: object) -> NpuBackend:
 
 def test_the_backend_and_its_memory_are_told(backend: NpuBackend) -> None:
     assert probes.backend(backend) == ok("NpuBackend on npu:0, bfloat16, pages of 128 tokens")
-    memory = probes.memory(backend)  # what earlier tests of this process hold is missing
+    memory = probes.memory(backend)  # memory of earlier tests in this process is missing
     assert memory.status == "ok" and memory.found.endswith(" of 64.0 GiB free")
 
 

@@ -111,7 +111,7 @@ def test_rotary_mul_turns_pairs() -> None:
 
 
 def test_apply_rotary_pos_emb_turns_both_in_place() -> None:
-    """The schema does not say so: what is returned is the query and key themselves (N21)."""
+    """The operator returns the query and key themselves, which the schema does not show (N21)."""
     q, k = normal(5, 4, 128, dtype=torch.float32), normal(5, 2, 128, seed=1, dtype=torch.float32)
     angles = torch.rand(5, 64, dtype=torch.float64) * 2 * math.pi
     given = q.to("npu:0"), k.to("npu:0")

@@ -1,4 +1,4 @@
-"""The engine's graphs on the null device: what is given anew at every step, what stays, and what the host waits for."""
+"""The engine's graphs on the null device have the right updates, fixed addresses and waits of the host."""
 
 import gc
 from dataclasses import replace
@@ -47,7 +47,7 @@ def requests(**kwargs: Any) -> list[Request]:
 
 
 class Attended:
-    """The lengths of every attention call: as eager code passes them, and as they are given anew to a graph."""
+    """Return the lengths of every attention call, in eager code and in updates of a graph."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.eager: list[Lengths] = []

@@ -184,8 +184,8 @@ def seconds_to_read(body):
 
 
 async def longest_stall(server, path, body):
-    """The longest that the server's loop was away while it answered 400: seconds that this process computed, whichever
-    of its threads held the interpreter's lock; what else the machine does is none of them."""
+    """Return the longest absence of the server's loop during a 400, in seconds of this process's CPU time. All of its
+    threads count, because one lock serves them. Other processes do not count."""
     asking = asyncio.get_running_loop().run_in_executor(None, lambda: server.http.post(path, content=body))
     longest, last = 0.0, time.process_time()
     while not asking.done():

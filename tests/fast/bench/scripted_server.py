@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 Script = Sequence[tuple[float, str]]
-"""(moment in seconds, what is sent then)."""
+"""(moment in seconds, bytes sent then)."""
 
 
 class Clock:

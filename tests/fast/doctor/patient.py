@@ -3,7 +3,7 @@
 from app.client.child_process import LineProcess
 
 LONGEST = 600.0
-"""Seconds that a test gives a line at most: who waits without a limit of its own would wait for ever."""
+"""Most seconds that a test waits for a line, because a wait without a limit may never end."""
 HANG = "print('\"hang\"', flush=True); time.sleep(6000)"
 """Line that makes a program hang."""
 

@@ -174,7 +174,7 @@ def test_every_section_is_told_and_a_check_that_fails_is_counted(tmp_path: Path,
 
 
 def test_a_part_that_raises_dies_or_hangs_has_failed_and_all_others_are_told(tmp_path: Path) -> None:
-    """Also where the device is lost with it, as after an illegal access."""
+    """Also if the device is lost with it, like after an illegal access."""
     row = "lambda: {}"
     breaks = ["lambda: fail('out of luck')", "lambda: fail('illegal access', True)", "end", "hang"]
     runs = [row, breaks[0], row, breaks[1], row, breaks[2], row, breaks[3], row]

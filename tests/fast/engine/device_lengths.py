@@ -45,7 +45,7 @@ class DeviceLengthsBackend(TorchBackend):
         token = torch.arange(meta.page_table.shape[1] * meta.page_size)
         visible = token < seen[:, None]
         group = q_thd.shape[1] // kv.k.shape[2]
-        # What lies past a sequence's tokens may be anything, and is not even loaded.
+        # Slots past a sequence's tokens may hold anything, and are not even loaded.
         inside = (token < meta.seq_lens[:, None])[..., None, None]
         k, v = (torch.where(inside, pool[meta.page_table].flatten(1, 2), 0.0) for pool in (kv.k, kv.v))
         k, v = (x[seq_ids].transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
@@ -72,6 +72,6 @@ class SharedMemoryGraph(RerunGraph):
 
 @contextmanager
 def device_lengths() -> Iterator[None]:
-    """Engines that are built meanwhile are on such a device."""
+    """Put engines that are built in this context on such a device."""
     with patch.object(build, "make_backend", lambda *_, **__: DeviceLengthsBackend()):
         yield

@@ -37,7 +37,7 @@ class Checkpoint:
     folder: Path
     taps: tuple[int, ...]
     prompts: list[list[int]]
-    """Three texts; the first is the one that is cut in all ways, the others keep it company."""
+    """Three texts. The first one is cut in all ways, and the others run beside it."""
     draft: Path | None = None
 
     def engine(self, **settings) -> Engine:

@@ -456,7 +456,7 @@ LUCKY: dict[str, Any] = {
 
 PLAIN_CASES = [Case(temperature=temperature) for temperature in TEMPERATURES]
 PLAIN_CASES += [Case(temperature=None, sampling=sampling) for sampling in SAMPLINGS[1:]]
-"""Plain decoding with every temperature, and with filters and penalties that are counted anew for every token."""
+"""Plain decoding with every temperature, with filters, and with penalties by counts made for every token."""
 
 
 def assert_lossless(comparison: Comparison) -> None:

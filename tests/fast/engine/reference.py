@@ -521,7 +521,7 @@ def dflash_sampled(
     width: int | None = None,
     propose: Callable[[list[int]], list[int]] | None = None,
 ) -> DFlashRun:
-    """The whole method. Target and draft run over the whole sequence anew in every step: nothing to roll back.
+    """The whole method. Target and draft run over the whole sequence in every step, so nothing is rolled back.
 
     A step verifies `width` rows (default and most: the block), never more than may still be emitted. `propose` maps
     all known tokens to b - 1 drafts, in place of the draft model.

@@ -1,4 +1,4 @@
-"""Every dialect of a DFlash checkpoint is understood; what would run wrongly is refused by the name of its field."""
+"""Every dialect of a DFlash checkpoint is understood, and a draft that would run wrongly is refused by its field."""
 
 import json
 from copy import deepcopy

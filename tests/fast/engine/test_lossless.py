@@ -1,7 +1,7 @@
 """DFlash on == off == Transformers, token for token, with each value of each setting; and the comparison can fail.
 
 tests/exhaustive/test_lossless.py goes through every pair of settings, on three pairs of models, with Transformers live.
-What it said of these prompts is in tests/golden. `python -m tests.proof` runs the most.
+Its texts of these prompts are in tests/golden. `python -m tests.proof` runs the most.
 """
 
 from collections.abc import Callable, Iterator

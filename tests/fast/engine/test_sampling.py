@@ -498,8 +498,8 @@ def test_the_rows_of_a_block_worked_out_by_hand():
 
 
 def test_counts_are_right_whoever_comes_goes_and_changes_seats(backend):
-    """Sequences emit, wait, return to other seats or their own, end, and make room; some are asked about at every step,
-    some once in a while, as where they prefill."""
+    """Sequences emit, wait, return to other batch slots or their own, end, and free them. Some are counted at every
+    step, and some now and then, like in prefill."""
     rng = Random(1)
     vocab, batch_slots = 11, 4
     counts = TokenCounts(batch_slots, vocab, backend)

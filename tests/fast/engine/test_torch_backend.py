@@ -248,7 +248,7 @@ def test_start_up_refuses_a_device_whose_draft_attention_stays_causal_or_reads_t
 def test_write_kv_fills_the_named_slots_and_no_others(backend):
     kv = LayerKv(normal(5, 4, 2, 8, seed=1), normal(5, 4, 2, 8, seed=2))
     expected_k, expected_v = kv.k.clone(), kv.v.clone()
-    fused = normal(6, 4, 8, seed=3)  # as in the layer: K and V are views into one projection
+    fused = normal(6, 4, 8, seed=3)  # K and V are views into one projection, like in the layer
     k, v = fused.split_with_sizes([2, 2], dim=1)
     slot_mapping = [19, 0, 7, 8, 5, 12]
     for row, slot in enumerate(slot_mapping):

@@ -1,5 +1,4 @@
-"""However many drafts a step verifies, the tokens are the same; what is asked for is what is verified, and no block is
-drafted wider than that."""
+"""The number of verified drafts changes no token. A step verifies the requested number, and drafts no wider block."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -79,7 +78,7 @@ def blocks_drafted(core: EngineCore) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("verify", [6, "full"])
 def test_all_blocks_have_as_many_rows_as_are_to_be_verified(verify: str | int) -> None:
-    """At the end of an answer too: so what is drafted for a sequence does not depend on who is beside it."""
+    """At the end of an answer too, so the drafts of a sequence do not depend on its neighbours."""
     core = engine(verify)
     drafted = blocks_drafted(core)
     core.run(requests())

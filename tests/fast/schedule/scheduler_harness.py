@@ -56,7 +56,7 @@ def protected(scheduler: Scheduler) -> set[int]:
 
 def check_pages(scheduler: Scheduler) -> None:
     """Every page but the scratch ones is free, or owned by as many sequences as the pool counts: only with a cache by
-    more than one. What can be found by a digest is found, and by that one alone."""
+    more than one. Check that a digest finds its page, and that no other digest does."""
     pool = scheduler.pool
     owners = Counter(page for seq in (*scheduler.running, *scheduler.waiting) for page in seq.pages)
     free = array("i")
@@ -113,7 +113,7 @@ class Harness:
         self._flushed_under: set[str] = set()
         self._count = 0
 
-    # What a user does
+    # Actions of a user
 
     def add(
         self,
@@ -250,7 +250,8 @@ class Harness:
         return pages
 
     def follow_pages(self, owned: dict[str, "array[int]"]) -> None:
-        """After a schedule: what was taken anew is cached no more; what newcomers share is what they had to find."""
+        """Check after a schedule that new pages are not cached, and that new sequences share the pages that they had to
+        find."""
         hits: dict[str, list[int]] = {}
         for seq in self.scheduler.running:
             request_id = seq.request.request_id
@@ -290,7 +291,7 @@ class Harness:
             for other in self.scheduler.running
         )
 
-    # What must hold
+    # Checks
 
     def check_memory(self, kv: dict[int, Place] | dict[int, Place | None], seq: Sequence, num_tokens: int) -> None:
         """The slots of the first `num_tokens` tokens hold just these tokens, in this order, of this sequence."""
@@ -334,7 +335,7 @@ class Harness:
             assert all(rows.needs_logits for rows in batch.prefills)
             if scheduler.waiting and len(scheduler.running) < scheduler.max_num_seqs:
                 self.check_waits(scheduler.waiting[0])
-        else:  # what is cut short is the last chunk alone
+        else:  # only the last chunk is cut short
             assert all(rows.needs_logits for rows in batch.prefills[:-1])
 
         written: set[int] = set()

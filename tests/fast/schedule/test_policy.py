@@ -186,7 +186,8 @@ def test_on_a_mixed_load_it_beats_every_fixed_width(costs: str) -> None:
     ],
 )
 def test_text_that_has_become_easy_again_is_found(costs: str, least: float) -> None:
-    """Over several loads, for when a probe comes is chance. Where probes are dear they are rare; turns are short."""
+    """Over several loads, because a probe comes at a random time. Where probes are dear they are rare; turns are
+    short."""
     shares = []
     for seed in range(24):
         auto, _, fixed = compared([f"changing {5 * seed}"] * 4, costs, seed)
@@ -241,7 +242,7 @@ def test_a_slower_machine_is_slower_at_all_it_could_do() -> None:
 
 
 def test_what_drafting_costs_against_plain_steps_is_learned_where_both_are_run() -> None:
-    """Whatever warm-up said, and however fast the machine is meanwhile."""
+    """At any warm-up times, and at any speed of the machine."""
     costs = planted("cpu")
     plain, block = float(costs.step_ms(4, 0, 0, 0)), float(costs.step_ms(4, 4, 16, 60))
     for step in range(300):

@@ -1,4 +1,4 @@
-"""The prefix cache by itself: what may be found is found, nothing else is, and no page is written twice or lost."""
+"""The prefix cache finds the right pages and no others, and no page is written twice or lost."""
 
 import hashlib
 from array import array
@@ -134,7 +134,7 @@ def test_a_flush_forgets_every_page_and_takes_none_from_its_owner():
     assert pool.num_free == 2
 
 
-# What a page is found by
+# Keys of a page
 
 
 def sequence(tokens: list[int], salt: str = "") -> Sequence:
@@ -391,7 +391,7 @@ def test_one_who_is_past_a_page_is_not_waited_for_even_where_its_page_is_not_the
 
 
 def test_pages_in_use_cost_a_newcomer_nothing_and_free_ones_do():
-    """10 pages, of which the running one has 7: a stranger of 7 pages waits, and one who shares 6 of them runs."""
+    """The running sequence has 7 of 10 pages. Another one of 7 pages waits, and one that shares 6 of them runs."""
     prompt = list(range(24))
     for begins, runs in (([], False), (prompt, True)):
         harness = Harness(prefix_caching=True, page_size=4, block_size=4, max_model_len=32, spare_rows=80)

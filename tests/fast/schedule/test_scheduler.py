@@ -1,6 +1,6 @@
 """Whatever requests come, however many drafts are accepted and however small the pool: DESIGN.md's invariants hold.
 
-Where not said otherwise there is no prefix cache, so every prompt is run whole: test_prefix_cache.py is about that.
+Most tests have no prefix cache, so every prompt is run whole. test_prefix_cache.py tests the cache.
 """
 
 from array import array
@@ -21,7 +21,7 @@ from app.engine.sequence import NOT_FINITE
 from app.messages import FinishReason, Request, SpecStep, TokenDelta
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
 
-# Who runs
+# Running sequences
 
 
 def test_prompts_are_taken_in_chunks_within_the_budget_and_in_order_of_arrival():
@@ -284,7 +284,7 @@ def test_abort_of_an_unknown_or_finished_request_does_nothing():
     assert set(harness.done) == {"r0", other}
 
 
-# Who goes wrong
+# Faults
 
 BAD = NOT_FINITE
 
@@ -381,7 +381,7 @@ def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypat
     assert [rows.seq for rows in batch.live_part.rows] == [older]
 
 
-# Who waits for whom
+# Waiting sequences
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])

@@ -1,4 +1,4 @@
-"""The bench of a CPU: what it runs, and what its table says."""
+"""The laboratory of a CPU runs the right ways, and its table has the right verdicts."""
 
 import pytest
 import torch
