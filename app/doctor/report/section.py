@@ -22,7 +22,7 @@ MAKERS = {
     "open_points": "app.doctor.report.npu_questions.parts",
     "engine": "app.doctor.report.engine.parts",
     "step": "app.doctor.report.step.parts",
-    "roofline": "app.doctor.report.gemm.parts",
+    "roofline": "app.doctor.report.roofline.parts",
 }
 """Section -> the function that makes its parts."""
 

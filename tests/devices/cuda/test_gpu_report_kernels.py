@@ -11,7 +11,7 @@ from torch.cuda._utils import _get_device_index as index_of
 
 from app.doctor import operators
 from app.doctor.operators import Extent, of_graphs
-from app.doctor.report import command, gemm
+from app.doctor.report import command, roofline
 from app.doctor.report import section as report_section
 from app.doctor.report.operators import compared, parts_of
 from app.doctor.report.part import Result
@@ -92,8 +92,8 @@ def test_the_backend_of_a_report_has_the_number_of_its_device(monkeypatch: pytes
 
 def test_what_the_device_gives_is_timed(backend: CudaBackend) -> None:
     chip = Chip(1e12, 1e12)
-    sizes = gemm.Extent(copied=8, hidden=2, intermediate=2, qkv=2, weights=1, rows=(1, 2), layers=1)
-    copy, product = gemm.copy(backend, chip, sizes, untimed), gemm.matmul(backend, chip, sizes, untimed)
+    sizes = roofline.Extent(copied=8, hidden=2, intermediate=2, qkv=2, weights=1, rows=(1, 2), layers=1)
+    copy, product = roofline.copy(backend, chip, sizes, untimed), roofline.matmul(backend, chip, sizes, untimed)
     assert copy["GB_s"] > 0 and copy["share"] == pytest.approx(copy["GB_s"] / 1e3)
     assert all(case["TFLOP_s"] > 0 and case["weights_GB_s"] > 0 for case in product["cases"])
 

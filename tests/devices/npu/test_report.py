@@ -17,7 +17,7 @@ from torch import Tensor
 from app import demo
 from app.doctor import operators
 from app.doctor.operators import Case, Extent, about_pages
-from app.doctor.report import engine, gemm, npu_questions, runner, step
+from app.doctor.report import engine, npu_questions, roofline, runner, step
 from app.doctor.report import operators as report_operators
 from app.doctor.report import section as report_section
 from app.doctor.report.command import Options
@@ -43,7 +43,7 @@ SMALL = Extent(
     batches=(16,),
 )
 FEW = npu_questions.Extent(heads=4, kv_heads=2, requests=2, kv=200, wide=(17,), calls=3, timed=1, repeats=2, graphs=4)
-TINY = gemm.Extent(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16), layers=2)
+TINY = roofline.Extent(copied=1 << 14, hidden=64, intermediate=96, qkv=80, weights=2, rows=(1, 16), layers=2)
 UNKNOWN = ["N6", "N7", "N9", "N11", "N12", "N16"]
 """Rules that the open points break on purpose."""
 
@@ -340,9 +340,9 @@ def test_views_memory_and_questions_are_no_launches() -> None:
 
 def test_shares_are_of_the_chips_assumed_figures(backend: NpuBackend) -> None:
     chip = figures(chip_name(backend))
-    assert chip is not None and "assumed" in gemm.assumed(backend)["source"]
-    assert gemm.assumed(backend)["GB_s"] == chip.bandwidth / 1e9
-    found = gemm.matmul(backend, Chip(1e9, 1e9), TINY)
+    assert chip is not None and "assumed" in roofline.assumed(backend)["source"]
+    assert roofline.assumed(backend)["GB_s"] == chip.bandwidth / 1e9
+    found = roofline.matmul(backend, Chip(1e9, 1e9), TINY)
     layers = [case for case in found["cases"] if case["matrix"] == "2 layers"]
     elements = 2 * (80 * 64 + 64 * 64 + 192 * 64 + 64 * 96)
     assert found["weight_bytes"] == 2 * elements
@@ -354,9 +354,9 @@ def test_shares_are_of_the_chips_assumed_figures(backend: NpuBackend) -> None:
 
 def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.npu, "get_device_name", lambda index: "Ascend310P3")
-    assert figures(chip_name(backend)) is None and "nothing is known" in gemm.assumed(backend)["source"]
-    assert gemm.copy(backend, None, TINY)["share"] is None
-    assert {case["share"] for case in gemm.matmul(backend, None, TINY)["cases"]} == {None}
+    assert figures(chip_name(backend)) is None and "nothing is known" in roofline.assumed(backend)["source"]
+    assert roofline.copy(backend, None, TINY)["share"] is None
+    assert {case["share"] for case in roofline.matmul(backend, None, TINY)["cases"]} == {None}
     assert figures("Ascend910_9391") is not None and figures("Ascend910B1") is None
 
 
@@ -399,7 +399,7 @@ def test_the_page_shows_what_the_sections_found(backend: NpuBackend) -> None:
             answer(Part("rope", partial(report_operators.compared, backend, operators.cases(SMALL)["rope"])))
         ],
         "open_points": [point("float16", backend)],
-        "roofline": [answer(Part("matmul", lambda: gemm.matmul(backend, Chip(1e12, 1e14), TINY)))],
+        "roofline": [answer(Part("matmul", lambda: roofline.matmul(backend, Chip(1e12, 1e14), TINY)))],
     }
     sections = {name: {"seconds": 1.0, "parts": some} for name, some in parts.items()}
     text = page(

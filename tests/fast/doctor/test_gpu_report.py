@@ -290,12 +290,14 @@ def test_all_of_it_takes_less_than_eight_minutes() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-def test_without_a_gpu_a_sections_process_says_in_its_line_why_it_has_no_parts(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize(("device", "name"), [("cuda", "operators"), ("cuda:0", "operators"), ("cuda", "speeds")])
+def test_without_a_gpu_a_sections_process_says_in_its_line_why_it_has_no_parts(
+    tmp_path: Path, device: str, name: str
+) -> None:
     pytest.importorskip("triton")
-    section = command.sections(command.Options(device))["operators"]._replace(part=600.0, whole=6000.0)
-    _, report = write({"operators": section}, tmp_path)
-    (start,) = report["sections"]["operators"]["parts"]
+    section = command.sections(command.Options(device))[name]._replace(part=600.0, whole=6000.0)
+    _, report = write({name: section}, tmp_path)
+    (start,) = report["sections"][name]["parts"]
     assert start["name"] == "start" and start["error"]["says"] and "set_device" in start["error"]["traceback"]
 
 
