@@ -16,7 +16,7 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the target chooses a token. Temperature 0 is argmax; `seed` is an unsigned 64-bit number.
+    """Parameters of the target's choice of a token. Temperature 0 is argmax; `seed` is an unsigned 64-bit number.
 
     Names and meanings are vLLM's; the defaults change nothing. `top_k` 0 is off. `logit_bias` is (token, bias) pairs.
     """
@@ -106,9 +106,9 @@ class StepStats:
 
     `seconds` are wall-clock time, from the end of the step before if this one was in flight by then. `num_decoding`
     sequences decoded in the step, and `num_drafting` of them verified drafts. Pages leave out the scratch pages. All
-    other numbers count since the start: preemptions, prompt tokens of admitted requests (`prefix_cache_queries`) and
-    those found in the cache (`prefix_cache_hits`), requests that ended because of logits that were not finite
-    (`num_not_finite`), and because of exceptions (`num_faults`).
+    other numbers count since the start. `prefix_cache_queries` are prompt tokens of admitted requests, and
+    `prefix_cache_hits` those found in the cache. `num_not_finite` requests ended because of logits that were not
+    finite, and `num_faults` because of exceptions.
     """
 
     kind: str
@@ -157,7 +157,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Wishes of the user; the engine chooses what is None. Folders hold config.json and safetensors.
+    """Settings of the user. The engine chooses those that are None. Folders hold config.json and safetensors.
 
     Memory is in bytes. `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or
     "bfloat16". `enforce_eager` False captures graphs even on a device that does not profit from them.
