@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
-from app.engine.models.loader import Progress
+from app.engine.build.loader import Progress
 
 BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."
 

@@ -23,13 +23,12 @@ from app.bench.table import Row, Table
 from app.config.checkpoint import CheckpointError, resolve
 from app.config.error import ConfigError
 from app.engine.backend.factory import make_backend
+from app.engine.build.decoder_config import read_config, target_config
+from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import CPU_KV_BYTES, Engine, build_engine
-from app.engine.dflash.config import DFlashConfig
+from app.engine.build.loader import SafetensorsWeights
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import read_config
 from app.engine.models.kv_pool import bytes_per_token
-from app.engine.models.loader import SafetensorsWeights
-from app.engine.models.qwen3 import Qwen3
 from app.messages import EngineConfig
 from tools.lab import random_weights, simulated
 from tools.lab.publish import Verdict, publish
@@ -173,12 +172,12 @@ def _kv_memory(options: argparse.Namespace, target: Path, draft: Path | None) ->
     backend = make_backend(options.device)
     if backend.device.type != "cpu":
         return None
-    decoders = [Qwen3.read_config(read_config(target))]
+    decoders = [target_config(read_config(target))]
     block_size = 1
     if draft:
-        draft_config = DFlashConfig.from_json(read_config(draft), decoders[0])
-        decoders.append(draft_config.decoder)
-        block_size = draft_config.block_size
+        shape = draft_config(read_config(draft), decoders[0])
+        decoders.append(shape.decoder)
+        block_size = shape.block_size
     dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
     more = room(block_size) + 2 * block_size + 2 * backend.defaults.page_size
     sizes = [(options.batches, [options.context]), (options.context_batches, options.contexts)]

@@ -9,6 +9,9 @@ import torch
 from app.engine.backend.base import Backend
 from app.engine.backend.factory import make_backend
 from app.engine.build.config import Sizes, settle_pages, settle_sizes
+from app.engine.build.decoder_config import read_config, target_config
+from app.engine.build.draft_config import check_tensor_names, draft_config
+from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
 from app.engine.build.self_test import check_attention
 from app.engine.build.time_steps import measure_costs
@@ -16,22 +19,24 @@ from app.engine.compile.steps import compile_stages
 from app.engine.core import EngineCore
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.dflash.model import DFlashModel, check_tensor_names
+from app.engine.dflash.model import DFlashModel
 from app.engine.dflash.policy import Policy
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import DecoderConfig, read_config
+from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler
+from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool, bytes_per_token
 from app.engine.models.layers import RotaryTable
-from app.engine.models.loader import OpenWeights, SafetensorsWeights, Weights
 from app.engine.models.registry import target_class
 from app.engine.models.target import Target
+from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.schedule.page_pool import PagePool
-from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.forward import Forward
+from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
 from app.engine.step.graphs import StepGraphs
+from app.engine.step.inputs import Layout
 from app.engine.step.runner import ModelRunner
 from app.messages import EngineConfig, Request
 
@@ -77,28 +82,29 @@ def build_engine(
 
 def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights) -> Engine:
     raw_target = read_config(config.target)
-    family = target_class(raw_target)
-    target_config = family.read_config(raw_target)
-    draft_config = None
+    family, target_sizes = target_class(raw_target), target_config(raw_target)
+    draft_sizes = None
     if config.draft is not None:
-        draft_config = DFlashConfig.from_json(read_config(config.draft), target_config, config.block_size)
-    block_size = draft_config.block_size if draft_config else 1
+        draft_sizes = draft_config(read_config(config.draft), target_sizes, config.block_size)
+    block_size = draft_sizes.block_size if draft_sizes else 1
     if isinstance(config.verify, int) and not 1 <= config.verify <= block_size:
         raise UnsupportedError(f"--verify {config.verify}: a block has {block_size} rows, so 1 to {block_size} of them")
-    sizes = settle_sizes(config, block_size, target_config.max_position_embeddings, backend.defaults)
+    sizes = settle_sizes(config, block_size, target_sizes.max_position_embeddings, backend.defaults)
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
-    decoders = [target_config, *([draft_config.decoder] if draft_config else [])]
-    dtype = _dtype(config, target_config, backend)
+    decoders = [target_sizes, *([draft_sizes.decoder] if draft_sizes else [])]
+    dtype = _dtype(config, target_sizes, backend)
     for decoder in decoders:
         backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
         check_attention(backend, decoder, sizes.page_size, block_size, dtype)
 
-    target, draft = _load(config, family, target_config, draft_config, dtype, backend, on_progress, open_weights)
-    sampler = Sampler(target_config.vocab_size, backend)
-    counts = TokenCounts(sizes.max_num_seqs, target_config.vocab_size, backend)
+    target, draft = _load(config, family, target_sizes, draft_sizes, dtype, backend, on_progress, open_weights)
+    sampler = Sampler(target_sizes.vocab_size, backend)
+    counts = TokenCounts(sizes.max_num_seqs, target_sizes.vocab_size, backend)
     max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
+
+    layout = Layout(sizes.page_size, backend.separate_prefill)
 
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
@@ -106,7 +112,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
         drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
         forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
-        return ModelRunner(forward, backend, counts, page_size=sizes.page_size, block_size=block_size, pools=pools)
+        return ModelRunner(forward, backend, counts, layout, pools)
 
     kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
@@ -116,7 +122,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         compile_stages(runner.forward, runner.pools, dtype, lambda done, total: on_progress("compile", done, total))
     if graph_sizes:
         try:
-            runner.graphs = StepGraphs(
+            graphs = StepGraphs(
                 runner.forward,
                 backend,
                 graph_sizes,
@@ -131,9 +137,10 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
                 "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
                 f"fewer --max-graphs, or --enforce-eager ({error})"
             ) from None
+        runner = GraphRunner(runner.forward, backend, counts, layout, runner.pools, graphs)
 
     def core(policy: Policy) -> EngineCore:
-        scheduler = Scheduler(
+        scheduler = FaultTolerantScheduler(
             PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -142,21 +149,21 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
             prefix_caching=config.prefix_caching,
             policy=policy,
         )
-        return EngineCore(scheduler, runner, overlap=_overlaps(runner, backend))
+        return FaultTolerantCore(scheduler, runner, overlap=_overlaps(runner, backend))
 
     backend.retain_allocator_memory()
     _warm_up(core(Policy(block_size)), sizes, on_progress)
     costs = measure_costs(runner, sizes, num_pages) if config.verify == "auto" and block_size > 1 else None
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
     name = str(dtype).removeprefix("torch.")
-    return Engine(core(policy), sizes, str(backend.device), name, target_config, draft_config)
+    return Engine(core(policy), sizes, str(backend.device), name, target_sizes, draft_sizes)
 
 
 def _load(
     config: EngineConfig,
     family: type[Target],
-    target_config: DecoderConfig,
-    draft_config: DFlashConfig | None,
+    target_sizes: DecoderConfig,
+    draft_sizes: DFlashConfig | None,
     dtype: torch.dtype,
     backend: Backend,
     on_progress: Progress,
@@ -171,11 +178,11 @@ def _load(
     draft_weights = opened(config.draft, "draft") if config.draft else None
     if draft_weights:
         check_tensor_names(draft_weights.names)
-    target = family(target_config, target_weights, backend, draft_config.target_layer_ids if draft_config else ())
+    target = family(target_sizes, target_weights, backend, draft_sizes.target_layer_ids if draft_sizes else ())
     target_weights.close()
-    if draft_config is None or draft_weights is None:
+    if draft_sizes is None or draft_weights is None:
         return target, None
-    draft = DFlashModel(draft_config, draft_weights, backend, target.embedding, target.lm_head)
+    draft = DFlashModel(draft_sizes, draft_weights, backend, target.embedding, target.lm_head)
     draft_weights.close()
     return target, draft
 
@@ -209,8 +216,9 @@ def _draft_graphs(config: EngineConfig) -> bool:
 def _overlaps(runner: ModelRunner, backend: Backend) -> bool:
     """Whether a step may be launched before the one before it is read: all of it comes from graphs then, which take
     from the device what nobody has read."""
-    graphs = runner.graphs
-    return backend.device_side_lengths and graphs is not None and (graphs.has_draft or runner.forward.drafter is None)
+    if not (backend.device_side_lengths and isinstance(runner, GraphRunner)):
+        return False
+    return runner.graphs.has_draft or runner.forward.drafter is None
 
 
 def _kv_bytes(

@@ -37,7 +37,7 @@ def verify_batch(num_seqs: int, width: int, sizes: Sizes, temperature: float = 0
     Several blocks share a page, at places of their own, so that few pages are enough.
     """
     sharing, of_block = _packing(sizes)
-    batch = Batch()
+    batch = Batch(block_rows=width)
     for i in range(num_seqs):
         place, first = i % sharing, i // sharing * of_block
         start = place * sizes.block_size

@@ -50,7 +50,7 @@ def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTabl
 def _step(shape: Shape, sizes: Sizes) -> Batch:
     """Sequences of nobody behind a context that is their first page over and over."""
     batch = verify_batch(shape.seqs, shape.rows, sizes)
-    batch.least_block = shape.block
+    batch.block_rows = shape.block
     pages = min(_CONTEXT, sizes.max_model_len) // sizes.page_size
     for rows in batch.decodes:
         rows.seq.pages = array("i", [rows.seq.pages[0]] * pages) + rows.seq.pages

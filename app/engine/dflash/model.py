@@ -1,8 +1,5 @@
 """The draft model: target features in, hidden states of a whole block out."""
 
-import re
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
 from app.engine.backend.base import Backend
@@ -10,23 +7,7 @@ from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen
-from app.engine.models.loader import Weights
-
-_TENSOR_NAME = re.compile(
-    r"(fc|hidden_norm|norm|embed_tokens|lm_head)\.weight"
-    r"|layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
-    r"|mlp\.(gate|up|down)_proj)\.weight"
-)
-
-
-def check_tensor_names(names: Iterable[str]) -> None:
-    """Raises UnsupportedError for a tensor of another variant of DFlash: a reduced vocabulary (d2t), an in-block
-    convolution, a candidate selector, a bias. Without it the draft would lose its acceptance silently."""
-    unknown = sorted(name for name in names if not _TENSOR_NAME.fullmatch(name))
-    if unknown:
-        raise UnsupportedError(
-            f"draft: tensor {unknown[0]} (one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
-        )
+from app.engine.models.weights import Weights
 
 
 class DFlashModel(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.models.config import DecoderConfig
-from app.engine.models.loader import Weights
+from app.engine.models.weights import Weights
 
 
 def frozen(weight: Tensor) -> nn.Parameter:

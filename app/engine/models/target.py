@@ -1,7 +1,6 @@
 """The base class of all targets: a causal decoder that hands out the residual stream after chosen layers."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from app.engine.backend.base import Backend
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen
-from app.engine.models.loader import Weights
+from app.engine.models.weights import Weights
 
 
 class Target(nn.Module):
@@ -24,6 +23,8 @@ class Target(nn.Module):
     """The family's name in messages."""
     qk_norm: ClassVar[bool] = False
     """True if RMSNorm is applied to each q and k head before RoPE."""
+    supports: ClassVar[frozenset[str]] = frozenset()
+    """Fields of variants in a config.json that this class implements itself; others are refused."""
 
     def __init__(
         self, config: DecoderConfig, weights: Weights, backend: Backend, target_layer_ids: tuple[int, ...] = ()
@@ -44,11 +45,6 @@ class Target(nn.Module):
         else:
             self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", vocab, hidden)))
         self._backend = backend
-
-    @classmethod
-    def read_config(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        """Return the sizes in a config.json. Raises UnsupportedError for a field that this class would run wrongly."""
-        return DecoderConfig.from_json(raw, "target")
 
     def forward(self, token_ids: Tensor, rows: StepRows, pool: KvPool) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states after the final norm [T, H], and the features [T, layers * H], of token ids [T].

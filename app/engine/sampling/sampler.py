@@ -8,9 +8,7 @@ Rows of requests that ask for no more than argmax stop there. The others go on i
 and stop tokens before min_tokens), penalties, temperature, min-p, top-k, top-p, noise, argmax.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,8 +16,9 @@ from torch import Tensor
 from app.engine.backend.base import Backend
 from app.engine.sampling import filters
 from app.engine.sampling.filters import Filters
+from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.noise import FACTORS, NOISE_BITS, signed
-from app.engine.sampling.penalties import Penalties, penalise
+from app.engine.sampling.penalties import penalise
 from app.engine.sequence import NOT_FINITE
 
 LOGITS_CHUNK_BYTES = 256 << 20
@@ -29,61 +28,6 @@ GREEDY_CHUNK_BYTES = 1 << 30
 reads the whole lm_head. 32 blocks of 16 rows x 152k tokens are 0.3 GB."""
 
 _TOKEN_SALT = 0x85EBCA6B
-
-
-@dataclass(frozen=True, slots=True)
-class LogitBias:
-    """Values [M] fp32 that are added to the logits of `rows` [M] and `tokens` [M], both int64.
-
-    `host_rows` are the same rows on the host, ascending.
-    """
-
-    host_rows: list[int]
-    rows: Tensor
-    tokens: Tensor
-    values: Tensor
-
-    def within(self, start: int, stop: int) -> "LogitBias":
-        part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
-        rows = self.rows[part] - start
-        return LogitBias([row - start for row in self.host_rows[part]], rows, self.tokens[part], self.values[part])
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
-    """N logit rows that need the same kinds of work beyond argmax: `host_rows` ascending, and `rows` [N] on the device.
-
-    `temperature` [N] fp32 is 1 for greedy rows, and `state` [N] int32 seeds the noise. `drawn` [N] bool is false for
-    greedy rows, and None if there are none. `additions` count these N rows from 0. A field is None if no row needs it.
-    """
-
-    host_rows: list[int]
-    rows: Tensor
-    temperature: Tensor
-    state: Tensor
-    drawn: Tensor | None = None
-    filters: Filters | None = None
-    additions: LogitBias | None = None
-    penalties: Penalties | None = None
-
-    def within(self, start: int, stop: int) -> "SamplingMetadata | None":
-        """Return the part for logit rows [start, stop), counted from `start`; None if it is empty."""
-        part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
-        if part.start == part.stop:
-            return None
-        if part.stop - part.start == len(self.host_rows) and not start:
-            return self
-
-        return SamplingMetadata(
-            [row - start for row in self.host_rows[part]],
-            self.rows[part] - start,
-            self.temperature[part],
-            self.state[part],
-            None if self.drawn is None else self.drawn[part],
-            self.filters and self.filters.within(part),
-            self.additions and self.additions.within(part.start, part.stop),
-            self.penalties and self.penalties.within(part),
-        )
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from app.engine.dflash.drafter import Drafter
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, StepRows
 from app.engine.models.target import Target
-from app.engine.sampling.sampler import Sampler, SamplingMetadata
+from app.engine.sampling.metadata import SamplingMetadata
+from app.engine.sampling.sampler import Sampler
 from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 
 

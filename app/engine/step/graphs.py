@@ -54,12 +54,13 @@ class StepGraphs:
         draft_graphs: bool,
         on_graph: Callable[[int, int], None],
     ) -> None:
-        self._stages = forward
+        self._forward = forward
         self._backend = backend
         self._sizes = sizes
         self._pages = pages
         self._scratch_pages = scratch_pages
         self._hidden = forward.target.embedding.new_empty(sizes.max_rows, forward.target.config.hidden_size)
+        self.draft_columns = block_size - 1
         self.drafts = None
         if block_size > 1:
             self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
@@ -115,40 +116,40 @@ class StepGraphs:
     def _capture_draft(self, blocks: int, rows: int) -> _Captured:
         inputs = self._pad_draft(padding.empty_draft(), blocks, rows)
         packed = Packed(inputs.arrays, self._backend)
-        tensors = self._stages.draft_tensors(inputs, packed)
+        tensors = self._forward.draft_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
             if self._backend.device_side_lengths:
-                self._stages.advance_draft(self.verified, tensors)
-            self.keep(self._stages.draft(tensors))
+                self._forward.advance_draft(self.verified, tensors)
+            self.keep(self._forward.draft(tensors))
             return ()
 
-        self._stages.plan(tensors.rows, inputs.group)
+        self._forward.plan(tensors.rows, inputs.group)
         return _Captured(self._backend.capture(run, [tensors.rows.meta]), packed, tensors.rows)
 
     def _capture_target(self, seqs: int, rows: int) -> tuple[_Captured, TargetTensors]:
         inputs = self._pad_target(padding.empty_target(), seqs, rows)
         packed = Packed(inputs.arrays, self._backend)
-        tensors = self._stages.target_tensors(inputs, packed)
+        tensors = self._forward.target_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
             if self._backend.device_side_lengths:
-                self._stages.advance_target(self.verified, tensors)
-            hidden, choices = self._stages.choose(tensors, self.drafts, ())
+                self._forward.advance_target(self.verified, tensors)
+            hidden, choices = self._forward.choose(tensors, self.drafts, ())
             self._hidden[:rows] = hidden
-            verified = self._stages.verify(tensors, choices, self.drafts)
+            verified = self._forward.verify(tensors, choices, self.drafts)
             if self._backend.device_side_lengths:
                 self.verified[: seqs + 1] = verified
             return choices, verified
 
         (group,) = tensors.groups
-        self._stages.plan(group, inputs.groups[0])
+        self._forward.plan(group, inputs.groups[0])
         return _Captured(self._backend.capture(run, [group.meta]), packed, group), tensors
 
     def _send(self, captured: _Captured, inputs: DraftInputs | TargetInputs) -> None:
         captured.packed.send(inputs.arrays)
         group = inputs.group if isinstance(inputs, DraftInputs) else inputs.groups[0]
-        self._stages.plan(captured.rows, group)
+        self._forward.plan(captured.rows, group)
 
     def _pad_draft(self, inputs: DraftInputs, blocks: int, rows: int) -> DraftInputs:
         return padding.pad_draft(inputs, blocks, rows, self._pages, self._scratch_pages)

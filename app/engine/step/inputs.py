@@ -17,9 +17,8 @@ from app.engine.step.sampling_rows import SampledSequence, SamplingRows, samplin
 class RowGroup:
     """Rows of S sequences that go through attention in one call, back to back.
 
-    Sequence i has query_lens[i] rows, from position starts[i] on. `page_table` is [S, P], padded with the scratch
-    page 0.
-    `query_lens` and `host_seq_lens` (the rows themselves included) are host lists of S.
+    Sequence i has query_lens[i] rows, from position starts[i] on. `page_table` is [S, P], padded with the scratch page
+    0. `query_lens` and `host_seq_lens` (the rows themselves included) are host lists of S.
     """
 
     starts: Ints
@@ -29,38 +28,37 @@ class RowGroup:
 
     @property
     def arrays(self) -> list[Ints]:
-        """For the device: owners [R], each row's sequence; offsets [S], a row's position less its number in the group;
-        query_start_loc [S + 1]; kv_len [S]; and the page table, flat."""
+        """Return the arrays of `AttentionInputs` and its metadata: a sequence [R] of each row, position offsets [S],
+        query_start_loc [S + 1], sequence lengths [S], and the page table, flat."""
         query_start_loc = np.array([0, *accumulate(self.query_lens)], dtype=np.int32)
-        kv_len = np.array(self.host_seq_lens, dtype=np.int32)
+        seq_lens = np.array(self.host_seq_lens, dtype=np.int32)
         seq_ids = np.repeat(np.arange(len(self.query_lens), dtype=np.int32), self.query_lens)
-        return [seq_ids, self.starts - query_start_loc[:-1], query_start_loc, kv_len, self.page_table.ravel()]
+        return [seq_ids, self.starts - query_start_loc[:-1], query_start_loc, seq_lens, self.page_table.ravel()]
 
 
 @dataclass(slots=True)
 class DraftInputs:
-    """The D blocks to draft, each from its anchor on. `lines` [D] are as in TargetInputs."""
+    """D blocks to draft, each from its anchor on. `prev_rows` [D] are as in TargetInputs."""
 
     request_ids: list[str]
     anchors: Ints
-    lines: Ints
+    prev_rows: Ints
     group: RowGroup
 
     @property
     def arrays(self) -> list[Ints]:
-        return [self.anchors, self.lines, *self.group.arrays]
+        return [self.anchors, self.prev_rows, *self.group.arrays]
 
 
 @dataclass(slots=True)
 class TargetInputs:
-    """The target's T rows. `token_ids` [T] has 0 where a draft belongs, and `token_source` [T] says where each row's
-    token
-    is found: among these at its own number, or at T + its place in the flattened drafts.
+    """The target's T rows. `token_ids` [T] has 0 where a draft belongs. `token_source` [T] is where a row's token is:
+    among `token_ids` at its own number, or at T + its place in the flattened drafts.
 
     `logits_indices` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
-    `logits_start[i] ...`, one and then one per draft; `draft_index[i]` is its row in the drafts, 0 if it has none. Its
-    anchor and its start come of the line `lines[i]` of the step before, which is on the device alone, or are known: -1;
-    a padded step's last sequence, which is nobody's, has none.
+    `logits_start[i] ...`, one and then one per draft. `draft_index[i]` is its row in the drafts, 0 if it has none.
+    `prev_rows[i]` is its row in the result of the step in flight, which moves its anchor and its start, or -1. The last
+    sequence of a padded step is padding, and has no entry there.
     """
 
     token_ids: Ints
@@ -69,23 +67,22 @@ class TargetInputs:
     logits_start: Ints
     num_drafts: Ints
     draft_index: Ints
-    lines: Ints
+    prev_rows: Ints
     groups: list[RowGroup]
 
     @property
     def arrays(self) -> list[Ints]:
         logits = [self.logits_indices, self.logits_start, self.num_drafts, self.draft_index]
-        own = [self.token_ids, self.token_source, *logits, self.lines]
+        own = [self.token_ids, self.token_source, *logits, self.prev_rows]
         return own + [array for group in self.groups for array in group.arrays]
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step as arrays: all that a runner gets, so that it can be pickled and sent to another process.
+    """One step as arrays. A runner gets nothing else, so it can be pickled and sent to another process.
 
-    `sampling` is empty if argmax is enough for all rows. `sequence_keys` are those of the decoding sequences, which
-    tell whether the same ones decode as in the step before. The token lists of `sampling` are those of the sequences
-    themselves, so a step is launched before the next commit.
+    `sampling` is empty if argmax is enough for all rows. `sequence_keys` are those of the decoding sequences. The token
+    lists in `sampling` are those of the sequences themselves, so a step is launched before the next commit.
     """
 
     target: TargetInputs
@@ -119,14 +116,14 @@ class Layout:
 def build(
     batch: Batch, page_size: int, block_rows: int, *, draft_columns: int | None = None, separate_prefill: bool = True
 ) -> StepInputs:
-    """Arrays of a non-empty batch. Its draft blocks have `block_rows` rows, and its drafts lie in `draft_columns`, if
-    these are not one fewer. With `separate_prefill` its prefills are a group of their own."""
+    """Return the arrays of a batch that is not empty, with draft blocks of `block_rows` rows.
+
+    Drafts lie in `draft_columns`, or without gaps if it is None. See `Layout` for `separate_prefill`.
+    """
     rows, sampling = batch.rows, batch.sampling
     token_ids = _token_ids(rows)
     num_drafts = [share.num_drafts for share in sampling]
-    logits_start = [
-        end - count - 1 for end, count in zip(accumulate(n + 1 for n in num_drafts), num_drafts, strict=True)
-    ]
+    logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
     drafting_so_far = accumulate(count > 0 for count in num_drafts)
     draft_index = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
     every_row = np.arange(len(token_ids), dtype=np.int32)
@@ -148,7 +145,7 @@ def build(
         logits_start=np.array(logits_start, dtype=np.int32),
         num_drafts=np.array(num_drafts, dtype=np.int32),
         draft_index=np.array(draft_index, dtype=np.int32),
-        lines=_lines(sampling),
+        prev_rows=_prev_rows(sampling),
         groups=[_group(part, [share.count for share in part], page_size) for part in parts if part],
     )
     draft = _draft_inputs(batch, page_size, block_rows) if any(num_drafts) else None
@@ -158,7 +155,7 @@ def build(
 
 
 def _token_ids(shares: list[ScheduledSequence]) -> Ints:
-    """Of all rows, 0 where a draft belongs."""
+    """Return the tokens of all rows, 0 where a draft belongs."""
     token_ids: list[int] = []
     for rows in shares:
         own = rows.seq.token_ids[rows.start : rows.end]
@@ -168,34 +165,34 @@ def _token_ids(shares: list[ScheduledSequence]) -> Ints:
 
 
 def _group(shares: list[ScheduledSequence], counts: list[int], page_size: int) -> RowGroup:
-    """`counts[i]` rows from the start of `shares[i]` on, and pages for where they may begin at most."""
+    """Return `counts[i]` rows from the start of `shares[i]` on, with pages for the greatest start they may have."""
     starts = [rows.start for rows in shares]
-    host_seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-    width = -(-max(kv_len + rows.max_accepted for kv_len, rows in zip(host_seq_lens, shares, strict=True)) // page_size)
+    seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+    width = -(-max(length + rows.max_accepted for length, rows in zip(seq_lens, shares, strict=True)) // page_size)
     page_table: Ints = np.zeros((len(shares), width), dtype=np.int32)
-    for line, rows in zip(page_table, shares, strict=True):
+    for row, rows in zip(page_table, shares, strict=True):
         pages = np.frombuffer(rows.seq.pages, dtype=np.int32)[:width]
-        line[: len(pages)] = pages
-    return RowGroup(np.array(starts, dtype=np.int32), page_table, counts, host_seq_lens)
+        row[: len(pages)] = pages
+    return RowGroup(np.array(starts, dtype=np.int32), page_table, counts, seq_lens)
 
 
 def _draft_inputs(batch: Batch, page_size: int, block_rows: int) -> DraftInputs:
-    """Blocks from each anchor on, of one width, whatever part of them is verified."""
+    """Return blocks of one width from each anchor on, also if fewer of their rows are verified."""
     drafting = [rows for rows in batch.decodes if rows.num_drafts]
     return DraftInputs(
         request_ids=[rows.seq.request.request_id for rows in drafting],
         anchors=np.array([rows.seq.token_ids[-1] for rows in drafting], dtype=np.int32),
-        lines=_lines(drafting),
+        prev_rows=_prev_rows(drafting),
         group=_group(drafting, [block_rows] * len(drafting), page_size),
     )
 
 
-def _lines(shares: list[ScheduledSequence]) -> Ints:
-    return np.array([rows.line for rows in shares], dtype=np.int32)
+def _prev_rows(shares: list[ScheduledSequence]) -> Ints:
+    return np.array([rows.prev_row for rows in shares], dtype=np.int32)
 
 
 def _ranges(starts: list[int], counts: list[int]) -> Ints:
-    """The concatenation of arange(start, start + count)."""
+    """Return the concatenation of arange(start, start + count)."""
     lengths: Ints = np.array(counts, dtype=np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     shifts = np.array(starts, dtype=np.int32) - ends + lengths

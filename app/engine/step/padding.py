@@ -44,7 +44,7 @@ def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_p
         logits_start=_grown(inputs.logits_start, batch_slots),
         num_drafts=_grown(inputs.num_drafts, batch_slots),
         draft_index=_grown(inputs.draft_index, batch_slots),
-        lines=_grown(inputs.lines, seqs, -1),
+        prev_rows=_grown(inputs.prev_rows, seqs, -1),
         groups=[_pad_group(group, padding, pages, scratch_pages)],
     )
 
@@ -53,7 +53,9 @@ def pad_draft(inputs: DraftInputs, blocks: int, rows: int, pages: int, scratch_p
     """`blocks` blocks of `rows` rows, as all of these have, those that are missing over the scratch pages."""
     padding = [rows] * (blocks - len(inputs.anchors))
     group = _pad_group(inputs.group, padding, pages, scratch_pages)
-    return replace(inputs, anchors=_grown(inputs.anchors, blocks), lines=_grown(inputs.lines, blocks, -1), group=group)
+    return replace(
+        inputs, anchors=_grown(inputs.anchors, blocks), prev_rows=_grown(inputs.prev_rows, blocks, -1), group=group
+    )
 
 
 def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:

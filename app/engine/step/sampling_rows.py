@@ -1,16 +1,15 @@
-"""Rows that are sampled otherwise than by plain argmax, as one table of NumPy columns.
+"""The sampled rows of a batch as tables. `app.engine.sampling.metadata` reads their columns by name.
 
-The table's order is the order on the wire to the device, and `SamplingRows.unpack` reads it back by name. A new
-sampling parameter is one line of PARAMETERS, and one that uses it in `app.engine.sampling`.
+A new sampling parameter is one line of PARAMETERS, and one that uses it in `app.engine.sampling`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from app.engine.arrays import Floats, Ints
+from app.engine.sampling.columns import SamplingRows
 from app.engine.sampling.noise import noise_states
 from app.engine.schedule.batch import ScheduledSequence
 from app.engine.sequence import CountedTokens
@@ -35,25 +34,6 @@ class SampledSequence(NamedTuple):
     share: ScheduledSequence
     logits_start: int
     draft_index: int
-
-
-@dataclass(slots=True)
-class SamplingRows:
-    """N logit rows, ascending, whose requests want the same kinds of operators.
-
-    Columns [N] int32: `rows` (numbers of the logit rows), `state` (of the noise), `batch_slot`, `place` (drafts that
-    the row stands on) and `draft_index` (row of the drafts). Columns [N] fp32: PARAMETERS. Columns [M]: the logit of
-    row `bias_row` and token `bias_token` gets `bias` on top.
-    """
-
-    columns: dict[str, Ints | Floats]
-    counted: list[CountedTokens]
-    is_filtered: bool
-
-    @property
-    def arrays(self) -> list[Ints]:
-        """Return the columns for the device, fp32 as int32 of the same bits."""
-        return [column.view(np.int32) for column in self.columns.values()]
 
 
 def sampling_rows(sampled: Sequence[SampledSequence]) -> list[SamplingRows]:

@@ -19,9 +19,10 @@ from app.doctor.report import command, runner
 from app.doctor.report.page import PUBLISHED
 from app.doctor.report.roofline import H200
 from app.doctor.report.runner import Section
+from app.engine.build.decoder_config import target_config
+from app.engine.build.draft_config import draft_config
 from app.engine.dflash.config import DFlashConfig
 from app.engine.models.config import DecoderConfig
-from app.engine.models.qwen3 import Qwen3
 from tests import ROOT
 from tests.fast.doctor.patient import HANG, Patient
 from tests.fast.tools.tiny import TINY
@@ -46,12 +47,12 @@ NOT_ON_A_BARE_IMAGE = [
 
 @pytest.fixture(scope="module")
 def target() -> DecoderConfig:
-    return Qwen3.read_config(TARGETS["qwen3-8b"])
+    return target_config(TARGETS["qwen3-8b"])
 
 
 @pytest.fixture(scope="module")
 def draft(target: DecoderConfig) -> DFlashConfig:
-    return DFlashConfig.from_json(draft_for(TARGETS["qwen3-8b"]), target)
+    return draft_config(draft_for(TARGETS["qwen3-8b"]), target)
 
 
 # Floors

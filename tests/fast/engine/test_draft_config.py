@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from app.engine.build.decoder_config import read_config, target_config
+from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import Engine, build_engine
-from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import DecoderConfig, read_config
-from app.engine.models.registry import target_class
+from app.engine.models.config import DecoderConfig
 from app.messages import EngineConfig, Request
 from tests.fast.engine.pairs import Pair, make_pair
 
@@ -41,10 +41,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def target(pair: Pair) -> DecoderConfig:
     return target_config(read_config(pair.target))
-
-
-def target_config(raw: Json) -> DecoderConfig:
-    return target_class(raw).read_config(raw)
 
 
 def changed(raw: Json, changes: Json) -> Json:
@@ -90,10 +86,10 @@ def build(pair: Pair, block_size: int | None = None) -> Engine:
 )
 def test_every_dialect_is_read_as_the_same_draft(pair, target, dialect):
     raw = read_config(pair.draft)
-    expected = DFlashConfig.from_json(raw, target)
+    expected = draft_config(raw, target)
     assert (expected.block_size, expected.target_layer_ids, expected.mask_token_id) == (8, (1, 2), 96)
     assert (expected.decoder.num_layers, expected.decoder.rope_theta) == (2, 10000.0)
-    assert DFlashConfig.from_json(changed(raw, dialect), target) == expected
+    assert draft_config(changed(raw, dialect), target) == expected
 
 
 def test_rope_theta_is_read_from_either_place(pair, target):
@@ -103,7 +99,7 @@ def test_rope_theta_is_read_from_either_place(pair, target):
         {"rope_theta": NO, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {"rope_parameters": {"rope_theta": 5e5}},
     ):
-        assert DFlashConfig.from_json(changed(raw, dialect), target).decoder.rope_theta == 5e5
+        assert draft_config(changed(raw, dialect), target).decoder.rope_theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -139,23 +135,23 @@ def test_taps_that_no_checkpoint_names_are_those_of_the_published_ones(tmp_path,
         tmp_path, num_layers=target_layers, draft_layers=draft_layers, taps=taps, name_taps=False, hidden_size=8,
         intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8,
     )  # fmt: skip
-    config = DFlashConfig.from_json(read_config(pair.draft), target_config(read_config(pair.target)))
+    config = draft_config(read_config(pair.draft), target_config(read_config(pair.target)))
     assert config.target_layer_ids == taps
 
 
 @pytest.mark.parametrize("wanted", [2, 3, 7, 8])
 def test_a_smaller_block_than_the_trained_one_may_be_asked_for(pair, target, wanted):
-    assert DFlashConfig.from_json(read_config(pair.draft), target, wanted).block_size == wanted
+    assert draft_config(read_config(pair.draft), target, wanted).block_size == wanted
 
 
 def test_a_checkpoint_that_names_no_block_takes_the_asked_one(pair, target):
     raw = changed(read_config(pair.draft), {"block_size": NO})
-    assert DFlashConfig.from_json(raw, target, 5).block_size == 5
+    assert draft_config(raw, target, 5).block_size == 5
 
 
 def test_more_taps_than_draft_layers_are_fine(pair, target):
     raw = changed(read_config(pair.draft), {"dflash_config.target_layer_ids": [0, 1, 2]})
-    assert DFlashConfig.from_json(raw, target).target_layer_ids == (0, 1, 2)
+    assert draft_config(raw, target).target_layer_ids == (0, 1, 2)
 
 
 # Refusals
@@ -217,24 +213,24 @@ MISFITS: list[tuple[Json, str]] = [
 
 def test_a_null_rope_theta_beside_rope_parameters_is_no_mistake(pair, target):
     raw = changed(read_config(pair.draft), {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}})
-    assert DFlashConfig.from_json(raw, target).decoder.rope_theta == 5e5
+    assert draft_config(raw, target).decoder.rope_theta == 5e5
 
 
 @pytest.mark.parametrize(("changes", "names"), VARIANTS + MISFITS, ids=[str(c) for c, _ in VARIANTS + MISFITS])
 def test_a_draft_that_would_run_wrongly_is_refused_by_field(pair, target, changes, names):
     with pytest.raises(UnsupportedError, match=f"draft.*{names}"):
-        DFlashConfig.from_json(changed(read_config(pair.draft), changes), target)
+        draft_config(changed(read_config(pair.draft), changes), target)
 
 
 @pytest.mark.parametrize("wanted", [9, 16, 1, 0])
 def test_a_block_larger_than_the_trained_one_or_without_drafts_is_refused_with_the_range(pair, target, wanted):
     with pytest.raises(UnsupportedError, match=rf"num_speculative_tokens {wanted - 1} is outside 1\.\.7"):
-        DFlashConfig.from_json(read_config(pair.draft), target, wanted)
+        draft_config(read_config(pair.draft), target, wanted)
 
 
 def test_a_block_without_drafts_is_refused_even_if_the_checkpoint_names_none(pair, target):
     with pytest.raises(UnsupportedError, match="--num-speculative-tokens"):
-        DFlashConfig.from_json(changed(read_config(pair.draft), {"block_size": NO}), target, 1)
+        draft_config(changed(read_config(pair.draft), {"block_size": NO}), target, 1)
 
 
 @pytest.mark.parametrize(

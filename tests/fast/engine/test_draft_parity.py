@@ -162,7 +162,10 @@ def test_a_block_over_no_context_at_all_equals_the_reference(tmp_path, page_size
     seq = Sequence(Request("n = 1", (7,), max_tokens=20), arrival=0)
     engine.core.scheduler.pool.grow(seq.pages, pair.block_size)
     engine.core.launch(
-        Batch([ScheduledSequence(seq, 0, pair.block_size, needs_logits=True, num_drafts=pair.block_size - 1)])
+        Batch(
+            [ScheduledSequence(seq, 0, pair.block_size, needs_logits=True, num_drafts=pair.block_size - 1)],
+            block_rows=pair.block_size,
+        )
     )
     assert [block.token_ids for block in blocks] == [[7]]
     assert blocks.worst_error(reference(pair)) <= TIGHT
@@ -183,7 +186,7 @@ def test_rows_that_were_decoded_without_drafts_are_context_like_any_other(tmp_pa
     for row in range(5, len(text) - 1):
         beside = [ScheduledSequence(drafted, 0, b, needs_logits=True, num_drafts=b - 1)] if row % 2 else []
         launch(Batch([ScheduledSequence(plain, row, 1, needs_logits=False), *beside]))
-    launch(Batch([ScheduledSequence(plain, len(text) - 1, b, needs_logits=True, num_drafts=b - 1)]))
+    launch(Batch([ScheduledSequence(plain, len(text) - 1, b, needs_logits=True, num_drafts=b - 1)], block_rows=b))
     assert blocks[-1].token_ids == text
     assert blocks.worst_error(reference(pair)) <= TIGHT
 

@@ -341,7 +341,7 @@ def test_a_thousand_random_aborts_leave_nothing_behind(crowded: Engine):
     assert phases == {"queued", "prefilling", "decoding"} | ({"preempted", "resumed"} if scarce else set())
     assert scheduler.prefix_cache_hits > 0
     assert not core.has_work and scheduler.pool.num_used == 0
-    assert sorted(scheduler._free_seats) == list(range(scheduler.max_num_seqs))
+    assert sorted(scheduler._free_batch_slots) == list(range(scheduler.max_num_seqs))
     policy = scheduler.policy
     assert not policy.histories
     good = Request("last", (1, 2, 3), 5)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from app.engine import process
-from app.engine.core import EngineCore
+from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler
 from app.engine.npu.error_codes import explain
 from app.engine.schedule.page_pool import PagePool
-from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.inputs import Layout
 from app.messages import Request
 from app.wire import Fatal
@@ -54,10 +53,10 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
 
     backend = SimpleNamespace(explain=lambda error: explain(str(error)), is_fatal=lambda error: True)
     pool = PagePool(num_pages=8, page_size=4)
-    scheduler = Scheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
+    scheduler = FaultTolerantScheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
     scheduler.add(Request("r", [1, 2], max_tokens=2))
     engine = SimpleNamespace(
-        core=EngineCore(scheduler, SimpleNamespace(backend=backend, layout=Layout(page_size=4), launch=launch))
+        core=FaultTolerantCore(scheduler, SimpleNamespace(backend=backend, layout=Layout(page_size=4), launch=launch))
     )
     monkeypatch.setattr(process, "Link", StandInLink)
     monkeypatch.setattr(process, "_leave_with_parent", lambda: None)

@@ -252,7 +252,7 @@ def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify
                 if delta.finish_reason:
                     live.remove(delta.request_id)
         check_pages(scheduler)
-    assert scheduler.pool.num_used == 0 and sorted(scheduler._free_seats) == list(range(scheduler.max_num_seqs))
+    assert scheduler.pool.num_used == 0 and sorted(scheduler._free_batch_slots) == list(range(scheduler.max_num_seqs))
     expected = undisturbed(alone, list(asked.values()))
     for name, text in texts.items():
         assert text == (expected[name][: len(text)] if name in aborted else expected[name])
@@ -330,7 +330,7 @@ def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
         if line is None or batch.prefills:
             return pending
         rows, verified = batch.decodes[line], runner.graphs.verified
-        start = ends[0] if rows.line >= 0 else rows.start
+        start = ends[0] if rows.prev_row >= 0 else rows.start
         accepted = int(verified[line, -1])
         ends[0] = start + accepted + 1
         if len(log.batches) % 3 == 0 and accepted < rows.num_drafts:
@@ -396,7 +396,7 @@ def test_a_fault_that_passes_costs_nobody_a_token(
 
     def once(batch: Batch) -> Any:
         pending = launch(batch)
-        if not planted and (batch.decodes[0].line >= 0) == ahead and not batch.prefills:
+        if not planted and (batch.decodes[0].prev_row >= 0) == ahead and not batch.prefills:
             planted.append(batch)
             if where == "launch":
                 raise Planted
@@ -426,7 +426,7 @@ def test_who_runs_alone_is_not_blamed_for_a_step_that_cannot_be_launched_ahead(
     launch, failed = run.core.launch, []
 
     def spoilt(batch: Batch) -> Any:
-        if batch.decodes and batch.decodes[0].line >= 0:
+        if batch.decodes and batch.decodes[0].prev_row >= 0:
             failed.append(batch)
             raise Planted
         return launch(batch)

@@ -19,14 +19,14 @@ from app.engine.backend.torch import TorchBackend
 from app.engine.build.engine import Engine
 from app.engine.sampling import filters
 from app.engine.sampling.filters import SHORTLIST, Filters
+from app.engine.sampling.metadata import SamplingMetadata, sampling_metadata
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.penalties import Penalties, TokenCounts, penalise
-from app.engine.sampling.sampler import Sampler, SamplingMetadata
+from app.engine.sampling.sampler import Sampler
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import CountedTokens
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step import inputs as step_inputs
-from app.engine.step.runner import ModelRunner
 from app.messages import Request, SamplingParams
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
@@ -347,9 +347,8 @@ class Step:
     def choices(self, backend: TorchBackend, counts: TokenCounts | None = None) -> list[int]:
         """The engine's: arrays, their copies on the device, counts, and the sampler."""
         counts = counts or TokenCounts(64, self.vocab, backend)
-        runner = ModelRunner(None, backend, counts, page_size=4, block_size=self.block)
         inputs = step_inputs.build(self.batch, page_size=4, block_rows=self.block)
-        draws = runner._sampling(inputs.sampling, self.drafts)
+        draws = sampling_metadata(inputs.sampling, self.drafts, counts, backend)
         return Sampler(self.vocab, backend).choose(self.logits, torch.eye(self.vocab), draws).tolist()
 
     def decisions(self) -> list[tuple[Request, Decision]]:

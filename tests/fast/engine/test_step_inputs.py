@@ -253,7 +253,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     for name in ("logits_start", "num_drafts", "draft_index"):
         assert getattr(padded, name).tolist()[:num_seqs] == getattr(inputs.target, name).tolist()
         assert len(getattr(padded, name)) == seqs + 1
-    assert padded.lines.tolist() == [-1] * seqs
+    assert padded.prev_rows.tolist() == [-1] * seqs
     (own,), (group,) = inputs.target.groups, padded.groups
     check_padded(own, group, rows, pages, scratch_pages, page_size)
     assert min(group.query_lens[:-1]) > 0 and group.query_lens[-1] >= spare
@@ -261,7 +261,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
         blocks = sizes.seqs_for(len(inputs.draft.anchors))
         draft = padding.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
         assert set(draft.group.query_lens) == {block_size} and len(draft.anchors) == blocks
-        assert draft.lines.tolist() == [-1] * blocks
+        assert draft.prev_rows.tolist() == [-1] * blocks
         check_padded(inputs.draft.group, draft.group, blocks * block_size, pages, scratch_pages, page_size)
 
 
@@ -326,9 +326,8 @@ def test_drafts_are_found_in_lines_that_are_longer_than_blocks():
             ScheduledSequence(seqs[1], 9, 2, needs_logits=True, num_drafts=1),
         ]
     )
-    assert batch.block_rows == 3 and Batch(batch.decodes, least_block=5).block_rows == 5 and Batch().block_rows == 0
-    close = step_inputs.build(batch, 4, batch.block_rows).target.token_source
-    apart = step_inputs.build(batch, 4, batch.block_rows, draft_columns=7)
+    close = step_inputs.build(batch, 4, block_rows=3).target.token_source
+    apart = step_inputs.build(batch, 4, block_rows=3, draft_columns=7)
     assert close.tolist() == [0, 5, 6, 3, 5 + 2] and apart.target.token_source.tolist() == [0, 5, 6, 3, 5 + 7]
     assert apart.draft is not None and apart.draft.group.query_lens == [3, 3]
 
@@ -341,16 +340,16 @@ def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_whe
         for i, name in enumerate("ab")
     ]
     rows = [
-        ScheduledSequence(seqs[0], 10, 4, True, 3, line=2, max_accepted=7),
-        ScheduledSequence(seqs[1], 10, 1, True, 0, line=0, max_accepted=3),
+        ScheduledSequence(seqs[0], 10, 4, True, 3, prev_row=2, max_accepted=7),
+        ScheduledSequence(seqs[1], 10, 1, True, 0, prev_row=0, max_accepted=3),
     ]
     inputs = step_inputs.build(Batch(rows), page_size, block_rows=8)
     (group,) = inputs.target.groups
-    assert inputs.target.lines.tolist() == [2, 0] and inputs.target.token_source.tolist() == [0, 5, 6, 7, 4]
+    assert inputs.target.prev_rows.tolist() == [2, 0] and inputs.target.token_source.tolist() == [0, 5, 6, 7, 4]
     assert inputs.target.token_ids.tolist() == [0] * 5
     assert (group.starts.tolist(), group.host_seq_lens) == ([10, 10], [14, 11])
     assert group.page_table.shape[1] == -(-(10 + 7 + 4) // page_size)
-    assert inputs.draft is not None and inputs.draft.lines.tolist() == [2]
+    assert inputs.draft is not None and inputs.draft.prev_rows.tolist() == [2]
     assert inputs.draft.group.page_table.tolist() == [seqs[0].pages[: -(-(10 + 7 + 8) // page_size)].tolist()]
 
 

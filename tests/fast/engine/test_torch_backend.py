@@ -19,8 +19,9 @@ from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, interleaved
+from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.noise import noise_states
-from app.engine.sampling.sampler import Sampler, SamplingMetadata
+from app.engine.sampling.sampler import Sampler
 from tests.fast.engine.reference import choose, gumbel
 
 torch.set_num_threads(1)

@@ -17,6 +17,7 @@ from app.engine.core import EngineCore
 from app.engine.dflash.policy import Policy, Widths
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch
+from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.runner import PendingStep
 from app.messages import EngineConfig, Request, SamplingParams, StepOutput
 from tests.fast.engine.lossless import demo_prompts
@@ -69,7 +70,7 @@ def blocks_drafted(core: EngineCore) -> list[tuple[int, int]]:
     def noted(batch: Batch) -> PendingStep:
         if draft := core.runner.layout.build(batch).draft:
             (rows,) = set(draft.group.query_lens)
-            drafted.append((batch.least_block, rows))
+            drafted.append((batch.block_rows, rows))
         return launch(batch)
 
     core.launch = noted  # type: ignore[method-assign]
@@ -104,7 +105,7 @@ def test_blocks_are_as_wide_as_the_policy_wants_or_as_the_next_captured_width(
     drafted = blocks_drafted(core)
     assert core.run(requests()) == full
     assert {wanted for wanted, _ in drafted} == set(range(2, 17))
-    assert (core.runner.graphs is not None and core.runner.graphs.has_draft) != eager
+    assert (isinstance(core.runner, GraphRunner) and core.runner.graphs.has_draft) != eager
     captured = range(2, 17) if eager else (4, 8, 16)
     assert all(rows == next(width for width in captured if width >= wanted) for wanted, rows in drafted)
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from app.engine.dflash.policy import Policy
+from app.engine.faults import FaultTolerantScheduler
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.schedule.overlap import schedule_ahead
 from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
-from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.messages import Request, TokenDelta
 from tests.fast.engine.flat_request import flat_request
@@ -34,7 +34,7 @@ class Flight:
         **asked: Any,
     ) -> None:
         self.pool = PagePool(SCRATCH_PAGES + pages, 1)
-        self.scheduler = Scheduler(
+        self.scheduler = FaultTolerantScheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=40,
@@ -69,7 +69,7 @@ def test_rows_begin_where_they_must_at_least_and_own_pages_for_where_they_may_en
     (seq, _) = flight.seqs
     rows = behind.decodes[0]
     assert (rows.start, rows.max_accepted, rows.count, rows.num_drafts) == (3, 3, 4, 3)
-    assert [rows.line for rows in behind.decodes] == [0, 1]
+    assert [rows.prev_row for rows in behind.decodes] == [0, 1]
     assert len(seq.pages) == 3 + 4 + BLOCK - 1, "tokens read, tokens in flight, and a block's drafts"
     flight.commit(flight.batch, [[10, 11, 12, 13]] * 2, [2, 0])
     a, b = flight.commit(behind, [[20, 21, 22, 23], [30, 31, 32, 33]], [1, 3])
@@ -178,8 +178,8 @@ def test_nobody_goes_on_before_what_refused_drafts_left_is_scrubbed_behind_the_s
     flight.commit(behind, [[20, 21, 22, 23]], [3])
     assert not seq.is_sound
     known = set(seq.pages[: seq.num_computed])
-    batch = flight.scheduler.schedule()
-    assert seq.num_computed == 8 and batch.scrub and not known & set(batch.scrub)
+    batch, scrub = flight.scheduler.schedule(), set(flight.scheduler.take_slots_to_scrub())
+    assert seq.num_computed == 8 and scrub and not known & scrub
     flight.commit(batch, [[30, 31, 32, 33]], [0])
     assert seq.is_sound
 
@@ -191,7 +191,8 @@ def test_a_step_that_is_forgotten_may_have_written():
     (seq,) = flight.seqs
     flight.commit(flight.batch, [[10, 11, 12, 13]], [1])
     assert not seq.is_sound
-    assert set(seq.pages[seq.num_computed :]) <= set(flight.scheduler.schedule().scrub)
+    flight.scheduler.schedule()
+    assert set(seq.pages[seq.num_computed :]) <= set(flight.scheduler.take_slots_to_scrub())
 
 
 def test_a_flush_lets_nothing_of_the_step_in_flight_be_cached():

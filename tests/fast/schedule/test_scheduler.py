@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
 from app.engine.dflash.policy import Policy
+from app.engine.faults import FaultTolerantScheduler
 from app.engine.schedule.batch import StepResult
 from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
-from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE
 from app.messages import FinishReason, Request, SpecStep, TokenDelta
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
@@ -154,7 +154,7 @@ class OneDecodeStep:
     """A decoding request (2 tokens of prompt and one more known) and what the target says next."""
 
     def __init__(self, *, max_tokens: int = 20, stop: Collection[int] = (), block_size: int = 4) -> None:
-        self.scheduler = Scheduler(
+        self.scheduler = FaultTolerantScheduler(
             PagePool(100, 1), max_num_seqs=1, max_num_batched_tokens=8, max_model_len=40, block_size=block_size
         )
         self.scheduler.add(Request("r", (1, 2), max_tokens, stop_token_ids=frozenset(stop)))
@@ -315,9 +315,11 @@ def test_what_refused_drafts_have_left_that_is_not_finite_is_scrubbed_before_the
     decode.says([10, 11, BAD, BAD], 1)
     (seq,) = decode.scheduler.running
     assert seq.num_computed == 4
-    batch = decode.scheduler.schedule()
-    assert batch.scrub == list(seq.pages[4:6]), "slots behind its KV that it had in that step; a page has one"
-    assert not decode.scheduler.schedule().scrub
+    decode.scheduler.schedule()
+    scrub = decode.scheduler.take_slots_to_scrub()
+    assert scrub == list(seq.pages[4:6]), "slots behind its KV that it had in that step; a page has one"
+    decode.scheduler.schedule()
+    assert not decode.scheduler.take_slots_to_scrub()
 
 
 def test_pages_of_who_is_not_sound_are_scrubbed_when_they_are_reused_and_not_before():
@@ -373,12 +375,12 @@ def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypat
     harness.step(lambda rows: 0)
     scheduler, older, newer = harness.scheduler, harness.sequence(first), harness.sequence(second)
     started = []
-    monkeypatch.setattr(scheduler, "_take_tokens", lambda *_: None)
+    older.num_found = newer.num_found = 1  # so that neither is blamed for its logits
     monkeypatch.setattr(scheduler, "_start_over", lambda seq: started.append(seq) or scheduler._preempt(newer))
     batch = scheduler.schedule()
-    scheduler.commit(batch, StepResult([[0, 0]] * 2, [0, 0]))
+    scheduler.commit(batch, StepResult([[NOT_FINITE] * 4] * 2, [0, 0]))
     assert started == [older] and not newer.pages and not newer.cacheable
-    assert [rows.seq for rows in batch.live_part.rows] == [older]
+    assert [rows.seq for rows in batch.rows if rows.resolve_start()] == [older]
 
 
 # Waiting sequences

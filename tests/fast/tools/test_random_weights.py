@@ -10,7 +10,8 @@ from app import cli
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
 from app.engine.backend.factory import make_backend
-from app.engine.dflash.config import DFlashConfig
+from app.engine.build.decoder_config import target_config
+from app.engine.build.draft_config import draft_config
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.qwen3 import Qwen3
 from app.messages import Request
@@ -47,19 +48,19 @@ def test_each_has_as_many_parameters_as_the_published_model(
     name: str, billions: float, draft_billions: float | None
 ) -> None:
     backend, counted = make_backend("cpu"), Counted()
-    config = Qwen3.read_config(TARGETS[name])
+    config = target_config(TARGETS[name])
     target = Qwen3(config, counted, backend)
     assert counted.total / 1e9 == pytest.approx(billions, abs=0.001)
     if draft_billions:
         counted.total = 0
-        draft = DFlashConfig.from_json(draft_for(TARGETS[name]), config)
+        draft = draft_config(draft_for(TARGETS[name]), config)
         DFlashModel(draft, counted, backend, target.embedding, target.lm_head)
         assert counted.total / 1e9 == pytest.approx(draft_billions, abs=0.001)
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-4b"])
 def test_the_draft_is_like_the_published_one(name: str) -> None:
-    draft = DFlashConfig.from_json(draft_for(TARGETS[name]), Qwen3.read_config(TARGETS[name]))
+    draft = draft_config(draft_for(TARGETS[name]), target_config(TARGETS[name]))
     assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (16, 151669, (1, 9, 17, 25, 33))
     assert draft.decoder.num_layers == 5
 
@@ -67,7 +68,7 @@ def test_the_draft_is_like_the_published_one(name: str) -> None:
 @pytest.mark.parametrize("num_layers", [3, 4, 5, 7, 8, 28, 64])
 def test_a_target_of_any_depth_gets_a_draft_that_fits_it(num_layers: int) -> None:
     config = TINY | {"num_hidden_layers": num_layers}
-    draft = DFlashConfig.from_json(draft_for(config), Qwen3.read_config(config))
+    draft = draft_config(draft_for(config), target_config(config))
     assert list(draft.target_layer_ids) == taps(draft.decoder.num_layers, num_layers)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -10,36 +10,16 @@ from torch import Tensor
 
 from app.config.checkpoint import CheckpointError, tensor_files
 from app.engine.errors import UnsupportedError
+from app.engine.models.weights import Weights
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
 
 
-class Weights(Protocol):
-    """Where a model's tensors come from. Names are without the `model.` prefix that some files have."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    @property
-    def names(self) -> Iterable[str]: ...
-
-    def get(self, name: str, *shape: int) -> Tensor:
-        """The tensor, on the device, in the engine's dtype. Raises UnsupportedError if missing or shaped otherwise."""
-        ...
-
-    def skip(self, name: str) -> None:
-        """A tensor that may be in the file and is not needed."""
-        ...
-
-    def close(self) -> None:
-        """All that is needed was asked for. Raises UnsupportedError if something is left over."""
-        ...
-
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress], Weights]
-"""The weights of a checkpoint's folder, on a device and in a dtype."""
+"""Opens the weights of a checkpoint's folder, for a device and a dtype."""
 
 
 class SafetensorsWeights:
@@ -89,7 +69,7 @@ class SafetensorsWeights:
         self._used.add(name)
 
     def close(self) -> None:
-        """Let go of the files. Raises UnsupportedError if they hold a tensor that nobody asked for."""
+        """Let go of the files. Raises UnsupportedError if they hold a tensor that no model asked for."""
         self._open.clear()
         if self._on_progress:
             self._on_progress(self._total, self._total)

@@ -1,0 +1,117 @@
+"""The shape of a dense decoder, read from a `config.json`. A field that would be run wrongly is refused by name."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
+from app.engine.models.registry import target_class
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the folder's config.json. Raises UnsupportedError if it is missing or no JSON object."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise UnsupportedError(f"{path}: expected a JSON object")
+    return raw
+
+
+def target_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Return the sizes in a target's config.json. Raises UnsupportedError for what its class would run wrongly."""
+    return decoder_config(raw, "target", target_class(raw).supports)
+
+
+def decoder_config(raw: Mapping[str, Any], where: str, supports: frozenset[str] = frozenset()) -> DecoderConfig:
+    """Return the sizes in a config.json. `where` says whose config it is, for the message.
+
+    Raises UnsupportedError naming a field that would be run wrongly. A model class names in `supports` the fields
+    of variants that it implements itself.
+    """
+    _refuse_variants(raw, where, supports)
+    hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
+    config = DecoderConfig(
+        hidden_size=hidden,
+        intermediate_size=_positive(raw, "intermediate_size", where),
+        num_layers=_positive(raw, "num_hidden_layers", where),
+        num_heads=heads,
+        num_kv_heads=_positive(raw, "num_key_value_heads", where, default=heads),
+        head_dim=_positive(raw, "head_dim", where, default=hidden // heads),
+        vocab_size=_positive(raw, "vocab_size", where),
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6, where),
+        rope_theta=_rope_theta(raw, where),
+        max_position_embeddings=_positive(raw, "max_position_embeddings", where, default=32768),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise UnsupportedError(
+            f"{where}: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads "
+            f"{config.num_kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise UnsupportedError(f"{where}: head_dim {config.head_dim} is odd; RoPE needs two halves")
+    return config
+
+
+def _refuse_variants(raw: Mapping[str, Any], where: str, supports: frozenset[str]) -> None:
+    layer_types = raw.get("layer_types")
+    sliding = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
+    refusals = {
+        "sliding_window": bool(sliding),
+        "layer_types": layer_types is not None and any(kind != "full_attention" for kind in _list(layer_types)),
+        "attention_bias": bool(raw.get("attention_bias")),
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0,
+        "final_logit_softcapping": raw.get("final_logit_softcapping") is not None,
+        "attn_logit_softcapping": raw.get("attn_logit_softcapping") is not None,
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "quantization_config": raw.get("quantization_config") is not None,
+        "num_experts": bool(raw.get("num_experts")),
+    }
+    for field, refused in refusals.items():
+        if refused and field not in supports:
+            raise UnsupportedError(f"{where}: {field} = {raw.get(field)!r} is not supported yet")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
+    """Return theta in either dialect: `rope_theta` with `rope_scaling`, or `rope_parameters` with both."""
+    rope: dict[str, Any] = {}
+    for field in ("rope_scaling", "rope_parameters"):
+        part = raw.get(field) or {}
+        if not isinstance(part, Mapping):
+            raise UnsupportedError(f"{where}: {field} must be an object, found {part!r}")
+        rope |= part
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UnsupportedError(f"{where}: RoPE scaling of type {kind!r} is not supported yet")
+    if unknown := sorted(set(rope) - {"rope_type", "type", "rope_theta"}):
+        raise UnsupportedError(f"{where}: RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} is not supported yet")
+    return _number({"rope_theta": raw.get("rope_theta"), **rope}, "rope_theta", 10000.0, where)
+
+
+def _number(raw: Mapping[str, Any], field: str, default: float, where: str) -> float:
+    value = raw.get(field)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not value > 0:
+        raise UnsupportedError(f"{where}: {field} must be a positive number, found {value!r}")
+    return float(value)
+
+
+def _positive(raw: Mapping[str, Any], field: str, where: str, default: int | None = None) -> int:
+    value = raw.get(field)
+    if value is None:
+        value = default
+    if type(value) is not int or value < 1:
+        raise UnsupportedError(f"{where}: {field} must be a positive number, found {value!r}")
+    return value

@@ -1,0 +1,27 @@
+"""Weights of a model by name. `build/loader.py` reads them from files."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Weights(Protocol):
+    """Source of a model's tensors. Names are without the `model.` prefix that some files have."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    @property
+    def names(self) -> Iterable[str]: ...
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor on the device, in the engine's dtype. Raises UnsupportedError if its shape is another."""
+        ...
+
+    def skip(self, name: str) -> None:
+        """Accept a tensor that may be in the file and is not needed."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files. Raises UnsupportedError if a tensor is left over."""
+        ...

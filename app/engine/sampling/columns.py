@@ -1,0 +1,27 @@
+"""Rows that are sampled otherwise than by plain argmax, as one table of NumPy columns. No torch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.engine.arrays import Floats, Ints
+from app.engine.sequence import CountedTokens
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """N logit rows, ascending, whose requests want the same kinds of operators.
+
+    Columns [N] int32: `rows` (numbers of the logit rows), `state` (of the noise), `batch_slot`, `place` (drafts that
+    the row stands on) and `draft_index` (row of the drafts). Columns [N] fp32: PARAMETERS of `step/sampling_rows.py`.
+    Columns [M]: the logit of row `bias_row` and token `bias_token` gets `bias` on top.
+    """
+
+    columns: dict[str, Ints | Floats]
+    counted: list[CountedTokens]
+    is_filtered: bool
+
+    @property
+    def arrays(self) -> list[Ints]:
+        """Return the columns for the device, fp32 as int32 of the same bits."""
+        return [column.view(np.int32) for column in self.columns.values()]
