@@ -139,7 +139,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
             ) from None
         runner = GraphRunner(runner.forward, backend, counts, layout, runner.pools, graphs)
 
-    def core(policy: Policy) -> EngineCore:
+    def core(policy: Policy) -> FaultTolerantCore:
         scheduler = FaultTolerantScheduler(
             PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
             max_num_seqs=sizes.max_num_seqs,
@@ -244,7 +244,7 @@ def _kv_bytes(
     return int(total * config.memory_utilization) - (total - free) - step
 
 
-def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:
+def _warm_up(core: FaultTolerantCore, sizes: Sizes, on_progress: Progress) -> None:
     """One short request, so that the first client does not pay for lazy initialisation. `core` is for this alone: what
     it has cached and counted goes with it."""
     num_steps = 3

@@ -7,14 +7,12 @@ from app.engine.schedule.scheduler import Scheduler
 def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | None:
     """Return the step behind `batch`, in which every sequence goes on, or None if it must wait for the result.
 
-    It must wait if a sequence prefills, may be admitted or samples its tokens, or if pages are short. A sequence that
-    is sure to end in the step in flight is left out.
+    It must wait if a sequence prefills, may be admitted or samples its tokens, if pages are short, or if KV is to be
+    scrubbed. A sequence that is sure to end in the step in flight is left out.
     """
     scheduler.in_flight = set()
     live = [(prev_row, rows) for prev_row, rows in enumerate(batch.decodes) if rows.seq.batch_slot >= 0]
-    if batch.prefills or [rows.seq for _, rows in live] != scheduler.running or scheduler.may_admit_next():
-        return None
-    if not all(seq.is_decoding and seq.request.sampling.is_argmax for seq in scheduler.running):
+    if batch.prefills or [rows.seq for _, rows in live] != scheduler.running or not scheduler.may_run_ahead():
         return None
     live = [(prev_row, rows) for prev_row, rows in live if rows.seq.num_remaining > 1]
     pool = scheduler.pool

@@ -154,11 +154,12 @@ class Scheduler:
         """Return how many tokens a sequence owns pages for. KV of a whole block lies past the last token."""
         return seq.num_tokens + self.block_size - 1
 
-    def may_admit_next(self) -> bool:
-        """Return True if the next `schedule` admits a sequence."""
-        if not self.waiting or len(self.running) == self.max_num_seqs:
+    def may_run_ahead(self) -> bool:
+        """Return True if every running sequence goes on greedily, and the next `schedule` admits none."""
+        seats = len(self.running) < self.max_num_seqs
+        if self.waiting and seats and self._has_room(self.waiting[0], self._find(self.waiting[0])):
             return False
-        return self._has_room(self.waiting[0], self._find(self.waiting[0]))
+        return all(seq.is_decoding and seq.request.sampling.is_argmax for seq in self.running)
 
     def _decoding_with_pages(self) -> list[Sequence]:
         """Return decoding sequences that own pages for this step, taken from the newest sequences if need be."""

@@ -1,6 +1,5 @@
 """Padding of a step to the size that a graph was captured with. Padding sequences lie on the scratch pages."""
 
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -53,9 +52,8 @@ def pad_draft(inputs: DraftInputs, blocks: int, rows: int, pages: int, scratch_p
     """`blocks` blocks of `rows` rows, as all of these have, those that are missing over the scratch pages."""
     padding = [rows] * (blocks - len(inputs.anchors))
     group = _pad_group(inputs.group, padding, pages, scratch_pages)
-    return replace(
-        inputs, anchors=_grown(inputs.anchors, blocks), prev_rows=_grown(inputs.prev_rows, blocks, -1), group=group
-    )
+    anchors, prev_rows = _grown(inputs.anchors, blocks), _grown(inputs.prev_rows, blocks, -1)
+    return DraftInputs(inputs.request_ids, anchors, prev_rows, group)
 
 
 def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:
