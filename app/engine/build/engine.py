@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
 from app.engine.build.self_test import check_attention
 from app.engine.build.time_steps import measure_costs
-from app.engine.compile.steps import compile_stages
+from app.engine.compile.steps import compiled_forward
 from app.engine.core import EngineCore
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.drafter import DFlashDrafter
@@ -110,16 +111,18 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         length = max(sizes.padded_len, max_rows)
         rotaries = [RotaryTable(d.head_dim, d.rope_theta, length, dtype, backend) for d in decoders]
         pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
-        drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
-        forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
+        if config.compile:
+            shared = sampler, backend, sizes.page_size, max_rows
+            forward = compiled_forward(target, draft, pools, rotaries, *shared, partial(on_progress, "compile"))
+        else:
+            drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
+            forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
         return ModelRunner(forward, backend, counts, layout, pools)
 
     kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     runner = runner_over(num_pages)
-    if config.compile:
-        compile_stages(runner.forward, runner.pools, dtype, lambda done, total: on_progress("compile", done, total))
     if graph_sizes:
         try:
             graphs = StepGraphs(

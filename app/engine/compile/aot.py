@@ -1,8 +1,7 @@
-"""A function of tensors, compiled by g++ and kept.
+"""Functions of tensors, compiled by g++ and kept.
 
-A small model's step is hundreds of operators of a few microseconds, most of which is calling them. torch.export writes
-down what the same Python code does to tensors, with the sizes left open, and torch's inductor makes C++ of it, for g++.
-That takes a minute; the results are kept and used again as long as nothing of it changes.
+A small model's step is hundreds of operators of a few microseconds, most of which is the call. torch.export traces the
+same Python code with open sizes, and inductor makes C++ of it. That takes a minute, so packages are kept.
 """
 
 import contextlib
@@ -26,10 +25,10 @@ _SOURCES = Path(__file__).parents[1]
 
 
 class Compiled:
-    """A function of tensors, of a model's weights and of KV pools, compiled.
+    """A compiled function of tensors, of a model's weights and of KV pools.
 
-    `settings` have all numbers in `function` that are no tensors. `open_sizes` has for each example of an argument the
-    dimensions that differ from call to call. Weights are inputs of the compiled code, so a package holds none.
+    `settings` have all numbers in `function` that are no tensors. All dimensions of integer `examples`, and the first
+    one of others, differ from call to call. Weights are inputs of the compiled code, so a package holds none.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Compiled:
         model: nn.Module,
         pools: Sequence[Tensor],
         examples: Sequence[Tensor],
-        open_sizes: Sequence[Sequence[int]],
         folder: Path,
     ) -> None:
         inductor = importlib.import_module("torch._inductor")
@@ -55,7 +53,8 @@ class Compiled:
         package = folder / f"{name}-{_digest(settings, [*examples, *weights, *(pool[:1] for pool in pools)])}.pt2"
 
         def compile_it() -> None:
-            sizes = [dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in open_sizes]
+            dims = [1 if example.is_floating_point() else example.dim() for example in examples]
+            sizes = [dict.fromkeys(range(count), torch.export.Dim.DYNAMIC) for count in dims]
             pool_sizes = [{0: torch.export.Dim.DYNAMIC}] * len(pools)
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -65,7 +64,7 @@ class Compiled:
                     dynamic_shapes=(sizes, [None] * len(weights), pool_sizes),
                     strict=False,
                 )
-                if exported.constants:  # they would be what they are now for whoever finds the package
+                if exported.constants:  # a package that is found later would have the values of today
                     raise RuntimeError(f"{name}: {', '.join(exported.constants)} would be compiled in")
                 unfinished = Path(tempfile.mkdtemp()) / package.name
                 # Headers that are compiled beforehand save seconds, and leave hundreds of MB in /tmp for ever.
@@ -120,7 +119,7 @@ def compiler() -> str:
 
 
 def _processor() -> bytes:
-    """What -march=native looks at."""
+    """Return the facts that -march=native looks at."""
     told = (b"model name", b"flags", b"Features", b"CPU part")
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()

@@ -1,5 +1,5 @@
-"""What `--compile` compiles of a step, each as one function of C++: the target from token ids to its greedy choice, the
-draft from anchors to drafts, and the context KV."""
+"""The forwards of `--compile`, each one function of C++: the target from token ids to its greedy choice, the draft from
+anchors to drafts, and the context KV. A step whose attention is not one call runs by operators, like without."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,42 +15,107 @@ from app.engine.compile.aot import Compiled, compiler
 from app.engine.compile.backend import OneCall, Padded
 from app.engine.compile.cache import compile_cache
 from app.engine.dflash.drafter import DFlashDrafter
+from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import StepRows, rotation_at
-from app.engine.sampling.sampler import greedy
+from app.engine.models.layers import RotaryTable, StepRows, rotation_at
+from app.engine.models.target import Target
+from app.engine.sampling.sampler import Sampler, greedy
 from app.engine.sequence import NOT_FINITE
-from app.engine.step.forward import DraftTensors, Forward, Forwarded, TargetTensors
+from app.engine.step.forward import DraftTensors, Forward, TargetOutput, TargetTensors
 
 
-def compile_stages(
-    forward: Forward, pools: Sequence[KvPool], dtype: torch.dtype, on_compiled: Callable[[int, int], None]
-) -> None:
-    """Have `forward`, and the drafter if it is DFlash's, run what is compiled wherever a step's attention is one call.
+def compiled_forward(
+    target: Target,
+    draft: DFlashModel | None,
+    pools: Sequence[KvPool],
+    rotaries: Sequence[RotaryTable],
+    sampler: Sampler,
+    backend: Backend,
+    page_size: int,
+    max_rows: int,
+    on_compiled: Callable[[int, int], None],
+) -> Forward:
+    """Return a Forward over compiled functions. `on_compiled` is called with (functions compiled, functions in all).
 
-    Raises UnsupportedError where there is no compiler, and for another dtype than float32.
+    Raises UnsupportedError if there is no compiler, or the dtype is not float32.
     """
+    dtype = target.embedding.dtype
     if dtype != torch.float32:
         raise UnsupportedError(f"--compile: --dtype {str(dtype).removeprefix('torch.')} is not supported yet")
     if not shutil.which(compiler()):
         raise UnsupportedError(
             "--compile: there is no g++ here: install it, name another compiler in CXX, or leave it out"
         )
-    drafter = forward.drafter if isinstance(forward.drafter, DFlashDrafter) else None
-    total = 3 if drafter else 1
+    total = 3 if draft else 1
     on_compiled(0, total)
     with compile_cache() as folder:
-        forward.fused_forward = _target(forward, pools[0], folder)
+        drafter = CompiledDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
+        forward = CompiledForward(target, pools[0], rotaries[0], sampler, backend, page_size, max_rows, drafter)
+        forward.numbers = torch.arange(len(rotaries[0].tables[0]), dtype=torch.int32)
+        forward.target_step = compile_target(forward, pools[0], folder)
         on_compiled(1, total)
         if drafter:
-            forward.fused_propose = _draft(forward, drafter, pools[1], folder)
+            forward.draft_step = compile_draft(drafter, pools[1], backend, folder)
             on_compiled(2, total)
-            drafter.fused_write = _context(drafter, pools[1], folder)
+            drafter.context_step = compile_context(drafter, pools[1], folder)
             on_compiled(3, total)
+    return forward
+
+
+class CompiledForward(Forward):
+    """Forward of compiled functions. `numbers` int32 count from 0 to the longest context."""
+
+    target_step: Compiled
+    draft_step: Compiled
+    numbers: Tensor
+
+    def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
+        (rows,) = inputs.groups
+        meta, plan, numbers = rows.meta, rows.meta.plan, self.numbers
+        if not isinstance(plan, OneCall):
+            return super().run_target(token_ids, inputs, greedy=greedy)
+        logits_indices = numbers[: len(token_ids)] if inputs.logits_indices is None else inputs.logits_indices
+        num_logits = len(logits_indices)
+        greedy = greedy and 0 < num_logits <= self.sampler.max_rows
+        step = _TargetInputs(
+            token_ids=token_ids,
+            logits_indices=logits_indices if num_logits else numbers[:1],  # an exported size is at least 1
+            choice_rows=numbers[: num_logits if greedy else 1],
+            seq_ids=rows.seq_ids,
+            position_offsets=rows.position_offsets,
+            starts=meta.query_start_loc[:-1],
+            ends=meta.query_start_loc[1:],
+            seq_lens=meta.seq_lens,
+            pages=meta.page_table,
+            queries=numbers[: plan.max_q],
+            tokens=numbers[: plan.max_kv],
+        )
+        hidden, choices, positions, slot_mapping, *features = self.target_step(*step)
+        chosen = choices if greedy else None
+        return TargetOutput(hidden[:num_logits], chosen, features[0] if features else None, positions, slot_mapping)
+
+    def draft(self, inputs: DraftTensors) -> Tensor:
+        rows, meta, plan, numbers = inputs.rows, inputs.rows.meta, inputs.rows.meta.plan, self.numbers
+        if not isinstance(plan, OneCall) or len(inputs.anchors) * (plan.max_q - 1) > self.sampler.max_rows:
+            return super().draft(inputs)
+        lengths = numbers[: plan.max_q], numbers[: plan.max_kv]
+        step = _DraftInputs(inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, *lengths)
+        (drafts,) = self.draft_step(*step)
+        return drafts
+
+
+class CompiledDrafter(DFlashDrafter):
+    """Drafter whose context KV is written by a compiled function."""
+
+    context_step: Compiled
+
+    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+        self.context_step(features, positions, slot_mapping)
 
 
 class _TargetInputs(NamedTuple):
-    """What `_target` compiles a function of, all int32.
+    """Arguments of the compiled target, all int32.
 
     TargetTensors of one group of rows; `starts` and `ends` [S] of each sequence's rows among all; numbers from 0 on, of
     the rows a sequence can have here [Q], and of the tokens [L]. `choice_rows` [C] are those of the logit rows whose
@@ -71,7 +136,7 @@ class _TargetInputs(NamedTuple):
 
 
 class _DraftInputs(NamedTuple):
-    """What `_draft` compiles a function of, likewise; `in_block` [w] are the numbers from 0 on of a block's rows."""
+    """Arguments of the compiled draft, likewise. `in_block` [w] are the numbers from 0 on of a block's rows."""
 
     anchors: Tensor
     position_offsets: Tensor
@@ -81,10 +146,10 @@ class _DraftInputs(NamedTuple):
     tokens: Tensor
 
 
-def _target(forward: Forward, pool: KvPool, folder: Path) -> Callable[[Tensor, TargetTensors, bool], Forwarded | None]:
-    """`Forward.fused_forward`: it takes steps whose attention is one call."""
-    model, max_rows = forward.target, forward.sampler.max_rows
-    config, page_size = model.config, pool.layers[0].k.shape[1]
+def compile_target(forward: Forward, pool: KvPool, folder: Path) -> Compiled:
+    """Return the function of `_TargetInputs` that is (hidden, choices, positions, slots), then features if any."""
+    model, page_size = forward.target, pool.layers[0].k.shape[1]
+    config, backend = model.config, forward.backend
     group = config.num_heads // config.num_kv_heads
 
     def target_step(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -99,7 +164,7 @@ def _target(forward: Forward, pool: KvPool, folder: Path) -> Callable[[Tensor, T
             x.ends, x.seq_lens, x.pages, [x.token_ids.shape[0]], [], page_size, causal=True, plan=plan
         )
         positions, slot_mapping = Backend.positions_and_slots(
-            forward.backend, x.seq_ids, x.position_offsets, numbers, x.pages, page_size
+            backend, x.seq_ids, x.position_offsets, numbers, x.pages, page_size
         )
         rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
         hidden, features = model.forward(x.token_ids, rows, _Layers.of(layers))
@@ -123,53 +188,17 @@ def _target(forward: Forward, pool: KvPool, folder: Path) -> Callable[[Tensor, T
         queries=_zeros(max_q),
         tokens=_zeros(max_kv),
     )
-    kept = [*_flat(pool), *forward.rotary.tables]
     settings = (config, model.target_layer_ids, page_size)
-    run = Compiled("target", settings, target_step, model, kept, examples, _all_open(examples), folder)
-    numbers = torch.arange(len(forward.rotary.tables[0]), dtype=torch.int32)
-
-    def fused(token_ids: Tensor, inputs: TargetTensors, chooses: bool) -> Forwarded | None:
-        (rows,) = inputs.groups
-        meta = rows.meta
-        if not isinstance(meta.plan, OneCall):
-            return None
-        logits_indices = numbers[: len(token_ids)] if inputs.logits_indices is None else inputs.logits_indices
-        num_logits = len(logits_indices)
-        chooses = chooses and 0 < num_logits <= max_rows
-        step = _TargetInputs(
-            token_ids=token_ids,
-            logits_indices=logits_indices if num_logits else numbers[:1],  # there is no function of nothing
-            choice_rows=numbers[: num_logits if chooses else 1],
-            seq_ids=rows.seq_ids,
-            position_offsets=rows.position_offsets,
-            starts=meta.query_start_loc[:-1],
-            ends=meta.query_start_loc[1:],
-            seq_lens=meta.seq_lens,
-            pages=meta.page_table,
-            queries=numbers[: meta.plan.max_q],
-            tokens=numbers[: meta.plan.max_kv],
-        )
-        hidden, choices, positions, slot_mapping, *features = run(*step)
-        return Forwarded(
-            hidden[:num_logits],
-            choices if chooses else None,
-            features[0] if features else None,
-            positions,
-            slot_mapping,
-        )
-
-    return fused
+    return Compiled("target", settings, target_step, model, _flat(pool, forward.rotary), examples, folder)
 
 
-def _draft(
-    forward: Forward, drafter: DFlashDrafter, pool: KvPool, folder: Path
-) -> Callable[[DraftTensors], Tensor | None]:
-    """`Forward.fused_propose`: it takes steps whose attention is one call."""
-    model, max_rows = drafter.model, forward.sampler.max_rows
-    config, page_size = model.config, pool.layers[0].k.shape[1]
+def compile_draft(drafter: DFlashDrafter, pool: KvPool, backend: Backend, folder: Path) -> Compiled:
+    """Return the function of `_DraftInputs` that is (drafts,)."""
+    model, page_size = drafter.model, pool.layers[0].k.shape[1]
+    config = model.config
     group = config.decoder.num_heads // config.decoder.num_kv_heads
 
-    def propose(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor]:
+    def draft_step(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor]:
         x = _DraftInputs(*inputs)
         *layers, cos, sin = flat
         block = x.in_block.shape[0]
@@ -179,10 +208,10 @@ def _draft(
             x.seq_lens, x.seq_lens, x.pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan
         )
         positions, slot_mapping = Backend.positions_and_slots(
-            forward.backend, numbers // block, x.position_offsets, numbers, x.pages, page_size
+            backend, numbers // block, x.position_offsets, numbers, x.pages, page_size
         )
         rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
-        embedded = forward.backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
+        embedded = backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
         hidden = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])[:, 1:]
         return (torch.nn.functional.linear(hidden, model.lm_head).argmax(dim=-1).to(torch.int32),)
 
@@ -195,68 +224,40 @@ def _draft(
         in_block=_zeros(num_rows),
         tokens=_zeros(max_kv),
     )
-    kept = [*_flat(pool), *drafter.rotary.tables]
-    run = Compiled("draft", (config, page_size), propose, model, kept, examples, _all_open(examples), folder)
-    numbers = torch.arange(len(drafter.rotary.tables[0]), dtype=torch.int32)
-
-    def fused(inputs: DraftTensors) -> Tensor | None:
-        rows, meta = inputs.rows, inputs.rows.meta
-        if not isinstance(meta.plan, OneCall) or len(inputs.anchors) * (meta.plan.max_q - 1) > max_rows:
-            return None
-        of_block, tokens = numbers[: meta.plan.max_q], numbers[: meta.plan.max_kv]
-        (drafts,) = run(
-            *_DraftInputs(inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, of_block, tokens)
-        )
-        return drafts
-
-    return fused
+    return Compiled("draft", (config, page_size), draft_step, model, _flat(pool, drafter.rotary), examples, folder)
 
 
-def _context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """`DFlashDrafter.fused_write`."""
-    context, layers = drafter.context, [pool.all_layers.k.flatten(0, 1), pool.all_layers.v.flatten(0, 1)]
+def compile_context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Compiled:
+    """Return the function of (features, positions, slots) that writes context KV."""
+    context, num_layers = drafter.context, len(pool.layers)
 
-    def write(
-        flat: list[Tensor], features: Tensor, positions: Tensor, slot_mapping: Tensor, first_slots: Tensor
-    ) -> Tensor:
+    def context_step(
+        flat: list[Tensor], features: Tensor, positions: Tensor, slot_mapping: Tensor
+    ) -> tuple[Tensor, ...]:
         k, v, cos, sin = flat
+        first_slots = torch.arange(num_layers, dtype=torch.int32) * (k.shape[0] // num_layers)
         slots = (slot_mapping[:, None] + first_slots).flatten()
         context.write(features, rotation_at((cos, sin), positions), LayerKv(k, v), slots)
-        return slot_mapping
+        return (slot_mapping,)
 
-    rows = 6
-    first_slots = pool.slots_in_all_layers(torch.zeros(1, dtype=torch.int32))
-    examples = [
-        torch.zeros(rows, drafter.model.fc.shape[1], dtype=layers[0].dtype),
-        *torch.zeros(2, rows, dtype=torch.int32),
-        first_slots,
-    ]
-    kept = [*layers, *drafter.rotary.tables]
-    open_sizes = [[0], [0], [0], []]
-    run = Compiled("context", drafter.model.config, write, context, kept, examples, open_sizes, folder)
-
-    def fused(features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
-        run(features, positions, slot_mapping, first_slots)
-
-    return fused
+    all_layers = pool.all_layers
+    kept = [all_layers.k.flatten(0, 1), all_layers.v.flatten(0, 1), *drafter.rotary.tables]
+    examples = [torch.zeros(6, drafter.model.fc.shape[1]), _zeros(6), _zeros(6)]
+    return Compiled("context", drafter.model.config, context_step, context, kept, examples, folder)
 
 
-def _flat(pool: KvPool) -> list[Tensor]:
-    """K and V of layer after layer, each [slots, kv_heads, D]."""
-    return [part.flatten(0, 1) for kv in pool.layers for part in (kv.k, kv.v)]
+def _flat(pool: KvPool, rotary: RotaryTable) -> list[Tensor]:
+    """Return K and V of layer after layer, each [slots, kv_heads, D], then the tables of cos and sin."""
+    return [part.flatten(0, 1) for kv in pool.layers for part in (kv.k, kv.v)] + list(rotary.tables)
 
 
 def _mask(seen: Tensor, tokens: Tensor, group: int) -> Tensor:
-    """[S, 1, G * Q, L] for rows [S, Q] that see the tokens up to number `seen`."""
+    """Return [S, 1, G * Q, L] for rows [S, Q] that see the tokens up to number `seen`."""
     return torch.where(tokens <= seen.repeat(1, group).unsqueeze(2), 0.0, -torch.inf).unsqueeze(1)
 
 
 def _zeros(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32)
-
-
-def _all_open(examples: Sequence[Tensor]) -> list[list[int]]:
-    return [list(range(example.dim())) for example in examples]
 
 
 @dataclass(frozen=True, slots=True)

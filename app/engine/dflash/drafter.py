@@ -1,6 +1,5 @@
 """One forward of the draft model proposes a whole block per sequence."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from app.engine.sampling.sampler import Sampler
 
 
 class Drafter(Protocol):
-    """What the runner needs of a draft, whatever proposes it. `decoder` has the heads its attention plan is for."""
+    """A source of drafts. `decoder` has the heads that its attention is planned for."""
 
     @property
     def decoder(self) -> DecoderConfig: ...
@@ -23,32 +22,31 @@ class Drafter(Protocol):
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
-        """Drafts [D, w - 1] of the tokens after each anchor [D]. Blocks of w rows, as many as the trained ones have or
-        fewer, lie at `positions` and `slot_mapping` [D * w]."""
+        """Return drafts [D, w - 1] of the tokens after each anchor [D]. Blocks of w rows, at most the trained number,
+        lie at `positions` and `slot_mapping` [D * w]."""
         ...
 
     def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
-        """Take in the features [T, layers * H] of all target rows of the step."""
+        """Take in features [T, layers * H] of target rows at positions and slots [T]."""
         ...
 
 
 class DFlashDrafter:
-    """Blocks `[anchor, MASK x (w - 1)]`, bidirectional inside and over the context KV; row k predicts token k.
+    """Blocks `[anchor, MASK x (w - 1)]`, bidirectional inside and over the context KV (DFlash, arXiv 2602.06036).
 
-    `fused_write` does what `write_context` does, faster; None where there is no such thing.
+    Row k of a block predicts the k-th token behind the anchor.
     """
 
     def __init__(
         self, model: DFlashModel, pool: KvPool, rotary: RotaryTable, sampler: Sampler, backend: Backend
     ) -> None:
         self.model = model
-        self._pool = pool
         self.rotary = rotary
+        self.context = ContextKv(model, backend)
+        self.decoder = model.config.decoder
+        self._pool = pool
         self._sampler = sampler
         self._backend = backend
-        self.context = ContextKv(model, backend)
-        self.fused_write: Callable[[Tensor, Tensor, Tensor], None] | None = None
-        self.decoder = model.config.decoder
 
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
@@ -57,7 +55,7 @@ class DFlashDrafter:
         return self._sampler.propose(hidden, self.model.lm_head).view(anchors.shape[0], -1)
 
     def masked(self, anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata) -> Tensor:
-        """Hidden states [D * (w - 1), H] of the blocks' rows behind their anchors [D]; arguments as of `propose`."""
+        """Return hidden states [D * (w - 1), H] of the blocks' rows behind their anchors [D]."""
         num_blocks, model = anchors.shape[0], self.model
         num_rows = positions.shape[0] // num_blocks
         embedded = self._backend.embed_blocks(anchors, model.config.mask_token_id, num_rows, model.embedding)
@@ -65,8 +63,5 @@ class DFlashDrafter:
         return hidden.view(num_blocks, num_rows, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
-        if self.fused_write:
-            self.fused_write(features, positions, slot_mapping)
-        else:
-            slots = self._pool.slots_in_all_layers(slot_mapping)
-            self.context.write(features, self.rotary.at(positions), self._pool.all_layers, slots)
+        slots = self._pool.slots_in_all_layers(slot_mapping)
+        self.context.write(features, self.rotary.at(positions), self._pool.all_layers, slots)

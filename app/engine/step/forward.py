@@ -1,7 +1,7 @@
 """The two forwards of a step, on tensors of one packed copy. The same code runs eagerly and is captured in graphs."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """A RowGroup on the device: R rows of sequences `seq_ids` [R], int32.
+    """A RowGroup on the device: R rows of sequences `seq_ids` [R] int32.
 
     `position_offsets` [S] int32 is a row's position less its number in the group.
     """
@@ -37,12 +37,12 @@ class DraftTensors(NamedTuple):
 
     request_ids: list[str]
     anchors: Tensor
-    prev_row: Tensor
+    prev_rows: Tensor
     rows: AttentionInputs
 
 
 class TargetTensors(NamedTuple):
-    """TargetInputs on the device; `logits_indices` is None where all rows are."""
+    """TargetInputs on the device. `logits_indices` is None if all rows are."""
 
     token_ids: Tensor
     token_source: Tensor
@@ -50,14 +50,13 @@ class TargetTensors(NamedTuple):
     logits_start: Tensor
     num_drafts: Tensor
     draft_index: Tensor
-    prev_row: Tensor
+    prev_rows: Tensor
     groups: list[AttentionInputs]
 
 
-class Forwarded(NamedTuple):
-    """The target's T rows behind its layers: hidden states [R, H] of the logit rows, and the greedy choice [R] int64
-    after each, or None if it is still to be made; features [T, layers * H], or None without a draft; positions and
-    slots [T]."""
+class TargetOutput(NamedTuple):
+    """Result of the target's layers: hidden states [R, H] of the logit rows, greedy choices [R] int64 if they are
+    already made, features [T, layers * H] if there is a draft, positions and slots [T]."""
 
     hidden: Tensor
     choices: Tensor | None
@@ -67,11 +66,7 @@ class Forwarded(NamedTuple):
 
 
 class Forward:
-    """Draft, and target with context KV and verify. `max_rows` bounds the rows of a group of rows.
-
-    `fused_forward` and `fused_propose` say what `_forward` and `_propose` say, faster; None where there is no such
-    thing, and None is what they return for a step that they do not take. The former also chooses greedily, if asked.
-    """
+    """Draft, and target with context KV and verify. A group has at most `max_rows` rows."""
 
     def __init__(
         self,
@@ -85,35 +80,33 @@ class Forward:
         drafter: Drafter | None,
     ) -> None:
         self.target = target
-        self.fused_forward: Callable[[Tensor, TargetTensors, bool], Forwarded | None] | None = None
-        self.fused_propose: Callable[[DraftTensors], Tensor | None] | None = None
         self.drafter = drafter
         self.rotary = rotary
         self.sampler = sampler
-        self._pool = pool
         self.backend = backend
+        self._pool = pool
         self._page_size = page_size
         forward = weakref.proxy(self)  # a cycle would keep the KV pools of the profile run until some collection
         self.pending_context = PendingContext(lambda *rows: forward._drafter.write_context(*rows), max_rows)
         self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
 
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
-        """`inputs` as `packed` holds them; attention has yet to be planned."""
-        anchors, prev_row, *group = packed.tensors
-        return DraftTensors(inputs.request_ids, anchors, prev_row, self._rows(inputs.group, group, causal=False))
+        """Return `inputs` as `packed` holds them. Attention has yet to be planned."""
+        anchors, prev_rows, *group = packed.tensors
+        return DraftTensors(inputs.request_ids, anchors, prev_rows, self._rows(inputs.group, group, causal=False))
 
     def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
-        """`inputs` as `packed` holds them; attention has yet to be planned."""
-        token_ids, token_source, logits_indices, logits_start, num_drafts, draft_index, prev_row, *rest = packed.tensors
+        """Return `inputs` as `packed` holds them. Attention has yet to be planned."""
+        token_ids, source, logits_indices, logits_start, num_drafts, draft_index, prev_rows, *rest = packed.tensors
         groups = [self._rows(group, rest[5 * i : 5 * i + 5], causal=True) for i, group in enumerate(inputs.groups)]
         every_row = len(logits_indices) == len(token_ids)
         logits = None if every_row else logits_indices, logits_start, num_drafts, draft_index
-        return TargetTensors(token_ids, token_source, *logits, prev_row, groups)
+        return TargetTensors(token_ids, source, *logits, prev_rows, groups)
 
     def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
         """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
 
-        The lengths in the meta itself stay as they were made: in a graph they are those of the capture.
+        The lengths in the meta itself stay as they were made. In a graph they are those of the capture.
         """
         decoder = self.target.config if rows.meta.causal else self._drafter.decoder
         lengths = replace(rows.meta, query_lens=group.query_lens, host_seq_lens=group.host_seq_lens)
@@ -122,44 +115,54 @@ class Forward:
     def advance_draft(self, verified: Tensor, inputs: DraftTensors) -> None:
         """Move the blocks to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""
         anchor_rows = self._row_numbers[: len(inputs.anchors)]
-        self._advance(verified, inputs.prev_row, inputs.anchors, anchor_rows, inputs.rows)
+        self._advance(verified, inputs.prev_rows, inputs.anchors, anchor_rows, inputs.rows)
 
     def advance_target(self, verified: Tensor, inputs: TargetTensors) -> None:
         """Move the rows of a decode step to where the step in flight leaves their sequences."""
         (rows,) = inputs.groups
-        anchor_rows = rows.meta.query_start_loc[: len(inputs.prev_row)]
-        self._advance(verified, inputs.prev_row, inputs.token_ids, anchor_rows, rows)
+        anchor_rows = rows.meta.query_start_loc[: len(inputs.prev_rows)]
+        self._advance(verified, inputs.prev_rows, inputs.token_ids, anchor_rows, rows)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
-        """Drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
-        drafts = self.fused_propose(inputs) if self.fused_propose else None
-        return self._propose(inputs) if drafts is None else drafts
+        """Return drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
+        positions, slot_mapping = self._positions_and_slots(inputs.rows)
+        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, inputs.rows.meta)
+        return drafts.to(torch.int32)
 
     def choose(
         self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[SamplingMetadata]
     ) -> tuple[Tensor, Tensor]:
-        """Run the target's rows through its layers and into its KV pool, and hand their context rows to
+        """Run the target's rows through its layers and into its KV pool, and add their context rows to
         `pending_context`.
 
-        Returns the hidden states [R, H] of the rows that decide, and the target's choice [R] int64 after each.
+        Returns the hidden states [R, H] of the logit rows, and the target's choice [R] int64 after each.
         """
         token_ids = inputs.token_ids
         if drafts is not None:
             token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.token_source]
-        forwarded = self.fused_forward(token_ids, inputs, not draws) if self.fused_forward else None
-        hidden, choices, features, positions, slot_mapping = forwarded or self._forward(token_ids, inputs)
+        hidden, choices, features, positions, slot_mapping = self.run_target(token_ids, inputs, greedy=not draws)
         if self.drafter is not None and features is not None:
             self.pending_context.add(features, positions, slot_mapping)
         if choices is None:
             choices = self.sampler.choose(hidden, self.target.lm_head, draws)
         return hidden, choices
 
+    def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
+        """Run token ids [T] through the target's layers. If all choices are `greedy`, they may be made here."""
+        parts = [self._positions_and_slots(rows) for rows in inputs.groups]
+        positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        rows = StepRows(self.rotary.at(positions), slot_mapping, [rows.meta for rows in inputs.groups])
+        hidden, features = self.target.forward(token_ids, rows, self._pool)
+        if inputs.logits_indices is not None:
+            hidden = hidden[inputs.logits_indices]
+        return TargetOutput(hidden, None, features, positions, slot_mapping)
+
     def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[SamplingMetadata]) -> None:
-        """Overwrite in `choices` [R], which were made greedily, the rows of `draws`."""
-        for some in draws:
-            numbers = list(range(len(some.host_rows)))
-            own = replace(some, host_rows=numbers, rows=self._row_numbers[: len(numbers)])
-            choices[some.rows] = self.sampler.choose(hidden[some.rows], self.target.lm_head, [own])
+        """Overwrite the rows of `draws` in greedy `choices` [R]."""
+        for kind in draws:
+            numbers = list(range(len(kind.host_rows)))
+            own = replace(kind, host_rows=numbers, rows=self._row_numbers[: len(numbers)])
+            choices[kind.rows] = self.sampler.choose(hidden[kind.rows], self.target.lm_head, [own])
 
     def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
         """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""
@@ -167,37 +170,21 @@ class Forward:
 
     @property
     def _drafter(self) -> Drafter:
-        if self.drafter is None:
-            raise RuntimeError("a batch with drafts came to a runner without a drafter")
+        assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
         return self.drafter
-
-    def _forward(self, token_ids: Tensor, inputs: TargetTensors) -> Forwarded:
-        parts = [self._positions_and_slots(rows) for rows in inputs.groups]
-        positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        rows = StepRows(self.rotary.at(positions), slot_mapping, [rows.meta for rows in inputs.groups])
-        hidden, features = self.target.forward(token_ids, rows, self._pool)
-        if inputs.logits_indices is not None:
-            hidden = hidden[inputs.logits_indices]
-        return Forwarded(hidden, None, features, positions, slot_mapping)
-
-    def _propose(self, inputs: DraftTensors) -> Tensor:
-        positions, slot_mapping = self._positions_and_slots(inputs.rows)
-        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, inputs.rows.meta)
-        return drafts.to(torch.int32)
 
     def _rows(self, group: RowGroup, tensors: Sequence[Tensor], *, causal: bool) -> AttentionInputs:
         seq_ids, position_offsets, query_start_loc, seq_lens, page_table = tensors
         table = page_table.view(group.page_table.shape)
-        meta = AttentionMetadata(
-            query_start_loc, seq_lens, table, list(group.query_lens), list(group.host_seq_lens), self._page_size, causal
-        )
+        lengths = list(group.query_lens), list(group.host_seq_lens)
+        meta = AttentionMetadata(query_start_loc, seq_lens, table, *lengths, self._page_size, causal)
         return AttentionInputs(seq_ids, position_offsets, meta)
 
     def _advance(
-        self, verified: Tensor, prev_row: Tensor, token_ids: Tensor, anchor_rows: Tensor, rows: AttentionInputs
+        self, verified: Tensor, prev_rows: Tensor, token_ids: Tensor, anchor_rows: Tensor, rows: AttentionInputs
     ) -> None:
-        offsets, seq_lens = rows.position_offsets[: len(prev_row)], rows.meta.seq_lens[: len(prev_row)]
-        self.backend.advance_by_accepted(verified, prev_row, token_ids, anchor_rows, offsets, seq_lens)
+        offsets, seq_lens = rows.position_offsets[: len(prev_rows)], rows.meta.seq_lens[: len(prev_rows)]
+        self.backend.advance_by_accepted(verified, prev_rows, token_ids, anchor_rows, offsets, seq_lens)
 
     def _positions_and_slots(self, rows: AttentionInputs) -> tuple[Tensor, Tensor]:
         row_numbers, meta = self._row_numbers[: len(rows.seq_ids)], rows.meta

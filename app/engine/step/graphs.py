@@ -23,7 +23,7 @@ class _Captured(NamedTuple):
     rows: AttentionInputs
 
 
-class TargetOutput(NamedTuple):
+class GraphOutput(NamedTuple):
     """What a target graph yields, padding included: hidden states [T, H], greedy choices [T], `verify`'s result of
     those, and the inputs, to verify other choices. The hidden states lie in one place for all graphs."""
 
@@ -103,7 +103,7 @@ class StepGraphs:
         assert self.drafts is not None
         return self.drafts[: len(inputs.anchors)]
 
-    def target(self, inputs: TargetInputs) -> TargetOutput:
+    def target(self, inputs: TargetInputs) -> GraphOutput:
         """Verify the drafts that were made or kept last; everything stays until the next replay."""
         (group,) = inputs.groups
         size = self._sizes.target(len(group.query_lens), len(inputs.token_ids))
@@ -111,7 +111,7 @@ class StepGraphs:
         self._send(captured, self._pad_target(inputs, *size))
         captured.graph.replay()
         choices, verified = captured.graph.outputs
-        return TargetOutput(self._hidden[: len(choices)], choices, verified, tensors)
+        return GraphOutput(self._hidden[: len(choices)], choices, verified, tensors)
 
     def _capture_draft(self, blocks: int, rows: int) -> _Captured:
         inputs = self._pad_draft(padding.empty_draft(), blocks, rows)

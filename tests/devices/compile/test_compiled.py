@@ -19,8 +19,10 @@ from app.engine.build.engine import build_engine
 from app.engine.compile import aot as compiled
 from app.engine.compile.cache import load_package
 from app.engine.core import EngineCore
+from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.errors import UnsupportedError
 from app.engine.sampling import sampler
+from app.engine.step.forward import Forward
 from app.messages import EngineConfig, Request, SamplingParams
 from tests.fast.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
 from tests.fast.engine.pairs import make_pair
@@ -77,24 +79,27 @@ def requests(count: int = 6) -> list[Request]:
 def by_operators(core: EngineCore) -> EngineCore:
     """The same engine with all that is compiled taken out; its heads are laid out alike, so that KV can be compared."""
     forward = core.runner.forward
-    forward.fused_forward = forward.fused_propose = forward.drafter.fused_write = None
+    forward.__class__, forward.drafter.__class__ = Forward, DFlashDrafter
     return core
 
 
 class Counted:
     """Counts of the calls of `function` of `holder` from now on, and of steps that it leaves to operators."""
 
-    def __init__(self, holder, function: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, holder, function: str) -> None:
         self.all = self.left = 0
-        run = getattr(holder, function)
+        run, by_operators = getattr(holder, function), getattr(type(holder).__base__, function)
 
-        def counted(*arguments):
-            result = run(*arguments)
+        def counted(*arguments, **settings):
             self.all += 1
-            self.left += result is None
-            return result
+            return run(*arguments, **settings)
 
-        setattr(holder, function, counted)
+        def left(this, *arguments, **settings):
+            self.left += this is holder
+            return by_operators(this, *arguments, **settings)
+
+        monkeypatch.setattr(holder, function, counted)
+        monkeypatch.setattr(type(holder).__base__, function, left)
 
 
 def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
@@ -108,19 +113,19 @@ def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"verify": 2}, {"verify": 3}, {"max_num_batched_tokens": 70}], ids=str)
-def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings):
+def test_texts_and_kv_are_those_of_operators_one_by_one(pair, settings, monkeypatch):
     """Alone and together, with prompts cut, at widths of a block and less; and what is compiled is what ran."""
     core, other = engine(pair, compile=True, **settings), by_operators(engine(pair, compile=True, **settings))
     forward = core.runner.forward
     target, draft, context = (
-        Counted(*of)
-        for of in ((forward, "fused_forward"), (forward, "fused_propose"), (forward.drafter, "fused_write"))
+        Counted(monkeypatch, *of)
+        for of in ((forward, "run_target"), (forward, "draft"), (forward.drafter, "write_context"))
     )
     assert core.run(requests()) == other.run(requests()) == engine(pair, **settings).run(requests())
     for request in requests(2):
         assert core.run([request]) == other.run([request])
     assert_same_kv(core, other)
-    assert min(target.all, draft.all, context.all) > 20 and not target.left + draft.left
+    assert min(target.all, draft.all, context.all) > 20 and not target.left + draft.left + context.left
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -177,7 +182,8 @@ def test_prompts_in_pieces_and_more_logits_than_fit_at_once(pair, monkeypatch):
     settings = {"max_num_batched_tokens": 64}
     asked = [*requests(), Request("long", tuple(range(5)) * 36, max_tokens=9)]
     core = engine(pair, compile=True, **settings)
-    target, draft = Counted(core.runner.forward, "fused_forward"), Counted(core.runner.forward, "fused_propose")
+    forward = core.runner.forward
+    target, draft = Counted(monkeypatch, forward, "run_target"), Counted(monkeypatch, forward, "draft")
     assert core.run(asked) == engine(pair, **settings).run(asked)
     assert target.all > 20 and not target.left
     assert 0 < draft.left < draft.all

@@ -185,7 +185,7 @@ def test_rows_that_were_decoded_without_drafts_are_context_like_any_other(tmp_pa
     launch(Batch(prefills=[ScheduledSequence(plain, 0, 5, needs_logits=False)]))
     for row in range(5, len(text) - 1):
         beside = [ScheduledSequence(drafted, 0, b, needs_logits=True, num_drafts=b - 1)] if row % 2 else []
-        launch(Batch([ScheduledSequence(plain, row, 1, needs_logits=False), *beside]))
+        launch(Batch([ScheduledSequence(plain, row, 1, needs_logits=False), *beside], block_rows=b))
     launch(Batch([ScheduledSequence(plain, len(text) - 1, b, needs_logits=True, num_drafts=b - 1)], block_rows=b))
     assert blocks[-1].token_ids == text
     assert blocks.worst_error(reference(pair)) <= TIGHT
