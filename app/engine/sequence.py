@@ -1,4 +1,4 @@
-"""One request as the engine sees it."""
+"""One sequence: tokens, pages, and for how many tokens KV is valid."""
 
 import collections.abc as abc
 import hashlib
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from app.messages import Request
 
 NOT_FINITE = -1
-"""In the place of a token: the logits that it would be chosen by are not finite."""
+"""Stands for a token whose logits are not finite."""
 
 
 class CountedTokens(NamedTuple):
-    """All tokens of a sequence with penalties. `key` tells it from other sequences that had its batch slot."""
+    """Tokens of a sequence with penalties. `key` tells it from other sequences that had its batch slot."""
 
     key: tuple[str, int]
     batch_slot: int
@@ -23,15 +23,13 @@ class CountedTokens(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request under way: its tokens, its pages, and for how many of its tokens KV is valid.
+    """A request in the engine.
 
-    With n tokens, `num_computed == n - 1` means decoding: only the last token, the anchor, has no KV yet. Less
-    means prefilling (or recomputing after a preemption); there is no other phase. `pages` are int32, in the order of
-    the tokens they hold. While it runs, `batch_slot` is its place in arrays of max_num_seqs; -1 while it waits.
-    `num_cached` says how many tokens of the prompt were in the cache when it was first admitted, None before that, and
-    `num_found` how many tokens stand on pages that were found there this time. Its pages may be found in the cache, and
-    enter it, while it is `cacheable`. `is_sound` while the logits of its last rows are known to be finite: then so is
-    all KV on its pages.
+    With n tokens, `num_computed == n - 1` means decoding: only the last token, the anchor, has no KV yet. Less means
+    prefilling, or recomputing after a preemption. `pages` are int32, in the order of the tokens they hold. `batch_slot`
+    is its row in arrays of max_num_seqs while it runs, else -1. `num_cached` counts the prompt tokens that were cached
+    at its first admission, and `num_found` the tokens on pages found at its last one. A `cacheable` sequence finds and
+    publishes pages. It `is_sound` if all KV on its pages is known to be finite.
     """
 
     request: Request
@@ -52,7 +50,7 @@ class Sequence:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Return what tells this sequence from all others of its scheduler."""
+        """Return an identity that no other sequence of the scheduler has."""
         return self.request.request_id, self.arrival
 
     @property
@@ -61,7 +59,7 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """How many tokens the request may still emit."""
+        """Return how many tokens the request may still emit."""
         return self.request.max_tokens - (len(self.token_ids) - len(self.request.token_ids))
 
     @property
@@ -69,8 +67,7 @@ class Sequence:
         return self.num_computed == len(self.token_ids) - 1
 
     def digest(self, page: int, page_size: int) -> bytes:
-        """What page number `page` of this sequence is found by, once its tokens are known: a hash of all that its KV
-        depends on, which is every token up to its end, and of the salt. 32 bytes; each page is hashed once."""
+        """Return the digest of a full page: SHA-256 of the salt and all tokens up to its end. Each is made once."""
         for done in range(len(self._digests) - 1, page + 1):
             tokens = array("i", self.token_ids[done * page_size : (done + 1) * page_size])
             self._digests.append(hashlib.sha256(self._digests[-1] + tokens.tobytes()).digest())

@@ -16,7 +16,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from app.engine.dflash.costs import CostTable, Shape, cost_table, shapes
+from app.engine.build.cost_table import Shape, cost_table, shapes
+from app.engine.dflash.costs import CostTable
 from app.engine.dflash.policy import Policy, Widths, best_widths
 from tests import GOLDEN
 

@@ -4,8 +4,9 @@ import time
 from array import array
 
 from app.engine.build.config import Sizes
+from app.engine.build.cost_table import Shape, cost_table, shapes
 from app.engine.build.memory import pages_of, verify_batch
-from app.engine.dflash.costs import CostTable, Shape, cost_table, shapes
+from app.engine.dflash.costs import CostTable
 from app.engine.schedule.batch import Batch
 from app.engine.step.runner import ModelRunner
 

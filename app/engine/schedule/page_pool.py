@@ -1,27 +1,26 @@
-"""Pages of KV memory: which are free, which are owned, which can be found again. The tensors they stand for are in
-`kv_pool`."""
+"""Pages of KV memory: free, owned and cached. Their tensors are in `models/kv_pool.py`."""
 
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 SCRATCH_PAGES = 1
-"""Pages [0, SCRATCH_PAGES) at least belong to nobody: padded page tables and padding rows point there."""
+"""At least the pages [0, SCRATCH_PAGES) are scratch: padded page tables and padding rows point there."""
 
 
 class OutOfPages(Exception):
-    """Fewer pages are free than were asked for; nothing was taken."""
+    """Fewer pages are free than were asked for. Nothing was taken."""
 
 
 class PagePool:
-    """Hands out page ids of `page_size` tokens each; the target's and the draft's pools share them.
+    """Page ids of `page_size` tokens each, shared by the target's pool and the draft's.
 
-    Every page outside the scratch pages is either free or owned. A cached page, found by its digest, may be owned by
-    several sequences, and stays cached when the last of them gives it back. Free pages that are not cached are reused
-    first, then cached ones, least-recently-used first; a page that is reused is cached no more.
+    Every page but the scratch pages is either free or owned. A cached page is found by its digest, may have several
+    owners, and stays cached when the last one releases it. Free uncached pages are reused first, then cached ones,
+    least-recently-used first. A page that is reused is cached no more.
 
-    A page that was given back by a sequence that is not sound may hold KV that is not finite, until a sound one gives
-    it back: when it is reused before that, it has to be scrubbed.
+    A page that was released as not sound may hold KV that is not finite, until a later owner releases it as sound. If
+    it is reused before that, it has to be scrubbed.
     """
 
     def __init__(self, num_pages: int, page_size: int, scratch_pages: int = SCRATCH_PAGES) -> None:
@@ -48,7 +47,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def find(self, digests: Iterable[bytes]) -> "array[int]":
-        """The pages of `digests`, up to the first that is not cached."""
+        """Return the pages of `digests`, up to the first that is not cached."""
         pages = array("i")
         for digest in digests:
             page = self._page_of.get(digest)
@@ -58,25 +57,25 @@ class PagePool:
         return pages
 
     def cost(self, found: "array[int]", num_tokens: int) -> int:
-        """How many of the free pages it takes to hold `num_tokens`, the first of them on pages that `find` gave."""
+        """Return how many free pages are needed to hold `num_tokens`, the first of them on pages from `find`."""
         return self.pages_for(num_tokens) - sum(self._num_owners[page] > 0 for page in found)
 
     def share(self, found: "array[int]") -> None:
-        """Own pages that `find` gave, one time more."""
+        """Add an owner to pages from `find`."""
         for page in found:
             if not self._num_owners[page]:
                 del self._free_cached[page]
             self._num_owners[page] += 1
 
     def grow(self, pages: "array[int]", num_tokens: int) -> None:
-        """Extend `pages` in place until it holds `num_tokens`. Raises OutOfPages and takes nothing otherwise."""
+        """Extend `pages` in place until they hold `num_tokens`. Raises OutOfPages, and takes nothing then."""
         missing = self.pages_for(num_tokens) - len(pages)
         if missing > self.num_free:
             raise OutOfPages(f"{missing} pages wanted, {self.num_free} free")
         pages.extend(self._take() for _ in range(missing))
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Let an owned page, full of valid KV, be found by `digest`. One that is cached under it already stays so."""
+        """Let an owned page, full of valid KV, be found by `digest`, unless another one is already."""
         if digest not in self._page_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
@@ -88,13 +87,15 @@ class PagePool:
                 del self._page_of[digest]
 
     def pages_to_scrub(self) -> list[int]:
-        """The pages that were reused since this was last asked, and may hold KV that is not finite."""
+        """Return pages that were reused and may hold KV that is not finite, each once."""
         pages, self._to_scrub = self._to_scrub, []
         return pages
 
     def release(self, pages: "array[int]", *, sound: bool = True) -> None:
-        """Take pages back, the tail first: a sequence's first pages are the likeliest to be wanted again. `sound`: all
-        KV on them is known to be finite."""
+        """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again.
+
+        The pages are `sound` if all KV on them is known to be finite.
+        """
         if not sound:
             self._suspects.update(pages)
         elif self._suspects:
@@ -109,7 +110,7 @@ class PagePool:
                 self._free.append(page)
 
     def flush(self) -> None:
-        """No page is cached any more; who owns which stays as it is."""
+        """Forget all cached pages. Owners keep theirs."""
         self._free.extend(self._free_cached)
         self._free_cached.clear()
         self._page_of.clear()

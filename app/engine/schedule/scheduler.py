@@ -18,15 +18,13 @@ class Scheduler:
     its pages and is recomputed later from its tokens. The caller guarantees that one sequence of `max_model_len` plus
     two blocks fits the pool, so the oldest sequence always makes progress.
 
-    With `prefix_caching` a page can be found from the commit that fills it on. An admitted sequence shares the pages
-    that are found, except the page of its last token. So at least one row runs, and no row is ever written to a cached
-    or shared page. Queries and hits count the prompt tokens of first admissions.
+    With `prefix_caching` an admitted sequence shares the cached pages of its tokens, except the page of its last token.
+    So at least one row runs, and no row is ever written to a cached or shared page.
 
-    `running` is in order of arrival, and each of its sequences is older than all in `waiting`. A step is committed
-    before the next one is scheduled; `overlap.py` has the exception. A sequence that ends or is preempted while a step
-    is in flight still has rows in it, and `commit` ignores them. These rows lie past the last committed token, so past
-    all cached pages. Their pages may be reused at once, because a device works in order and a later step overwrites
-    them.
+    `running` is in order of arrival, and each of its sequences is older than all in `waiting`. A sequence that ends or
+    is preempted while a step is in flight still has rows in it (`overlap.py`), and `commit` ignores them. They lie past
+    the last committed token, so past all cached pages. Their pages may be reused at once, because a device works in
+    order and a later step overwrites them.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.in_flight: set[Sequence] = set()
-        """Sequences with rows in a step that stays in flight when the step before it is committed."""
+        """Sequences with rows in the step ahead."""
         self.at_hand: Sequence | None = None
         """Sequence that is being scheduled."""
         self.num_preemptions = 0
@@ -82,7 +80,7 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Append a request to the queue. Raises ValueError for one that could never run."""
+        """Queue a request. Raises ValueError for one that could never run."""
         total = len(request.token_ids) + request.max_tokens
         if not request.token_ids or request.max_tokens < 1 or total > self.max_model_len:
             raise ValueError(
@@ -131,10 +129,7 @@ class Scheduler:
         return batch
 
     def commit(self, batch: Batch, result: StepResult) -> list[TokenDelta]:
-        """Take the step's tokens into the sequences, and the pages that it filled into the cache.
-
-        A sequence that stops frees its pages. Rows that no longer count are ignored.
-        """
+        """Take the step's tokens into the sequences, and the pages that it filled into the cache."""
         results = zip(result.tokens, result.num_accepted, strict=True)
         deltas = []
         for rows in batch.rows:
@@ -144,10 +139,7 @@ class Scheduler:
         return deltas
 
     def max_drafts(self, seq: Sequence, num_in_flight: int = 0) -> int:
-        """Return how many drafts may be verified, so that no row is past the tokens that the request may still emit.
-
-        At least `num_in_flight` more tokens are in flight.
-        """
+        """Return how many drafts may be verified: no row is past the tokens that the request may still emit."""
         return min(self.block_size, seq.num_remaining - num_in_flight) - 1 if seq.request.speculate else 0
 
     def max_length(self, seq: Sequence) -> int:
@@ -176,8 +168,7 @@ class Scheduler:
     def _grow_or_preempt(self, seq: Sequence) -> bool:
         """Give pages to a running sequence. Return False if it was itself preempted because it is the newest."""
         while not self._grow(seq):
-            newest = self.running[-1]
-            self._preempt(newest)
+            self._preempt(newest := self.running[-1])
             if newest is seq:
                 return False
         return True
@@ -214,19 +205,13 @@ class Scheduler:
         return self.pool.find(seq.digest(page, self.pool.page_size) for page in range(pages))
 
     def _has_room(self, seq: Sequence, found: "array[int]") -> bool:
-        """Return True if a page stays free for each running sequence, and no page is about to be cached.
-
-        Otherwise the next growth of an older sequence would preempt the new one at once.
-        """
+        """Return True if a page stays free for each running sequence, whose growth would else preempt the new one."""
         if self._is_being_filled(seq, len(found)):
             return False
         return self.pool.cost(found, self.max_length(seq)) + len(self.running) <= self.pool.num_free
 
     def _is_being_filled(self, seq: Sequence, page: int) -> bool:
-        """Return True if a running sequence fills the page that `seq` could use next.
-
-        It does so in this step, because new sequences get rows only when every running one has all of its own.
-        """
+        """Return True if a running sequence fills, in this step, the page that `seq` could use next."""
         page_size = self.pool.page_size
         end = (page + 1) * page_size
         if not seq.cacheable or end >= seq.num_tokens:

@@ -8,7 +8,8 @@ import pytest
 from app.engine import core
 from app.engine.build import engine as build
 from app.engine.build.config import Sizes
-from app.engine.dflash.costs import CostTable, cost_table, shapes
+from app.engine.build.cost_table import cost_table, shapes
+from app.engine.dflash.costs import CostTable
 from app.engine.step.runner import ModelRunner
 
 

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.dflash.costs import CostTable, Shape, cost_table, shapes
+from app.engine.build.cost_table import Shape, cost_table, shapes
+from app.engine.dflash.costs import CostTable
 from app.engine.dflash.policy import Acceptance, Policy, best_widths, priors, shifted
 from tests import GOLDEN
 
