@@ -20,8 +20,7 @@ SCRIPTS = ("Makefile", ".ci/run", "docker/Dockerfile.*", "docker/*.sh", "docker/
 LEFT_OUT = ("tools/demo_pair/corpus", "app/demo/checkpoint")
 CLEAN = (
     *("README.md", "CHANGELOG.md", "SECURITY.md", "Makefile", ".ci", "docs", "docker", "tools"),
-    *("app/api", "app/bench", "app/client", "app/config", "app/demo", "app/doctor", "app/text"),
-    *(f"app/engine/{room}" for room in ("backend", "cpu", "cuda", "npu", "sampling")),
+    *("app/api", "app/bench", "app/client", "app/config", "app/demo", "app/doctor", "app/engine", "app/text"),
     "tests",
 )
 """Files and folders that `make check` holds to the rules, with all below them. This list only grows."""

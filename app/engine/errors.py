@@ -1,4 +1,4 @@
-"""What a user can get wrong at start-up."""
+"""Mistakes of a user at start-up."""
 
 
 class UnsupportedError(ValueError):

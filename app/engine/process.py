@@ -38,7 +38,7 @@ _PROGRESS_INTERVAL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A command about one request that is no message of this border, and why."""
+    """A command about one request that cannot be read, and the reason."""
 
     request_id: str
     reason: str
@@ -62,8 +62,10 @@ class Link:
         self._replies.send(self._encoder.encode(reply))
 
     def receive(self, *, wait: bool) -> list[Command | Unreadable]:
-        """All commands that have come; with `wait`, at least one. Raises msgspec.DecodeError for one that cannot be
-        read and names no request."""
+        """Return all commands that have come; with `wait`, at least one.
+
+        Raises msgspec.DecodeError for a command that cannot be read and names no request.
+        """
         commands: list[Command | Unreadable] = []
         while self._commands.poll(None if wait and not commands else 0):
             message = self._commands.recv()
@@ -102,7 +104,7 @@ def main() -> int:
 
 
 def serve(link: Link, engine: Engine) -> None:
-    """Take commands, step while there is work, one reply a step; until Shutdown."""
+    """Take commands, and step while there is work with one reply a step, until Shutdown."""
     core = engine.core
     while True:
         for command in link.receive(wait=not core.has_work):
@@ -140,7 +142,7 @@ def _last_words(error: Exception) -> str:
 
 
 def _add(engine: Engine, request: Request) -> TokenDelta | None:
-    """None, or why this request cannot run: the door should have known, and nobody else may suffer from it."""
+    """Add a request. Return its last delta if it cannot run, because other requests must not suffer from it."""
     try:
         engine.core.add(request)
     except ValueError as error:
@@ -156,7 +158,7 @@ def _refusal(request_id: str, reason: str) -> TokenDelta:
 
 
 def _unreadable(message: bytes, error: msgspec.DecodeError) -> Unreadable:
-    """Raises `error` where not even the request can be told: someone would wait for its answer for ever."""
+    """Return the request of a message. Raises `error` if not even that can be read, or its client waits for ever."""
     try:
         fields = msgspec.msgpack.decode(message)
         request_id = fields.get("request", fields)["request_id"]
@@ -186,7 +188,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
 
 
 def _progress(link: Link) -> Progress:
-    """Progress replies, a few a second, and always the last of a stage."""
+    """Return a callback that sends progress, a few times a second and at the end of each stage."""
     sent_at = 0.0
 
     def send(stage: str, done: int, total: int) -> None:

@@ -18,7 +18,7 @@ PREFILL_SHARE = 512
 class Sizes:
     """Settled sizes. `block_size` is 1 without a draft. A sequence's pages cover `padded_len` positions.
 
-    The first `scratch_pages` pages belong to nobody: padded page tables and padding rows point there.
+    Padded page tables and padding rows point to the first `scratch_pages` pages.
     """
 
     block_size: int
@@ -30,7 +30,7 @@ class Sizes:
 
     @property
     def padded_len(self) -> int:
-        """A draft block is never cut at the context limit, so tables reach two blocks past it."""
+        """Return the positions that tables reach: two blocks past the limit, because no draft block is cut there."""
         return self.max_model_len + 2 * self.block_size
 
     @property
@@ -39,7 +39,7 @@ class Sizes:
 
 
 def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaults: Defaults) -> Sizes:
-    """Fill in what the user left open. Raises UnsupportedError with the number to use where sizes do not fit."""
+    """Fill in sizes that the user left open. Raises UnsupportedError, with a number to use, if sizes do not fit."""
     max_model_len = config.max_model_len or model_limit
     if not MIN_MODEL_LEN <= max_model_len <= model_limit:
         raise UnsupportedError(f"--max-model-len {max_model_len} is outside {MIN_MODEL_LEN}..{model_limit}")
@@ -58,9 +58,9 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
 
 
 def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, bytes_per_token: int) -> tuple[Sizes, int]:
-    """How many pages `kv_bytes` of memory hold, scratch included and never more than all sequences can use.
+    """Return the sizes, and the pages in `kv_bytes` with scratch pages, at most as many as all sequences can use.
 
-    One sequence of `max_model_len` must fit. Where the user left that open it is shortened until it does; otherwise
+    One sequence of `max_model_len` must fit. If the user left that open, it is shortened until it does. Otherwise
     raises UnsupportedError with the numbers.
     """
     page_bytes = sizes.page_size * bytes_per_token

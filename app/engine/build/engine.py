@@ -46,14 +46,14 @@ Progress = Callable[[str, int, int], None]
 functions, "warm-up" in steps."""
 
 CPU_KV_BYTES = 4 << 30
-"""KV memory on a CPU when nothing is asked for, or half of what is free: the rest is for steps, and for others."""
+"""KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded engine and what it settled on. `draft` is None for a target alone."""
+    """A loaded engine and its settled sizes. `draft` is None for a target alone."""
 
     core: EngineCore
     sizes: Sizes
@@ -68,9 +68,9 @@ def build_engine(
     on_progress: Progress = lambda *_: None,
     open_weights: OpenWeights = SafetensorsWeights,
 ) -> Engine:
-    """Raises UnsupportedError, before any weight is read where it can, for what would run wrongly or not fit.
+    """Load and warm up an engine. `open_weights` may get weights from elsewhere than the folders' files.
 
-    `open_weights` may get weights from elsewhere than the folders' files; their config.json is read in any case.
+    Raises UnsupportedError for a wish that would run wrongly or does not fit, before weights are read if possible.
     """
     backend = make_backend(config.device, npu_check=config.npu_check, compiled=config.compile)
     try:
@@ -82,41 +82,42 @@ def build_engine(
 
 
 def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights) -> Engine:
-    raw_target = read_config(config.target)
-    family, target_sizes = target_class(raw_target), target_config(raw_target)
-    draft_sizes = None
+    raw = read_config(config.target)
+    shape, draft_shape = target_config(raw), None
     if config.draft is not None:
-        draft_sizes = draft_config(read_config(config.draft), target_sizes, config.block_size)
-    block_size = draft_sizes.block_size if draft_sizes else 1
+        draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
+    block_size = draft_shape.block_size if draft_shape else 1
     if isinstance(config.verify, int) and not 1 <= config.verify <= block_size:
         raise UnsupportedError(f"--verify {config.verify}: a block has {block_size} rows, so 1 to {block_size} of them")
-    sizes = settle_sizes(config, block_size, target_sizes.max_position_embeddings, backend.defaults)
+    sizes = settle_sizes(config, block_size, shape.max_position_embeddings, backend.defaults)
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
-    decoders = [target_sizes, *([draft_sizes.decoder] if draft_sizes else [])]
-    dtype = _dtype(config, target_sizes, backend)
+    decoders = [shape, *([draft_shape.decoder] if draft_shape else [])]
+    dtype = _dtype(config, shape, backend)
     for decoder in decoders:
         backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
         check_attention(backend, decoder, sizes.page_size, block_size, dtype)
 
-    target, draft = _load(config, family, target_sizes, draft_sizes, dtype, backend, on_progress, open_weights)
-    sampler = Sampler(target_sizes.vocab_size, backend)
-    counts = TokenCounts(sizes.max_num_seqs, target_sizes.vocab_size, backend)
-    max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
+    def opened(folder: Path, stage: str) -> Weights:
+        return open_weights(folder, backend.device, dtype, partial(on_progress, stage))
 
+    target, draft = _load(config, target_class(raw), shape, draft_shape, backend, opened)
+    sampler = Sampler(shape.vocab_size, backend)
+    counts = TokenCounts(sizes.max_num_seqs, shape.vocab_size, backend)
+    max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
     layout = Layout(sizes.page_size, backend.separate_prefill)
 
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
         rotaries = [RotaryTable(d.head_dim, d.rope_theta, length, dtype, backend) for d in decoders]
         pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
+        shared = sampler, backend, sizes.page_size, max_rows
         if config.compile:
-            shared = sampler, backend, sizes.page_size, max_rows
             forward = compiled_forward(target, draft, pools, rotaries, *shared, partial(on_progress, "compile"))
         else:
             drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
-            forward = Forward(target, pools[0], rotaries[0], sampler, backend, sizes.page_size, max_rows, drafter)
+            forward = Forward(target, pools[0], rotaries[0], *shared, drafter)
         return ModelRunner(forward, backend, counts, layout, pools)
 
     kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
@@ -124,22 +125,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     runner = runner_over(num_pages)
     if graph_sizes:
-        try:
-            graphs = StepGraphs(
-                runner.forward,
-                backend,
-                graph_sizes,
-                block_size=block_size,
-                pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
-                scratch_pages=sizes.scratch_pages,
-                draft_graphs=_draft_graphs(config),
-                on_graph=lambda done, total: on_progress("graphs", done, total),
-            )
-        except torch.OutOfMemoryError as error:
-            raise UnsupportedError(
-                "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
-                f"fewer --max-graphs, or --enforce-eager ({error})"
-            ) from None
+        graphs = _capture(config, runner.forward, graph_sizes, sizes, partial(on_progress, "graphs"))
         runner = GraphRunner(runner.forward, backend, counts, layout, runner.pools, graphs)
 
     def core(policy: Policy) -> FaultTolerantCore:
@@ -152,46 +138,39 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
             prefix_caching=config.prefix_caching,
             policy=policy,
         )
-        return FaultTolerantCore(scheduler, runner, overlap=_overlaps(runner, backend))
+        return FaultTolerantCore(scheduler, runner, overlap=_overlaps(runner))
 
     backend.retain_allocator_memory()
     _warm_up(core(Policy(block_size)), sizes, on_progress)
     costs = measure_costs(runner, sizes, num_pages) if config.verify == "auto" and block_size > 1 else None
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
-    name = str(dtype).removeprefix("torch.")
-    return Engine(core(policy), sizes, str(backend.device), name, target_sizes, draft_sizes)
+    return Engine(core(policy), sizes, str(backend.device), str(dtype).removeprefix("torch."), shape, draft_shape)
 
 
 def _load(
     config: EngineConfig,
     family: type[Target],
-    target_sizes: DecoderConfig,
-    draft_sizes: DFlashConfig | None,
-    dtype: torch.dtype,
+    shape: DecoderConfig,
+    draft_shape: DFlashConfig | None,
     backend: Backend,
-    on_progress: Progress,
-    open_weights: OpenWeights,
+    opened: Callable[[Path, str], Weights],
 ) -> tuple[Target, DFlashModel | None]:
-    """Both models' weights. The draft's files are opened, and refused if they must be, before the target is read."""
-
-    def opened(folder: Path, stage: str) -> Weights:
-        return open_weights(folder, backend.device, dtype, lambda done, total: on_progress(stage, done, total))
-
+    """Load the weights of both models. The draft's files are opened, and refused if need be, before the target's."""
     target_weights = opened(config.target, "target")
     draft_weights = opened(config.draft, "draft") if config.draft else None
     if draft_weights:
         check_tensor_names(draft_weights.names)
-    target = family(target_sizes, target_weights, backend, draft_sizes.target_layer_ids if draft_sizes else ())
+    target = family(shape, target_weights, backend, draft_shape.target_layer_ids if draft_shape else ())
     target_weights.close()
-    if draft_sizes is None or draft_weights is None:
+    if draft_shape is None or draft_weights is None:
         return target, None
-    draft = DFlashModel(draft_sizes, draft_weights, backend, target.embedding, target.lm_head)
+    draft = DFlashModel(draft_shape, draft_weights, backend, target.embedding, target.lm_head)
     draft_weights.close()
     return target, draft
 
 
 def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> torch.dtype:
-    """What was asked for; else float32 on a CPU, and elsewhere the checkpoint's own if it is a 16-bit one."""
+    """Return the dtype that was asked for. "auto" is the checkpoint's own if it is as wide as the device's default."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     own = _DTYPES.get(target.dtype, torch.float32)
@@ -199,9 +178,9 @@ def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> tor
 
 
 def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:
-    """The sizes to capture, None to run eagerly."""
+    """Return the sizes to capture, or None to run eagerly."""
     eager = not backend.captures if config.enforce_eager is None else config.enforce_eager
-    if eager or config.npu_check:  # what a graph holds cannot be read while it is captured or updated
+    if eager or config.npu_check:  # tensors of a graph cannot be read while it is captured or updated
         return None
     return settle_graph_sizes(
         sizes.max_num_seqs,
@@ -216,10 +195,35 @@ def _draft_graphs(config: EngineConfig) -> bool:
     return config.draft is not None and not config.draft_enforce_eager
 
 
-def _overlaps(runner: ModelRunner, backend: Backend) -> bool:
-    """Whether a step may be launched before the one before it is read: all of it comes from graphs then, which take
-    from the device what nobody has read."""
-    if not (backend.device_side_lengths and isinstance(runner, GraphRunner)):
+def _capture(
+    config: EngineConfig,
+    forward: Forward,
+    graph_sizes: GraphSizes,
+    sizes: Sizes,
+    on_graph: Callable[[int, int], None],
+) -> StepGraphs:
+    try:
+        return StepGraphs(
+            forward,
+            forward.backend,
+            graph_sizes,
+            block_size=sizes.block_size,
+            pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
+            scratch_pages=sizes.scratch_pages,
+            draft_graphs=_draft_graphs(config),
+            on_graph=on_graph,
+        )
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedError(
+            "graphs do not fit beside weights and KV: give a smaller --kv-cache-memory or --memory-utilization, "
+            f"fewer --max-graphs, or --enforce-eager ({error})"
+        ) from None
+
+
+def _overlaps(runner: ModelRunner) -> bool:
+    """Return True if a step may be launched before the last one is read: all of it comes from graphs, which take
+    lengths from the device."""
+    if not (runner.backend.device_side_lengths and isinstance(runner, GraphRunner)):
         return False
     return runner.graphs.has_draft or runner.forward.drafter is None
 
@@ -227,9 +231,9 @@ def _overlaps(runner: ModelRunner, backend: Backend) -> bool:
 def _kv_bytes(
     config: EngineConfig, sizes: Sizes, backend: Backend, runner_over: Callable[[int], ModelRunner], *, graphs: bool
 ) -> int:
-    """Memory for KV: what was asked for, or what is left of the device by the weights and the widest step.
+    """Return the bytes for KV: as many as were asked for, or the rest beside the weights and the widest step.
 
-    Raises UnsupportedError when what was asked for does not fit beside those.
+    Raises UnsupportedError if the given number does not fit beside those.
     """
     step = 0
     if not backend.memory_is_host:
@@ -248,8 +252,10 @@ def _kv_bytes(
 
 
 def _warm_up(core: FaultTolerantCore, sizes: Sizes, on_progress: Progress) -> None:
-    """One short request, so that the first client does not pay for lazy initialisation. `core` is for this alone: what
-    it has cached and counted goes with it."""
+    """Run a short request, because the first client should not pay for lazy initialisation.
+
+    `core` is used for nothing else, so its cached pages and counters go with it.
+    """
     num_steps = 3
     room = sizes.max_model_len - 1
     core.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, room)))

@@ -1,4 +1,4 @@
-"""What a step costs in memory, measured before KV memory is sized: the widest step there can be, run once."""
+"""Memory of a step, measured before KV memory is sized: the widest step that is possible runs once."""
 
 from array import array
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from app.messages import Request, SamplingParams
 
 
 def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, sizes: Sizes) -> int:
-    """Bytes that the widest step takes at its peak; `runner_over` makes a runner over so many pages.
+    """Return the bytes that the widest step takes at its peak. `runner_over` makes a runner over a number of pages.
 
-    Raises UnsupportedError where there is not even memory for that.
+    Raises UnsupportedError if there is too little memory for that.
     """
     batch = _widest_step(sizes)
     num_pages = 1 + max(max(rows.seq.pages) for rows in batch.rows)
@@ -32,9 +32,9 @@ def step_memory(runner_over: Callable[[int], ModelRunner], backend: Backend, siz
 
 
 def verify_batch(num_seqs: int, width: int, sizes: Sizes, temperature: float = 0.0) -> Batch:
-    """A decode step of sequences of nobody that verify `width` rows each, over the first pages of the pool.
+    """Return a decode step of made-up sequences that verify `width` rows each, over the first pages of the pool.
 
-    Several blocks share a page, at places of their own, so that few pages are enough.
+    Several blocks share a page, at places of their own, so few pages are enough.
     """
     sharing, of_block = _packing(sizes)
     batch = Batch(block_rows=width)
@@ -47,18 +47,18 @@ def verify_batch(num_seqs: int, width: int, sizes: Sizes, temperature: float = 0
 
 
 def pages_of(num_seqs: int, sizes: Sizes) -> int:
-    """How many pages `verify_batch` lies on."""
+    """Return how many pages `verify_batch` lies on."""
     sharing, of_block = _packing(sizes)
     return -(-num_seqs // sharing) * of_block
 
 
 def _packing(sizes: Sizes) -> tuple[int, int]:
-    """(blocks that share pages, pages they share)."""
+    """Return (blocks that share pages, pages they share)."""
     return max(1, sizes.page_size // sizes.block_size), -(-sizes.block_size // sizes.page_size)
 
 
 def _widest_step(sizes: Sizes) -> Batch:
-    """All sequences verify a whole block, every token is drawn, and prompts take the rest of the budget.
+    """Return a step in which all sequences verify a whole block, every token is drawn, and prompts take the rest.
 
     No real step has both in full.
     """

@@ -1,4 +1,4 @@
-"""Before any weight is loaded: can this device do the two attentions that DFlash needs?"""
+"""Check of the two attentions that DFlash needs, before any weight is loaded."""
 
 from dataclasses import replace
 
@@ -12,14 +12,14 @@ from app.engine.models.kv_pool import KvPool
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 
 TOLERANCE = 0.02
-"""Of the largest value: well above bf16 rounding, well below what a wrong mask does."""
+"""Largest error as a share of the largest value: bf16 rounding is far below it, a wrong mask far above."""
 
 
 def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, rows: int, dtype: torch.dtype) -> None:
-    """Causal, and bidirectional as the draft needs it, for two sequences of `rows` rows on scattered pages.
+    """Run attention, causal and bidirectional, for two sequences of `rows` rows on scattered pages.
 
-    Raises UnsupportedError if the result is not the attention asked for: a draft under a causal mask, say, would
-    still give right text, and no speed.
+    Raises UnsupportedError if the result is another attention. A draft under a causal mask would give right text and
+    no speed.
     """
     host_seq_lens = [rows + 1, rows + page_size]
     width = -(-host_seq_lens[1] // page_size)
@@ -59,7 +59,7 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
 
 
 def _dense(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool) -> Tensor:
-    """One sequence's attention in fp32; its rows are the last of its tokens."""
+    """Return one sequence's attention in fp32. Its rows are the last of its tokens."""
     group = q_thd.shape[1] // k_thd.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (q_thd, k_thd, v_thd))
     scores = q @ k.repeat_interleave(group, dim=0).transpose(1, 2) * q.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""What steps cost on this machine: timed before the first request, in the calls that serving makes."""
+"""Times of decode steps on this machine, taken before the first request in the calls that serving makes."""
 
 import time
 from array import array
@@ -11,28 +11,27 @@ from app.engine.schedule.batch import Batch
 from app.engine.step.runner import ModelRunner
 
 _SECONDS = 1.0
-"""Spent on the first round, which leaves sizes between the ends out then, and once more on all others."""
+"""Time for the first round, which then leaves out sizes between the ends, and once more for all others."""
 _ROUNDS = 7
 _IN_A_ROW = 3
 """Steps of a shape in every round, of which the last is timed."""
 _CONTEXT = 128
-"""Tokens before the rows, as in the midst of an answer. Without any a plain step would look cheaper than it is: context
-is more of its time than of a step that drafts."""
+"""Tokens before the rows, like in an answer. Without context a plain step would look too cheap, because context is more
+of its time than of a step that drafts."""
 
 
 def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTable:
-    """Run decode steps of 1, 2, 4 ... sequences, see `shapes`.
+    """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, and return their costs.
 
-    Every round runs every shape for a moment, so that none is timed in a stretch of its own, and of each the quickest
-    counts: whatever else a machine does makes a step slower, never faster. One sequence alone gets twice the time, for
-    it is cheap, and a width that was mistaken for a dear one is not run again. The pages must be nobody's; sizes
-    that need more than `num_pages` are left out.
+    Every round runs every shape once, and the quickest time of each counts, because other load only makes steps slower.
+    One sequence alone gets twice the time, because it is cheap and a width that looks dear is not tried again. Free
+    pages are overwritten; sizes that need more than `num_pages` are left out.
     """
     seqs = [1 << i for i in range(sizes.max_num_seqs.bit_length())]
     seqs = [
         n for n in sorted({*seqs, sizes.max_num_seqs}) if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages
     ]
-    ends = (seqs[0], seqs[-1])  # are timed whatever time they take
+    ends = (seqs[0], seqs[-1])  # they are timed in any case
     seqs = list(dict.fromkeys((*ends, *seqs[::2], *seqs)))
     times: dict[Shape, list[float]] = {}
     for done in range(_ROUNDS + 1):
@@ -49,7 +48,7 @@ def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTabl
 
 
 def _step(shape: Shape, sizes: Sizes) -> Batch:
-    """Sequences of nobody behind a context that is their first page over and over."""
+    """Return a step of made-up sequences, behind a context that is their first page over and over."""
     batch = verify_batch(shape.seqs, shape.rows, sizes)
     batch.block_rows = shape.block
     pages = min(_CONTEXT, sizes.max_model_len) // sizes.page_size
@@ -63,7 +62,7 @@ def _step(shape: Shape, sizes: Sizes) -> Batch:
 
 
 def _timed(runner: ModelRunner, batch: Batch) -> float:
-    """Milliseconds of a step that follows others like it, as in serving."""
+    """Return the milliseconds of a step that follows others like it, like in serving."""
     for _ in range(_IN_A_ROW):
         begun = time.perf_counter()
         runner.launch(runner.layout.build(batch)).read()

@@ -1,4 +1,4 @@
-"""The backend of what `--compile` compiles. While torch.export traces it, plans are Padded and KV has no pages."""
+"""The backend of `--compile`. While torch.export traces it, plans are Padded and KV has no pages."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ class OneCall:
 class Padded:
     """One call in tensors alone.
 
-    `pages` [S, P] int32 hold a sequence's tokens, `mask` [S, 1, G * Q, L] is 0 where a row may look and -inf elsewhere,
-    and `places` [T] are where the rows stand among the S * Q padded ones; None where nothing is padded.
+    `pages` [S, P] int32 hold a sequence's tokens. `mask` [S, 1, G * Q, L] is 0 where a row may look and -inf elsewhere.
+    `places` [T] are the rows' places among the S * Q padded ones, or None without padding.
     """
 
     pages: Tensor
@@ -42,7 +42,7 @@ class CompiledBackend(TorchBackend):
     verify = CpuBackend.verify
 
     def plan_attention(self, meta: AttentionMetadata, group: int) -> OneCall | list[Call]:
-        """What operators one by one need where one call does not do."""
+        """Return a plan for operators if one call is not enough."""
         if fits_one_call(meta.query_lens, meta.host_seq_lens, group, self.max_gathered_tokens):
             return OneCall(max(meta.query_lens), max(meta.host_seq_lens))
         return super().plan_attention(meta, group)

@@ -1,4 +1,4 @@
-"""How many drafts of each sequence a step verifies, and how wide the draft blocks are.
+"""Numbers of drafts that a step verifies of each sequence, and the width of draft blocks.
 
 Verification emits the target's own tokens whatever is decided here, so the policy changes speed alone. It maximises the
 tokens per second of the whole batch: a step of S sequences that verifies N drafts out of D blocks of W rows emits S +

@@ -55,8 +55,10 @@ class TargetTensors(NamedTuple):
 
 
 class TargetOutput(NamedTuple):
-    """Result of the target's layers: hidden states [R, H] of the logit rows, greedy choices [R] int64 if they are
-    already made, features [T, layers * H] if there is a draft, positions and slots [T]."""
+    """Result of the target's layers: hidden states [R, H] of the logit rows, positions and slots [T].
+
+    `choices` [R] int64 are greedy ones that are already made. `features` [T, layers * H] are there with a draft.
+    """
 
     hidden: Tensor
     choices: Tensor | None

@@ -1,4 +1,4 @@
-"""Which sizes of a decode step are captured in graphs, and which of them a step takes. Pure numbers, no torch."""
+"""Sizes of decode steps that are captured in graphs, and the size that a step is padded to. No torch."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ MAX_WIDTHS = 4
 class GraphSizes:
     """A target graph for each of `seqs` with each mean width of `widths`, and a draft graph with each of `blocks`.
 
-    All ascend; their largest are the most sequences and the whole block, so every step has a size to round up to. Of
-    the rows that are padding, `spare` are in every graph: the sequence that is always nobody's has so many at least.
+    All ascend. The largest are all sequences and the whole block, so every step has a size to round up to. Every graph
+    has at least `spare` padding rows, because attention on an NPU does not accept a sequence without rows.
     """
 
     seqs: tuple[int, ...]
@@ -21,16 +21,15 @@ class GraphSizes:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Rows of the draft blocks that are captured: the widths that have drafts."""
+        """Return the captured rows of draft blocks: the widths that have drafts."""
         return tuple(width for width in self.widths if width > 1)
 
     def seqs_for(self, num_seqs: int) -> int:
-        """The number of sequences, or of their draft blocks, that `num_seqs` are padded to."""
+        """Return the number of sequences, or of draft blocks, that `num_seqs` are padded to."""
         return next(size for size in self.seqs if size >= num_seqs)
 
     def target(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
-        """(sequences, rows) that a step's are padded to, one row at least for each sequence that is missing; see
-        `padding.pad_target`."""
+        """Return (sequences, rows) that a step is padded to, with a row for each padding sequence."""
         seqs = self.seqs_for(num_seqs)
         width = next(width for width in self.widths if seqs * width >= num_rows + seqs - num_seqs)
         return seqs, self.rows(seqs, width)
@@ -40,17 +39,17 @@ class GraphSizes:
 
     @property
     def max_rows(self) -> int:
-        """Of all graphs; while it is captured every row is padding."""
+        """Return the rows of the largest graph. While it is captured, every row is padding."""
         return self.rows(self.seqs[-1], self.widths[-1])
 
 
 def settle_graph_sizes(
     max_num_seqs: int, block_size: int, max_graphs: int, *, draft_graphs: bool, spare: int
 ) -> GraphSizes:
-    """At most `max_graphs` graphs: powers of two of sequences, by 1, b/4, b/2 and b rows for each on average.
+    """Return sizes of at most `max_graphs` graphs: powers of two of sequences, by a mean of 1, b/4, b/2 and b rows.
 
-    Where those are too many, b/4 and b/2 go first, then every other number of sequences, and 1 last. Raises
-    UnsupportedError when not even one size fits.
+    If these are too many, b/4 and b/2 go first, then every other number of sequences, and 1 last. Raises
+    UnsupportedError if not even one size fits.
     """
     widths = sorted({1, -(-block_size // 4), -(-block_size // 2), block_size})[-MAX_WIDTHS:]
     seqs = [1 << i for i in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]

@@ -24,8 +24,10 @@ class _Captured(NamedTuple):
 
 
 class GraphOutput(NamedTuple):
-    """What a target graph yields, padding included: hidden states [T, H], greedy choices [T], `verify`'s result of
-    those, and the inputs, to verify other choices. The hidden states lie in one place for all graphs."""
+    """Result of a target graph, with padding: hidden states [T, H], greedy choices [T], and their verification.
+
+    The inputs are there to verify other choices. All graphs write hidden states to the same place.
+    """
 
     hidden: Tensor
     choices: Tensor
@@ -34,12 +36,12 @@ class GraphOutput(NamedTuple):
 
 
 class StepGraphs:
-    """All graphs of a runner, captured when this is made. `on_graph` is called with (captured, to capture).
+    """All graphs of a runner, captured at construction. `on_graph` is called with (captured, to capture).
 
-    `drafts` [max_num_seqs, b - 1], None without a draft, takes drafts from one graph to the other, in the first columns
-    where blocks are narrower; they are padded to sizes of their own. `verified` [max_num_seqs + 1, b + 1] has what the
-    last step's verification said; where the device knows lengths alone, the next step begins there. `pages` is the
-    width of page tables. With `draft_graphs` False only the target is captured.
+    `drafts` [max_num_seqs, b - 1] carries drafts from one graph to the other, or is None without a draft. Narrower
+    blocks fill the first columns. `verified` [max_num_seqs + 1, b + 1] is the last verification, where the next step
+    begins with `device_side_lengths`. `pages` is the width of page tables. `draft_graphs` False captures the target
+    alone.
     """
 
     def __init__(
@@ -88,14 +90,14 @@ class StepGraphs:
         return self._sizes.blocks if self.has_draft else ()
 
     def keep(self, drafts: Tensor) -> Tensor:
-        """Take drafts [D, columns] for the target to verify; returns them as [D, b - 1]."""
+        """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""
         assert self.drafts is not None
         kept = self.drafts[: len(drafts)]
         kept[:, : drafts.shape[1]] = drafts
         return kept
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        """Drafts [D, b - 1]; they stay until the next ones."""
+        """Return drafts [D, b - 1], which stay until the next ones."""
         size = self._sizes.seqs_for(len(inputs.anchors)), inputs.group.query_lens[0]
         captured = self._draft_graphs[size]
         self._send(captured, self._pad_draft(inputs, *size))
@@ -104,7 +106,7 @@ class StepGraphs:
         return self.drafts[: len(inputs.anchors)]
 
     def target(self, inputs: TargetInputs) -> GraphOutput:
-        """Verify the drafts that were made or kept last; everything stays until the next replay."""
+        """Verify the drafts that were made or kept last. All results stay until the next replay."""
         (group,) = inputs.groups
         size = self._sizes.target(len(group.query_lens), len(inputs.token_ids))
         captured, tensors = self._target_graphs[size]

@@ -9,7 +9,7 @@ from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 
 
 def empty_target() -> TargetInputs:
-    """No rows of no sequences, to be padded."""
+    """Return inputs without rows, to be padded."""
     none = np.zeros(0, dtype=np.int32)
     return TargetInputs(none, none, none, none, none, none, none, [_no_rows()])
 
@@ -20,11 +20,10 @@ def empty_draft() -> DraftInputs:
 
 
 def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int) -> TargetInputs:
-    """Verify rows of at most `seqs` sequences as `rows` rows of `seqs` + 1, with page tables `pages` wide.
+    """Return the rows of a decode step as `rows` rows of `seqs` + 1 sequences, with page tables `pages` wide.
 
-    Each sequence that is missing becomes one row, and the last one, which is nobody's always, has all other rows, if
-    any. They write to the scratch pages, each row to a slot of its own. A decode step has one group, and all its rows
-    decide.
+    Each missing sequence becomes one padding row, and the last sequence has all other padding rows, if any. They write
+    to the scratch pages, each row to a slot of its own.
     """
     (group,) = inputs.groups
     num_rows, num_seqs = len(inputs.token_ids), len(group.query_lens)
@@ -49,7 +48,7 @@ def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_p
 
 
 def pad_draft(inputs: DraftInputs, blocks: int, rows: int, pages: int, scratch_pages: int) -> DraftInputs:
-    """`blocks` blocks of `rows` rows, as all of these have, those that are missing over the scratch pages."""
+    """Return `blocks` blocks of `rows` rows each. Missing blocks lie on the scratch pages."""
     padding = [rows] * (blocks - len(inputs.anchors))
     group = _pad_group(inputs.group, padding, pages, scratch_pages)
     anchors, prev_rows = _grown(inputs.anchors, blocks), _grown(inputs.prev_rows, blocks, -1)
@@ -57,8 +56,11 @@ def pad_draft(inputs: DraftInputs, blocks: int, rows: int, pages: int, scratch_p
 
 
 def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:
-    """More sequences with `padding` rows. Their rows lie behind one another on the scratch pages, while each attends to
-    as many tokens as it has rows, from the first scratch page on: N30 of docs/npu-contract.md."""
+    """Return the group with more sequences of `padding` rows each.
+
+    Their rows lie behind one another on the scratch pages. Each sequence attends to as many tokens as it has rows, from
+    the first scratch page on (N30 of docs/npu-contract.md).
+    """
     num_seqs = len(group.query_lens)
     page_table: Ints = np.zeros((num_seqs + len(padding), pages), dtype=np.int32)
     page_table[:num_seqs, : group.page_table.shape[1]] = group.page_table
