@@ -8,6 +8,7 @@ from typing import Any
 
 from app.engine.core import EngineCore, Launched
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
+from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.engine.step.runner import ModelRunner, PendingStep
@@ -20,6 +21,39 @@ MAX_FAULTS_IN_ROW = 3
 _NOT_FINITE = "the model's logits are not finite (NaN or infinity) {} tokens into the answer, so there is no next token"
 
 
+class QuarantinePagePool(PagePool):
+    """Pool that remembers pages whose KV may not be finite.
+
+    A page is suspect from a release as not sound until a later owner releases it as sound. If it is reused before that,
+    it has to be scrubbed.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, scratch_pages: int = SCRATCH_PAGES) -> None:
+        super().__init__(num_pages, page_size, scratch_pages)
+        self._suspects: set[int] = set()
+        self._to_scrub: list[int] = []
+
+    def release(self, pages: "array[int]", *, sound: bool = True) -> None:
+        """Remove an owner. The pages are `sound` if all KV on them is known to be finite."""
+        if not sound:
+            self._suspects.update(pages)
+        elif self._suspects:
+            self._suspects.difference_update(pages)
+        super().release(pages)
+
+    def pages_to_scrub(self) -> list[int]:
+        """Return pages that were reused and may hold KV that is not finite, each once."""
+        pages, self._to_scrub = self._to_scrub, []
+        return pages
+
+    def _take(self) -> int:
+        page = super()._take()
+        if page in self._suspects:
+            self._suspects.discard(page)
+            self._to_scrub.append(page)
+        return page
+
+
 class FaultTolerantScheduler(Scheduler):
     """Scheduler that drops a sequence that raises, and quarantines KV that may not be finite.
 
@@ -28,8 +62,9 @@ class FaultTolerantScheduler(Scheduler):
     in flight of a sequence that has ended may be NaN, so their pages count as not sound.
     """
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, pool: QuarantinePagePool, **settings: Any) -> None:
+        super().__init__(pool, **settings)
+        self.pool: QuarantinePagePool = pool
         self.num_not_finite = 0
         self.num_faults = 0
         self.fault: Exception | None = None

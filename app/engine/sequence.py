@@ -1,24 +1,13 @@
 """One sequence: tokens, pages, and for how many tokens KV is valid."""
 
-import collections.abc as abc
 import hashlib
 from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from app.messages import Request
 
 NOT_FINITE = -1
 """Stands for a token whose logits are not finite."""
-
-
-class CountedTokens(NamedTuple):
-    """Tokens of a sequence with penalties. `key` tells it from other sequences that had its batch slot."""
-
-    key: tuple[str, int]
-    batch_slot: int
-    num_prompt_tokens: int
-    token_ids: abc.Sequence[int]
 
 
 @dataclass(slots=True, eq=False)

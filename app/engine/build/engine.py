@@ -23,7 +23,7 @@ from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.dflash.policy import Policy
 from app.engine.errors import UnsupportedError
-from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler
+from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool, bytes_per_token
 from app.engine.models.layers import RotaryTable
@@ -32,7 +32,6 @@ from app.engine.models.target import Target
 from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
-from app.engine.schedule.page_pool import PagePool
 from app.engine.step.forward import Forward
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
@@ -130,7 +129,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
 
     def core(policy: Policy) -> FaultTolerantCore:
         scheduler = FaultTolerantScheduler(
-            PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
+            QuarantinePagePool(num_pages, sizes.page_size, sizes.scratch_pages),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=sizes.max_model_len,

@@ -1,34 +1,13 @@
 """One forward of the draft model proposes a whole block per sequence."""
 
-from typing import Protocol
-
 from torch import Tensor
 
 from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.dflash.context_kv import ContextKv
 from app.engine.dflash.model import DFlashModel
-from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, StepRows
 from app.engine.sampling.sampler import Sampler
-
-
-class Drafter(Protocol):
-    """A source of drafts. `decoder` has the heads that its attention is planned for."""
-
-    @property
-    def decoder(self) -> DecoderConfig: ...
-
-    def propose(
-        self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
-    ) -> Tensor:
-        """Return drafts [D, w - 1] of the tokens after each anchor [D]. Blocks of w rows, at most the trained number,
-        lie at `positions` and `slot_mapping` [D * w]."""
-        ...
-
-    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
-        """Take in features [T, layers * H] of target rows at positions and slots [T]."""
-        ...
 
 
 class DFlashDrafter:
@@ -51,6 +30,8 @@ class DFlashDrafter:
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
+        """Return drafts [D, w - 1] of the tokens after each anchor [D]. Blocks of w rows, at most the trained number,
+        lie at `positions` and `slot_mapping` [D * w]."""
         hidden = self.masked(anchors, positions, slot_mapping, meta)
         return self._sampler.propose(hidden, self.model.lm_head).view(anchors.shape[0], -1)
 
@@ -63,5 +44,6 @@ class DFlashDrafter:
         return hidden.view(num_blocks, num_rows, -1)[:, 1:].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+        """Write the context KV of features [T, layers * H] of target rows at positions and slots [T]."""
         slots = self._pool.slots_in_all_layers(slot_mapping)
         self.context.write(features, self.rotary.at(positions), self._pool.all_layers, slots)

@@ -1,11 +1,21 @@
 """Rows that are sampled otherwise than by plain argmax, as one table of NumPy columns. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from app.engine.arrays import Floats, Ints
-from app.engine.sequence import CountedTokens
+
+
+class CountedTokens(NamedTuple):
+    """Tokens of a sequence with penalties. `key` tells it from other sequences that had its batch slot."""
+
+    key: tuple[str, int]
+    batch_slot: int
+    num_prompt_tokens: int
+    token_ids: Sequence[int]
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from app.engine.arrays import Ints
 from app.engine.backend.base import Backend
 from app.engine.backend.transfer import Packed
-from app.engine.sequence import CountedTokens
+from app.engine.sampling.columns import CountedTokens
 
 _NONE = np.zeros(0, dtype=np.int32)
 

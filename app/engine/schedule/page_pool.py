@@ -18,9 +18,6 @@ class PagePool:
     Every page but the scratch pages is either free or owned. A cached page is found by its digest, may have several
     owners, and stays cached when the last one releases it. Free uncached pages are reused first, then cached ones,
     least-recently-used first. A page that is reused is cached no more.
-
-    A page that was released as not sound may hold KV that is not finite, until a later owner releases it as sound. If
-    it is reused before that, it has to be scrubbed.
     """
 
     def __init__(self, num_pages: int, page_size: int, scratch_pages: int = SCRATCH_PAGES) -> None:
@@ -32,8 +29,6 @@ class PagePool:
         self._num_owners = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self._suspects: set[int] = set()
-        self._to_scrub: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -86,20 +81,8 @@ class PagePool:
             if digest := self._digest_of.pop(page, None):
                 del self._page_of[digest]
 
-    def pages_to_scrub(self) -> list[int]:
-        """Return pages that were reused and may hold KV that is not finite, each once."""
-        pages, self._to_scrub = self._to_scrub, []
-        return pages
-
-    def release(self, pages: "array[int]", *, sound: bool = True) -> None:
-        """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again.
-
-        The pages are `sound` if all KV on them is known to be finite.
-        """
-        if not sound:
-            self._suspects.update(pages)
-        elif self._suspects:
-            self._suspects.difference_update(pages)
+    def release(self, pages: "array[int]") -> None:
+        """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again."""
         for page in reversed(pages):
             self._num_owners[page] -= 1
             if self._num_owners[page]:
@@ -122,8 +105,5 @@ class PagePool:
         else:
             page, _ = self._free_cached.popitem(last=False)
             del self._page_of[self._digest_of.pop(page)]
-        if page in self._suspects:
-            self._suspects.discard(page)
-            self._to_scrub.append(page)
         self._num_owners[page] = 1
         return page

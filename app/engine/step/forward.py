@@ -11,7 +11,7 @@ from torch import Tensor
 from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.backend.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
-from app.engine.dflash.drafter import Drafter
+from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable, StepRows
 from app.engine.models.target import Target
@@ -79,7 +79,7 @@ class Forward:
         backend: Backend,
         page_size: int,
         max_rows: int,
-        drafter: Drafter | None,
+        drafter: DFlashDrafter | None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -90,7 +90,7 @@ class Forward:
         self._page_size = page_size
         forward = weakref.proxy(self)  # a cycle would keep the KV pools of the profile run until some collection
         self.pending_context = PendingContext(lambda *rows: forward._drafter.write_context(*rows), max_rows)
-        self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
+        self.row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
 
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
         """Return `inputs` as `packed` holds them. Attention has yet to be planned."""
@@ -113,17 +113,6 @@ class Forward:
         decoder = self.target.config if rows.meta.causal else self._drafter.decoder
         lengths = replace(rows.meta, query_lens=group.query_lens, host_seq_lens=group.host_seq_lens)
         rows.meta.plan = self.backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
-
-    def advance_draft(self, verified: Tensor, inputs: DraftTensors) -> None:
-        """Move the blocks to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""
-        anchor_rows = self._row_numbers[: len(inputs.anchors)]
-        self._advance(verified, inputs.prev_rows, inputs.anchors, anchor_rows, inputs.rows)
-
-    def advance_target(self, verified: Tensor, inputs: TargetTensors) -> None:
-        """Move the rows of a decode step to where the step in flight leaves their sequences."""
-        (rows,) = inputs.groups
-        anchor_rows = rows.meta.query_start_loc[: len(inputs.prev_rows)]
-        self._advance(verified, inputs.prev_rows, inputs.token_ids, anchor_rows, rows)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Return drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
@@ -159,19 +148,12 @@ class Forward:
             hidden = hidden[inputs.logits_indices]
         return TargetOutput(hidden, None, features, positions, slot_mapping)
 
-    def redraw(self, hidden: Tensor, choices: Tensor, draws: Sequence[SamplingMetadata]) -> None:
-        """Overwrite the rows of `draws` in greedy `choices` [R]."""
-        for kind in draws:
-            numbers = list(range(len(kind.host_rows)))
-            own = replace(kind, host_rows=numbers, rows=self._row_numbers[: len(numbers)])
-            choices[kind.rows] = self.sampler.choose(hidden[kind.rows], self.target.lm_head, [own])
-
     def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
         """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""
         return self.backend.verify(choices, drafts, inputs.logits_start, inputs.num_drafts, inputs.draft_index)
 
     @property
-    def _drafter(self) -> Drafter:
+    def _drafter(self) -> DFlashDrafter:
         assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
         return self.drafter
 
@@ -182,14 +164,8 @@ class Forward:
         meta = AttentionMetadata(query_start_loc, seq_lens, table, *lengths, self._page_size, causal)
         return AttentionInputs(seq_ids, position_offsets, meta)
 
-    def _advance(
-        self, verified: Tensor, prev_rows: Tensor, token_ids: Tensor, anchor_rows: Tensor, rows: AttentionInputs
-    ) -> None:
-        offsets, seq_lens = rows.position_offsets[: len(prev_rows)], rows.meta.seq_lens[: len(prev_rows)]
-        self.backend.advance_by_accepted(verified, prev_rows, token_ids, anchor_rows, offsets, seq_lens)
-
     def _positions_and_slots(self, rows: AttentionInputs) -> tuple[Tensor, Tensor]:
-        row_numbers, meta = self._row_numbers[: len(rows.seq_ids)], rows.meta
+        row_numbers, meta = self.row_numbers[: len(rows.seq_ids)], rows.meta
         return self.backend.positions_and_slots(
             rows.seq_ids, rows.position_offsets, row_numbers, meta.page_table, meta.page_size
         )

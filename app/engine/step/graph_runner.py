@@ -45,5 +45,9 @@ class GraphRunner(ModelRunner):
         out = self.graphs.target(inputs.target)
         if not draws:
             return out.verified
-        self.forward.redraw(out.hidden, out.choices, draws)
+        for kind in draws:  # the graph has chosen greedily
+            rows = self.forward.row_numbers[: len(kind.host_rows)]
+            own = replace(kind, host_rows=list(range(len(rows))), rows=rows)
+            hidden = out.hidden[kind.rows]
+            out.choices[kind.rows] = self.forward.sampler.choose(hidden, self.forward.target.lm_head, [own])
         return self.forward.verify(out.inputs, out.choices, self.graphs.drafts)

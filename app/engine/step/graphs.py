@@ -122,7 +122,7 @@ class StepGraphs:
 
         def run() -> tuple[Tensor, ...]:
             if self._backend.device_side_lengths:
-                self._forward.advance_draft(self.verified, tensors)
+                self._advance(tensors.prev_rows, tensors.anchors, self._forward.row_numbers[:blocks], tensors.rows)
             self.keep(self._forward.draft(tensors))
             return ()
 
@@ -133,10 +133,11 @@ class StepGraphs:
         inputs = self._pad_target(padding.empty_target(), seqs, rows)
         packed = Packed(inputs.arrays, self._backend)
         tensors = self._forward.target_tensors(inputs, packed)
+        (group,) = tensors.groups
 
         def run() -> tuple[Tensor, ...]:
             if self._backend.device_side_lengths:
-                self._forward.advance_target(self.verified, tensors)
+                self._advance(tensors.prev_rows, tensors.token_ids, group.meta.query_start_loc[:seqs], group)
             hidden, choices = self._forward.choose(tensors, self.drafts, ())
             self._hidden[:rows] = hidden
             verified = self._forward.verify(tensors, choices, self.drafts)
@@ -144,9 +145,13 @@ class StepGraphs:
                 self.verified[: seqs + 1] = verified
             return choices, verified
 
-        (group,) = tensors.groups
         self._forward.plan(group, inputs.groups[0])
         return _Captured(self._backend.capture(run, [group.meta]), packed, group), tensors
+
+    def _advance(self, prev_rows: Tensor, token_ids: Tensor, anchor_rows: Tensor, rows: AttentionInputs) -> None:
+        """Move rows to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""
+        offsets, seq_lens = rows.position_offsets[: len(prev_rows)], rows.meta.seq_lens[: len(prev_rows)]
+        self._backend.advance_by_accepted(self.verified, prev_rows, token_ids, anchor_rows, offsets, seq_lens)
 
     def _send(self, captured: _Captured, inputs: DraftInputs | TargetInputs) -> None:
         captured.packed.send(inputs.arrays)

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from app.engine.arrays import Floats, Ints
-from app.engine.sampling.columns import SamplingRows
+from app.engine.sampling.columns import CountedTokens, SamplingRows
 from app.engine.sampling.noise import noise_states
 from app.engine.schedule.batch import ScheduledSequence
-from app.engine.sequence import CountedTokens
 from app.messages import SamplingParams
 
 PARAMETERS: Mapping[str, Callable[[SamplingParams], float]] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.engine.backend.base import AttentionMetadata
 from app.engine.build.engine import Engine, build_engine
-from app.engine.dflash.drafter import Drafter
+from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.config import DecoderConfig
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
@@ -50,7 +50,7 @@ class PlantedDrafter:
     cut: Cut
     block_size: int
     vocab_size: int
-    real: Drafter
+    real: DFlashDrafter
     proposals: list[Proposal] = field(default_factory=list)
     context: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 

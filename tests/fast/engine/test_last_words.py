@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from app.engine import process
-from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler
+from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.npu.error_codes import explain
-from app.engine.schedule.page_pool import PagePool
 from app.engine.step.inputs import Layout
 from app.messages import Request
 from app.wire import Fatal
@@ -52,7 +51,7 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
         raise RuntimeError(message)
 
     backend = SimpleNamespace(explain=lambda error: explain(str(error)), is_fatal=lambda error: True)
-    pool = PagePool(num_pages=8, page_size=4)
+    pool = QuarantinePagePool(num_pages=8, page_size=4)
     scheduler = FaultTolerantScheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
     scheduler.add(Request("r", [1, 2], max_tokens=2))
     engine = SimpleNamespace(

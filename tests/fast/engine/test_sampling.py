@@ -18,13 +18,13 @@ from torch import Tensor
 from app.engine.backend.torch import TorchBackend
 from app.engine.build.engine import Engine
 from app.engine.sampling import filters
+from app.engine.sampling.columns import CountedTokens
 from app.engine.sampling.filters import SHORTLIST, Filters
 from app.engine.sampling.metadata import SamplingMetadata, sampling_metadata
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.penalties import Penalties, TokenCounts, penalise
 from app.engine.sampling.sampler import Sampler
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.sequence import CountedTokens
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step import inputs as step_inputs
 from app.messages import Request, SamplingParams

@@ -13,9 +13,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
-from app.engine.faults import FaultTolerantScheduler
+from app.engine.faults import FaultTolerantScheduler, QuarantinePagePool
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
-from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
+from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.messages import Request, TokenDelta
 
@@ -88,7 +88,7 @@ class Harness:
         self.page_size = page_size
         self.budget = max_num_seqs * block_size + spare_rows
         one_sequence = -(-(max_model_len + 2 * block_size) // page_size)
-        self.pool = PagePool(SCRATCH_PAGES + one_sequence + spare_pages, page_size)
+        self.pool = QuarantinePagePool(SCRATCH_PAGES + one_sequence + spare_pages, page_size)
         self.scheduler = FaultTolerantScheduler(
             self.pool,
             max_num_seqs=max_num_seqs,

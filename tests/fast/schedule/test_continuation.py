@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from app.engine.dflash.policy import Policy
-from app.engine.faults import FaultTolerantScheduler
+from app.engine.faults import FaultTolerantScheduler, QuarantinePagePool
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.schedule.overlap import schedule_ahead
-from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
+from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.messages import Request, TokenDelta
 from tests.fast.engine.flat_request import flat_request
@@ -33,7 +33,7 @@ class Flight:
         stop: Collection[int] = (),
         **asked: Any,
     ) -> None:
-        self.pool = PagePool(SCRATCH_PAGES + pages, 1)
+        self.pool = QuarantinePagePool(SCRATCH_PAGES + pages, 1)
         self.scheduler = FaultTolerantScheduler(
             self.pool,
             max_num_seqs=max_num_seqs,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
 from app.engine.dflash.policy import Policy
-from app.engine.faults import FaultTolerantScheduler
+from app.engine.faults import FaultTolerantScheduler, QuarantinePagePool
 from app.engine.schedule.batch import StepResult
-from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
+from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages
 from app.engine.sequence import NOT_FINITE
 from app.messages import FinishReason, Request, SpecStep, TokenDelta
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
@@ -155,7 +155,11 @@ class OneDecodeStep:
 
     def __init__(self, *, max_tokens: int = 20, stop: Collection[int] = (), block_size: int = 4) -> None:
         self.scheduler = FaultTolerantScheduler(
-            PagePool(100, 1), max_num_seqs=1, max_num_batched_tokens=8, max_model_len=40, block_size=block_size
+            QuarantinePagePool(100, 1),
+            max_num_seqs=1,
+            max_num_batched_tokens=8,
+            max_model_len=40,
+            block_size=block_size,
         )
         self.scheduler.add(Request("r", (1, 2), max_tokens, stop_token_ids=frozenset(stop)))
         self.first = self._commit([3], 0)
@@ -323,7 +327,7 @@ def test_what_refused_drafts_have_left_that_is_not_finite_is_scrubbed_before_the
 
 
 def test_pages_of_who_is_not_sound_are_scrubbed_when_they_are_reused_and_not_before():
-    pool = PagePool(SCRATCH_PAGES + 4, page_size=2)
+    pool = QuarantinePagePool(SCRATCH_PAGES + 4, page_size=2)
     bad, good, again = array("i"), array("i"), array("i")
     pool.grow(bad, 4)
     pool.release(bad, sound=False)
@@ -336,7 +340,7 @@ def test_pages_of_who_is_not_sound_are_scrubbed_when_they_are_reused_and_not_bef
 
 
 def test_a_cached_page_is_trusted_again_once_a_sound_sequence_has_used_it():
-    pool = PagePool(SCRATCH_PAGES + 1, page_size=2)
+    pool = QuarantinePagePool(SCRATCH_PAGES + 1, page_size=2)
     page = array("i")
     pool.grow(page, 2)
     pool.publish(page[0], b"digest")
@@ -440,7 +444,7 @@ def test_a_request_that_could_never_run_is_refused_with_the_limit(prompt, max_to
 
 
 def test_growing_takes_all_pages_or_none():
-    pool = PagePool(SCRATCH_PAGES + 5, page_size=4)
+    pool = QuarantinePagePool(SCRATCH_PAGES + 5, page_size=4)
     mine = array("i")
     pool.grow(mine, 9)
     assert len(mine) == 3 and pool.num_used == 3
@@ -457,7 +461,7 @@ def test_growing_takes_all_pages_or_none():
 
 
 def test_free_pages_are_reused_least_recently_used_first_and_scratch_never():
-    pool = PagePool(SCRATCH_PAGES + 4, page_size=2)
+    pool = QuarantinePagePool(SCRATCH_PAGES + 4, page_size=2)
     first, second, again = array("i"), array("i"), array("i")
     pool.grow(first, 4)
     pool.grow(second, 2)
@@ -471,7 +475,7 @@ def test_free_pages_are_reused_least_recently_used_first_and_scratch_never():
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_pages_for_rounds_up(tokens, pages):
-    assert PagePool(10, page_size=16).pages_for(tokens) == pages
+    assert QuarantinePagePool(10, page_size=16).pages_for(tokens) == pages
 
 
 # Anything goes
