@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from app.api import chat, completions, errors, models, openapi, ops, page, tokenize
-from app.api.middleware import ApiKeys, CloseWhileDraining, Cors, HeadLimits, Keys, RequestIds, RootPath
+from app.api.middleware import Cors, Gate, Keys, RequestIds
 from app.api.services import Services
 from app.client.client import EngineClient
 from app.config.settings import Config
@@ -47,11 +47,7 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     app.openapi = functools.cache(functools.partial(openapi.describe, app, bool(api_keys), bool(admin_keys)))  # type: ignore[method-assign]
-    layers: ASGIApp = app
-    if api_keys:
-        layers = ApiKeys(layers, Keys([*api_keys, *admin_keys]), root_path)
-    if root_path:
-        layers = RootPath(layers, root_path)
+    layers: ASGIApp = Gate(app, Keys([*api_keys, *admin_keys] if api_keys else []), root_path)
     if allowed_origins:
         layers = Cors(
             layers,
@@ -60,7 +56,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    return RequestIds(CloseWhileDraining(HeadLimits(layers), services.engine))
+    return RequestIds(layers, lambda: services.engine.state.phase == "draining")
 
 
 def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> Services:

@@ -1,4 +1,4 @@
-"""ASGI layers around every request: its id, the access log, limits of its head, keys, CORS, and a proxy's prefix."""
+"""ASGI layers around every request: its id and the access log, CORS, and the gate that judges its head."""
 
 import asyncio
 import hashlib
@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +16,6 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, unavailable
-from app.client.client import EngineClient
 from app.log import request_id
 
 logger = logging.getLogger("app.access")
@@ -31,12 +30,14 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestIds:
     """Layer that gives every request an id, returns it as X-Request-Id, and logs the request.
 
-    The client's X-Request-Id is used if it has 1 to 128 printable ASCII characters. This is the outermost layer, so
-    that the 500 of a bug has the id too.
+    The client's X-Request-Id is used if it has 1 to 128 printable ASCII characters. While the server drains, each
+    connection is closed with its answer, so that the client's next request goes to another replica. This is the
+    outermost layer, so that the 500 of a bug has the id too.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool] = lambda: False) -> None:
         self._app = app
+        self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +55,10 @@ class RequestIds:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = identifier
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = identifier
+                if self._is_draining():
+                    headers["Connection"] = "close"
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             try:
                 await send(message)
@@ -112,44 +116,40 @@ def sent_key(headers: Headers) -> bytes:
     return _digest(headers.get("authorization", "").partition(" ")[2].strip(" ").encode("latin-1"))
 
 
-class ApiKeys:
-    """Layer that answers 401 to requests without one of `keys`.
+class Gate:
+    """Layer that answers 431 to a head with too many headers or bytes, and 401 to a request without one of `keys`.
 
-    OPEN_PATHS need none, because probes have no key, and pages show only what the server can do.
+    OPEN_PATHS need no key, because probes have none, and pages show only what the server can do. Behind a proxy's
+    prefix /llm, GET /llm is redirected to /llm/, because the page's links are relative.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, root_path: str = "") -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, root_path: str) -> None:
         self._app = app
         self._keys = keys
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removeprefix(self._root_path) in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        try:
-            self._keys.check(Headers(scope=scope), "A valid API key")
-        except ApiError as refusal:
-            await refusal.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-class HeadLimits:
-    """Layer that answers 431 to a head with too many headers or bytes."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
         if scope["type"] == "http":
-            headers = scope["headers"]
-            size = sum(len(name) + len(value) for name, value in headers)
-            size += len(scope["raw_path"]) + len(scope["query_string"])
-            if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
-                await head_too_large().response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+            try:
+                app = self._decide(scope)
+            except ApiError as refusal:
+                app = refusal.response()
+        await app(scope, receive, send)
+
+    def _decide(self, scope: Scope) -> ASGIApp:
+        """Return the next layer or the redirect. Raises ApiError 431 or 401."""
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        size += len(scope["raw_path"]) + len(scope["query_string"])
+        if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
+            raise head_too_large()
+        path = scope["path"].removeprefix(self._root_path)
+        if not path and scope["method"] in ("GET", "HEAD"):
+            return RedirectResponse(f"{self._root_path}/")
+        if self._keys and path not in OPEN_PATHS:
+            self._keys.check(Headers(scope=scope), "A valid API key")
+        return self._app
 
 
 def head_too_large() -> ApiError:
@@ -161,25 +161,6 @@ def head_too_large() -> ApiError:
     )
 
 
-class CloseWhileDraining:
-    """Layer that closes each connection with its answer while the server drains.
-
-    The client's next request then goes to another replica, and none is in flight when the server ends.
-    """
-
-    def __init__(self, app: ASGIApp, engine: EngineClient) -> None:
-        self._app = app
-        self._engine = engine
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_and_close(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._engine.state.phase == "draining":
-                MutableHeaders(scope=message)["Connection"] = "close"
-            await send(message)
-
-        await self._app(scope, receive, send_and_close)
-
-
 class Cors(CORSMiddleware):
     """Starlette's layer for CORS, with errors in OpenAI's shape."""
 
@@ -187,24 +168,8 @@ class Cors(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response
-        refusal = ApiError(400, f"{bytes(response.body).decode()}.", code="cors_refused").response()
-        for name, value in response.headers.items():
-            if name not in ("content-length", "content-type"):
-                refusal.headers[name] = value
-        return refusal
-
-
-class RootPath:
-    """Layer that redirects GET /llm to /llm/ behind a proxy's prefix /llm, because the page's links are relative."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        bare = scope["type"] == "http" and scope["path"] == self._root_path and scope["method"] in ("GET", "HEAD")
-        app = RedirectResponse(f"{self._root_path}/") if bare else self._app
-        await app(scope, receive, send)
+        kept = {name: text for name, text in response.headers.items() if not name.startswith("content-")}
+        return ApiError(400, f"{bytes(response.body).decode()}.", code="cors_refused", headers=kept).response()
 
 
 def _digest(key: bytes) -> bytes:
