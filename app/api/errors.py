@@ -1,8 +1,6 @@
 """Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from http import HTTPStatus
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -100,53 +98,43 @@ def deadline_exceeded() -> ApiError:
 
 def install(app: FastAPI, metrics: Metrics) -> None:
     """Answer every exception of `app` in OpenAI's shape. Count the requests that the engine refuses in `metrics`."""
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(Busy, partial(_turned_away, metrics))
-    app.add_exception_handler(EngineUnavailable, partial(_turned_away, metrics))
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_exception_handler(Exception, _unexpected)
 
+    @app.exception_handler(ApiError)
+    async def answer(request: Request, error: ApiError) -> Response:
+        return error.response()
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
+    @app.exception_handler(EngineUnavailable)
+    async def answer_unavailable(request: Request, error: EngineUnavailable) -> Response:
+        return turn_away(unavailable(str(error), f"engine_{error.phase}"))
 
+    @app.exception_handler(Busy)
+    async def answer_busy(request: Request, error: Busy) -> Response:
+        return turn_away(busy(str(error), "client_busy" if isinstance(error, ClientBusy) else "server_busy"))
 
-async def _turned_away(metrics: Metrics, request: Request, error: Exception) -> Response:
-    """Answer 429 or 503 to a request that the engine does not admit now."""
-    if isinstance(error, EngineUnavailable):
-        refusal = unavailable(str(error), f"engine_{error.phase}")
-    else:
-        refusal = busy(str(error), "client_busy" if isinstance(error, ClientBusy) else "server_busy")
-    metrics.count("requests_turned_away", label=refusal.code)
-    return refusal.response()
+    def turn_away(refusal: ApiError) -> Response:
+        metrics.count("requests_turned_away", label=refusal.code)
+        return refusal.response()
 
-
-async def _http_exception(request: Request, error: Exception) -> Response:
-    """Answer Starlette's own errors, like unknown paths and wrong methods."""
-    assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    where = f"{request.method} {clip(request.scope['path'])}"
-    if error.status_code == 404:
-        answer = ApiError(404, f"There is nothing at {where}.", code="not_found")
-    elif error.status_code == 405:
+    @app.exception_handler(HTTPException)
+    async def answer_no_route(request: Request, error: HTTPException) -> Response:
+        """Answer Starlette's own errors, which are unknown paths and wrong methods."""
+        headers = dict(error.headers or {})
+        where = f"{request.method} {clip(request.scope['path'])}"
+        if error.status_code == 404:
+            return ApiError(404, f"There is nothing at {where}.", code="not_found").response()
         methods = set(headers.get("Allow", "").split(", "))
-        if methods & {"GET", "HEAD"}:  # HEAD has its own route, and Starlette names those of one route.
+        if methods & {"GET", "HEAD"}:
             methods |= {"GET", "HEAD"}
         allowed = headers["Allow"] = ", ".join(sorted(methods))
-        answer = ApiError(405, f"{where} is not possible: use {allowed}.", code="method_not_allowed", headers=headers)
-    else:
-        phrase = error.detail or HTTPStatus(error.status_code).phrase
-        answer = ApiError(error.status_code, phrase, headers=headers)
-    return answer.response()
+        message = f"{where} is not possible: use {allowed}."
+        return ApiError(405, message, code="method_not_allowed", headers=headers).response()
 
+    @app.exception_handler(ClientDisconnect)
+    async def note_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        """Set the status for the access log, because the client has left."""
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
-async def _client_gone(request: Request, error: Exception) -> Response:
-    """Set the status for the access log, because the client has left."""
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    """Answer 500 to a bug. The log has the traceback."""
-    return ApiError(500, "The server failed on this request; its log says why.", code="internal_error").response()
+    @app.exception_handler(Exception)
+    async def answer_bug(request: Request, error: Exception) -> Response:
+        """Answer 500 to a bug. The log has the traceback."""
+        return ApiError(500, "The server failed on this request; its log says why.", code="internal_error").response()

@@ -135,6 +135,8 @@ class Gate:
                 app = self._decide(scope)
             except ApiError as refusal:
                 app = refusal.response()
+            if scope["method"] == "HEAD":  # It is answered like GET. The HTTP server leaves the body out.
+                scope = {**scope, "method": "GET"}
         await app(scope, receive, send)
 
     def _decide(self, scope: Scope) -> ASGIApp:

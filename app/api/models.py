@@ -12,21 +12,18 @@ from app.api.services import Services, services_of
 router = APIRouter()
 
 
-@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", **openapi.MODELS)
 async def models(request: Request) -> Response:
     services = services_of(request)
     return json_response({"object": "list", "data": [_card(services, name) for name in services.model_names]})
 
 
-@router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}", **openapi.MODEL)
 async def model(request: Request, name: str) -> Response:
     services = services_of(request)
     return json_response(_card(services, services.served_name(name)))
 
 
-@router.head("/version", include_in_schema=False)
 @router.get("/version", **openapi.VERSION)
 async def server_version() -> Response:
     return json_response({"version": version("dflash-server")})

@@ -15,14 +15,12 @@ from app.client.client import EngineState
 router = APIRouter()
 
 
-@router.head("/live", include_in_schema=False)
 @router.get("/live")
 async def live() -> Response:
     """Return 200 while this process answers."""
     return json_response({"status": "live"})
 
 
-@router.head("/ready", include_in_schema=False)
 @router.get("/ready", **openapi.READY)
 async def ready(request: Request) -> Response:
     """Return 200 if requests are admitted, else 503 with the phase, the reason and the progress of loading."""
@@ -30,7 +28,6 @@ async def ready(request: Request) -> Response:
     return json_response(_describe(state)) if state.phase == "ready" else _not_ready(state)
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", **openapi.HEALTH)
 async def health(request: Request) -> Response:
     """Return 200 without a body while the engine works or drains, and 503 while it loads or is dead."""
@@ -40,7 +37,6 @@ async def health(request: Request) -> Response:
     return _not_ready(state)
 
 
-@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", **openapi.METRICS)
 async def metrics(request: Request) -> Response:
     return Response(services_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)

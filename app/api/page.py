@@ -13,13 +13,11 @@ _POLICY = (
 )
 
 
-@router.head("/", include_in_schema=False)
 @router.get("/", include_in_schema=False)
 async def chat() -> Response:
     return _page("index.html")
 
 
-@router.head("/docs", include_in_schema=False)
 @router.get("/docs", include_in_schema=False)
 async def docs() -> Response:
     return _page("docs.html")

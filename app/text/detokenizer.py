@@ -77,15 +77,13 @@ class Detokenizer:
 
     def _num_undecided(self) -> int:
         """Return the number of characters at the end of the held text that could still become a stop string."""
-        longest = 0
-        if self._first_characters.isdisjoint(self._held[-self._max_held :]):
+        tail = self._held[-self._max_held :]
+        if self._first_characters.isdisjoint(tail):
             return 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        for length in range(len(tail), 0, -1):
+            if any(len(stop) > length and stop.startswith(tail[-length:]) for stop in self._stop):
+                return length
+        return 0
 
     def _release(self, keep: int = 0) -> str:
         cut = len(self._held) - keep

@@ -5,12 +5,13 @@ Transformers is not imported, because it imports torch, and the API process must
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tokenizers
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from app.text.chat_template import ChatTemplate
 from app.text.parsers import MARKS
@@ -30,15 +31,15 @@ class PromptTooLong(ValueError):
         self.at_least = at_least
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class GenerationDefaults:
     """Sampling parameters of requests without their own: those of generation_config.json, else neutral ones."""
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31, strict=False), AfterValidator(lambda top_k: max(0, top_k))] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
 
 
 class Tokenizer:
@@ -65,19 +66,14 @@ class Tokenizer:
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.max_id = max(vocabulary.values(), default=0)
         self._max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1) or 1
-        settings_path, generation_path, config_path = (
-            folder / name for name in ("tokenizer_config.json", "generation_config.json", "config.json")
-        )
-        settings, generation, config = (_read_json(path) for path in (settings_path, generation_path, config_path))
-        special = {
-            name: _content(settings_path, name, settings[name])
-            for name in _SPECIAL_TOKENS
-            if settings.get(name) is not None
-        }
+        settings_path, generation_path = folder / "tokenizer_config.json", folder / "generation_config.json"
+        settings, generation = _read_json(settings_path), _read_json(generation_path)
+        config = _read_json(config_path := folder / "config.json")
+        given = {name: settings.get(name) for name in _SPECIAL_TOKENS}
+        special = {name: _content(settings_path, name, token) for name, token in given.items() if token is not None}
         eos_ids = _ids(generation_path, generation.get("eos_token_id"))
-        eos_ids += _ids(
-            settings_path, self.backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-        )
+        if "eos_token" in special:
+            eos_ids += _ids(settings_path, self.backend.token_to_id(special["eos_token"]))
         self.eos_ids = sorted(set(eos_ids or _ids(config_path, config.get("eos_token_id"))))
         self.model_vocab_size = size if isinstance(size := config.get("vocab_size"), int) else None
         self.defaults = _defaults(generation_path, generation)
@@ -113,25 +109,15 @@ def _with_marks_as_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
-_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda value: 0 <= value < math.inf, "a number, 0 or more"),
-    ("top_k", lambda value: -1 <= value < 2**31 and value == int(value), "a whole number, -1 or more"),
-    ("top_p", lambda value: 0 < value <= 1, "a number above 0, at most 1"),
-    ("min_p", lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    ("repetition_penalty", lambda value: 0.01 <= value <= 100, "a number from 0.01 to 100"),
-)
-
-
 def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
-    values: dict[str, Any] = {}
-    for name, is_allowed, allowed in _RANGES:
-        if (value := generation.get(name)) is not None:
-            if type(value) not in (int, float) or not is_allowed(value):
-                raise TokenizerError(f"{path}: {name} must be {allowed}, not {value!r}")
-            values[name] = max(0, int(value)) if name == "top_k" else float(value)
+    values = {field.name: generation.get(field.name) for field in fields(GenerationDefaults)}
     if generation.get("do_sample") is False:
         values["temperature"] = 0.0
-    return GenerationDefaults(**values)
+    try:
+        return GenerationDefaults(**{name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise TokenizerError(f"{path}: {first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
 
 
 def _ids(path: Path, value: Any) -> list[int]:
