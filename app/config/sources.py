@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,17 +42,17 @@ class GivenSetting(NamedTuple):
 
 def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
     """Settle flags, environment and YAML file. Raises ConfigError naming the flag, variable or key at fault."""
-    settings = _put_beneath(_merge(flags), _merge(_environment()))
-    file = settings.pop("config", None)
-    if file is not None:
-        settings = _put_beneath(settings, _merge(_yaml_file(Path(file.value))))
+    settings = _put_beneath(_put_beneath({}, flags), _environment())
+    if file := settings.pop("config", None):
+        settings = _put_beneath(settings, _yaml_file(Path(file.value)))
     try:
         config = Config(**{field: given.value for field, given in settings.items()})
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
         shown = "" if field in SECRETS else f" {first['input']}"
-        message = f"{settings[field].spelling}{shown}: {_reason(first)}"
+        reason = first["msg"].removeprefix("Value error, ")
+        message = f"{settings[field].spelling}{shown}: {reason[0].lower()}{reason[1:]}"
         raise ConfigError(message, "see `dflash-server serve --help`") from None
     for field, given in settings.items():
         try:
@@ -120,11 +121,14 @@ def _unknown(kind: str, shown: str, known: Iterable[str], field: str, spell: Cal
     return ConfigError(f"unknown {kind} {shown}", hint or "`dflash-server serve --help` lists them all")
 
 
-def _merge(source: Iterable[GivenSetting]) -> dict[str, GivenSetting]:
-    """Return one source as field -> setting. Raises ConfigError if the source contradicts itself."""
-    merged: dict[str, GivenSetting] = {}
-    for given in _spread(source):
-        before = merged.get(given.field)
+def _put_beneath(above: dict[str, GivenSetting], source: Iterable[GivenSetting]) -> dict[str, GivenSetting]:
+    """Return the settings with those of a further source, where `above` wins, also over the other memory limit.
+
+    Raises ConfigError if the source contradicts itself.
+    """
+    own: dict[str, GivenSetting] = {}
+    for given in chain.from_iterable(map(_spread, source)):
+        before = own.get(given.field)
         if before is not None and isinstance(before.value, list) and isinstance(given.value, list):
             given = given._replace(value=before.value + given.value)
         elif before is not None and before.spelling != given.spelling and str(before.value) != str(given.value):
@@ -132,29 +136,19 @@ def _merge(source: Iterable[GivenSetting]) -> dict[str, GivenSetting]:
                 f"{before.spelling} and {given.spelling} contradict each other: {before.value} and {given.value}",
                 "give one of them",
             )
-        merged[given.field] = given
-    if merged.keys() >= EXCLUSIVE.keys():
-        first, second = (merged[field].spelling for field in EXCLUSIVE)
+        own[given.field] = given
+    if own.keys() >= EXCLUSIVE.keys():
+        first, second = (own[field].spelling for field in EXCLUSIVE)
         raise ConfigError(f"{first} and {second} exclude each other", "give one of them")
-    return merged
+    return {field: given for field, given in own.items() if EXCLUSIVE.get(field) not in above} | above
 
 
-def _put_beneath(above: dict[str, GivenSetting], below: dict[str, GivenSetting]) -> dict[str, GivenSetting]:
-    """Return both sources, where `above` wins. A memory limit above replaces the other kind below."""
-    return {field: given for field, given in below.items() if EXCLUSIVE.get(field) not in above} | above
-
-
-def _spread(source: Iterable[GivenSetting]) -> Iterator[GivenSetting]:
-    """Yield the settings of a source. A speculative config is replaced by the settings inside it."""
-    for given in source:
-        if given.field == "speculative_config":
-            yield from _speculative_config(given.spelling, given.value)
-        else:
-            yield given
-
-
-def _speculative_config(spelling: str, config: Any) -> Iterator[GivenSetting]:
-    """Yield the settings inside a speculative config, which is JSON text or a mapping in a YAML file."""
+def _spread(given: GivenSetting) -> Iterator[GivenSetting]:
+    """Yield the setting, or the settings inside a speculative config: JSON text, or a mapping in a YAML file."""
+    if given.field != "speculative_config":
+        yield given
+        return
+    spelling, config = given.spelling, given.value
     example = """for example '{"method": "dflash", "model": "PATH", "num_speculative_tokens": 15}'"""
     try:
         config = parse_json(config) if isinstance(config, str) else config
@@ -171,8 +165,3 @@ def _speculative_config(spelling: str, config: Any) -> Iterator[GivenSetting]:
             raise ConfigError(f'{spelling}: {key} {value!r}: this server decodes with method "dflash" only')
         if field is not None and value is not None:
             yield GivenSetting(f"{spelling} ({key})", field, value)
-
-
-def _reason(error: Any) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return message[0].lower() + message[1:]
