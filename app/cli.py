@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 from app.config.error import ConfigError
@@ -80,23 +81,20 @@ def serve(arguments: Sequence[str]) -> int:
 def check(arguments: Sequence[str]) -> int:
     """Probe a device of this machine and print what was found: 0 if nothing failed, 1 if something did."""
     from app.config.parser import Parser
+    from app.config.sources import GivenSetting, load_config
     from app.doctor.check import report
 
     parser = Parser(prog="dflash-server check", description=check.__doc__)
     parser.add_argument("--device", help="auto | cpu | cuda | cuda:N | npu | npu:N [default: auto, DFLASH_DEVICE]")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    return report(_device(options.device), as_json=options.json)
+    given = [GivenSetting("--device", "device", options.device)] if options.device else []
+    return report(load_config(given).device, as_json=options.json)
 
 
 def report(arguments: Sequence[str], kind: str | None = None) -> int:
     """Measure an NPU or a GPU of this host, and write a page of it. It loads torch, so it is started by name."""
     return int(import_module("app.doctor.report.command").main(arguments, kind))
-
-
-def npu_report(arguments: Sequence[str]) -> int:
-    """Do as `report --device npu` does."""
-    return report(arguments, "npu")
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -106,13 +104,6 @@ def bench(arguments: Sequence[str]) -> int:
     return run_bench(arguments)
 
 
-def _device(flag: str | None) -> str:
-    """Return the device that the flag names, or else the environment and the YAML file."""
-    from app.config.sources import GivenSetting, load_config
-
-    return load_config([GivenSetting("--device", "device", flag)] if flag else []).device
-
-
 def _fail(message: str, hint: str = "") -> int:
     print(f"error: {message}", file=sys.stderr)
     if hint:
@@ -120,7 +111,13 @@ def _fail(message: str, hint: str = "") -> int:
     return 2
 
 
-COMMANDS = {"serve": serve, "check": check, "report": report, "npu-report": npu_report, "bench": bench}
+COMMANDS = {
+    "serve": serve,
+    "check": check,
+    "report": report,
+    "npu-report": partial(report, kind="npu"),
+    "bench": bench,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

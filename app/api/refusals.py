@@ -24,7 +24,7 @@ def _number(*neutral: float) -> Harmless:
     return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value in neutral
 
 
-def _is(*neutral: bool | str) -> Harmless:
+def _is(*neutral: object) -> Harmless:
     return lambda value: any(type(value) is type(item) and value == item for item in neutral)
 
 
@@ -37,13 +37,7 @@ def empty(value: Any) -> bool:
     return isinstance(value, list | dict | str) and not value
 
 
-def _never(value: Any) -> bool:
-    return False
-
-
-def _text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value == {"type": "text"}
-
+_never = _is()
 
 _LOGPROBS = (
     "Log probabilities are not available: speculative verification here hands out tokens, not distributions. "
@@ -65,91 +59,73 @@ _REASONING = "`{}` is not supported: leave `reasoning_content` unread, or see `c
 _MODALITY = "This model reads and writes text only. Leave `{}` out."
 _ENGINE = "`{}`: no meaning for this engine. Leave it out."
 
-REFUSALS = tuple(
-    Refusal(field, harmless, why.format(field))
-    for field, harmless, why in (
-        ("logprobs", _is(False), _LOGPROBS),
-        ("top_logprobs", _number(0), _LOGPROBS),
-        ("prompt_logprobs", _never, _LOGPROBS),
-        ("return_logprob", _is(False), _LOGPROBS),
-        ("n_probs", _number(0), _LOGPROBS),
-        ("top_logprobs_num", _number(0), _LOGPROBS),
-        ("response_format", _text_format, GRAMMAR),
-        ("structured_outputs", empty, GRAMMAR),
-        ("guided_json", _never, GRAMMAR),
-        ("guided_regex", _never, GRAMMAR),
-        ("guided_choice", _never, GRAMMAR),
-        ("guided_grammar", _never, GRAMMAR),
-        ("guided_decoding_backend", _never, GRAMMAR),
-        ("guided_whitespace_pattern", _never, GRAMMAR),
-        ("json_schema", _never, GRAMMAR),
-        ("regex", _never, GRAMMAR),
-        ("grammar", _never, GRAMMAR),
-        ("ebnf", _never, GRAMMAR),
-        ("structural_tag", _never, GRAMMAR),
-        ("tool_choice", _is("none", "auto"), GRAMMAR.replace("Leave `{}` out", 'Use `{}` "auto" or "none"')),
-        ("functions", empty, _TOOLS),
-        ("function_call", _is("none", "auto"), _TOOLS),
-        ("best_of", _not_above_one, _BEST_OF),
-        ("use_beam_search", _is(False), "Beam search is not supported: DFlash verifies one sequence. Leave `{}` out."),
-        ("length_penalty", _number(1), _SAMPLING),
-        ("logits_processors", empty, _SAMPLING),
-        ("custom_logit_processor", _never, _SAMPLING),
-        ("allowed_token_ids", _never, _CANDIDATES),
-        ("bad_words", empty, _CANDIDATES),
-        ("typical_p", _number(1), _SAMPLING),
-        ("mirostat", _number(0), _SAMPLING),
-        ("dry_multiplier", _number(0), _SAMPLING),
-        ("xtc_probability", _number(0), _SAMPLING),
-        ("top_n_sigma", _number(-1, 0), _SAMPLING),
-        ("thinking_token_budget", _never, _SAMPLING),
-        ("max_new_tokens", _never, _OTHER_NAME),
-        ("n_predict", _never, _OTHER_NAME),
-        ("max_output_tokens", _never, _OTHER_NAME),
-        ("min_new_tokens", _number(0), "`{}`: not this API's name for it. Use `min_tokens`."),
-        ("repeat_penalty", _number(1), "`{}`: not this API's name for it. Use `repetition_penalty`."),
-        ("stop_sequences", empty, "`{}`: not this API's name for it. Use `stop`."),
-        ("input_ids", _never, "`{}`: not this API's name for it. Send token ids as `prompt` to /v1/completions."),
-        ("extra_body", empty, "`{}`: the SDK's argument, not a field. Send what is in it at the top level."),
-        ("sampling_params", empty, "`{}`: not this API's form. Send what is in it at the top level."),
-        ("suffix", empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
-        ("no_stop_trim", _is(False), _OUTPUT),
-        ("stop_regex", empty, "`{}` is not supported. Use `stop` with plain strings."),
-        ("spaces_between_special_tokens", _is(True, False), _OUTPUT),
-        ("return_tokens_as_token_ids", _is(False), _OUTPUT),
-        ("return_token_ids", _is(False), _OUTPUT),
-        ("return_hidden_states", _is(False), _OUTPUT),
-        ("stream_options.include_obfuscation", _is(False), _OUTPUT),
-        ("chat_template", _never, _TEMPLATE),
-        ("include_reasoning", _is(True), _REASONING),
-        ("reasoning_effort", _never, _THINKING),
-        ("enable_thinking", _never, _THINKING),
-        ("thinking", _never, _THINKING),
-        ("reasoning", _never, _THINKING),
-        ("thinking_budget", _never, _THINKING),
-        ("stream_reasoning", _is(True), _THINKING),
-        ("verbosity", _never, _TEMPLATE),
-        ("documents", empty, _TEMPLATE),
-        ("truncate_prompt_tokens", _never, "`{}` is not supported: a prompt is never cut in silence. Shorten it."),
-        ("modalities", lambda value: value == ["text"], _MODALITY),
-        ("audio", _never, _MODALITY),
-        ("mm_processor_kwargs", empty, _MODALITY),
-        ("web_search_options", _never, "This server searches nothing. Leave `{}` out."),
-        ("prompt_embeds", _never, "Prompts are text or token ids here. Leave `{}` out."),
-        ("input_embeds", _never, "Prompts are text or token ids here. Leave `{}` out."),
-        ("priority", _number(0), "Requests are served in the order of their arrival. Leave `{}` out."),
-        ("prediction", _never, "The DFlash draft predicts the output here. Leave `{}` out."),
-        ("lora_path", _never, _ENGINE),
-        ("lora_request", _never, _ENGINE),
-        ("session_params", empty, _ENGINE),
-        ("custom_params", empty, _ENGINE),
-        ("kv_transfer_params", _never, _ENGINE),
-        ("vllm_xargs", empty, _ENGINE),
+
+def _table(*rows: tuple[str, Harmless, str]) -> tuple[Refusal, ...]:
+    """Return the refusals of rows. The fields of a row stand in one string."""
+    return tuple(
+        Refusal(field, harmless, why.format(field)) for fields, harmless, why in rows for field in fields.split()
     )
+
+
+REFUSALS = _table(
+    ("logprobs", _is(False), _LOGPROBS),
+    ("top_logprobs", _number(0), _LOGPROBS),
+    ("prompt_logprobs", _never, _LOGPROBS),
+    ("return_logprob", _is(False), _LOGPROBS),
+    ("n_probs top_logprobs_num", _number(0), _LOGPROBS),
+    ("response_format", _is({"type": "text"}), GRAMMAR),
+    ("structured_outputs", empty, GRAMMAR),
+    ("guided_json guided_regex guided_choice guided_grammar guided_decoding_backend", _never, GRAMMAR),
+    ("guided_whitespace_pattern json_schema regex grammar ebnf structural_tag", _never, GRAMMAR),
+    ("tool_choice", _is("none", "auto"), GRAMMAR.replace("Leave `{}` out", 'Use `{}` "auto" or "none"')),
+    ("functions", empty, _TOOLS),
+    ("function_call", _is("none", "auto"), _TOOLS),
+    ("best_of", _not_above_one, _BEST_OF),
+    ("use_beam_search", _is(False), "Beam search is not supported: DFlash verifies one sequence. Leave `{}` out."),
+    ("length_penalty", _number(1), _SAMPLING),
+    ("logits_processors", empty, _SAMPLING),
+    ("custom_logit_processor", _never, _SAMPLING),
+    ("allowed_token_ids", _never, _CANDIDATES),
+    ("bad_words", empty, _CANDIDATES),
+    ("typical_p", _number(1), _SAMPLING),
+    ("mirostat dry_multiplier xtc_probability", _number(0), _SAMPLING),
+    ("top_n_sigma", _number(-1, 0), _SAMPLING),
+    ("thinking_token_budget", _never, _SAMPLING),
+    ("max_new_tokens n_predict max_output_tokens", _never, _OTHER_NAME),
+    ("min_new_tokens", _number(0), "`{}`: not this API's name for it. Use `min_tokens`."),
+    ("repeat_penalty", _number(1), "`{}`: not this API's name for it. Use `repetition_penalty`."),
+    ("stop_sequences", empty, "`{}`: not this API's name for it. Use `stop`."),
+    ("input_ids", _never, "`{}`: not this API's name for it. Send token ids as `prompt` to /v1/completions."),
+    ("extra_body", empty, "`{}`: the SDK's argument, not a field. Send what is in it at the top level."),
+    ("sampling_params", empty, "`{}`: not this API's form. Send what is in it at the top level."),
+    ("suffix", empty, "`{}` is not supported: this is no fill-in-the-middle model. Leave it out."),
+    ("no_stop_trim", _is(False), _OUTPUT),
+    ("stop_regex", empty, "`{}` is not supported. Use `stop` with plain strings."),
+    ("spaces_between_special_tokens", _is(True, False), _OUTPUT),
+    ("return_tokens_as_token_ids return_token_ids return_hidden_states", _is(False), _OUTPUT),
+    ("stream_options.include_obfuscation", _is(False), _OUTPUT),
+    ("chat_template", _never, _TEMPLATE),
+    ("include_reasoning", _is(True), _REASONING),
+    ("reasoning_effort enable_thinking thinking reasoning thinking_budget", _never, _THINKING),
+    ("stream_reasoning", _is(True), _THINKING),
+    ("verbosity", _never, _TEMPLATE),
+    ("documents", empty, _TEMPLATE),
+    ("truncate_prompt_tokens", _never, "`{}` is not supported: a prompt is never cut in silence. Shorten it."),
+    ("modalities", _is(["text"]), _MODALITY),
+    ("audio", _never, _MODALITY),
+    ("mm_processor_kwargs", empty, _MODALITY),
+    ("web_search_options", _never, "This server searches nothing. Leave `{}` out."),
+    ("prompt_embeds input_embeds", _never, "Prompts are text or token ids here. Leave `{}` out."),
+    ("priority", _number(0), "Requests are served in the order of their arrival. Leave `{}` out."),
+    ("prediction", _never, "The DFlash draft predicts the output here. Leave `{}` out."),
+    ("lora_path lora_request", _never, _ENGINE),
+    ("session_params custom_params", empty, _ENGINE),
+    ("kv_transfer_params", _never, _ENGINE),
+    ("vllm_xargs", empty, _ENGINE),
 )
 
 _CHAT_ONLY = "`{}` belongs to /v1/chat/completions. Leave it out."
-_FOR_CHAT = (
+_FOR_CHAT = _table(
     ("max_completion_tokens", _never, "`{}` belongs to /v1/chat/completions. Use `max_tokens` here."),
     ("tools", empty, _CHAT_ONLY),
     ("parallel_tool_calls", _is(True, False), _CHAT_ONLY),
@@ -158,7 +134,6 @@ _FOR_CHAT = (
     ("chat_template_kwargs", empty, _CHAT_ONLY),
     ("separate_reasoning", _is(True, False), _CHAT_ONLY),
 )
-_BARE = tuple(Refusal(field, harmless, why.format(field)) for field, harmless, why in _FOR_CHAT)
 ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
     ChatCompletionRequest: (
         Refusal("prompt", _never, "`prompt` belongs to /v1/completions. Send `messages` here."),
@@ -166,12 +141,12 @@ ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
     ),
     CompletionRequest: (
         Refusal("messages", _never, "`messages` belongs to /v1/chat/completions. Send `prompt` here."),
-        *_BARE,
+        *_FOR_CHAT,
     ),
     TokenizeChatRequest: (
         Refusal("prompt", _never, "`prompt` belongs to bare completions. Leave it out beside `messages`."),
     ),
-    TokenizeRequest: _BARE,
+    TokenizeRequest: _FOR_CHAT,
 }
 """Fields of other endpoints."""
 

@@ -181,17 +181,15 @@ def _warn(tokenizer: Tokenizer, config: Config) -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises OSError if the address is taken or does not belong to this machine."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        connection.set_stall_timeout(listener)
-        listener.bind((host, port))
-        listener.listen(2048)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
+    is_v6 = ":" in host
+    listener = socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        backlog=2048,
+        dualstack_ipv6=is_v6 and socket.has_dualstack_ipv6(),
+    )
+    connection.set_stall_timeout(listener)
+    listener.setblocking(False)
     return listener
 
 
