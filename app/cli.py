@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
@@ -111,7 +111,7 @@ def _fail(message: str, hint: str = "") -> int:
     return 2
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve,
     "check": check,
     "report": report,

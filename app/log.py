@@ -19,14 +19,6 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 LogFormat = Literal["text", "json"]
 
 
-class _WithRequestId(logging.Filter):
-    """Filter that adds the request's id to every record."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.request_id = request_id.get()
-        return True
-
-
 class TextFormatter(logging.Formatter):
     """Lines like `2026-01-31 12:00:00 INFO app.api.server message [request id]`."""
 
@@ -35,8 +27,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
-        identifier = getattr(record, "request_id", None)
-        return f"{line} [{identifier}]" if identifier else line
+        return f"{line} [{identifier}]" if (identifier := request_id.get()) else line
 
 
 class JsonFormatter(logging.Formatter):
@@ -50,7 +41,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if identifier := getattr(record, "request_id", None):
+        if identifier := request_id.get():
             line["request_id"] = identifier
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -73,7 +64,6 @@ class _Handler(logging.StreamHandler[TextIO]):
 def set_up(level: str, style: LogFormat, secrets: Iterable[str] = ()) -> None:
     """Send every logger's lines of `level` ("info", "WARNING", ...) and above to stderr, without `secrets`."""
     handler = _Handler(secrets)
-    handler.addFilter(_WithRequestId())
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # INFO lines of uvicorn, asyncio and httpx repeat ours.

@@ -5,8 +5,6 @@ that it is meant for or comes from. A restarted engine gets the next epoch, so b
 behind in a socket.
 """
 
-from typing import Any
-
 import msgspec
 
 from app.messages import EngineConfig, EngineInfo, Request, StepOutput
@@ -80,8 +78,4 @@ def encode_config(config: EngineConfig) -> str:
 
 def decode_config(line: str) -> EngineConfig:
     """Return the EngineConfig of such a line. Raises msgspec.DecodeError if it is none."""
-
-    def construct(kind: Any, value: Any) -> Any:
-        return kind(value)
-
-    return msgspec.json.decode(line, type=EngineConfig, dec_hook=construct)
+    return msgspec.json.decode(line, type=EngineConfig, dec_hook=lambda kind, text: kind(text))

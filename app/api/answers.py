@@ -62,7 +62,8 @@ class Answers(ABC):
 class ChoiceAnswers(Answers):
     """Answer in choices. `usage(with_speculation)` returns the usage so far.
 
-    A chunk carries one choice. The payload of a choice is a `message`, a `delta` of one, or a `text`.
+    `echoed` are the prompts' texts, one for each choice, if the answer begins with them. A chunk carries one choice.
+    The payload of a choice is a `message`, a `delta` of one, or a `text`.
     """
 
     kind: ClassVar[str]
@@ -70,9 +71,16 @@ class ChoiceAnswers(Answers):
     id_prefix: ClassVar[str]
     empty: ClassVar[Payload]
 
-    def __init__(self, model: str, usage: Callable[[bool], dict[str, Any]], options: StreamOptions) -> None:
+    def __init__(
+        self,
+        model: str,
+        usage: Callable[[bool], dict[str, Any]],
+        options: StreamOptions,
+        echoed: Sequence[str] = (),
+    ) -> None:
         self._usage = usage
         self._options = options
+        self._echoed = echoed
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -164,27 +172,17 @@ class ChatAnswers(ChoiceAnswers):
 
 
 class CompletionAnswers(ChoiceAnswers):
-    """Answer of /v1/completions. With `echo`, `prompts` are the texts before the choices, one for each."""
+    """Answer of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
     empty: ClassVar[Payload] = {"text": ""}
 
-    def __init__(
-        self,
-        model: str,
-        usage: Callable[[bool], dict[str, Any]],
-        options: StreamOptions,
-        prompts: Sequence[str] = (),
-    ) -> None:
-        super().__init__(model, usage, options)
-        self._prompts = prompts
-
     def _whole_payload(self, piece: Piece) -> Payload:
-        return {"text": (self._prompts[piece.index] if self._prompts else "") + piece.content}
+        return {"text": (self._echoed[piece.index] if self._echoed else "") + piece.content}
 
     def _opening(self, index: int) -> Payload | None:
-        return {"text": self._prompts[index]} if self._prompts else None
+        return {"text": self._echoed[index]} if self._echoed else None
 
     def _payloads(self, piece: Piece) -> list[Payload]:
         return [{"text": piece.content}] if piece.content else []

@@ -57,22 +57,22 @@ async def _read_body(request: Request) -> bytes:
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise body_too_large(MAX_BODY_BYTES)
     body = bytearray()
-    reading = services_of(request).bodies
+    services = services_of(request)
     loop = asyncio.get_running_loop()
     started = loop.time()
     try:
         async with asyncio.timeout(BODY_SECONDS) as timeout:
             async for chunk in request.stream():
                 body += chunk
-                reading.size += len(chunk)
+                services.num_unread_bytes += len(chunk)
                 timeout.reschedule(started + BODY_SECONDS + len(body) / MIN_BYTES_PER_SECOND)
                 if len(body) > MAX_BODY_BYTES:
                     raise body_too_large(MAX_BODY_BYTES)
-                if reading.size > MAX_BYTES_BEING_READ:
+                if services.num_unread_bytes > MAX_BYTES_BEING_READ:
                     raise busy("Too many bodies are being sent at once. Try again shortly.")
             return bytes(body)
     finally:
-        reading.size -= len(body)
+        services.num_unread_bytes -= len(body)
 
 
 def _parse_json(body: bytes) -> Any:

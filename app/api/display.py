@@ -26,7 +26,9 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
             return
         if console.is_terminal:
             console.print(ready_table(state.info))
-            console.print("try:", first_request(url, model), markup=False, highlight=False, soft_wrap=True)
+            body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+            request = shlex.join(["curl", f"{url}/v1/chat/completions", "-d", body])
+            console.print("try:", request, markup=False, highlight=False, soft_wrap=True)
         else:
             logger.info("ready: %s on %s, serving %s at %s", state.info.target, state.info.device, model, url)
         while engine.state.phase == "ready":
@@ -68,12 +70,6 @@ def ready_table(info: EngineInfo) -> Table:
     table.add_row("KV", f"{info.num_pages:,} pages of {info.page_size} = {tokens:,} tokens")
     table.add_row("limits", f"{info.max_model_len:,} tokens a request, {info.max_num_seqs} requests at once")
     return table
-
-
-def first_request(url: str, model: str) -> str:
-    """Return a curl command that works unchanged."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
-    return shlex.join(["curl", f"{url}/v1/chat/completions", "-d", body])
 
 
 def print_error(message: str) -> None:

@@ -87,15 +87,6 @@ def busy(message: str, code: str = "server_busy") -> ApiError:
     return ApiError(429, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
-def deadline_exceeded() -> ApiError:
-    return ApiError(
-        504,
-        "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended. Its answer is "
-        "incomplete.",
-        code="deadline_exceeded",
-    )
-
-
 def install(app: FastAPI, metrics: Metrics) -> None:
     """Answer every exception of `app` in OpenAI's shape. Count the requests that the engine refuses in `metrics`."""
 

@@ -25,16 +25,14 @@ async def live() -> Response:
 async def ready(request: Request) -> Response:
     """Return 200 if requests are admitted, else 503 with the phase, the reason and the progress of loading."""
     state = services_of(request).engine.state
-    return json_response(_describe(state)) if state.phase == "ready" else _not_ready(state)
+    return _described(state, 200 if state.phase == "ready" else 503)
 
 
 @router.get("/health", **openapi.HEALTH)
 async def health(request: Request) -> Response:
     """Return 200 without a body while the engine works or drains, and 503 while it loads or is dead."""
     state = services_of(request).engine.state
-    if state.phase in ("ready", "draining"):
-        return Response(status_code=200)
-    return _not_ready(state)
+    return Response() if state.phase in ("ready", "draining") else _described(state, 503)
 
 
 @router.get("/metrics", **openapi.METRICS)
@@ -53,15 +51,12 @@ async def reset_prefix_cache(request: Request) -> Response:
     return json_response({"success": True})
 
 
-def _not_ready(state: EngineState) -> Response:
-    return json_response(_describe(state), 503, {"Retry-After": str(RETRY_AFTER_SECONDS)})
-
-
-def _describe(state: EngineState) -> dict[str, Any]:
+def _described(state: EngineState, status: int) -> Response:
     description: dict[str, Any] = {"status": state.phase}
     if state.reason is not None:
         description["reason"] = state.reason
     if state.progress is not None:
         progress = state.progress
         description["progress"] = {"stage": progress.stage, "done": progress.done, "total": progress.total}
-    return description
+    headers = None if status == 200 else {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    return json_response(description, status, headers)

@@ -19,20 +19,14 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 
 
 @dataclass
-class BodiesBeingRead:
-    """Number of bytes of the bodies that have not arrived whole."""
-
-    size: int = 0
-
-
-@dataclass(frozen=True)
 class Services:
     """Parts of one server. `model_names` are the values that `model` may have; answers bear the first.
 
     `reasoning` and the tool calls of `tool_family` are parsed out of chat answers. `refuse_strict` answers
     strict functions with 400. `template_kwargs` are chat_template_kwargs of requests without their own. `log_prompts`
     lets prompts into the log. A request gets `request_timeout` seconds; 0 is no end. Clients are known by their keys
-    where `has_keys`, and by their addresses otherwise.
+    where `has_keys`, and by their addresses otherwise. `num_unread_bytes` counts the bytes of the bodies that have not
+    arrived whole.
     """
 
     engine: EngineClient
@@ -46,7 +40,7 @@ class Services:
     log_prompts: bool = False
     request_timeout: float = 0.0
     has_keys: bool = False
-    bodies: BodiesBeingRead = field(default_factory=BodiesBeingRead)
+    num_unread_bytes: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
     def client_id(self, request: Request) -> str:

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.api.answers import Answers, Piece, Reason
-from app.api.errors import ApiError, deadline_exceeded, unavailable
+from app.api.errors import ApiError, unavailable
 from app.api.strict import StrictFunctions
 from app.client.client import EngineClient
 from app.client.request_stream import RequestStream
@@ -54,7 +54,8 @@ class Choice:
             return None
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if self.deltas.expired:
-            raise deadline_exceeded()
+            message = "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended."
+            raise ApiError(504, f"{message} Its answer is incomplete.", code="deadline_exceeded")
         if delta.finish_reason in ("error", "abort"):
             raise self._error(delta.error or "the request was aborted")
         if not self.with_steps or not delta.token_ids:

@@ -41,7 +41,7 @@ def left_behind(server):
             engine.num_running,
             engine.admission.num_in_flight,
             engine.admission.num_unacknowledged,
-            server.services.bodies.size,
+            server.services.num_unread_bytes,
             len(server.uvicorn.server_state.connections),
             len(asyncio.all_tasks()),
         )

@@ -161,5 +161,5 @@ def test_bodies_that_are_sent_at_once_have_a_bound_together(server, monkeypatch)
 def test_a_body_that_broke_off_is_counted_no_more(server):
     with socket.create_connection(connection_address(server)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\nhalf of it")
-        until(lambda: server.services.bodies.size == 10)
-    until(lambda: server.services.bodies.size == 0)
+        until(lambda: server.services.num_unread_bytes == 10)
+    until(lambda: server.services.num_unread_bytes == 0)
