@@ -1,7 +1,6 @@
 """The ASGI application: routers, error handlers and layers. It needs neither uvicorn nor signals."""
 
 import functools
-from collections.abc import Sequence
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -19,19 +18,8 @@ from app.text.tokenizer import Tokenizer
 ROUTERS = (chat.router, completions.router, tokenize.router, models.router, ops.router, page.router)
 
 
-def create_app(
-    services: Services,
-    *,
-    api_keys: Sequence[str] = (),
-    admin_keys: Sequence[str] = (),
-    allowed_origins: Sequence[str] = (),
-    root_path: str = "",
-) -> ASGIApp:
-    """Return the HTTP application. `services.engine` need not be ready.
-
-    With `api_keys`, a request outside OPEN_PATHS must have one of all keys. With `admin_keys`, a request that changes
-    the server must have one of these. `allowed_origins` are for CORS.
-    """
+def create_app(services: Services) -> ASGIApp:
+    """Return the HTTP application. `services.engine` need not be ready."""
     app = FastAPI(
         title="dflash-server",
         version=version("dflash-server"),
@@ -40,18 +28,19 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.root_path = root_path
+    app.root_path = services.root_path
     app.state.services = services
-    app.state.admin_keys = Keys(admin_keys)
     errors.install(app, services.metrics)
     for router in ROUTERS:
         app.include_router(router)
-    app.openapi = functools.cache(functools.partial(openapi.describe, app, bool(api_keys), bool(admin_keys)))  # type: ignore[method-assign]
-    layers: ASGIApp = Gate(app, Keys([*api_keys, *admin_keys] if api_keys else []), root_path)
-    if allowed_origins:
+    needed = bool(services.api_keys), bool(services.admin_keys)
+    app.openapi = functools.cache(functools.partial(openapi.describe, app, *needed))  # type: ignore[method-assign]
+    keys = Keys([*services.api_keys, *services.admin_keys] if services.api_keys else [])
+    layers: ASGIApp = Gate(app, keys, services.root_path)
+    if services.allowed_origins:
         layers = Cors(
             layers,
-            allow_origins=allowed_origins,
+            allow_origins=services.allowed_origins,
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
@@ -73,5 +62,8 @@ def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, met
         template_kwargs=config.default_chat_template_kwargs,
         log_prompts=config.log_prompts,
         request_timeout=config.request_timeout,
-        has_keys=bool(config.api_keys()),
+        api_keys=config.api_keys(),
+        admin_keys=config.admin_key,
+        allowed_origins=config.allowed_origins,
+        root_path=config.root_path,
     )

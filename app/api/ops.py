@@ -44,10 +44,10 @@ async def metrics(request: Request) -> Response:
 @router.post("/reset_prefix_cache", **openapi.RESET_PREFIX_CACHE)
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget all cached prefixes. Needs an admin key if the server has any."""
-    admin_keys: Keys = request.app.state.admin_keys
-    if admin_keys:
-        admin_keys.check(request.headers, "An admin key")
-    services_of(request).engine.flush_cache()
+    services = services_of(request)
+    if services.admin_keys:
+        Keys(services.admin_keys).check(request.headers, "An admin key")
+    services.engine.flush_cache()
     return json_response({"success": True})
 
 

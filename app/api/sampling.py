@@ -1,5 +1,7 @@
 """Sampling parameters of a request. Its absent fields come from the model's generation_config.json."""
 
+from dataclasses import asdict, fields, replace
+
 from app.api.errors import bad_request
 from app.api.prompts import unknown_id
 from app.api.schemas import GenerationRequest
@@ -15,20 +17,14 @@ def sampling_of(body: GenerationRequest, defaults: GenerationDefaults, info: Eng
 
     Greedy decoding has no filters, like vLLM's, because every filter keeps the most likely token.
     """
-    temperature = defaults.temperature if body.temperature is None else body.temperature
-    greedy = temperature < MIN_TEMPERATURE
-    top_k = defaults.top_k if body.top_k is None else body.top_k
-    top_p = defaults.top_p if body.top_p is None else body.top_p
-    min_p = defaults.min_p if body.min_p is None else body.min_p
-    repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+    given = body.model_dump(include={field.name for field in fields(defaults)}, exclude_none=True)
+    chosen = replace(defaults, **given)
+    if chosen.temperature < MIN_TEMPERATURE:
+        chosen = GenerationDefaults(temperature=0.0, repetition_penalty=chosen.repetition_penalty)
     return SamplingParams(
-        temperature=0.0 if greedy else temperature,
-        top_k=0 if greedy else max(0, top_k),
-        top_p=1.0 if greedy else top_p,
-        min_p=0.0 if greedy else min_p,
+        **asdict(chosen),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=repetition,
         logit_bias=_biases(body, info),
         min_tokens=body.min_tokens or 0,
     )

@@ -76,13 +76,7 @@ class Server:
         self._services = services
         self._engine = services.engine
         self._listener = listener
-        app = create_app(
-            services,
-            api_keys=config.api_keys(),
-            admin_keys=config.admin_key,
-            allowed_origins=config.allowed_origins,
-            root_path=config.root_path,
-        )
+        app = create_app(services)
         self._http = _Http(uvicorn.Config(app, **connection.SETTINGS, timeout_graceful_shutdown=_GRACEFUL_SECONDS))
         self._tasks: list[asyncio.Task[None]] = []
         self._should_exit = asyncio.Event()

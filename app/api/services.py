@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,10 @@ class Services:
 
     `reasoning` and the tool calls of `tool_family` are parsed out of chat answers. `refuse_strict` answers
     strict functions with 400. `template_kwargs` are chat_template_kwargs of requests without their own. `log_prompts`
-    lets prompts into the log. A request gets `request_timeout` seconds; 0 is no end. Clients are known by their keys
-    where `has_keys`, and by their addresses otherwise. `num_unread_bytes` counts the bytes of the bodies that have not
-    arrived whole.
+    lets prompts into the log. A request gets `request_timeout` seconds; 0 is no end. With `api_keys`, a request outside
+    OPEN_PATHS must have one of all keys, and clients are known by their keys, not by their addresses. With
+    `admin_keys`, a request that changes the server must have one of these. `allowed_origins` are for CORS.
+    `num_unread_bytes` counts the bytes of the bodies that have not arrived whole.
     """
 
     engine: EngineClient
@@ -39,13 +40,16 @@ class Services:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     log_prompts: bool = False
     request_timeout: float = 0.0
-    has_keys: bool = False
+    api_keys: Sequence[str] = ()
+    admin_keys: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    root_path: str = ""
     num_unread_bytes: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
     def client_id(self, request: Request) -> str:
         """Return the client that --max-concurrency-per-key counts the request for."""
-        if self.has_keys:
+        if self.api_keys:
             return sent_key(request.headers).hex()
         return request.client.host if request.client else ""
 
@@ -77,6 +81,5 @@ class Services:
 
 def services_of(request: Request) -> Services:
     """Return the Services that the application was made with."""
-    services = request.app.state.services
-    assert isinstance(services, Services)
+    services: Services = request.app.state.services
     return services

@@ -133,7 +133,6 @@ class Server:
         script: Script,
         model_folder: Path,
         names: list[str],
-        app: dict[str, Any],
         supervisor: dict[str, Any],
         admission: dict[str, Any] | None = None,
         **services: Any,
@@ -141,7 +140,6 @@ class Server:
         self.script = script
         self._supervisor_options = supervisor
         self._admission_options = admission or {}
-        self._app_options = app
         self._services_options = services
         self.tokenizer = Tokenizer(model_folder)
         self.metrics = Metrics()
@@ -168,7 +166,7 @@ class Server:
         services = self.services = Services(
             self.engine, self.tokenizer, self._names, self.metrics, **self._services_options
         )
-        app = create_app(services, **self._app_options)
+        app = create_app(services)
         http = self.uvicorn = uvicorn.Server(uvicorn.Config(app, **connection.SETTINGS, timeout_graceful_shutdown=1))
         self.engine.start()
         serving = asyncio.create_task(http.serve([self._listener]))
@@ -325,18 +323,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def serving(
     model_folder: Path,
-    app: dict[str, Any] | None = None,
     step_timeout: float = 120.0,
     supervisor: dict[str, Any] | None = None,
     admission: dict[str, Any] | None = None,
     **services: Any,
 ) -> Iterator[Server]:
-    """Yield a server whose engine has not said that it is ready. `app` has the options of create_app, `supervisor`
-    those of Supervisor, `admission` those of Admission, and `services` those of Services."""
+    """Yield a server whose engine has not said that it is ready. `supervisor` has the options of Supervisor,
+    `admission` those of Admission, and `services` those of Services."""
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:  # Short enough for sockets.
         script = Script(Path(folder))
         options = {"step_timeout": step_timeout, "backoff": 0.01} | (supervisor or {})
-        server = Server(script, model_folder, ["tiny", "also-tiny"], app or {}, options, admission, **services)
+        server = Server(script, model_folder, ["tiny", "also-tiny"], options, admission, **services)
         try:
             yield server
         finally:

@@ -52,7 +52,7 @@ sys.exit(run(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]), None, s
 
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path) -> Iterator[Server]:
-    with serving(model_folder, app={"api_keys": KEYS, "allowed_origins": [ORIGIN["Origin"]]}) as server:
+    with serving(model_folder, api_keys=KEYS, allowed_origins=[ORIGIN["Origin"]]) as server:
         server.script.ready()
         server.reach("ready")
         yield server
@@ -61,7 +61,7 @@ def shared_server(model_folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def proxied_server(model_folder: Path) -> Iterator[Server]:
     """A server behind a proxy that puts /llm before every path."""
-    with serving(model_folder, app={"root_path": "/llm", "api_keys": KEYS}) as server:
+    with serving(model_folder, root_path="/llm", api_keys=KEYS) as server:
         server.script.ready()
         server.reach("ready")
         yield server
@@ -253,7 +253,7 @@ def test_other_origins_get_no_permission(server, origin):
 
 
 def test_a_star_allows_all_origins_and_nothing_said_allows_none(model_folder, own_server):
-    with serving(model_folder, app={"allowed_origins": ["*"]}) as server:
+    with serving(model_folder, allowed_origins=["*"]) as server:
         assert server.http.get("/live", headers=ORIGIN).headers["access-control-allow-origin"] == "*"
     response = own_server.http.get("/live", headers=ORIGIN)
     assert not [name for name in response.headers if name.startswith("access-control")]

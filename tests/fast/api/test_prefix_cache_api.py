@@ -24,7 +24,7 @@ def guarded(model_folder: Path) -> Iterator[dict[str, Server]]:
         "both": {"api_keys": ["user"], "admin_keys": ["root"], "root_path": "/llm"},
     }
     servers = {}
-    managers = {name: serving(model_folder, app=options) for name, options in keys.items()}
+    managers = {name: serving(model_folder, **options) for name, options in keys.items()}
     try:
         for name, manager in managers.items():
             servers[name] = manager.__enter__()
