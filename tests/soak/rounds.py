@@ -181,7 +181,7 @@ def _unrest(server: DemoServer) -> Iterator[str]:
     while any(gauges := server.gauges().values()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     if any(gauges):
-        yield f"nobody is served, and yet /metrics says {server.gauges()}"
+        yield f"no request is served, and yet /metrics says {server.gauges()}"
     yield from server.untidy()
 
 

@@ -43,13 +43,13 @@ def test_it_is_this_users_alone(tmp_path: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("why", ["a file is in its place", "nobody's home", "another's folder", "another's above it"])
+@pytest.mark.parametrize("why", ["a file is in its place", "no home", "another's folder", "another's above it"])
 def test_where_it_cannot_be_there_is_a_new_one_for_this_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path, why: str
 ) -> None:
     if why == "a file is in its place":
         (tmp_path / "cache").touch()
-    elif why == "nobody's home":
+    elif why == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME", raising=False)
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Like for a user without an entry.

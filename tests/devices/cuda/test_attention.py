@@ -24,7 +24,7 @@ LENGTHS = {
     "plain decoding": ([1, 1, 1], [5, 130, 1]),
     "ragged widths": ([1, 16, 3, 7], [70, 90, 3, 64]),
     "blocks at page edges": ([16, 16, 16], [16, 17, 32]),
-    "a decode step from a graph: the last sequence is nobody's": ([5, 1, 1, 38], [100, 1, 1, 38]),
+    "a decode step from a graph: the last sequence is padding": ([5, 1, 1, 38], [100, 1, 1, 38]),
     "plain decoding from a graph that is full": ([1, 1, 0], [5, 130, 0]),
     "one draft from a graph that is full": ([2, 0], [9, 0]),
     "plain decoding of two": ([1, 1], [9, 40]),
@@ -125,11 +125,11 @@ def test_there_are_tiles_for_all_rows_and_no_more_splits_than_help(num_seqs, wid
 
 @pytest.mark.parametrize(("num_seqs", "splits"), [(1, 16), (2, 16), (4, 8), (8, 4), (16, 2), (32, 2), (64, 1)])
 @pytest.mark.parametrize("width", [1, 4, 16])
-def test_the_sequence_of_nobody_takes_no_splits_from_the_others(num_seqs, splits, width):
+def test_the_padding_sequence_takes_no_splits_from_the_others(num_seqs, splits, width):
     """Steps from graphs have one, without rows if they are full; eager ones have none, and launch the same kernels."""
-    for nobodys in (0, 1):
+    for num_padding in (0, 1):
         assert (
-            geometry(num_seqs + nobodys, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132).splits == splits
+            geometry(num_seqs + num_padding, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132).splits == splits
         )
 
 

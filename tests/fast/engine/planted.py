@@ -233,7 +233,7 @@ class PlannedRun:
                 expected_proposals.append((request_id, n - 1))
         made = self.drafter.proposals[num_proposals:]
         proposals = [(proposal.request_id, proposal.position) for proposal in made]
-        assert proposals == expected_proposals, "drafted for those that verify drafts, and for nobody else"
+        assert proposals == expected_proposals, "drafted for those that verify drafts, and for no others"
         assert all(len(proposal.drafts) == self.scheduler.policy.fixed_block - 1 for proposal in made)
         self._check_lengths(before, {delta.request_id for delta in step.deltas if not delta.finish_reason})
         return step

@@ -211,7 +211,7 @@ def test_who_is_aborted_with_a_step_in_flight_frees_its_pages_at_once(lucky: Pai
         run.texts[request.request_id] = []
         run.core.add(request)
     run.step()
-    assert bool(log.batches[-1].prefills) == everyone, "nobody waits for a step that is for nobody"
+    assert bool(log.batches[-1].prefills) == everyone, "no sequence waits for a step of ended ones"
     run.to_the_end()
     assert run.texts == {name: text for name, text in expected.items() if name not in gone}
 

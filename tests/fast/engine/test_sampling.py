@@ -417,7 +417,7 @@ def test_the_steps_hold_whatever_a_request_may_ask():
             len({(r.seq.request.sampling.is_filtered, r.seq.request.sampling.is_penalised) for r in step.batch.rows})
             > 2
         )
-        seen["nobody drafts"] += step.drafts is None
+        seen["no drafts"] += step.drafts is None
     assert len(seen) == 11 and min(seen.values()) >= 10, seen
 
 
