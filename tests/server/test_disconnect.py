@@ -82,7 +82,7 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(server):
     assert server.metric("prompt_tokens_total") == before
 
 
-def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
+def test_a_slow_reader_gets_coalesced_tokens_and_blocks_no_other(server):
     """While one reader sleeps, its deltas wait as one, and another request is served from end to end."""
     ids = server.bytes("x" * 200)
 
@@ -107,7 +107,7 @@ def test_a_slow_reader_gets_coalesced_tokens_and_blocks_nobody(server):
     assert server.script.see("Abort")["request_id"] == "slow"
 
 
-def test_what_the_engine_is_done_with_has_no_place_any_more_though_nobody_has_read_it(server):
+def test_a_request_that_the_engine_has_ended_has_no_place_before_it_is_read(server):
     server.script.plan([5, 2])
 
     async def submit():

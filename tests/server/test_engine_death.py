@@ -158,7 +158,7 @@ def kill(server):
     return killed
 
 
-def test_after_a_death_no_request_has_a_place_though_nobody_has_read_its_end(ready_server):
+def test_after_a_death_no_request_has_a_place_before_its_end_is_read(ready_server):
     async def submit():
         return ready_server.engine.submit(Request("unread", [1], 5, stop_token_ids=[2]))
 

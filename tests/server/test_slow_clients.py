@@ -109,7 +109,7 @@ def test_an_answer_may_take_longer_than_a_head(server, background):
     assert asked.result().status_code == 200
 
 
-def test_a_client_that_never_reads_costs_no_memory_and_nobodys_time(model_folder):
+def test_a_client_that_never_reads_costs_no_memory_and_no_other_clients_time(model_folder):
     with never_reading(model_folder) as (server, client, request_id):
         for _ in range(60):
             server.script.emit(request_id, server.bytes("x" * 5000))

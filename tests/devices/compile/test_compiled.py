@@ -221,7 +221,7 @@ def test_what_is_loaded_needs_no_file_so_that_a_killed_engine_leaves_none(pair, 
     assert core.run(requests(2)) == engine(pair).run(requests(2))
 
 
-def test_a_package_that_somebody_has_just_removed_can_be_made_anew(tmp_path):
+def test_a_package_that_another_process_has_just_removed_can_be_made_again(tmp_path):
     with pytest.raises(RuntimeError):
         load_package(tmp_path / "gone.pt2")
 

@@ -129,7 +129,8 @@ def test_the_padding_sequence_takes_no_splits_from_the_others(num_seqs, splits, 
     """Steps from graphs have one, without rows if they are full; eager ones have none, and launch the same kernels."""
     for num_padding in (0, 1):
         assert (
-            geometry(num_seqs + num_padding, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132).splits == splits
+            geometry(num_seqs + num_padding, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132).splits
+            == splits
         )
 
 

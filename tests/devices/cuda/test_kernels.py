@@ -179,7 +179,7 @@ def test_sequences_begin_where_the_step_before_has_brought_them(backend, dtype):
         assert torch.equal(tokens[untouched], before[0][untouched])
 
 
-def test_a_step_that_samples_nobody_verifies_nothing(backend, dtype):
+def test_a_step_without_sampled_rows_verifies_nothing(backend, dtype):
     none = torch.zeros(0, dtype=torch.int32)
     for drafts in (None, torch.zeros(1, 3, dtype=torch.int32)):
         lengths = (none.long(), drafts, none, none, none)

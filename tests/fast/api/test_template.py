@@ -61,11 +61,11 @@ def test_a_null_says_nothing_so_the_servers_own_value_stays(start):
     assert prompt_of(server, chat_template_kwargs={"enable_thinking": None}) == HEAD + TURN + NO_THINKING
 
 
-def test_a_servers_own_name_that_the_template_does_not_know_refuses_nobody(start):
+def test_a_servers_own_name_that_the_template_does_not_know_refuses_no_request(start):
     assert prompt_of(start(template_kwargs={"thinking": True})) == HEAD + TURN
 
 
-def test_the_names_that_may_be_set_are_those_that_the_template_reads_and_nobody_else_sets(server):
+def test_the_names_that_may_be_set_are_those_that_the_template_reads_and_the_server_does_not_set(server):
     assert server.tokenizer.chat_template.switches == ["enable_thinking"]
 
 
@@ -148,7 +148,7 @@ def test_switches_are_true_or_false(server, field, value):
     assert refusal(server, **{field: value})["param"] == field
 
 
-def test_a_template_that_never_ends_holds_nobody_up(start, background, monkeypatch):
+def test_a_template_that_never_ends_delays_no_other_request(start, background, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(chat_template, "time", clock)
     server = start("{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}")

@@ -334,7 +334,7 @@ def test_a_folder_without_weights_says_what_was_looked_for(own, where):
 
 
 @pytest.mark.parametrize("where", ["target", "draft"])
-def test_a_shard_that_the_index_names_and_nobody_has_is_named(tmp_path, where):
+def test_a_missing_shard_of_the_index_is_named(tmp_path, where):
     pair = make_pair(tmp_path, seed=5, shards=3)
     shard = getattr(pair, where) / "model-00002-of-00003.safetensors"
     shard.unlink()

@@ -98,7 +98,7 @@ def test_the_pages_of_who_leaves_before_its_logits_are_known_are_scrubbed_too(pa
     assert run.errors() == {} and run.texts == plain
 
 
-def test_pages_that_may_hold_nan_are_found_by_nobody(pair: Pair):
+def test_pages_that_may_hold_nan_are_found_by_no_sequence(pair: Pair):
     """They were cached when the prompt's first chunks were computed, before anyone could know."""
     engine = engine_of(pair, max_num_batched_tokens=32, prefix_caching=True)
     bad = Request("bad", (1, 2, BAD_TOKEN) * 16, 9)

@@ -262,7 +262,7 @@ def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify
 
 
 @pytest.mark.exhaustive
-def test_where_pages_are_short_it_waits_and_nobody_is_preempted_on_top_of_a_step_in_flight(lucky: Pair):
+def test_where_pages_are_short_it_waits_and_no_sequence_is_preempted_behind_a_step_in_flight(lucky: Pair):
     asked = requests(6, max_tokens=50)
     engine = overlapping(lucky, kv_pages=29 + 9)
     log, preempt = Log(engine.core), engine.core.scheduler._preempt
@@ -385,7 +385,7 @@ def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
 
 @pytest.mark.parametrize("where", ["launch", "read"])
 @pytest.mark.parametrize("ahead", [True, False], ids=["the step ahead", "the one that is read"])
-def test_a_fault_that_passes_costs_nobody_a_token(
+def test_a_fault_that_passes_costs_no_sequence_a_token(
     lucky: Pair, where: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ):
     asked = requests(4)

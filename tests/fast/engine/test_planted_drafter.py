@@ -263,7 +263,7 @@ def test_plain_requests_beside_drafting_ones_run_one_row_and_never_meet_the_draf
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4])
-def test_prompts_taken_in_chunks_beside_verify_rows_disturb_nobody(engine_of, text, cut):
+def test_prompts_taken_in_chunks_beside_verify_rows_disturb_no_sequence(engine_of, text, cut):
     """Three sequences share 15 rows. A decoding one verifies 5, so long prompts take many steps."""
     engine = engine_of(block_size=5, max_num_seqs=3, max_num_batched_tokens=15)
     engine.core.flush_cache()  # prompts that are found are not cut
@@ -300,7 +300,7 @@ def test_sampled_text_depends_on_the_seed_alone(engine_of, text, block_size):
         assert len({tuple(tokens) for tokens in emitted.values()}) == 4
 
 
-def test_an_abort_in_the_middle_frees_the_pages_and_disturbs_nobody(engine_of, text):
+def test_an_abort_in_the_middle_frees_the_pages_and_disturbs_no_sequence(engine_of, text):
     engine = engine_of(block_size=5)
     asked = Asked(text)
     run = PlannedRun(engine, asked.texts, 2)

@@ -120,9 +120,7 @@ def test_a_message_of_one_request_that_cannot_be_read_is_that_requests_error(par
 
 
 @pytest.mark.parametrize("nonsense", [b"", b"\xc1", b"\x93\x01\x02", msgspec.msgpack.encode({"type": "Submit"})])
-def test_a_message_that_nobody_could_be_told_of_ends_the_engine_by_name(
-    parent: Parent, engine: Engine, nonsense: bytes
-):
+def test_a_message_without_a_request_to_tell_ends_the_engine_by_name(parent: Parent, engine: Engine, nonsense: bytes):
     with pytest.raises(msgspec.DecodeError):
         answers(parent, engine, nonsense)
 

@@ -496,7 +496,7 @@ def test_the_rows_of_a_block_worked_out_by_hand():
     ]
 
 
-def test_counts_are_right_whoever_comes_goes_and_changes_seats(backend):
+def test_counts_are_right_while_sequences_come_go_and_change_batch_slots(backend):
     """Sequences emit, wait, return to other batch slots or their own, end, and free them. Some are counted at every
     step, and some now and then, like in prefill."""
     rng = Random(1)

@@ -124,7 +124,7 @@ def test_memory_that_is_already_overspent_is_refused_too():
 
 @settings(max_examples=100)
 @given(st.integers(1, 16), st.sampled_from([1, 3, 16, 128]), st.integers(0, 3000))
-def test_a_length_nobody_asked_for_is_the_longest_that_fits(block_size, page_size, kv_tokens):
+def test_a_length_that_is_not_set_is_the_longest_that_fits(block_size, page_size, kv_tokens):
     config = asked(page_size=page_size)
     sizes = settle_sizes(config, block_size, LIMIT, DEFAULTS)
     pages = kv_tokens // page_size
@@ -159,7 +159,7 @@ def test_padding_has_slots_and_positions_in_the_largest_graphs(tmp_path: Path, p
     assert texts[0] == texts[1]
 
 
-def test_a_runner_that_nobody_holds_gives_its_memory_back_at_once(tmp_path: Path):
+def test_a_runner_without_references_frees_its_memory_at_once(tmp_path: Path):
     """The profile run's is dropped before KV memory is sized: a cycle would keep its pools until some collection."""
     pair = make_pair(tmp_path)
     engine = build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype="float32", kv_cache_memory=1 << 20))

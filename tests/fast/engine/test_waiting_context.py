@@ -40,7 +40,7 @@ def slots_of(waiting: list[tuple[torch.Tensor, ...]]) -> set[int]:
 
 @pytest.mark.parametrize("kv_pages", [None, 56], ids=["roomy", "preempted"])
 @pytest.mark.parametrize("plain", ["all", "some"])
-def test_no_slot_that_waits_is_written_by_another_and_nobody_drafts_before(
+def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(
     pair: Pair, plain: str, kv_pages: int | None
 ):
     engine = engine_of(pair, kv_pages=kv_pages)

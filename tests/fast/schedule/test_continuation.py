@@ -90,7 +90,7 @@ def test_no_more_rows_than_may_be_emitted_and_none_of_who_is_sure_to_end():
 @pytest.mark.parametrize(
     "asked", [{"temperature": 0.7}, {"presence_penalty": 0.5}, {"min_tokens": 2}, {"logit_bias": ((1, 2.0),)}], ids=str
 )
-def test_nobody_goes_on_whose_tokens_are_drawn_or_counted(asked: dict[str, Any]):
+def test_no_sequence_with_drawn_or_counted_tokens_is_scheduled_ahead(asked: dict[str, Any]):
     assert Flight(**asked).behind() is None
 
 
@@ -107,7 +107,7 @@ def test_a_newcomer_is_waited_for_but_not_one_who_cannot_be_admitted():
     assert tight.behind() is not None
 
 
-def test_nobody_goes_on_while_somebody_prefills():
+def test_no_step_is_scheduled_ahead_while_a_sequence_prefills():
     flight = Flight(1)
     flight.commit(flight.batch, [[5, 6, 7, 8]], [0])
     flight.scheduler.add(Request("new", (1,) * 5, 5))
@@ -168,7 +168,7 @@ def test_what_a_step_in_flight_may_still_write_is_scrubbed_and_what_is_known_is_
     assert list(flight.pool.find([seq.digest(page, 1) for page in range(4)])) == list(pages[:4])
 
 
-def test_nobody_goes_on_before_what_refused_drafts_left_is_scrubbed_behind_the_step_in_flight():
+def test_no_step_is_scheduled_ahead_before_rejected_drafts_are_scrubbed_behind_the_step_in_flight():
     flight = Flight(1)
     behind = flight.behind()
     assert behind is not None

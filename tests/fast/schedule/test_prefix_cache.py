@@ -292,7 +292,7 @@ def test_a_request_waits_while_its_next_page_is_filled_and_then_shares_it():
     assert [harness.num_cached[request] for request in requests] == [0, 8, 8]
 
 
-def test_nobody_overtakes_one_who_waits_for_a_page():
+def test_no_sequence_overtakes_one_that_waits_for_a_page():
     harness = cached_harness(spare_rows=40)
     prompt = list(range(10))
     first, second = harness.add(10, 3, begins=prompt), harness.add(10, 3, begins=prompt)
@@ -454,7 +454,7 @@ def test_after_a_flush_nothing_is_found_that_was_computed_or_begun_before_it():
     assert harness.num_cached[last] == 16
 
 
-def test_nobody_waits_for_a_page_of_one_that_a_flush_came_upon():
+def test_no_sequence_waits_for_a_page_of_one_that_ran_during_a_flush():
     harness = cached_harness(spare_rows=40, max_model_len=64)
     script = list(range(100, 140))
     first = harness.add(5, 20, begins=script, speculate=False)

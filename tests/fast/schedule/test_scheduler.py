@@ -73,7 +73,7 @@ def test_no_more_sequences_run_than_allowed():
     harness.drain()
 
 
-def test_admission_stops_when_pages_run_out_and_nobody_overtakes():
+def test_admission_stops_when_pages_run_out_and_no_sequence_overtakes():
     harness = Harness(page_size=4, block_size=4, max_model_len=32, max_num_seqs=4, spare_rows=80)  # 10 pages
     harness.add(24, 2), harness.add(24, 2), harness.add(1, 2)  # 7 pages, 7 pages, 1 page
     batch, _ = harness.step()

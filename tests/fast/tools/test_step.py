@@ -347,7 +347,7 @@ def test_without_a_model_every_context_is_run_on_the_demo_pairs_shape() -> None:
     ("arguments", "wanted"),
     [([], "demo"), (["--model", "demo"], None), (["--draft-model", "x"], None), (["--random-weights", "y"], "y")],
 )
-def test_random_weights_are_what_nobody_asked_otherwise_for(arguments: list[str], wanted: str | None) -> None:
+def test_random_weights_are_the_default(arguments: list[str], wanted: str | None) -> None:
     assert step.parsed(arguments).random_weights == wanted
 
 
