@@ -18,9 +18,9 @@ host's GPU did, and no other.""",
 ABOUT = {
     "host": "What `dflash-server check` finds.",
     "operators": """
-Each operator against PyTorch on the CPU in float32. `relative` is a share of the largest value; bfloat16 rounds at
-0.004. `us` is one call, in a graph on a GPU. `share` is of the memory's bandwidth; it may pass 1 where caches hold
-the inputs.""",
+Each operator against PyTorch on the CPU in float32. A shape lists the sizes of the inputs, rows or sequences first.
+`relative` is a share of the largest value; bfloat16 rounds at 0.004. `us` is one call, in a graph on a GPU. `share` is
+of the memory's bandwidth; it may pass 1 where caches hold the inputs.""",
     "open_points": "Questions that only a device can answer.",
     "engine": """
 The same greedy requests for the demo pair in bfloat16. Where a text first leaves another, `gap` is how far the
