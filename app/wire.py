@@ -10,24 +10,26 @@ import msgspec
 from app.messages import EngineConfig, EngineInfo, Request, StepOutput
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Run this request."""
+class _OfEpoch(msgspec.Struct, frozen=True, tag=True):
+    """Message to or from the engine of an epoch."""
 
     epoch: int
+
+
+class Submit(_OfEpoch, frozen=True):
+    """Run this request."""
+
     request: Request
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class Abort(_OfEpoch, frozen=True):
     """Free the request's pages, because its client has gone or a stop string has matched. No delta is sent."""
 
-    epoch: int
     request_id: str
 
 
-class FlushCache(msgspec.Struct, frozen=True, tag=True):
+class FlushCache(_OfEpoch, frozen=True):
     """Forget all cached prefixes. The reply has no deltas."""
-
-    epoch: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -37,34 +39,30 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 Command = Submit | Abort | FlushCache | Shutdown
 
 
-class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+class LoadProgress(_OfEpoch, frozen=True):
     """Progress of the start: `stage` is "target", "draft" (in bytes), "graphs", "compile" or "warm-up" (in steps)."""
 
-    epoch: int
     stage: str
     done: int
     total: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Ready(_OfEpoch, frozen=True):
     """Weights are loaded and the engine is warm: requests may come."""
 
-    epoch: int
     info: EngineInfo
 
 
-class Fatal(msgspec.Struct, frozen=True, tag=True):
+class Fatal(_OfEpoch, frozen=True):
     """The engine cannot start or go on. `user_error`: the configuration is at fault, so a restart is pointless."""
 
-    epoch: int
     reason: str
     user_error: bool = False
 
 
-class Stepped(msgspec.Struct, frozen=True, tag=True):
+class Stepped(_OfEpoch, frozen=True):
     """One engine step is done, or a command that needs no step."""
 
-    epoch: int
     output: StepOutput
 
 

@@ -22,6 +22,7 @@ _TERMINATE_SECONDS = 2.0
 _MAX_REPLIES_A_TURN = 32
 # A Unix socket's path has at most 107 bytes; 27 of them are for names in the folder.
 _MAX_FOLDER_BYTES = 80
+_REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class EngineLink:
@@ -41,8 +42,6 @@ class EngineLink:
             socket.set_hwm(0)  # Admission bounds the messages. A socket that drops one would lose a request.
             socket.linger = 0
         self._addresses = [f"ipc://{self._folder / name}" for name in ("commands", "replies")]
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
         self._process: asyncio.subprocess.Process | None = None
 
     @classmethod
@@ -75,7 +74,7 @@ class EngineLink:
     def send(self, command: Command) -> None:
         """Send without waiting. To a dead engine nothing is sent, because the end of `replies` tells its death."""
         with contextlib.suppress(zmq.Again):
-            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+            self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
 
     async def replies(self) -> AsyncGenerator[Reply, None]:
         """Yield every reply in order, including those that the process sent just before its end.
@@ -109,7 +108,7 @@ class EngineLink:
     def _arrived(self) -> Iterator[Reply]:
         with contextlib.suppress(zmq.Again):
             while True:
-                yield self._decoder.decode(self._replies.recv(zmq.NOBLOCK))
+                yield _REPLIES.decode(self._replies.recv(zmq.NOBLOCK))
 
     def exit_reason(self) -> str:
         """Return in words how the process ended."""

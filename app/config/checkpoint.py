@@ -185,10 +185,9 @@ def _span(file: Path, name: str, tensor: Any) -> tuple[int, int, str]:
         raise CheckpointError(f"{file}: tensor {name!r} is not described; {_AGAIN}")
     dtype, shape, offsets = (tensor.get(key) for key in ("dtype", "shape", "data_offsets"))
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None:
-        raise CheckpointError(f"{file}: tensor {name!r} has dtype {dtype!r}, which safetensors does not have; {_AGAIN}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{file}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}; {_AGAIN}")
+    if bits is None or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        described = f"dtype {dtype!r}, shape {shape!r} and data_offsets {offsets!r}"
+        raise CheckpointError(f"{file}: tensor {name!r} has {described}, which safetensors does not have; {_AGAIN}")
     begin, end = offsets
     if 8 * (end - begin) != bits * math.prod(shape):
         raise CheckpointError(f"{file}: tensor {name!r} of {dtype} {shape} lies on {end - begin} bytes; {_AGAIN}")
