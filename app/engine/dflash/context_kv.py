@@ -51,7 +51,7 @@ class PendingContext:
 
     While the same sequences decode without drafts, nothing reads their context KV. One write costs many small
     operators, so the rows of up to MAX_PENDING steps are written at once. On a CPU that cuts the cost from 6 to 9 % of
-    a plain step to 1 % (docs/performance.md). Until the write no block may be drafted, and only the next rows of the
+    a plain step to 1 % (tools/lab/NOTES.md). Until the write no block may be drafted, and only the next rows of the
     same sequences may be stored.
     """
 
