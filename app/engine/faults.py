@@ -12,7 +12,7 @@ from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.engine.step.runner import ModelRunner, PendingStep
-from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
+from app.messages import SpecStep, StepOutput, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,6 @@ class FaultTolerantScheduler(Scheduler):
     def __init__(self, pool: QuarantinePagePool, **settings: Any) -> None:
         super().__init__(pool, **settings)
         self.pool: QuarantinePagePool = pool
-        self.num_not_finite = 0
-        self.num_faults = 0
         self.fault: Exception | None = None
         """Error of the last dropped sequence, until there is progress."""
         self.unclean: set[Sequence] = set()
@@ -76,10 +74,6 @@ class FaultTolerantScheduler(Scheduler):
         self._dropped: list[TokenDelta] = []
         self._suspects: list[Sequence] = []
         self._to_scrub: list[int] = []
-
-    def stats(self, *args: Any, **numbers: Any) -> StepStats:
-        stats = super().stats(*args, **numbers)
-        return replace(stats, num_not_finite=self.num_not_finite, num_faults=self.num_faults)
 
     def schedule(self) -> Batch:
         """Return the rows of the next step. They are empty if all sequences that could run had to be dropped."""

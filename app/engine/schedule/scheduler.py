@@ -51,7 +51,7 @@ class Scheduler:
         """Sequences with rows in the step ahead."""
         self.at_hand: Sequence | None = None
         """Sequence that is being scheduled."""
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_not_finite = self.num_faults = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self._free_batch_slots = list(reversed(range(max_num_seqs)))
@@ -77,6 +77,8 @@ class Scheduler:
             prefix_cache_hits=self.prefix_cache_hits,
             num_decoding=num_decoding,
             num_drafting=num_drafting,
+            num_not_finite=self.num_not_finite,
+            num_faults=self.num_faults,
         )
 
     def add(self, request: Request) -> None:

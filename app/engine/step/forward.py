@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -110,9 +110,12 @@ class Forward:
 
         The lengths in the meta itself stay as they were made. In a graph they are those of the capture.
         """
-        decoder = self.target.config if rows.meta.causal else self._drafter.decoder
-        lengths = replace(rows.meta, query_lens=group.query_lens, host_seq_lens=group.host_seq_lens)
-        rows.meta.plan = self.backend.plan_attention(lengths, decoder.num_heads // decoder.num_kv_heads)
+        meta, lengths = rows.meta, (group.query_lens, group.host_seq_lens)
+        decoder = self.target.config if meta.causal else self._drafter.decoder
+        planned = AttentionMetadata(
+            meta.query_start_loc, meta.seq_lens, meta.page_table, *lengths, meta.page_size, meta.causal
+        )
+        meta.plan = self.backend.plan_attention(planned, decoder.num_heads // decoder.num_kv_heads)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Return drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
