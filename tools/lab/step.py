@@ -28,7 +28,7 @@ from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import CPU_KV_BYTES, Engine, build_engine
 from app.engine.build.loader import SafetensorsWeights
 from app.engine.errors import UnsupportedError
-from app.engine.models.kv_pool import bytes_per_token
+from app.engine.build.config import bytes_per_token
 from app.messages import EngineConfig
 from tools.lab import random_weights, simulated
 from tools.lab.publish import Verdict, publish

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from app.engine.backend.base import Defaults
 from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.messages import EngineConfig
 
@@ -57,13 +60,13 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
     return Sizes(block_size, max_model_len, seqs, tokens, config.page_size or defaults.page_size)
 
 
-def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, bytes_per_token: int) -> tuple[Sizes, int]:
+def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes: int) -> tuple[Sizes, int]:
     """Return the sizes, and the pages in `kv_bytes` with scratch pages, at most as many as all sequences can use.
 
     One sequence of `max_model_len` must fit. If the user left that open, it is shortened until it does. Otherwise
     raises UnsupportedError with the numbers.
     """
-    page_bytes = sizes.page_size * bytes_per_token
+    page_bytes = sizes.page_size * token_bytes
     num_pages = max(0, kv_bytes) // page_bytes
     needed = sizes.pages_per_sequence + sizes.scratch_pages
     if num_pages < needed and config.max_model_len is None:
@@ -78,3 +81,8 @@ def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, bytes_per_to
             f"{-(-needed * page_bytes // 2**20)}MiB, or a smaller --max-model-len"
         )
     return sizes, min(num_pages, sizes.max_num_seqs * sizes.pages_per_sequence + sizes.scratch_pages)
+
+
+def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of K and V of one token in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

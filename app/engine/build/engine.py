@@ -9,7 +9,7 @@ import torch
 
 from app.engine.backend.base import Backend
 from app.engine.backend.factory import make_backend
-from app.engine.build.config import Sizes, settle_pages, settle_sizes
+from app.engine.build.config import Sizes, bytes_per_token, settle_pages, settle_sizes
 from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.draft_config import check_tensor_names, draft_config
 from app.engine.build.loader import OpenWeights, SafetensorsWeights
@@ -25,7 +25,7 @@ from app.engine.dflash.policy import Policy
 from app.engine.errors import UnsupportedError
 from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.models.config import DecoderConfig
-from app.engine.models.kv_pool import KvPool, bytes_per_token
+from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import RotaryTable
 from app.engine.models.registry import target_class
 from app.engine.models.target import Target
