@@ -7,7 +7,8 @@ behind in a socket.
 
 import msgspec
 
-from app.messages import EngineConfig, EngineInfo, Request, StepOutput
+from app.engine_config import EngineConfig, EngineInfo
+from app.messages import Request, StepOutput
 
 
 class _OfEpoch(msgspec.Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from app.client.client import EngineClient
 from app.client.supervisor import EngineState
-from app.messages import EngineInfo
+from app.engine_config import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from app.api.stream import Choice, Choices, EventStream, events, unless_gone
 from app.api.strict import StrictFunctions
 from app.client.admission import Permits
 from app.client.request_stream import RequestStream
-from app.messages import EngineInfo
+from app.engine_config import EngineInfo
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser
 from app.text.parsers.reasoning import ReasoningParser

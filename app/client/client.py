@@ -11,7 +11,8 @@ from typing import NamedTuple
 from app.client.admission import Admission, Permits
 from app.client.request_stream import RequestStream
 from app.client.supervisor import EngineState, EngineUnavailable, Supervisor
-from app.messages import EngineInfo, Request, StepOutput, TokenDelta
+from app.engine_config import EngineInfo
+from app.messages import Request, StepOutput, TokenDelta
 from app.metrics import Metrics
 from app.wire import Abort, FlushCache, Submit
 

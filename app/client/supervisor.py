@@ -16,7 +16,8 @@ from typing import Literal
 import msgspec
 
 from app.client.link import EngineLink
-from app.messages import EngineInfo, StepOutput
+from app.engine_config import EngineInfo
+from app.messages import StepOutput
 from app.metrics import Metrics
 from app.wire import Command, Fatal, LoadProgress, Ready, Reply, Shutdown, Stepped, Submit
 

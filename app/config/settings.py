@@ -26,7 +26,7 @@ from app.config.values import (
     ToolParserName,
     Words,
 )
-from app.messages import EngineConfig
+from app.engine_config import EngineConfig
 
 ENV_PREFIX = "DFLASH_"
 MODEL, SPECULATION, ENGINE = "model", "speculative decoding", "engine and memory"

@@ -16,7 +16,8 @@ import zmq
 
 from app.engine.build.engine import Engine, Progress, build_engine
 from app.engine.errors import UnsupportedError
-from app.messages import EngineConfig, EngineInfo, Request, StepOutput, TokenDelta
+from app.engine_config import EngineConfig, EngineInfo
+from app.messages import Request, StepOutput, TokenDelta
 from app.wire import (
     Abort,
     Command,

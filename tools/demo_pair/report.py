@@ -14,7 +14,8 @@ from rich.progress import track
 
 from app.bench.table import Row, markdown, write_page
 from app.engine.build.engine import Engine, build_engine
-from app.messages import EngineConfig, Request, SamplingParams, StepOutput
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams, StepOutput
 from app.text.tokenizer import Tokenizer
 from tools.demo_pair.checkpoint_files import CHECKPOINT, load_pair
 from tools.demo_pair.corpus import DOMAINS, Sample, is_right, samples

@@ -9,7 +9,8 @@ from typing import Any
 
 from app.engine.build.engine import build_engine
 from app.engine.core import EngineCore
-from app.messages import EngineConfig, Request
+from app.engine_config import EngineConfig
+from app.messages import Request
 
 KV_BYTES = 256 << 20
 

@@ -15,7 +15,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 import zmq
 
-from app.messages import EngineInfo, FinishReason, Request, SpecStep, StepOutput, StepStats, TokenDelta
+from app.engine_config import EngineInfo
+from app.messages import FinishReason, Request, SpecStep, StepOutput, StepStats, TokenDelta
 from app.wire import Command, Ready, Reply, Shutdown, Stepped, Submit
 
 NUM_PAGES = 1 << 12

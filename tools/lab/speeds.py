@@ -18,7 +18,8 @@ from app.doctor.report.page import PUBLISHED
 from app.doctor.report.part import Part, Result
 from app.engine.build.engine import Engine, build_engine
 from app.engine.core import EngineCore
-from app.messages import EngineConfig, Request
+from app.engine_config import EngineConfig
+from app.messages import Request
 from tools.lab import random_weights, simulated
 from tools.lab.floors import Load, run_seconds, step_seconds
 

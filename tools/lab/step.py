@@ -23,13 +23,13 @@ from app.bench.table import Row, Table
 from app.config.checkpoint import CheckpointError, resolve
 from app.config.error import ConfigError
 from app.engine.backend.factory import make_backend
+from app.engine.build.config import bytes_per_token
 from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import CPU_KV_BYTES, Engine, build_engine
 from app.engine.build.loader import SafetensorsWeights
 from app.engine.errors import UnsupportedError
-from app.engine.build.config import bytes_per_token
-from app.messages import EngineConfig
+from app.engine_config import EngineConfig
 from tools.lab import random_weights, simulated
 from tools.lab.publish import Verdict, publish
 from tools.lab.simulated import FLAG, survival, wish

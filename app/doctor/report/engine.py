@@ -17,7 +17,8 @@ from app.doctor.report.command import Options
 from app.doctor.report.part import Part, Result
 from app.engine.build import engine as build
 from app.engine.core import EngineCore
-from app.messages import EngineConfig, Request, SamplingParams, StepOutput
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams, StepOutput
 
 NUM_PROMPTS = 24
 MAX_GAP = 0.1

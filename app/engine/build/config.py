@@ -8,7 +8,7 @@ from app.engine.backend.base import Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.messages import EngineConfig
+from app.engine_config import EngineConfig
 
 MIN_BATCHED_TOKENS = 2048
 MIN_MODEL_LEN = 2

@@ -38,7 +38,8 @@ from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout
 from app.engine.step.runner import ModelRunner
-from app.messages import EngineConfig, Request
+from app.engine_config import EngineConfig
+from app.messages import Request
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in

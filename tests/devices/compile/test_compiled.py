@@ -23,7 +23,8 @@ from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.errors import UnsupportedError
 from app.engine.sampling import sampler
 from app.engine.step.forward import Forward
-from app.messages import EngineConfig, Request, SamplingParams
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams
 from tests.fast.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
 from tests.fast.engine.pairs import make_pair
 

@@ -12,7 +12,8 @@ import torch
 
 import app.engine.build.engine as build
 from app.engine.core import EngineCore
-from app.messages import EngineConfig, Request, SamplingParams
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import Pair, make_pair

@@ -14,7 +14,8 @@ from app.engine.backend.base import Backend, Defaults
 from app.engine.backend.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
-from app.messages import EngineConfig, Request, SamplingParams
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import Pair, make_pair

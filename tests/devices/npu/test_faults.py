@@ -10,7 +10,8 @@ import app.engine.build.engine as build
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.check import ContractError
-from app.messages import EngineConfig, Request, SamplingParams
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import make_pair
 

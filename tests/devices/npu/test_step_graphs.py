@@ -17,7 +17,8 @@ from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.check import SCRATCH_BLOCK, Checked
 from app.engine.step.graph_runner import GraphRunner
-from app.messages import EngineConfig, Request
+from app.engine_config import EngineConfig
+from app.messages import Request
 from tests.devices.npu import demo
 from tests.devices.npu.null_device import traced
 from tests.fast.engine.flat_request import flat_request

@@ -26,7 +26,8 @@ import torch
 from app.config.checkpoint import DEMO
 from app.engine.build.engine import Engine, build_engine
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.messages import EngineConfig, Request, StepOutput
+from app.engine_config import EngineConfig
+from app.messages import Request, StepOutput
 from app.text.tokenizer import Tokenizer
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request

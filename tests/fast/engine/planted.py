@@ -19,7 +19,8 @@ from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.config import DecoderConfig
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
-from app.messages import EngineConfig, Request, StepOutput, TokenDelta
+from app.engine_config import EngineConfig
+from app.messages import Request, StepOutput, TokenDelta
 from tests.fast.engine.pairs import Pair
 
 torch.set_num_threads(1)

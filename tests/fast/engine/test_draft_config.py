@@ -14,7 +14,8 @@ from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import Engine, build_engine
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
-from app.messages import EngineConfig, Request
+from app.engine_config import EngineConfig
+from app.messages import Request
 from tests.fast.engine.pairs import Pair, make_pair
 
 torch.set_num_threads(1)

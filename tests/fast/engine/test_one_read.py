@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from app.engine.build.engine import build_engine
-from app.messages import EngineConfig, Request, SamplingParams
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams
 from tests.fast.engine.no_reads import NoReads
 from tests.fast.engine.pairs import make_pair
 

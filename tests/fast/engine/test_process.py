@@ -16,7 +16,8 @@ from app.client.child_process import engine_environment
 from app.config.settings import Config
 from app.engine.build.engine import Engine
 from app.engine.process import Link, serve
-from app.messages import EngineConfig, Request, SamplingParams, TokenDelta
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams, TokenDelta
 from app.wire import Abort, Ready, Reply, Shutdown, Stepped, Submit, decode_config, encode_config
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import Pair, make_pair

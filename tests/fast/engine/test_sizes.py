@@ -15,7 +15,8 @@ from app.engine.build.config import MIN_MODEL_LEN, Sizes, settle_pages, settle_s
 from app.engine.build.engine import build_engine
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.messages import EngineConfig, Request, SamplingParams
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams
 from tests.fast.engine.pairs import make_pair
 
 DEFAULTS = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)

@@ -19,7 +19,8 @@ from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.runner import PendingStep
-from app.messages import EngineConfig, Request, SamplingParams, StepOutput
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams, StepOutput
 from tests.fast.engine.lossless import demo_prompts
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.steady import steady_costs

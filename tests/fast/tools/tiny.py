@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.build.engine import Engine, build_engine
-from app.messages import EngineConfig
+from app.engine_config import EngineConfig
 from tools.lab.random_weights import TARGETS, RandomWeights, write_configs
 
 TINY: dict[str, Any] = TARGETS["qwen3-0.6b"] | {

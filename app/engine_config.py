@@ -1,0 +1,56 @@
+"""Wishes for an engine, and facts about a loaded one. The standard library alone, like `app.messages`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts about a loaded engine, for the start-up table, /v1/models and the checks before admission.
+
+    Without a draft model `draft` is None, `block_size` is 1 and `taps` is empty.
+    """
+
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    block_size: int
+    taps: list[int]
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of the user. The engine chooses those that are None. Folders hold config.json and safetensors.
+
+    Memory is in bytes. `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or
+    "bfloat16". `enforce_eager` False captures graphs even on a device that does not profit from them.
+    `prefix_caching` shares KV pages of equal prefixes. `npu_check` holds every operator call on an NPU to
+    docs/npu-contract.md. `compile` turns a CPU's forwards into C++ before the first step. `verify` is how many rows of
+    a block the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
+    """
+
+    target: Path
+    draft: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int | None = None
+    kv_cache_memory: int | None = None
+    memory_utilization: float = 0.9
+    enforce_eager: bool | None = None
+    draft_enforce_eager: bool = False
+    max_graphs: int = 48
+    prefix_caching: bool = True
+    npu_check: bool = False
+    compile: bool = False
+    verify: str | int = "full"
