@@ -6,7 +6,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from app.api import chat, completions, errors, models, openapi, ops, page, tokenize
+from app.api import chat, completions, errors, models, openapi, ops, page, responses, tokenize
 from app.api.middleware import Cors, Gate, Keys, RequestIds
 from app.api.services import Services
 from app.client.client import EngineClient
@@ -15,7 +15,7 @@ from app.metrics import Metrics
 from app.text.parsers import THINK, family_for
 from app.text.tokenizer import Tokenizer
 
-ROUTERS = (chat.router, completions.router, tokenize.router, models.router, ops.router, page.router)
+ROUTERS = (chat.router, completions.router, responses.router, tokenize.router, models.router, ops.router, page.router)
 
 
 def create_app(services: Services) -> ASGIApp:

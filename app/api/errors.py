@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from app.api.unknown_paths import advice
 from app.client.admission import Busy, ClientBusy
 from app.client.supervisor import EngineUnavailable
 from app.metrics import Metrics
@@ -112,7 +113,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         headers = dict(error.headers or {})
         where = f"{request.method} {clip(request.scope['path'])}"
         if error.status_code == 404:
-            return ApiError(404, f"There is nothing at {where}.", code="not_found").response()
+            hint = advice(request.scope["path"], request.scope.get("root_path", ""))
+            return ApiError(404, f"There is nothing at {where}. {hint}".rstrip(), code="not_found").response()
         methods = set(headers.get("Allow", "").split(", "))
         if methods & {"GET", "HEAD"}:
             methods |= {"GET", "HEAD"}

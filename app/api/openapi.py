@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.json_schema import models_json_schema
 
 from app.api.middleware import OPEN_PATHS
+from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import (
     Body,
     ChatCompletionRequest,
@@ -75,6 +76,41 @@ _ChatCompletion = _shape(
     **_Answer,
 )
 _Completion = _shape("Completion", object=Literal["text_completion"], choices=_list_of(_TextChoice), **_Answer)
+_OutputPart = _shape("OutputPart", type=Literal["output_text", "reasoning_text"], text=str)
+_OutputItem = _shape(
+    "OutputItem",
+    id=str,
+    type=Literal["message", "function_call", "reasoning"],
+    status=Literal["completed", "incomplete"],
+    content=(_list_of(_OutputPart), Field(default=[], description="of a message and of reasoning")),
+    call_id=(str, Field(default="", description="of a function_call, with its name and its arguments")),
+    name=(str, ""),
+    arguments=(str, ""),
+)
+_OutputTokensDetails = _shape("OutputTokensDetails", reasoning_tokens=int)
+_ResponseUsage = _shape(
+    "ResponseUsageBody",
+    input_tokens=int,
+    input_tokens_details=_PromptTokensDetails,
+    output_tokens=int,
+    output_tokens_details=_OutputTokensDetails,
+    total_tokens=int,
+)
+_IncompleteDetails = _shape("IncompleteDetails", reason=Literal["max_output_tokens"])
+_Response = _shape(
+    "ResponseBody",
+    id=str,
+    object=Literal["response"],
+    created_at=int,
+    model=str,
+    status=Literal["completed", "incomplete"],
+    incomplete_details=_IncompleteDetails | None,
+    output=_list_of(_OutputItem),
+    usage=_ResponseUsage,
+    metadata=dict[str, str],
+    store=Literal[False],
+    warnings=(_list_of(_Warning), Field(default=[], description="absent unless a call of a strict function misfits")),
+)
 _ModelCard = _shape(
     "ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, root=str, max_model_len=int | None
 )
@@ -112,6 +148,7 @@ def _route(
 _ALL = tuple(_STATUSES)
 _NO_ENGINE = tuple(status for status in _STATUSES if status not in (500, 504))
 CHAT = _route("Answer a conversation", _ChatCompletion, *_ALL, bodies=(ChatCompletionRequest,), streams=True)
+RESPONSES = _route("Answer a conversation of items", _Response, *_ALL, bodies=(ResponsesRequest,), streams=True)
 COMPLETIONS = _route("Continue a text", _Completion, *_ALL, bodies=(CompletionRequest,), streams=True)
 MODELS = _route("The names of the model", _ModelList, 401)
 MODEL = _route("One of them", _ModelCard, 401, 404)
@@ -134,7 +171,14 @@ METRICS: dict[str, Any] = {"summary": "Metrics for Prometheus", "response_class"
 def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool) -> dict[str, Any]:
     """Return FastAPI's OpenAPI document with the bodies and the keys, and without the 422 that is never sent."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, TokenizeChatRequest, DetokenizeRequest)
+    bodies = (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        TokenizeRequest,
+        TokenizeChatRequest,
+        DetokenizeRequest,
+    )
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFS)
     schemas = document["components"]["schemas"]
     schemas.update(definitions["$defs"])

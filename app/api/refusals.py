@@ -7,6 +7,7 @@ fields at the top level are tolerated, because SDKs and gateways add their own (
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import Body, ChatCompletionRequest, CompletionRequest, TokenizeChatRequest, TokenizeRequest
 
 Harmless = Callable[[Any], bool]
@@ -151,8 +152,47 @@ ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
 """Fields of other endpoints."""
 
 
+_ONE_NAME = "`{}`: not this API's name for it. Use `max_output_tokens`."
+_NOTHING_STORED = "`{}`: nothing is stored here. Send the whole conversation as `input`."
+_UNCUT = "`{}`: a prompt is never cut in silence. Shorten it, and leave this out."
+RESPONSES = _table(
+    ("max_tokens max_completion_tokens max_new_tokens n_predict", _never, _ONE_NAME),
+    ("store", _is(False), "`{}`: nothing is stored here, so an answer cannot be fetched later. Send false."),
+    ("previous_response_id conversation", _never, _NOTHING_STORED),
+    ("background", _is(False), "`{}`: nothing is stored here, so an answer comes with its request. Leave it out."),
+    ("prompt", _never, "`{}`: no templates of prompts are stored here. Send `instructions` and `input`."),
+    ("text.format", _is({"type": "text"}), GRAMMAR),
+    ("text.verbosity", _never, _TEMPLATE),
+    ("truncation", _is("disabled"), _UNCUT),
+    ("context_management", empty, _UNCUT),
+    ("max_tool_calls", _never, "`{}` counts calls of built-in tools, and there are none here. Leave it out."),
+    ("moderation", _never, "`{}`: this server moderates nothing. Leave it out."),
+    (
+        "include",
+        lambda value: isinstance(value, list) and all(item == "reasoning.encrypted_content" for item in value),
+        '`{}` may have "reasoning.encrypted_content" alone: there are no log probabilities and no built-in tools.',
+    ),
+    ("reasoning.summary", _is("auto"), '`{}`: reasoning comes whole, not summarised. Send "auto" or leave it out.'),
+    ("n", _number(1), "`{}`: a response is one answer. Leave it out."),
+    ("messages", _never, "`{}` belongs to /v1/chat/completions. Send `input` here."),
+)
+"""Fields of /v1/responses. Those of chat are refused too, unless `ResponsesRequest` has them."""
+
+
+def _for_responses() -> tuple[Refusal, ...]:
+    known = ResponsesRequest.model_fields.keys() | {refusal.field for refusal in RESPONSES}
+    others = tuple(refusal for refusal in REFUSALS if refusal.field not in known)
+    chat = ChatCompletionRequest.model_fields.keys() - known - {refusal.field for refusal in REFUSALS}
+    return RESPONSES + others + _table((" ".join(sorted(chat)), _never, _CHAT_ONLY))
+
+
+_RESPONSES_AND_CHATS = _for_responses()
+
+
 def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
     """Return the refusals for bodies of `model`."""
+    if issubclass(model, ResponsesRequest):
+        return _RESPONSES_AND_CHATS
     return REFUSALS + ELSEWHERE.get(model, ())
 
 

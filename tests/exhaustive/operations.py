@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import (
 OPERATIONS = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
     "POST /tokenize",
     "POST /detokenize",
     "POST /reset_prefix_cache",

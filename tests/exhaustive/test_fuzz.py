@@ -10,14 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.api.refusals import refusals_of
+from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import ChatCompletionRequest, CompletionRequest
 from tests.fast.api.served import Server
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MODELS = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}
+CHAT, COMPLETIONS, RESPONSES = PATHS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MODELS = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponsesRequest}
 HELLO: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hello"}]},
     COMPLETIONS: {"prompt": "hello"},
+    RESPONSES: {"input": "hello"},
 }
 CLIENTS_FAULT = {400, 404}
 ANY = settings(suppress_health_check=list(HealthCheck))
@@ -49,7 +51,9 @@ def near(path: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.builds(lambda fields, stream: {**HELLO[path], **fields, "stream": stream}, strange, st.booleans())
 
 
-parts = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"]) | anything, "text": anything})
+parts = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image_url", "input_text", "summary_text"]) | anything, "text": anything}
+)
 calls = st.fixed_dictionaries({"id": anything, "type": anything, "function": anything})
 message = st.fixed_dictionaries(
     {},
@@ -60,6 +64,21 @@ message = st.fixed_dictionaries(
         "tool_calls": st.lists(calls, max_size=2) | anything,
         "tool_call_id": anything,
         "reasoning_content": anything,
+    },
+)
+
+
+item = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"]) | anything,
+        "role": st.sampled_from(["system", "user", "assistant", "developer"]) | anything,
+        "content": st.text(max_size=20) | st.lists(parts, max_size=3) | anything,
+        "output": st.text(max_size=20) | st.lists(parts, max_size=3) | anything,
+        "call_id": st.text(max_size=5) | anything,
+        "name": st.text(max_size=5) | anything,
+        "arguments": st.sampled_from(["{}", "[]", ""]) | anything,
+        "summary": st.lists(parts, max_size=2) | anything,
     },
 )
 
@@ -75,7 +94,13 @@ def talkative(shared_server: Server) -> Iterator[Server]:
 
 def check(response: httpx.Response, body: object) -> None:
     """An answer with an end, or an error that tells the client what to change."""
-    if response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream"):
+    if response.status_code == 200 and "response.created" in response.text:
+        assert "\nevent: response.completed\n" in response.text or "\nevent: response.incomplete\n" in response.text, (
+            body
+        )
+    elif response.status_code == 200 and '"object":"response"' in response.text:
+        assert response.json()["status"] in ("completed", "incomplete"), body
+    elif response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream"):
         assert response.text.endswith("data: [DONE]\n\n"), body
         assert '"finish_reason":"' in response.text, body
     elif response.status_code == 200:
@@ -88,7 +113,7 @@ def check(response: httpx.Response, body: object) -> None:
         assert "Traceback" not in error["message"] and len(error["message"]) < 1000, body
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", PATHS)
 def test_any_json_gets_an_answer_or_an_error(talkative: Server, path: str) -> None:
     @settings(ANY, max_examples=150)
     @given(anything | near(path))
@@ -98,17 +123,20 @@ def test_any_json_gets_an_answer_or_an_error(talkative: Server, path: str) -> No
     ask()
 
 
-def test_any_conversation_gets_an_answer_or_an_error(talkative: Server) -> None:
+@pytest.mark.parametrize(("path", "field", "of_field"), [(CHAT, "messages", message), (RESPONSES, "input", item)])
+def test_any_conversation_gets_an_answer_or_an_error(
+    talkative: Server, path: str, field: str, of_field: st.SearchStrategy[dict[str, Any]]
+) -> None:
     @settings(ANY, max_examples=150)
-    @given(st.lists(message, max_size=4))
+    @given(st.lists(of_field, max_size=4))
     def ask(conversation: Any) -> None:
-        body = {"messages": conversation}
-        check(talkative.http.post(CHAT, content=json.dumps(body)), body)
+        body = {field: conversation}
+        check(talkative.http.post(path, content=json.dumps(body)), body)
 
     ask()
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", PATHS)
 def test_any_bytes_get_an_error(talkative: Server, path: str) -> None:
     """Cut, flipped and made up."""
     good = json.dumps({**HELLO[path], "temperature": 0.5, "stop": ["a", "\u00e9"]}, ensure_ascii=False).encode()

@@ -10,13 +10,14 @@ def connection_address(server) -> tuple[str, int]:
     return "127.0.0.1", int(server.url.rsplit(":", 1)[1])
 
 
-def request(**fields) -> bytes:
-    body = json.dumps({"model": "tiny", "prompt": "hi"} | fields).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+def request(path: str = "/v1/completions", **fields) -> bytes:
+    asked = {"prompt": "hi"} if path == "/v1/completions" else {}
+    body = json.dumps({"model": "tiny"} | asked | fields).encode()
+    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
 
 
-def connect(server, **fields) -> socket.socket:
+def connect(server, path: str = "/v1/completions", **fields) -> socket.socket:
     """A raw connection with a request on it."""
     connection = socket.create_connection(connection_address(server), timeout=PATIENCE)
-    connection.sendall(request(**fields))
+    connection.sendall(request(path, **fields))
     return connection

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from app.api.refusals import REFUSALS, Refusal
-from app.api.schemas import ChatCompletionRequest, CompletionRequest
+from app.api.refusals import REFUSALS, RESPONSES, Refusal
+from app.api.responses_schemas import ResponsesRequest
+from app.api.schemas import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from app.config.aliases import PEER_FLAGS
 from app.config.flags import serve_parser
 from tests import ROOT
@@ -49,8 +50,21 @@ def field_table() -> list[tuple[str, str]]:
     rows = [(_named(both), "honoured")]
     for path, model in (("/v1/chat/completions", ChatCompletionRequest), ("/v1/completions", CompletionRequest)):
         rows.append((_named(set(model.model_fields) - both - never), f"honoured by {path}"))
+    return rows + refused_rows(REFUSALS)
+
+
+def response_field_table() -> list[tuple[str, str]]:
+    """Return the rows of the fields that /v1/responses alone has."""
+    own = set(ResponsesRequest.model_fields) - set(SamplingRequest.model_fields)
+    refused = {"stream_options", *(refusal.field for refusal in RESPONSES)}
+    return [(_named(own - refused), "honoured"), *refused_rows(RESPONSES)]
+
+
+def refused_rows(table: Sequence[Refusal]) -> list[tuple[str, str]]:
+    """Return a row for each reason, with the fields that are refused for it."""
+    rows = []
     refused: dict[str, list[Refusal]] = {}
-    for refusal in REFUSALS:
+    for refusal in table:
         refused.setdefault(
             refusal.why.removeprefix(f"`{refusal.field}`: ").replace(f"`{refusal.field}`", "them"), []
         ).append(refusal)
@@ -66,6 +80,11 @@ def _named(fields: Sequence[str] | set[str]) -> str:
 
 def test_the_table_of_request_fields_is_the_codes_own() -> None:
     table = markdown(("fields", "what happens"), ("---",) * 2, *field_table())
+    assert f"\n\n{table}\n\n" in PAGES["api.md"], f"put this into docs/api.md:\n{table}"
+
+
+def test_the_table_of_the_fields_of_responses_is_the_codes_own() -> None:
+    table = markdown(("fields", "what happens"), ("---",) * 2, *response_field_table())
     assert f"\n\n{table}\n\n" in PAGES["api.md"], f"put this into docs/api.md:\n{table}"
 
 

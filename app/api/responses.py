@@ -1,0 +1,139 @@
+"""POST /v1/responses: items of OpenAI's Responses API, answered as the conversation of chat that they are."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from app.api import openapi
+from app.api.body import parse
+from app.api.chat import converse
+from app.api.errors import ApiError
+from app.api.generate import answer, receive
+from app.api.response_answers import ResponseAnswers
+from app.api.responses_schemas import (
+    ChosenFunction,
+    FunctionCallItem,
+    FunctionCallOutput,
+    InputMessage,
+    InputText,
+    Item,
+    ReasoningItem,
+    ResponsesRequest,
+)
+from app.api.schemas import ChatCompletionRequest, SamplingRequest
+
+router = APIRouter()
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of chat with the names that they have here."""
+
+
+@router.post("/v1/responses", **openapi.RESPONSES)
+async def responses(request: Request) -> Response:
+    call = await receive(request, ResponsesRequest)
+    conversation = Conversation(call.body)
+    with conversation.errors_of_its_fields():
+        chat = call.with_body(parse(conversation.as_chat(), ChatCompletionRequest, call.services.metrics))
+        choices = await converse(chat)
+    defaults = call.services.tokenizer.defaults
+    return await answer(chat, choices, ResponseAnswers(call.body, call.model_name, defaults, choices))
+
+
+class Conversation:
+    """Messages of chat that are made of a request's items. Each message has its source, the field it comes from."""
+
+    def __init__(self, body: ResponsesRequest) -> None:
+        self._body = body
+        self._messages: list[dict[str, Any]] = []
+        self._sources: list[str] = []
+        if body.instructions is not None:
+            self._add("instructions", role="system", content=body.instructions)
+        if isinstance(body.input, str):
+            self._add("input", role="user", content=body.input)
+        else:
+            for index, item in enumerate(body.input):
+                self._add_item(f"input.{index}", item)
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the body that asks /v1/chat/completions the same."""
+        body = self._body
+        of_function = {"name", "description", "parameters", "strict"}
+        tools = [
+            {"type": tool.type, "function": tool.model_dump(include=of_function, exclude_unset=True)}
+            for tool in body.tools or []
+        ]
+        choice: Any = body.tool_choice
+        if isinstance(choice, ChosenFunction):
+            choice = {"type": choice.type, "function": {"name": choice.name}}
+        return {name: getattr(body, name) for name in SamplingRequest.model_fields} | {
+            "messages": self._messages,
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "max_completion_tokens": body.max_output_tokens,
+            "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+            "chat_template_kwargs": body.chat_template_kwargs,
+        }
+
+    @contextmanager
+    def errors_of_its_fields(self) -> Iterator[None]:
+        """Give the errors of chat's fields the names of the request's own."""
+        try:
+            yield
+        except ApiError as error:
+            message = re.sub(r"`([^`]+)`", lambda name: f"`{self._name(name[1])}`", error.message)
+            raise replace(error, message=message, param=error.param and self._name(error.param)) from None
+
+    def _name(self, field: str) -> str:
+        """Return the request's field that a field of chat comes from."""
+        if message := re.match(r"messages\.(\d+)", field):
+            return self._sources[int(message[1])]
+        return _NAMES.get(field) or re.sub(r"^(tools\.\d+)\.function", r"\1", field)
+
+    def _add(self, source: str, **message: Any) -> None:
+        self._messages.append(message)
+        self._sources.append(source)
+
+    def _add_item(self, source: str, item: Item) -> None:
+        """Add an item. Reasoning, text and calls of the assistant that follow each other are one message of chat."""
+        if isinstance(item, FunctionCallOutput):
+            self._add(source, role="tool", tool_call_id=item.call_id, content=_text(item.output))
+        elif isinstance(item, InputMessage) and item.role != "assistant":
+            self._add(source, role=item.role, content=_text(item.content))
+        else:
+            self._extend_turn(source, item)
+
+    def _extend_turn(self, source: str, item: InputMessage | FunctionCallItem | ReasoningItem) -> None:
+        if not self._messages or not _may_follow(item, self._messages[-1]):
+            self._add(source, role="assistant", content="")
+        turn = self._messages[-1]
+        self._sources[-1] = source
+        if isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, InputMessage):
+            turn["content"] += _text(item.content)
+        elif item.text:
+            turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), item.text)))
+
+
+def _may_follow(item: InputMessage | FunctionCallItem | ReasoningItem, message: dict[str, Any]) -> bool:
+    """Return True if the item belongs to the turn of `message`, which text behind a call may end."""
+    if message["role"] != "assistant":
+        return False
+    if isinstance(item, ReasoningItem):
+        return not message["content"] and "tool_calls" not in message
+    return isinstance(item, FunctionCallItem) or not message["content"] or "tool_calls" in message
+
+
+def _text(content: InputText) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

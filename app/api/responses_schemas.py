@@ -1,0 +1,190 @@
+"""Requests in the shape of OpenAI's Responses API.
+
+Lists and strings have the bounds of schemas.py. refusals.py has the fields that are refused.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from app.api.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, CalledFunction, Count, SamplingRequest
+
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+
+
+class InputPart(Body):
+    """A part of a message, or of a function's output."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: object) -> object:
+        if isinstance(value, str) and value not in ("input_text", "output_text"):
+            raise ValueError('must be "input_text" or "output_text": this model reads no images, sounds or files')
+        return value
+
+
+InputText = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class InputItem(Body):
+    """An item of the conversation. `id` and `status` come from earlier answers and mean nothing here."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(InputItem):
+    """A message. `phase` is a label of OpenAI's models and means nothing here."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: InputText
+    phase: str | None = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: object) -> object:
+        if isinstance(value, str) and value not in _ITEMS:
+            raise ValueError(f"must be {', '.join(_ITEMS)}: nothing is stored here, and there are no built-in tools")
+        return value
+
+
+class FunctionCallItem(CalledFunction, InputItem):
+    """A call that the assistant made in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: str
+
+
+class FunctionCallOutput(InputItem):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: InputText
+
+
+class ReasoningPart(Body):
+    """A part of reasoning, or of a summary of it."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+Reasoning = Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class ReasoningItem(InputItem):
+    """Reasoning of an earlier turn. The `summary` counts only where the whole `content` is absent."""
+
+    type: Literal["reasoning"]
+    summary: Reasoning | None = None
+    content: Reasoning | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or self.summary or [])
+
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _kind_of_item(value: Any) -> str:
+    """Return the kind of an item, which is a message if no other is named."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if kind in _ITEMS else "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind_of_item),
+]
+
+
+class FunctionTool(Body):
+    """A function that the model may call. Its fields stand beside its type, unlike those of chat."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: object) -> object:
+        if isinstance(value, str) and value != "function":
+            raise ValueError('must be "function": this server has no built-in tools')
+        return value
+
+
+class ChosenFunction(Body):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ReasoningOptions(Body):
+    """Options of reasoning. `summary` may be "auto", because the reasoning comes whole."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextFormat(Body):
+    """Format of the answer."""
+
+    type: Literal["text"]
+
+
+class TextOptions(Body):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+
+
+class ResponseStreamOptions(Body):
+    """Options of a stream. There is none to choose."""
+
+
+class ResponsesRequest(SamplingRequest):
+    """A conversation to answer. `max_output_tokens` counts reasoning too."""
+
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Count | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _check_metadata(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_METADATA:
+            raise ValueError(f"must have at most {MAX_METADATA} entries, not {len(value)}")
+        if any(len(key) > MAX_METADATA_KEY for key in value):
+            raise ValueError(f"must have keys of at most {MAX_METADATA_KEY} characters")
+        if any(isinstance(text, str) and len(text) > MAX_METADATA_VALUE for text in value.values()):
+            raise ValueError(f"must have values of at most {MAX_METADATA_VALUE} characters")
+        return value

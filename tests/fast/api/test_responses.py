@@ -1,0 +1,378 @@
+"""POST /v1/responses: items and typed events of OpenAI's Responses API, with the text that chat gives."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+
+from app.text.parsers import qwen3
+from tests.fast.api.connections import connect
+from tests.fast.api.errors import error_of
+from tests.fast.api.served import PATIENCE, Server
+from tests.fast.api.templates import HEAD, HELLO, TURN, serving_template
+
+PATH = "/v1/responses"
+ASK = {"model": "tiny", "input": "hello"}
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "How it is outside",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TOOLS: dict[str, Any] = {"tools": [WEATHER, {"type": "function", "name": "clock"}]}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+TEXT = "It is fine, 漢字 and <b>bold</b>."
+ONE_CALL = call("weather", city="Bern")
+OUTPUTS = {
+    "text": TEXT,
+    "nothing": "",
+    "reasoning": f"<think>\nHm, a < b.\n</think>\n\n{TEXT}",
+    "reasoning alone": "<think>\nHm.\n</think>",
+    "a call": ONE_CALL,
+    "two calls": ONE_CALL + "\n" + call("clock"),
+    "text and a call": f"Let me see.\n\n{ONE_CALL}",
+    "reasoning, text and calls": f"<think>\nHm.\n</think>\n\nLook:\n{ONE_CALL}\n{call('clock')}",
+    "what is no call": "<tool_call>nonsense</tool_call>",
+}
+KINDS = {
+    "text": ["message"],
+    "nothing": ["message"],
+    "reasoning": ["reasoning", "message"],
+    "reasoning alone": ["reasoning", "message"],
+    "a call": ["function_call"],
+    "two calls": ["function_call", "function_call"],
+    "text and a call": ["message", "function_call"],
+    "reasoning, text and calls": ["reasoning", "message", "function_call", "function_call"],
+    "what is no call": ["message"],
+}
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("responses") / "qwen"
+    with serving_template(model_folder, folder, reasoning=True, tool_family=qwen3.FAMILY) as server:
+        yield server
+
+
+def plan(server: Server, text: str, seed: int = 0) -> None:
+    """The engine answers with `text`, a token a byte, in steps of random sizes."""
+    ids = [*(server.bytes(text) if text else []), 2]
+    random = Random(seed)
+    cuts = sorted(random.sample(range(1, len(ids)), k=random.randrange(len(ids))))
+    server.script.plan(*[ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])])
+
+
+def whole(server: Server, **fields: Any) -> dict[str, Any]:
+    response = server.http.post(PATH, json=ASK | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def streamed(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    """The events, whose names and numbers are right."""
+    response = server.http.post(PATH, json=ASK | fields | {"stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *blocks, rest = response.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for number, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
+        events.append(event)
+    return events
+
+
+def content(item: dict[str, Any]) -> dict[str, Any]:
+    """The item without its ids, which are new in every answer."""
+    return {name: value for name, value in item.items() if name not in ("id", "call_id")}
+
+
+def chat(server: Server, **fields: Any) -> dict[str, Any]:
+    fields = {"model": "tiny", "messages": [HELLO]} | fields
+    response = server.http.post("/v1/chat/completions", json=fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def as_chat(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in tools]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_the_items_have_the_text_reasoning_and_calls_that_chat_has(server, output):
+    plan(server, OUTPUTS[output])
+    answer = whole(server, **TOOLS)
+    items = answer["output"]
+    assert [item["type"] for item in items] == KINDS[output]
+    assert answer["status"] == "completed" and {item["status"] for item in items} == {"completed"}
+    expected = chat(server, tools=as_chat(TOOLS["tools"]))
+    message = expected["choices"][0]["message"]
+    texts = {item["type"]: item["content"][0]["text"] for item in items if item["type"] != "function_call"}
+    assert texts.get("message", "") == (message["content"] or "")
+    assert texts.get("reasoning") == message.get("reasoning_content")
+    calls = [{"name": item["name"], "arguments": item["arguments"]} for item in items if "call_id" in item]
+    assert calls == [call["function"] for call in message.get("tool_calls", [])]
+    counts = {name.replace("input", "prompt").replace("output", "completion"): n for name, n in answer["usage"].items()}
+    assert counts["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+    assert counts["completion_tokens"] == expected["usage"]["completion_tokens"]
+    assert counts["total_tokens"] == expected["usage"]["total_tokens"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_streamed_and_whole_answers_agree_wherever_the_steps_end(server, output, seed):
+    plan(server, OUTPUTS[output], 2 * seed)
+    expected = whole(server, **TOOLS)
+    plan(server, OUTPUTS[output], 2 * seed + 1)
+    events = streamed(server, **TOOLS)
+    last = events[-1]["response"]
+    assert events[-1]["type"] == "response.completed"
+    assert list(map(content, last["output"])) == list(map(content, expected["output"]))
+    assert last["usage"] == expected["usage"]
+    same = {"id", "created_at", "completed_at", "output"}
+    assert {k: v for k, v in last.items() if k not in same} == {k: v for k, v in expected.items() if k not in same}
+
+
+def written(item: dict[str, Any], index: int, deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events that write this item, in OpenAI's order, without their numbers."""
+    place = {"item_id": item["id"], "output_index": index}
+    if item["type"] == "function_call":
+        kind, empty = "response.function_call_arguments", {"arguments": ""}
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        inner = [
+            {"type": f"{kind}.delta", **place, "delta": item["arguments"]},
+            {"type": f"{kind}.done", **place, **done},
+        ]
+    else:
+        (part,), empty = item["content"], {"content": []}
+        place["content_index"] = 0
+        kind = f"response.{part['type']}"
+        more = {"logprobs": []} if part["type"] == "output_text" else {}
+        inner = [
+            {"type": "response.content_part.added", **place, "part": part | {"text": ""}},
+            *({"type": f"{kind}.delta", **place, "delta": event["delta"], **more} for event in deltas),
+            {"type": f"{kind}.done", **place, "text": part["text"], **more},
+            {"type": "response.content_part.done", **place, "part": part},
+        ]
+    added = item | {"status": "in_progress"} | empty
+    return [
+        {"type": "response.output_item.added", "output_index": index, "item": added},
+        *inner,
+        {"type": "response.output_item.done", "output_index": index, "item": item},
+    ]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_the_events_come_in_openais_order_and_carry_each_item_whole(server, output):
+    plan(server, OUTPUTS[output], 3)
+    created, in_progress, *inner, completed = streamed(server, **TOOLS)
+    assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
+    for event in (created, in_progress):
+        assert (event["response"]["status"], event["response"]["output"]) == ("in_progress", [])
+        assert event["response"]["id"] == completed["response"]["id"]
+    expected = []
+    for index, item in enumerate(completed["response"]["output"]):
+        deltas = [e for e in inner if e["type"].endswith(".delta") and e["output_index"] == index]
+        if item["type"] != "function_call":
+            assert "".join(event["delta"] for event in deltas) == item["content"][0]["text"]
+            assert all(event["delta"] for event in deltas)
+        expected += written(item, index, deltas)
+    assert [{k: v for k, v in event.items() if k != "sequence_number"} for event in inner] == expected
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_the_sdk_reads_whole_and_streamed_answers(server, output):
+    plan(server, OUTPUTS[output], 1)
+    answer = server.openai.responses.create(**ASK, **TOOLS)
+    with server.openai.responses.stream(**ASK, **TOOLS) as events:
+        texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+        final = events.get_final_response()
+    assert final.output_text == answer.output_text == "".join(texts)
+    assert [item.type for item in final.output] == [item.type for item in answer.output] == KINDS[output]
+    assert final.usage == answer.usage
+
+
+def test_text_behind_a_call_is_an_item_of_its_own_in_a_stream(server, background):
+    server.script.by_hand()
+    queue: Queue[dict[str, Any]] = Queue()
+    asked = background.submit(read_events, server, queue, TOOLS)
+    request_id = server.script.see("Submit")["request_id"]
+    for text, last in (("One ", "response.output_text.delta"), (ONE_CALL, "response.output_item.done")):
+        server.script.emit(request_id, server.bytes(text))
+        while queue.get(timeout=PATIENCE)["type"] != last:
+            pass
+    server.script.emit(request_id, [*server.bytes(" two"), 2])
+    asked.result()
+    items = queue.queue[-1]["response"]["output"]
+    assert [item["type"] for item in items] == ["message", "function_call", "message"]
+    assert [item["content"][0]["text"] for item in items[::2]] == ["One", " two"]
+
+
+def test_a_step_is_one_delta(server, background):
+    server.script.by_hand()
+
+    def play() -> str:
+        request_id = server.script.see("Submit")["request_id"]
+        server.script.emit(request_id, server.ids("the quick"))
+        return request_id
+
+    playing = background.submit(play)
+    deltas = []
+    with server.openai.responses.create(**ASK, stream=True) as events:
+        for event in events:
+            if event.type == "response.output_text.delta":
+                deltas.append(event.delta)
+                server.script.emit(playing.result(), [*server.ids(" brown fox"), 2])
+    assert deltas == ["the quick", " brown fox"]
+
+
+@pytest.mark.parametrize("as_objects", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_loop_sends_the_answers_items_back_as_they_are(server, stream, as_objects):
+    plan(server, OUTPUTS["reasoning, text and calls"])
+    if stream:
+        with server.openai.responses.stream(**ASK, **TOOLS) as events:
+            answer = events.get_final_response()
+    else:
+        answer = server.openai.responses.create(**ASK, **TOOLS)
+    server.script.see("Submit")
+    calls = [item for item in answer.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "12"} for call in calls]
+    items = answer.output if as_objects else [item.model_dump() for item in answer.output]
+    server.script.plan([2])
+    server.openai.responses.create(**ASK | {"input": [HELLO, *items, *results]}, **TOOLS)
+    prompt = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    result = "<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n"
+    told = f"<think>\nHm.\n</think>\n\nLook:\n{ONE_CALL}\n{call('clock')}"
+    assert prompt.endswith(f"{HEAD}{TURN}{told}<|im_end|>\n{result}{result}{TURN}")
+
+
+@pytest.mark.parametrize(
+    ("output", "left_out", "kinds"),
+    [("text", 3, ["message"]), ("reasoning", 40, ["reasoning"]), ("text and a call", 30, ["message"])],
+)
+def test_an_answer_that_reaches_its_limit_is_incomplete_and_so_is_its_last_item(server, output, left_out, kinds):
+    text = OUTPUTS[output]
+    fields = TOOLS | {"max_output_tokens": len(server.bytes(text)) - left_out}
+    plan(server, text)
+    answer = whole(server, **fields)
+    last = streamed(server, **fields)[-1]
+    assert last["type"] == "response.incomplete"
+    for response in (answer, last["response"]):
+        assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert [item["type"] for item in response["output"]] == kinds
+        assert response["output"][-1]["status"] == "incomplete"
+        assert response["max_output_tokens"] == fields["max_output_tokens"]
+
+
+def test_cached_tokens_of_the_prompt_are_in_the_usage(server):
+    server.script.plan([2], cached_tokens=16)
+    assert whole(server)["usage"]["input_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_the_response_repeats_the_request_and_says_that_nothing_is_stored(server):
+    server.script.plan([2])
+    asked = {"instructions": "Be brief.", "metadata": {"run": "7"}, "user": "me", "top_p": 0.5, "tool_choice": "none"}
+    answer = whole(server, **asked, **TOOLS, parallel_tool_calls=False)
+    assert {name: answer[name] for name in asked} == asked
+    assert [tool["name"] for tool in answer["tools"]] == ["weather", "clock"]
+    assert (answer["parallel_tool_calls"], answer["temperature"], answer["truncation"]) == (False, 0.6, "disabled")
+    assert (answer["store"], answer["previous_response_id"], answer["error"]) == (False, None, None)
+    assert (answer["object"], answer["model"], answer["text"]) == ("response", "tiny", {"format": {"type": "text"}})
+    plain = whole(server)
+    assert (plain["metadata"], plain["tools"], plain["tool_choice"]) == ({}, [], "auto")
+    assert plain["parallel_tool_calls"] is True and plain["id"] != answer["id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_leaves_frees_its_place(server, stream, begun):
+    server.script.by_hand()
+    with connect(server, PATH, input="hello", stream=stream) as connection:
+        request_id = server.script.see("Submit")["request_id"]
+        if begun:
+            server.script.emit(request_id, server.ids("hello"))
+            if stream:
+                assert b"response.created" in connection.recv(10_000)
+    assert server.script.see("Abort")["request_id"] == request_id
+
+
+def read_events(server: Server, events: "Queue[dict[str, Any]]", fields: dict[str, Any], **headers: str) -> None:
+    """Put the events of a streamed response on `events` as they come."""
+    with server.http.stream("POST", PATH, json=ASK | fields | {"stream": True}, headers=headers) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.put(json.loads(line.removeprefix("data: ")))
+
+
+def events_until_failure(server: Server, background: Any, fail: Any, **headers: str) -> list[dict[str, Any]]:
+    """The events of a stream that ends by `fail(request_id)` after its first text."""
+    server.script.by_hand()
+    queue: Queue[dict[str, Any]] = Queue()
+    asked = background.submit(read_events, server, queue, {}, **headers)
+    request_id = server.script.see("Submit")["request_id"]
+    server.script.emit(request_id, server.ids("hello"))
+    events = [queue.get(timeout=PATIENCE) for _ in range(5)]
+    assert events[-1]["type"] == "response.output_text.delta"
+    fail(request_id)
+    asked.result()
+    return [*events, *queue.queue]
+
+
+def check_failed(events: list[dict[str, Any]], code: str) -> None:
+    """The stream ends with the error and a failed response, and never looks complete."""
+    error, failed = events[5:]
+    assert (error["type"], error["code"], error["param"]) == ("error", code, None)
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"] == {"code": "server_error", "message": error["message"]}
+    assert [event["sequence_number"] for event in events] == list(range(7))
+
+
+def test_an_error_of_the_engine_in_mid_stream_fails_the_response(server, background):
+    def fail(request_id: str) -> None:
+        server.script.emit(request_id, [], finish="error", error="the logits are not finite")
+
+    events = events_until_failure(server, background, fail)
+    check_failed(events, "engine_error")
+    assert "not finite" in events[-2]["message"]
+
+
+def test_a_deadline_in_mid_stream_fails_the_response_and_aborts_it(server, background):
+    def fail(request_id: str) -> None:
+        async def expire() -> None:
+            server.engine._expire(server.engine._running[request_id].stream)
+
+        server.call(expire)
+
+    events = events_until_failure(server, background, fail, **{"X-Request-Timeout": "60"})
+    check_failed(events, "deadline_exceeded")
+    assert server.script.see("Abort")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_before_the_first_event_keeps_its_status(server, background, stream):
+    server.script.by_hand()
+    asked = background.submit(lambda: server.http.post(PATH, json=ASK | {"stream": stream}))
+    server.script.emit(server.script.see("Submit")["request_id"], [], finish="error", error="broken")
+    assert error_of(asked.result(), 500)["code"] == "engine_error"
+    late = server.http.post(PATH, json=ASK | {"stream": stream}, headers={"X-Request-Timeout": "0.1"})
+    assert error_of(late, 504)["code"] == "deadline_exceeded"
+
+
+def test_a_loading_engine_is_a_503_and_the_sdk_knows_it(own_server):
+    with pytest.raises(openai.InternalServerError) as caught:
+        own_server.openai.responses.create(**ASK)
+    assert (caught.value.status_code, caught.value.code) == (503, "engine_loading")

@@ -1,0 +1,341 @@
+"""Every field of /v1/responses is honoured or refused by name, and items become the prompt that chat makes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from app.api.refusals import RESPONSES, refusals_of
+from app.api.responses_schemas import ResponsesRequest
+from app.api.schemas import ChatCompletionRequest
+from app.text.parsers import qwen3
+from tests.fast.api.errors import error_of
+from tests.fast.api.served import CHATML, Server
+from tests.fast.api.templates import HELLO, serving_template
+
+PATH = "/v1/responses"
+ASK = {"model": "tiny", "input": "hello"}
+CALLED = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city":  "Bern"}'}
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "sunny"}
+CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+CHAT_RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
+THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+TOOL = {"name": "weather", "description": "How it is", "parameters": {"type": "object", "properties": {}}}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    """An assistant's message as an answer has it."""
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [part], **more}
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("responses-fields") / "qwen"
+    with serving_template(model_folder, folder, reasoning=True, tool_family=qwen3.FAMILY) as server:
+        yield server
+
+
+def submitted(server: Server, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the request that reaches the engine, with its prompt as text."""
+    server.script.plan([2])
+    response = server.http.post(path, json=fields)
+    assert response.status_code == 200, response.text
+    request: dict[str, Any] = server.script.see("Submit")
+    prompt = server.tokenizer.decode(request.pop("token_ids"), skip_special_tokens=False)
+    return {k: v for k, v in request.items() if k not in ("request_id", "what", "epoch")} | {"prompt": prompt}
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"input": "hello"}, [HELLO]),
+        ({"input": "hello", "instructions": "Be brief."}, [{"role": "system", "content": "Be brief."}, HELLO]),
+        ({"input": [HELLO]}, [HELLO]),
+        ({"input": [{"type": "message", **HELLO}]}, [HELLO]),
+        (
+            {"input": [{"role": "developer", "content": "Be brief."}, HELLO]},
+            [{"role": "developer", "content": "Be brief."}, HELLO],
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}]},
+            [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}],
+        ),
+        (
+            {"input": [HELLO, said("Hi."), HELLO]},
+            [HELLO, {"role": "assistant", "content": "Hi."}, HELLO],
+        ),
+        (
+            {"input": [HELLO, THOUGHT, said("Look:"), CALLED, RESULT]},
+            [
+                HELLO,
+                {"role": "assistant", "content": "Look:", "reasoning_content": "Hm.", "tool_calls": [CHAT_CALL]},
+                CHAT_RESULT,
+            ],
+        ),
+        (
+            {"input": [HELLO, CALLED, {**CALLED, "id": "fc_1", "status": "completed"}, RESULT, RESULT]},
+            [
+                HELLO,
+                {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL, CHAT_CALL]},
+                CHAT_RESULT,
+                CHAT_RESULT,
+            ],
+        ),
+        (
+            {"input": [HELLO, said("One "), CALLED, said("two"), RESULT, said("three"), said("four", phase="final")]},
+            [
+                HELLO,
+                {"role": "assistant", "content": "One two", "tool_calls": [CHAT_CALL]},
+                CHAT_RESULT,
+                {"role": "assistant", "content": "three"},
+                {"role": "assistant", "content": "four"},
+            ],
+        ),
+        (
+            {"input": [HELLO, THOUGHT, CALLED, RESULT, THOUGHT, said("Fine.")]},
+            [
+                HELLO,
+                {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [CHAT_CALL]},
+                CHAT_RESULT,
+                {"role": "assistant", "content": "Fine.", "reasoning_content": "Hm."},
+            ],
+        ),
+        (
+            {"input": [HELLO, said("Fine."), THOUGHT, said("No.")]},
+            [
+                HELLO,
+                {"role": "assistant", "content": "Fine."},
+                {"role": "assistant", "content": "No.", "reasoning_content": "Hm."},
+            ],
+        ),
+        (
+            {
+                "input": [
+                    HELLO,
+                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+                    said("Hi."),
+                ]
+            },
+            [HELLO, {"role": "assistant", "content": "Hi.", "reasoning_content": "Hm."}],
+        ),
+        (
+            {"input": [HELLO, CALLED, {**RESULT, "output": [{"type": "input_text", "text": "sunny"}]}]},
+            [HELLO, {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]}, CHAT_RESULT],
+        ),
+    ],
+)
+def test_items_make_the_prompt_that_chat_makes_of_the_same_conversation(server, fields, messages):
+    ours = submitted(server, PATH, {"model": "tiny", "seed": 1, **fields})
+    chats = submitted(server, "/v1/chat/completions", {"model": "tiny", "seed": 1, "messages": messages})
+    assert ours == chats
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_chat"),
+    [
+        ({"tools": [{"type": "function", **TOOL}]}, {"tools": [{"type": "function", "function": TOOL}]}),
+        ({"tools": [{"type": "function", **TOOL}], "tool_choice": "none"}, {}),
+        ({"max_output_tokens": 7}, {"max_completion_tokens": 7}),
+        ({"temperature": 0.3, "top_p": 0.4}, {"temperature": 0.3, "top_p": 0.4}),
+        ({"temperature": 0}, {"temperature": 0}),
+        ({"top_k": 3, "min_p": 0.1, "stop_token_ids": [9]}, {"top_k": 3, "min_p": 0.1, "stop_token_ids": [9]}),
+        ({"speculate": False, "cache_salt": "x"}, {"speculate": False, "cache_salt": "x"}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+    ],
+    ids=str,
+)
+def test_fields_ask_the_engine_for_what_those_of_chat_ask(server, fields, of_chat):
+    ours = submitted(server, PATH, {**ASK, "seed": 1, **fields})
+    assert ours == submitted(server, "/v1/chat/completions", {"messages": [HELLO], "seed": 1, **of_chat})
+
+
+HARMFUL = {
+    "text.format": [{"type": "json_object"}, {"type": "json_schema", "name": "a", "schema": {}}],
+    "truncation": ["auto"],
+    "include": [["message.output_text.logprobs"], ["file_search_call.results"], "x"],
+    "reasoning.summary": ["concise", "detailed"],
+    "n": [2, 0],
+    "context_management": [[{"type": "compaction"}]],
+}
+
+
+@pytest.mark.parametrize("refusal", refusals_of(ResponsesRequest), ids=lambda refusal: refusal.field)
+def test_a_field_that_cannot_be_honoured_is_refused_by_name_and_never_reaches_the_engine(server, refusal):
+    before = server.metric("request_refused_total", param=refusal.field)
+    values = HARMFUL.get(refusal.field, [value for value in (True, "x", 2) if not refusal.harmless(value)][:1])
+    assert values
+    outer, _, inner = refusal.field.partition(".")
+    for value in values:
+        fields = {outer: {inner: value}} if inner else {outer: value}
+        error = error_of(server.http.post(PATH, json=ASK | fields), 400)
+        assert (error["param"], error["code"]) == (refusal.field, "unsupported_parameter")
+        assert outer in error["message"] or refusal.field == "use_beam_search"
+        assert "{}" not in error["message"] and error["message"].endswith(".")
+    assert server.metric("request_refused_total", param=refusal.field) == before + len(values)
+
+
+def test_no_field_of_chat_is_ignored_here():
+    known = ResponsesRequest.model_fields.keys() | {refusal.field for refusal in refusals_of(ResponsesRequest)}
+    assert set(ChatCompletionRequest.model_fields) - known == set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {refusal.field: None for refusal in RESPONSES if "." not in refusal.field},
+        {"store": False, "background": False, "truncation": "disabled", "include": [], "context_management": []},
+        {"text": {"format": {"type": "text"}}, "reasoning": {"summary": "auto", "effort": None}},
+        {"text": {}, "reasoning": {}, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}},
+        {
+            "include": ["reasoning.encrypted_content"],
+            "top_logprobs": 0,
+            "stream_options": {"include_obfuscation": False},
+        },
+        {"user": "me", "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto", "unheard_of": 1},
+        {"metadata": {f"key {n}": "v" * 512 for n in range(16)}},
+        {"n": 1, "logprobs": False, "response_format": {"type": "text"}},
+    ],
+    ids=lambda fields: " ".join(fields)[:40],
+)
+def test_values_that_change_nothing_pass(server, fields, stream):
+    server.script.plan([2])
+    response = server.http.post(PATH, json=ASK | fields | {"stream": stream})
+    assert response.status_code == 200, response.text
+
+
+def asked(*items: Any) -> dict[str, Any]:
+    return {"input": [HELLO, *items]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [HELLO] * 4097}, "input"),
+        (asked("hello"), "input.1"),
+        (asked({"type": "item_reference", "id": "msg_1"}), "input.1.type"),
+        (asked({"type": "web_search_call", "id": "ws_1"}), "input.1.type"),
+        (asked({"role": "tool", "content": "x"}), "input.1.role"),
+        (asked({"role": "user"}), "input.1.content"),
+        (asked({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}), "input.1.content.0.type"),
+        (asked({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}), "input.1.content.0.type"),
+        (asked({"role": "user", "content": [{"type": "input_text"}]}), "input.1.content.0.text"),
+        (asked({"role": "user", "content": "x", "colour": "red"}), "input.1.colour"),
+        (asked({**CALLED, "arguments": "not JSON"}), "input.1.arguments"),
+        (asked({**CALLED, "arguments": "[]"}), "input.1.arguments"),
+        (asked({"type": "function_call", "name": "f"}), "input.1.call_id"),
+        (asked({**RESULT, "output": [{"type": "input_image"}]}), "input.1.output.0.type"),
+        (asked({"type": "function_call_output", "output": "x"}), "input.1.call_id"),
+        (asked({**THOUGHT, "encrypted_content": "x"}), "input.1.encrypted_content"),
+        (asked({**THOUGHT, "content": [{"type": "text", "text": "x"}]}), "input.1.content.0.type"),
+        ({"instructions": ["x"]}, "instructions"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "tools.0.defer_loading"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": "{}"}]}, "tools.0.parameters"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": "0"}, "temperature"),
+        ({"stop_token_ids": [512]}, "stop_token_ids.0"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {f"{n}": "" for n in range(17)}}, "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
+        ({"metadata": {"a" * 65: "b"}}, "metadata"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+        ({"chat_template_kwargs": {"nothing": 1}}, "chat_template_kwargs.nothing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
+    error = error_of(server.http.post(PATH, json=ASK | fields), 400)
+    assert error["param"] == param and "messages" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": "hello " * 5000}, "input"),
+        ({"input": [HELLO, {"role": "user", "content": "hello " * 5000}]}, "input"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_named_as_it_was_sent(server, fields, param):
+    error = error_of(server.http.post(PATH, json=ASK | fields), 400)
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+def test_errors_of_the_template_and_of_chat_bear_the_names_of_this_request(start):
+    server = start(CHATML)
+    error = error_of(server.http.post(PATH, json={"instructions": "x", **asked(said("y"), CALLED, RESULT)}), 400)
+    assert error["param"] == "input.2" and "`input.2`" in error["message"]
+    error = error_of(server.http.post(PATH, json=ASK | {"min_tokens": 9, "max_output_tokens": 8}), 400)
+    assert error["param"] == "min_tokens" and "`max_output_tokens`" in error["message"]
+
+
+def test_a_strict_function_is_judged_as_in_chat(start):
+    server = start(tool_family=qwen3.FAMILY, refuse_strict=True)
+    error = error_of(server.http.post(PATH, json=ASK | {"tools": [{"type": "function", "strict": True, **TOOL}]}), 400)
+    assert error["param"] == "tools.0.strict" and "`tools.0.strict`" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_does_not_fit_its_strict_function_is_told_as_in_chat(server, stream):
+    tool = TOOL | {"strict": True, "parameters": {"type": "object", "required": ["city"]}}
+    call = json.dumps({"name": "weather", "arguments": {}})
+    server.script.plan([*server.bytes(f"<tool_call>\n{call}\n</tool_call>"), 2])
+    fields = {"tools": [{"type": "function", **tool}], "stream": stream}
+    response = server.http.post(PATH, json=ASK | fields)
+    answer = json.loads(response.text.rstrip().rpartition("\ndata: ")[2])["response"] if stream else response.json()
+    (warning,) = answer["warnings"]
+    of_chat = server.http.post(
+        "/v1/chat/completions", json={"messages": [HELLO], "tools": [{"type": "function", "function": tool}]}
+    ).json()
+    assert [warning] == of_chat["warnings"]
+
+
+def test_refusals_are_the_same_through_the_sdk(server):
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai.responses.create(**ASK, previous_response_id="resp_1")
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("method", "tail"), [("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")]
+)
+def test_a_stored_response_is_a_404_that_says_that_nothing_is_stored(server, method, tail):
+    error = error_of(server.http.request(method, f"{PATH}/resp_1{tail}"), 404)
+    assert error["code"] == "not_found" and "Nothing is stored" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/messages", "/v1/chat/completions"),
+        ("/messages", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/chat/completions", "/v1/chat/completions"),
+        ("/api/v1/responses", "/v1/responses"),
+        ("/responses", "/v1/responses"),
+        ("/v1//completions", "/v1/completions"),
+        ("/models", "/v1/models"),
+    ],
+)
+def test_a_path_of_a_wrong_base_url_is_a_404_that_says_what_to_use(server, path, instead):
+    message = error_of(server.http.post(path, json=ASK), 404)["message"]
+    assert f" {instead}" in message and message.startswith("There is nothing at POST /")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/nothing", "/v1"])
+def test_another_path_is_a_404_without_advice(server, path):
+    assert error_of(server.http.post(path, json=ASK), 404)["message"] == f"There is nothing at POST {path}."
