@@ -14,6 +14,7 @@ from app.api import prompts
 from app.api.answers import Answers, json_response
 from app.api.body import parse, read_json
 from app.api.errors import bad_request
+from app.api.forced_call import ForcedCall
 from app.api.prompts import Prompt
 from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.schemas import ChatCompletionRequest, GenerationRequest, SamplingRequest
@@ -24,7 +25,7 @@ from app.client.admission import Permits
 from app.client.request_stream import RequestStream
 from app.engine_config import EngineInfo
 from app.text.detokenizer import Detokenizer
-from app.text.parsers import OutputParser
+from app.text.parsers import END_THINK, OutputParser
 from app.text.parsers.reasoning import ReasoningParser
 
 logger = logging.getLogger(__name__)
@@ -93,8 +94,14 @@ def submit(call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequ
     choices = Choices(num_prompt_tokens, call.body.num_choices, _strict_functions(call))
     try:
         for index, (prompt, request) in enumerate(_requests(call, given, budgets)):
-            deltas = call.services.engine.submit(request, arrived=call.arrived, deadline=call.deadline, permits=permits)
-            choices.append(_choice(call, prompt, deltas, index))
+            deltas = call.services.engine.submit(
+                request,
+                arrived=call.arrived,
+                deadline=call.deadline,
+                permits=permits,
+                goes_on=prompt.prefix is not None and prompt.prefix.follows_reasoning,
+            )
+            choices.append(_choice(call, prompt, request, deltas, index))
     except Exception:
         choices.close()
         raise
@@ -129,7 +136,9 @@ def _requests(
             yield prompt, request
 
 
-def _choice(call: Call[GenerationRequest], prompt: Prompt, deltas: RequestStream, index: int) -> Choice:
+def _choice(
+    call: Call[GenerationRequest], prompt: Prompt, request: messages.Request, deltas: RequestStream, index: int
+) -> Choice:
     """Return the reader of one choice. A bare completion is text and nothing else, so that nothing is parsed."""
     body = call.body
     detokenizer = Detokenizer(
@@ -138,18 +147,25 @@ def _choice(call: Call[GenerationRequest], prompt: Prompt, deltas: RequestStream
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
+        mark=END_THINK if deltas.goes_on else "",
     )
     parser = OutputParser()
-    max_calls = None
+    max_calls = forced_call = None
     if isinstance(body, ChatCompletionRequest):
         reasons = call.services.reasoning and body.separate_reasoning is not False
         family = call.services.tool_family if body.offered_tools else None
         parser = OutputParser(
             ReasoningParser(prompt.in_reasoning) if reasons else None, family.parser() if family else None
         )
-        max_calls = 1 if body.parallel_tool_calls is False else None
+        max_calls = 1 if body.parallel_tool_calls is False or body.forced_function is not None else None
+    if prompt.prefix is not None and prompt.prefix.follows_reasoning:
+        forced_call = ForcedCall(request, prompt.prefix, prompt.in_reasoning)
+    elif prompt.prefix is not None:
+        parser.push(prompt.prefix.text)
     with_steps = bool(body.streaming.include_speculation)
-    return Choice(index, deltas, detokenizer, parser, call.services.engine, with_steps, max_calls)
+    return Choice(
+        index, deltas, detokenizer, parser, call.services.engine, with_steps, max_calls, forced_call=forced_call
+    )
 
 
 def _strict_functions(call: Call[GenerationRequest]) -> StrictFunctions | None:

@@ -1,9 +1,11 @@
 """Prompts of requests, as token ids."""
 
 import asyncio
+import functools
 from dataclasses import dataclass
 
 from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
+from app.api.forced_call import Prefix
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
 from app.api.validation import check_strict, check_template
@@ -13,16 +15,28 @@ from app.text.parsers import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong
 
 _MAX_TEMPLATE_ERROR = 300
-_END_LENGTH = len("\n\n") + len(END_THINK) + len("\n\n")
+_BEHIND_REASONING = "\n\n"
+"""Text that templates and models write between the end of the reasoning and the rest."""
+_END_LENGTH = 2 * len(_BEHIND_REASONING) + len(END_THINK)
 """Characters at the end of a prompt in which a template's own mark of reasoning stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of a prompt. `in_reasoning` if its end opens a reasoning block for the model to continue."""
+    """Token ids of a prompt. `in_reasoning` if its end opens a reasoning block for the model to continue.
+
+    `prefix` begins a forced call. It is a part of the prompt, unless it follows reasoning.
+    """
 
     token_ids: list[int]
     in_reasoning: bool = False
+    prefix: Prefix | None = None
+
+    @property
+    def max_length(self) -> int:
+        """The number of tokens, with those of a prefix that is still to come."""
+        prefix = self.prefix
+        return len(self.token_ids) + (len(prefix.behind_reasoning) if prefix and prefix.follows_reasoning else 0)
 
 
 async def render_and_encode(
@@ -32,7 +46,7 @@ async def render_and_encode(
     template = services.tokenizer.chat_template
     if services.refuse_strict:
         check_strict(body)
-    check_template(body, template)
+    check_template(body, template, services.tool_family)
 
     def render() -> str:
         return template.render(
@@ -47,10 +61,18 @@ async def render_and_encode(
         text = await asyncio.to_thread(render)
     except ChatTemplateError as error:
         raise bad_request(clip(str(error), _MAX_TEMPLATE_ERROR), "messages") from None
+    end = body.messages[-1].text if body.continue_final_message else text[-_END_LENGTH:]
+    in_reasoning = end.rfind(THINK) > end.rfind(END_THINK)
+    prefix = None
+    if body.forces_call and services.tool_family is not None:
+        begun = services.tool_family.prefix(body.forced_function)
+        may_reason = in_reasoning or (THINK in (template.source or "") and END_THINK not in end)
+        encode = functools.partial(services.tokenizer.encode, add_special_tokens=False)
+        prefix = Prefix(begun, encode(begun), encode(_BEHIND_REASONING + begun), follows_reasoning=may_reason)
+        text += "" if may_reason else begun
     special = bool(body.add_special_tokens)
     token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
-    end = body.messages[-1].text if body.continue_final_message else text[-_END_LENGTH:]
-    return Prompt(token_ids, end.rfind(THINK) > end.rfind(END_THINK))
+    return Prompt(token_ids, in_reasoning, prefix)
 
 
 async def encode_text(

@@ -38,6 +38,12 @@ def empty(value: Any) -> bool:
     return isinstance(value, list | dict | str) and not value
 
 
+def _is_known_choice(value: Any) -> bool:
+    """Return True also for a named function without a name, because schemas.py refuses that."""
+    named = isinstance(value, dict) and value.get("type") == "function"
+    return named or (isinstance(value, str) and value in ("none", "auto", "required"))
+
+
 _never = _is()
 
 _LOGPROBS = (
@@ -47,6 +53,10 @@ _LOGPROBS = (
 GRAMMAR = (
     "Output cannot be held to a grammar, schema or pattern: a draft block is verified against the model's own choice "
     "alone. Leave `{}` out, describe the format in the prompt and check the answer."
+)
+_CHOICE = (
+    '`{}` is "none", "auto", "required" or a named function. Other forms, like "allowed_tools", are not supported. '
+    "Offer fewer `tools` instead."
 )
 _TOOLS = "`{}`: the older form of function calling, which is not supported. Use `tools`."
 _BEST_OF = "`{}` above 1 is not supported: it ranks by log probabilities. Use `n`, and choose yourself."
@@ -78,7 +88,7 @@ REFUSALS = _table(
     ("structured_outputs", empty, GRAMMAR),
     ("guided_json guided_regex guided_choice guided_grammar guided_decoding_backend", _never, GRAMMAR),
     ("guided_whitespace_pattern json_schema regex grammar ebnf structural_tag", _never, GRAMMAR),
-    ("tool_choice", _is("none", "auto"), GRAMMAR.replace("Leave `{}` out", 'Use `{}` "auto" or "none"')),
+    ("tool_choice", _is_known_choice, _CHOICE),
     ("functions", empty, _TOOLS),
     ("function_call", _is("none", "auto"), _TOOLS),
     ("best_of", _not_above_one, _BEST_OF),
@@ -129,6 +139,7 @@ _CHAT_ONLY = "`{}` belongs to /v1/chat/completions. Leave it out."
 _FOR_CHAT = _table(
     ("max_completion_tokens", _never, "`{}` belongs to /v1/chat/completions. Use `max_tokens` here."),
     ("tools", empty, _CHAT_ONLY),
+    ("tool_choice", _is("none", "auto"), _CHAT_ONLY),
     ("parallel_tool_calls", _is(True, False), _CHAT_ONLY),
     ("add_generation_prompt", _is(True), _CHAT_ONLY),
     ("continue_final_message", _is(False), _CHAT_ONLY),

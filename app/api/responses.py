@@ -97,7 +97,7 @@ class Conversation:
         """Return the request's field that a field of chat comes from."""
         if message := re.match(r"messages\.(\d+)", field):
             return self._sources[int(message[1])]
-        return _NAMES.get(field) or re.sub(r"^(tools\.\d+)\.function", r"\1", field)
+        return _NAMES.get(field) or re.sub(r"^(tools\.\d+|tool_choice)\.function", r"\1", field)
 
     def _add(self, source: str, **message: Any) -> None:
         self._messages.append(message)

@@ -239,12 +239,25 @@ class Tool(Body):
         return {"type": self.type, "function": function}
 
 
+class NamedFunction(Body):
+    """Name of a function that must be called."""
+
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedTool(Body):
+    """A tool choice that names a function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class TemplatedRequest(ModelRequest):
     """A conversation, and the options of its prompt."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -253,6 +266,15 @@ class TemplatedRequest(ModelRequest):
     def switches(self, known: Collection[str]) -> dict[str, Any]:
         """Return the set variables of the chat template's own (`known`). A null counts as unset."""
         return {k: v for k, v in (self.chat_template_kwargs or {}).items() if v is not None and k in known}
+
+    @property
+    def forces_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def forced_function(self) -> str | None:
+        """The function that must be called, None if it may be any."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

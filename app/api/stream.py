@@ -15,12 +15,13 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.answers import Answers, Piece, Reason
 from app.api.errors import ApiError, unavailable
+from app.api.forced_call import ForcedCall
 from app.api.strict import StrictFunctions
 from app.client.client import EngineClient
 from app.client.request_stream import RequestStream
-from app.messages import TokenDelta
+from app.messages import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
-from app.text.parsers import OutputParser, ToolCall
+from app.text.parsers import OutputParser, Parsed, ToolCall
 
 KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5
@@ -32,7 +33,8 @@ T = TypeVar("T")
 class Choice:
     """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request.
 
-    `with_steps` splits the text into steps and tokens. Tool calls beyond `max_calls` are dropped.
+    `with_steps` splits the text into steps and tokens. The call `max_calls` ends the answer, and so the request.
+    `forced_call` begins when the reasoning has ended.
     """
 
     index: int
@@ -42,6 +44,8 @@ class Choice:
     engine: EngineClient
     with_steps: bool = False
     max_calls: int | None = None
+    forced_call: ForcedCall | None = None
+    num_prefix_tokens: int = 0
     calls: list[ToolCall] = field(default_factory=list)
     cached_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -52,53 +56,92 @@ class Choice:
         delta = self.deltas.take()
         if delta is None:
             return None
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if not self.num_prefix_tokens:  # The request behind the reasoning finds what the one before has computed.
+            self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if self.deltas.expired:
             message = "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended."
             raise ApiError(504, f"{message} Its answer is incomplete.", code="deadline_exceeded")
         if delta.finish_reason in ("error", "abort"):
             raise self._error(delta.error or "the request was aborted")
-        if not self.with_steps or not delta.token_ids:
-            return self._parse(self.detokenizer.push(delta.token_ids, delta.finish_reason))
-        steps = list(self._steps(delta))
-        return self._parse("".join(text for step in steps for text in step["tokens"]), steps)
+        return self._read(delta)
 
     def _error(self, reason: str) -> ApiError:
         if (phase := self.engine.state.phase) != "ready":
             return unavailable(f"The engine stopped before the answer was done: {reason}.", f"engine_{phase}")
         return ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
 
-    def _steps(self, delta: TokenDelta) -> Iterator[dict[str, Any]]:
-        """Yield the delta token by token. Text that a stop string may hold back comes with the token that frees it."""
-        token_ids = iter(delta.token_ids)
-        num_left = len(delta.token_ids)
-        for step in delta.steps:
-            texts: list[str] = []
-            for token_id in itertools.islice(token_ids, step.n_tokens):
-                num_left -= 1
-                texts.append(self.detokenizer.push([token_id], None if num_left else delta.finish_reason))
-                if self.detokenizer.finish_reason is not None:
-                    break
-            self.counts.update(steps=int(step.n_verified > 0), verified=step.n_verified, accepted=step.n_accepted)
-            yield {"verified": step.n_verified, "accepted": step.n_accepted, "tokens": texts}
-            if self.detokenizer.finish_reason is not None:
-                return
-
-    def _parse(self, text: str, steps: Sequence[dict[str, Any]] = ()) -> Piece:
-        content, reasoning, calls = self.parser.push(text)
-        reason: Reason | None = self.detokenizer.finish_reason
-        if reason is not None:
-            self.deltas.close(self.detokenizer.finish_reason)
-            rest = self.parser.finish()
-            content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.tool_calls
+    def _read(self, delta: TokenDelta) -> Piece:
+        """Return the piece of a delta. The tokens behind an end, of the answer or of its reasoning, are not read."""
+        texts: list[str] = []
+        parts: list[Parsed] = []
         num_earlier = len(self.calls)
-        if self.max_calls is not None:
-            calls = calls[: self.max_calls - num_earlier]
-        self.calls += calls
-        if reason == "stop" and self.calls:
-            reason = "tool_calls"
+        for token_ids, finish in self._tokens(delta):
+            text, prefix = self.detokenizer.push(token_ids, finish), ""
+            if self.forced_call is not None:
+                text, prefix = self._read_reasoning(self.forced_call, token_ids, text)
+            texts.append(text)
+            parts.append(self._parsed(self.parser.push(text + prefix)))
+            if prefix or self._is_over():
+                break
+        reason: Reason | None = None
+        if self._is_over():
+            self.deltas.close(self.detokenizer.finish_reason or "stop")
+            parts.append(self._parsed(self.parser.finish()))
+            reason = "tool_calls" if self._has_all_calls() else self.detokenizer.finish_reason
+            reason = "tool_calls" if reason == "stop" and self.calls else reason
+        content, reasoning, calls = Parsed.joined(parts)
         is_first, self.has_begun = not self.has_begun, True
+        steps = self._steps(delta, texts) if self.with_steps and delta.token_ids else ()
         return Piece(self.index, content, reasoning, calls, num_earlier, steps, reason, is_first)
+
+    def _tokens(self, delta: TokenDelta) -> Iterator[tuple[list[int], FinishReason | None]]:
+        """Yield the tokens, one by one if the text of each counts or the answer may end at any of them."""
+        one_by_one = self.with_steps or self.max_calls is not None or self.forced_call is not None
+        size = 1 if one_by_one else len(delta.token_ids)
+        for start in range(0, len(delta.token_ids), size or 1):
+            is_last = start + size >= len(delta.token_ids)
+            yield delta.token_ids[start : start + size], delta.finish_reason if is_last else None
+        if not delta.token_ids:
+            yield [], delta.finish_reason
+
+    def _read_reasoning(self, forced: ForcedCall, token_ids: list[int], text: str) -> tuple[str, str]:
+        """Return the text of the reasoning, and the prefix of the call if it begins behind this token."""
+        shown = forced.read(token_ids, text, self.detokenizer.finish_reason)
+        if shown is not None and not self.detokenizer.has_reached_mark:
+            return shown, ""
+        self.forced_call = None
+        if (request := forced.next_request()) is None:
+            self.detokenizer.finish_reason = "length"
+            return shown or "", ""
+        self.detokenizer.restart(forced.num_used)
+        self.num_prefix_tokens = len(request.token_ids) - len(forced.request.token_ids) - forced.num_used
+        self.engine.resubmit(self.deltas, request)
+        return shown or "", forced.prefix.text
+
+    def _parsed(self, parsed: Parsed) -> Parsed:
+        self.calls += parsed.tool_calls
+        return parsed
+
+    def _has_all_calls(self) -> bool:
+        return self.max_calls is not None and len(self.calls) >= self.max_calls
+
+    def _is_over(self) -> bool:
+        return self.detokenizer.finish_reason is not None or self._has_all_calls()
+
+    def _steps(self, delta: TokenDelta, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the steps with the texts of their tokens, up to the last token that was read.
+
+        Text that a stop string may hold back comes with the token that frees it.
+        """
+        steps = []
+        left = iter(texts)
+        for step in delta.steps:
+            tokens = list(itertools.islice(left, step.n_tokens))
+            if not tokens:
+                break
+            self.counts.update(steps=int(step.n_verified > 0), verified=step.n_verified, accepted=step.n_accepted)
+            steps.append({"verified": step.n_verified, "accepted": step.n_accepted, "tokens": tokens})
+        return steps
 
 
 class Choices:
@@ -126,15 +169,17 @@ class Choices:
     def usage(self, with_speculation: bool) -> dict[str, Any]:
         """Return the usage so far.
 
-        A prompt counts once. Its cached tokens are those of its first choice, because the others may have found the
-        pages of that one. The steps of speculation are those that verified drafts.
+        A prompt counts once, and so does the prefix of a forced call. The cached tokens of a prompt are those of its
+        first choice, because the others may have found the pages of that one. The steps of speculation are those that
+        verified drafts.
         """
+        num_prompt = self._num_prompt_tokens + max((choice.num_prefix_tokens for choice in self._choices), default=0)
         num_new = sum(choice.detokenizer.num_tokens for choice in self._choices)
         cached = sum(choice.cached_tokens for choice in self._choices[:: self._num_per_prompt])
         usage: dict[str, Any] = {
-            "prompt_tokens": self._num_prompt_tokens,
+            "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
-            "total_tokens": self._num_prompt_tokens + num_new,
+            "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         if with_speculation:

@@ -9,6 +9,7 @@ from app.api.errors import bad_request, clip, context_length_exceeded
 from app.api.refusals import GRAMMAR, empty
 from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
 from app.text.chat_template import ChatTemplate
+from app.text.parsers import Family
 
 
 def token_budget(
@@ -46,6 +47,8 @@ def check_fields_together(body: Body) -> None:
 def _check_conversation(body: TemplatedRequest) -> None:
     for index, message in enumerate(body.messages):
         _check_message(f"messages.{index}", message)
+    if body.forces_call:
+        _check_forced_call(body)
     if body.continue_final_message:
         if body.add_generation_prompt:
             raise bad_request(
@@ -58,6 +61,22 @@ def _check_conversation(body: TemplatedRequest) -> None:
                 "`continue_final_message` needs a last message of the assistant's with text in it.",
                 "continue_final_message",
             )
+
+
+def _check_forced_call(body: TemplatedRequest) -> None:
+    names = [tool.function.name for tool in body.tools or []]
+    if not names:
+        raise bad_request("`tool_choice` asks for a call, but there are no `tools`. Offer some.", "tool_choice")
+    if (name := body.forced_function) is not None and name not in names:
+        param = "tool_choice.function.name"
+        raise bad_request(f"`{param}` is `{clip(name)}`, which is none of the `tools`.", param)
+    if body.continue_final_message or body.add_generation_prompt is False:
+        field = "continue_final_message" if body.continue_final_message else "add_generation_prompt: false"
+        raise bad_request(
+            f"`tool_choice` asks for an answer that begins with a call, and `{field}` for one that does not begin. "
+            "Send one of them.",
+            "tool_choice",
+        )
 
 
 def _check_message(where: str, message: ChatMessage) -> None:
@@ -78,8 +97,15 @@ def check_strict(body: TemplatedRequest) -> None:
             raise bad_request(f"`{param}` may not be true. {GRAMMAR.format(param)}", param, "unsupported_parameter")
 
 
-def check_template(body: TemplatedRequest, template: ChatTemplate) -> None:
-    """Raise ApiError for fields that the model's chat template does not use."""
+def check_template(body: TemplatedRequest, template: ChatTemplate, family: Family | None) -> None:
+    """Raise ApiError for fields that the model's chat template does not use, or its `family` of tool calls."""
+    if body.forces_call and family is None:
+        raise bad_request(
+            "`tool_choice` asks for a call, but the form of this model's tool calls is not known "
+            '(--tool-call-parser). Use "auto".',
+            "tool_choice",
+            "unsupported_parameter",
+        )
     if body.offered_tools and "tools" not in template.variables:
         raise bad_request(
             "This model's chat template has no place for `tools`. Leave them out, or describe them in a message.",

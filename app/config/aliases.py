@@ -74,7 +74,7 @@ PEER_FLAGS = (
     PeerFlag("--no-enable-prefix-caching", "prefix_caching", "vLLM", value="off"),
     PeerFlag("--disable-radix-cache", "prefix_caching", "SGLang", value="off"),
     PeerFlag("--trust-remote-code", None, "vLLM, SGLang", "no code of a checkpoint is ever run", "ignored"),
-    PeerFlag("--enable-auto-tool-choice", None, "vLLM", "tools are always the model's own choice", "ignored"),
+    PeerFlag("--enable-auto-tool-choice", None, "vLLM", "`tool_choice` of a request decides", "ignored"),
     PeerFlag("--enable-reasoning", None, "vLLM", "see --reasoning-parser", "ignored"),
     PeerFlag("--disable-log-requests", None, "vLLM", "prompts are not logged unless --log-prompts", "ignored"),
     PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),

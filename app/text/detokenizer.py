@@ -17,6 +17,7 @@ class Detokenizer:
 
     `finish_reason` and `num_tokens` are the request's end and its number of tokens. With `include_stop` the stop string
     or stop token that ended the request is part of the text. The first `min_tokens` tokens complete no stop string.
+    The token that completes `mark` sets `has_reached_mark`, and the tokens behind it in the delta are not read.
     """
 
     def __init__(
@@ -27,9 +28,13 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        mark: str = "",
     ) -> None:
+        self._backend = backend
+        self._skip = skip_special_tokens
         self._text = _IncrementalText(backend, skip_special_tokens)
-        self._stop = tuple(stop)
+        self._mark = mark if mark not in stop else ""
+        self._stop = (*stop, self._mark) if self._mark else tuple(stop)
         self._first_characters = {text[0] for text in self._stop}
         self._max_held = max(map(len, self._stop), default=1) - 1
         self._include_stop = include_stop
@@ -37,6 +42,7 @@ class Detokenizer:
         self._held = ""
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.has_reached_mark = False
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> str:
         """Return the text that has become certain, maybe "". `finish` is the delta's finish_reason.
@@ -52,25 +58,37 @@ class Detokenizer:
                 return self._release()
         self.num_tokens += len(token_ids) - len(shown)
         if finish is not None:
-            if not self._append(self._text.flush()):
+            if not self._append(self._text.flush()) or self.finish_reason is None:
                 self.finish_reason = finish
             return self._release()
         return self._release(keep=self._num_undecided())
 
+    def restart(self, num_tokens: int) -> None:
+        """Go on behind text that is not the model's, after `num_tokens` tokens. There is no mark from here."""
+        self._text = _IncrementalText(self._backend, self._skip)
+        self._stop = tuple(stop for stop in self._stop if stop != self._mark)
+        self._held = ""
+        self.num_tokens = num_tokens
+        self.finish_reason = None
+
     def _append(self, piece: str) -> bool:
-        """Add to the held text, and cut it at a stop string. Return True if there was one."""
+        """Add to the held text, and cut it at a stop string. Return True if there was one, or the mark."""
         searched = len(self._held)
         self._held += piece
-        if not piece or not self._stop or self.num_tokens <= self._min_tokens:
+        if not piece or not self._stop:
             return False
+        stops = self._stop if self.num_tokens > self._min_tokens else (self._mark,) * bool(self._mark)
         matches = [
             (start + len(stop), start)
-            for stop in self._stop
+            for stop in stops
             if (start := self._held.find(stop, max(0, searched - len(stop) + 1))) >= 0
         ]
         if not matches:
             return False
         end, start = min(matches)
+        if self._mark and self._held[start:end] == self._mark:
+            self.has_reached_mark = True
+            return True
         self._held = self._held[: end if self._include_stop else start]
         self.finish_reason = "stop"
         return True

@@ -43,8 +43,7 @@ class OutputParser:
         parsed = self._parsed(*(self._reasoning.finish() if self._reasoning else ("", "")))
         if self._calls is None:
             return parsed
-        rest = self._calls.finish()
-        return Parsed(parsed.content + rest.content, parsed.reasoning, parsed.tool_calls + rest.tool_calls)
+        return Parsed.joined((parsed, self._calls.finish()))
 
     def _parsed(self, reasoning: str, content: str) -> Parsed:
         if self._calls is None or not content:

@@ -1,7 +1,7 @@
 """Nouns of the parsers: what an output is parsed into, and what a family of models must say of its tool calls."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,14 @@ class Parsed(NamedTuple):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence["Parsed"]) -> "Parsed":
+        return cls(
+            "".join(part.content for part in parts),
+            "".join(part.reasoning for part in parts),
+            tuple(call for part in parts for call in part.tool_calls),
+        )
 
 
 class CallParser(Protocol):

@@ -16,7 +16,7 @@ HARMFUL = {
     "structured_outputs": [{"regex": "a"}],
     "parallel_tool_calls": [3],
     "tools": [[TOOL]],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    "tool_choice": ["any", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}],
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
     "best_of": [2],

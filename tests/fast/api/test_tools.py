@@ -195,7 +195,7 @@ def test_calls_of_one_step_are_one_chunk_and_those_of_two_steps_are_numbered_on(
     ("output", "content", "called"),
     [
         ("two", "", ("weather", {"city": "東京"})),
-        ("text around", "One two three", ("clock", {})),
+        ("text around", "One", ("clock", {})),
         ("one", "", ("weather", {"city": "Bern"})),
     ],
 )
@@ -318,8 +318,6 @@ def test_the_sdks_own_message_can_be_sent_back_as_it_is(server, stream):
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
         ({"tools": {"type": "function"}}, "tools"),
         ({"tools": ["clock"]}, "tools.0"),
-        ({"tools": [CLOCK], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "clock"}}}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": "clock"}, "tool_choice"),
         ({"tools": [CLOCK], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ],
