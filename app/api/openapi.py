@@ -50,8 +50,14 @@ def _list_of(kind: Any) -> Any:
 _Error = _shape("Error", message=str, type=str, param=str | None, code=str | None)
 _ErrorBody = _shape("ErrorBody", error=_Error)
 _PromptTokensDetails = _shape("PromptTokensDetails", cached_tokens=int)
+_CompletionTokensDetails = _shape("CompletionTokensDetails", reasoning_tokens=int)
 _Usage = _shape(
-    "UsageBody", prompt_tokens=int, completion_tokens=int, total_tokens=int, prompt_tokens_details=_PromptTokensDetails
+    "UsageBody",
+    prompt_tokens=int,
+    completion_tokens=int,
+    total_tokens=int,
+    prompt_tokens_details=_PromptTokensDetails,
+    completion_tokens_details=_CompletionTokensDetails,
 )
 _Function = _shape("CalledFunctionBody", name=str, arguments=str)
 _ToolCall = _shape("CalledToolBody", id=str, type=Literal["function"], function=_Function)
@@ -87,13 +93,12 @@ _OutputItem = _shape(
     name=(str, ""),
     arguments=(str, ""),
 )
-_OutputTokensDetails = _shape("OutputTokensDetails", reasoning_tokens=int)
 _ResponseUsage = _shape(
     "ResponseUsageBody",
     input_tokens=int,
     input_tokens_details=_PromptTokensDetails,
     output_tokens=int,
-    output_tokens_details=_OutputTokensDetails,
+    output_tokens_details=_CompletionTokensDetails,
     total_tokens=int,
 )
 _IncompleteDetails = _shape("IncompleteDetails", reason=Literal["max_output_tokens"])

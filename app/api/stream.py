@@ -22,6 +22,7 @@ from app.client.request_stream import RequestStream
 from app.messages import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser, Parsed, ToolCall
+from app.text.parsers.reasoning import ReasoningParser
 
 KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5
@@ -50,6 +51,20 @@ class Choice:
     cached_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     has_begun: bool = False
+    _num_before_content: int = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens of the reasoning and its marks."""
+        return self._num_before_content if self._reasoning and self._reasoning.has_reasoned else 0
+
+    @property
+    def _reasoning(self) -> ReasoningParser | None:
+        return self.parser.reasoning
+
+    @property
+    def _is_before_content(self) -> bool:
+        return self._reasoning is not None and self._reasoning.is_before_content
 
     def take(self) -> Piece | None:
         """Return what has arrived since the last call, or None. Raises ApiError if the engine failed on the request."""
@@ -76,11 +91,14 @@ class Choice:
         parts: list[Parsed] = []
         num_earlier = len(self.calls)
         for token_ids, finish in self._tokens(delta):
+            is_before_content = self._is_before_content
             text, prefix = self.detokenizer.push(token_ids, finish), ""
             if self.forced_call is not None:
                 text, prefix = self._read_reasoning(self.forced_call, token_ids, text)
             texts.append(text)
             parts.append(self._parsed(self.parser.push(text + prefix)))
+            if is_before_content:
+                self._num_before_content = self.detokenizer.num_tokens
             if prefix or self._is_over():
                 break
         reason: Reason | None = None
@@ -95,8 +113,10 @@ class Choice:
         return Piece(self.index, content, reasoning, calls, num_earlier, steps, reason, is_first)
 
     def _tokens(self, delta: TokenDelta) -> Iterator[tuple[list[int], FinishReason | None]]:
-        """Yield the tokens, one by one if the text of each counts or the answer may end at any of them."""
-        one_by_one = self.with_steps or self.max_calls is not None or self.forced_call is not None
+        """Yield the tokens, one by one if the text of each counts or the answer or its reasoning may end at any."""
+        one_by_one = (
+            self.with_steps or self.max_calls is not None or self.forced_call is not None or self._is_before_content
+        )
         size = 1 if one_by_one else len(delta.token_ids)
         for start in range(0, len(delta.token_ids), size or 1):
             is_last = start + size >= len(delta.token_ids)
@@ -181,6 +201,9 @@ class Choices:
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in self._choices)
+            },
         }
         if with_speculation:
             counts = sum((choice.counts for choice in self._choices), Counter[str]())

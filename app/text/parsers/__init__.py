@@ -26,21 +26,21 @@ class OutputParser:
     """
 
     def __init__(self, reasoning: ReasoningParser | None = None, calls: CallParser | None = None) -> None:
-        self._reasoning = reasoning
+        self.reasoning = reasoning
         self._calls = calls
         self._finished = False
 
     def push(self, text: str) -> Parsed:
         """Return what this piece makes certain, often nothing."""
         assert not self._finished, "pushed to output that has finished"
-        reasoning, content = self._reasoning.push(text) if self._reasoning else ("", text)
+        reasoning, content = self.reasoning.push(text) if self.reasoning else ("", text)
         return self._parsed(reasoning, content)
 
     def finish(self) -> Parsed:
         """Return the held text at the end of the output. No push may follow."""
         assert not self._finished, "finished twice"
         self._finished = True
-        parsed = self._parsed(*(self._reasoning.finish() if self._reasoning else ("", "")))
+        parsed = self._parsed(*(self.reasoning.finish() if self.reasoning else ("", "")))
         if self._calls is None:
             return parsed
         return Parsed.joined((parsed, self._calls.finish()))

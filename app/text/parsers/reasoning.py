@@ -17,7 +17,7 @@ class ReasoningParser:
     """Parser of one output into reasoning and content.
 
     Reasoning opens the output, or the prompt has opened it (`starts_in_reasoning`). Only tags and the white space
-    beside them are dropped.
+    beside them are dropped. `has_reasoned` if there was reasoning.
     """
 
     def __init__(self, starts_in_reasoning: bool = False) -> None:
@@ -26,6 +26,12 @@ class ReasoningParser:
         self._tail = ""  # maybe the beginning of a tag
         self._space: list[str] = []  # white space that is shown only if text follows
         self._drop_space = starts_in_reasoning
+        self.has_reasoned = False
+
+    @property
+    def is_before_content(self) -> bool:
+        """True until the content has begun."""
+        return self._stage is not _Stage.CONTENT
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the certain reasoning and the certain content of this piece."""
@@ -67,6 +73,7 @@ class ReasoningParser:
 
     def _enter(self, stage: _Stage) -> None:
         self._stage = stage
+        self.has_reasoned = True
         self._space.clear()
         self._drop_space = True
 

@@ -221,6 +221,18 @@ def test_text_behind_a_call_is_an_item_of_its_own_in_a_stream(server, background
     assert [item["content"][0]["text"] for item in items[::2]] == ["One", " two"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_required_call_is_the_answer(server, choice, stream):
+    begun = '<tool_call>\n{"name": "' + ("" if choice == "required" else 'weather", "arguments": ')
+    plan(server, ONE_CALL.removeprefix(begun))
+    fields = TOOLS | {"tool_choice": choice, "chat_template_kwargs": {"enable_thinking": False}}
+    answer = streamed(server, **fields)[-1]["response"] if stream else whole(server, **fields)
+    (item,) = answer["output"]
+    assert (item["type"], item["name"], json.loads(item["arguments"])) == ("function_call", "weather", {"city": "Bern"})
+    assert (answer["tool_choice"], answer["status"]) == (choice, "completed")
+
+
 def test_a_step_is_one_delta(server, background):
     server.script.by_hand()
 
@@ -281,6 +293,35 @@ def test_an_answer_that_reaches_its_limit_is_incomplete_and_so_is_its_last_item(
 def test_cached_tokens_of_the_prompt_are_in_the_usage(server):
     server.script.plan([2], cached_tokens=16)
     assert whole(server)["usage"]["input_tokens_details"] == {"cached_tokens": 16}
+
+
+REASONING = "<think>\nHm, a < b.\n</think>"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (REASONING + "\n\n" + TEXT, REASONING),
+        (REASONING + ONE_CALL, REASONING),
+        (TEXT, ""),
+        ("  " + TEXT, ""),
+        (ONE_CALL, ""),
+        ("", ""),
+    ],
+)
+def test_tokens_of_the_reasoning_and_its_marks_are_counted_wherever_the_steps_end(server, text, expected, seed):
+    num_tokens = len(server.bytes(expected)) if expected else 0
+    plan(server, text, seed)
+    for answer in (whole(server, **TOOLS), streamed(server, **TOOLS)[-1]["response"]):
+        assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": num_tokens}
+    assert chat(server)["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
+
+
+def test_reasoning_without_an_end_is_all_of_the_tokens(server):
+    plan(server, REASONING)
+    usage = whole(server, max_output_tokens=12)["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == usage["output_tokens"] == 12
 
 
 def test_the_response_repeats_the_request_and_says_that_nothing_is_stored(server):

@@ -23,6 +23,7 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "sunny"
 CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
 CHAT_RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+NO_THINKING: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 TOOL = {"name": "weather", "description": "How it is", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -139,12 +140,25 @@ def test_items_make_the_prompt_that_chat_makes_of_the_same_conversation(server, 
     [
         ({"tools": [{"type": "function", **TOOL}]}, {"tools": [{"type": "function", "function": TOOL}]}),
         ({"tools": [{"type": "function", **TOOL}], "tool_choice": "none"}, {}),
+        (
+            NO_THINKING | {"tools": [{"type": "function", **TOOL}], "tool_choice": "required"},
+            NO_THINKING | {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+        ),
+        (
+            NO_THINKING
+            | {"tools": [{"type": "function", **TOOL}], "tool_choice": {"type": "function", "name": "weather"}},
+            NO_THINKING
+            | {
+                "tools": [{"type": "function", "function": TOOL}],
+                "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            },
+        ),
         ({"max_output_tokens": 7}, {"max_completion_tokens": 7}),
         ({"temperature": 0.3, "top_p": 0.4}, {"temperature": 0.3, "top_p": 0.4}),
         ({"temperature": 0}, {"temperature": 0}),
         ({"top_k": 3, "min_p": 0.1, "stop_token_ids": [9]}, {"top_k": 3, "min_p": 0.1, "stop_token_ids": [9]}),
         ({"speculate": False, "cache_salt": "x"}, {"speculate": False, "cache_salt": "x"}),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (NO_THINKING, NO_THINKING),
     ],
     ids=str,
 )
@@ -242,6 +256,11 @@ def asked(*items: Any) -> dict[str, Any]:
         ({"tools": [{"type": "function", "name": "f", "parameters": "{}"}]}, "tools.0.parameters"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", **TOOL}], "tool_choice": {"type": "function", "name": "g"}},
+            "tool_choice.name",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": "0"}, "temperature"),
         ({"stop_token_ids": [512]}, "stop_token_ids.0"),
