@@ -7,6 +7,7 @@
 #   make test-all | make proof                            every test but the slow ones; those too, to docs/proof.md
 #   make golden                                           the texts of Transformers, to tests/golden
 #   make audit                                            known holes in the installed packages, by PyPI's advisories
+#   make test-images                                      the images built and run, to docs/images.md: root and docker.io
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
 #   make bench                                            plain decoding against DFlash over HTTP, by turns, to docs/performance.md
 #   make bench ARGS="--concurrency 1,4"                   `dflash-server bench` with other arguments, to no page
@@ -34,7 +35,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Takes a value from make's command line only, because conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench test test-rest test-all golden test-npu-if-possible test-npu npu-launches check prose proof soak audit
+.PHONY: serve bench test test-rest test-all golden test-npu-if-possible test-npu npu-launches check prose proof soak test-images audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -96,6 +97,10 @@ proof: $(DEV_STAMP)
 # ARGS="--minutes N --fuzz-minutes N --seed N" sets another length. The page is docs/reliability.md.
 soak: $(DEV_STAMP)
 	$(BIN)/python -m tests.soak --report docs/reliability.md $(ARGS)
+
+# As root, with Debian's docker.io, debootstrap and slirp4netns. Nothing of it stays on the host.
+test-images: $(DEV_STAMP)
+	$(BIN)/python -m tests.images --report docs/images.md $(ARGS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
