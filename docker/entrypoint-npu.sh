@@ -7,6 +7,7 @@ if [ ! -r "$cann" ]; then
   echo "error: $cann cannot be read: this image has no CANN toolkit" >&2
   exit 1
 fi
+# CANN's own entrypoint sources NNAL and AscendNPU-IR too. The server calls no operator of these.
 load() { # in a function, because a sourced script would see the server's arguments as its own
   # shellcheck source=/dev/null
   source "$cann"

@@ -664,6 +664,11 @@ def test_torch_is_asked_of_its_index_and_all_other_packages_of_theirs(name: str)
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
+def test_torchs_own_tests_go_in_the_step_that_brings_them(name: str) -> None:
+    assert re.search(r' && rm -rf "\$\(python3 -c .*\)/test"$', steps_with(name, "pip install", "torch.txt")[0])
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
 def test_a_password_of_a_mirror_need_not_stay_in_the_image(name: str) -> None:
     downloads = steps_with(name, "pip install", "--requirement")
     assert len(downloads) == 2

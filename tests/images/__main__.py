@@ -3,8 +3,8 @@
     make test-images
     make test-images ARGS="--torch-wheel torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl"
 
-Root on Linux is needed, with Debian's packages docker.io, debootstrap and slirp4netns, about 8 GB of disk in /var/tmp,
-and a network that reaches Debian's mirror, PyPI and torch's index. A local wheel of torch stands in for that index.
+Root on Linux is needed, with Debian's packages docker.io, debootstrap and slirp4netns, and about 8 GB in /var/tmp. The
+network must reach Debian's mirror, PyPI and torch's index. A local wheel of torch stands in for that index.
 
 A Docker engine of its own runs in network, process and mount namespaces of its own. Its data, socket and images are in
 one folder, which is deleted at the end. The last line of the result compares the host with the host before.

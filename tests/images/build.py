@@ -20,7 +20,7 @@ BASES = ("python:3.11-slim-bookworm", "debian:bookworm-slim")
 """Defaults of PYTHON_IMAGE and TINI_IMAGE. The base that is made here gets both names."""
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
 INDEX_PORT = 8181
-"""Port of the index, in the sandbox's own network. A fixed one, because a new build argument is a new layer of torch."""
+"""Port of the index in the sandbox's own network. It is fixed, because a new build argument is a new layer of torch."""
 MARK = "a-password-that-must-not-stay"
 """Word in the secret pip.conf. Neither the images nor their history may have it."""
 CLIENT = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else "docker"
