@@ -63,7 +63,7 @@ def test_what_is_missing_is_said_before_anything_is_started(monkeypatch: pytest.
 
 def test_the_page_shows_a_run_in_which_everything_held() -> None:
     result = PAGE.partition(BEGIN)[2].partition(END)[0]
-    assert "$ make test-images" in result and table([])[0] in result
+    assert "make test-images" in result and table([])[0] in result
     for subject in ("docker stop", "kill -9 of the engine", "POST /v1/chat/completions", "GET /metrics", "build"):
         assert subject in result, subject
     assert "FAILED" not in result and "| host | afterwards | as before" in result

@@ -58,7 +58,8 @@ def main() -> int:
     print("\n".join(table(rows)))
     if given.report is not None:
         wheel = [f'ARGS="--torch-wheel {given.torch_wheel.name}"'] if given.torch_wheel else []
-        into_page(given.report, " ".join(["make test-images", *wheel]), rows)
+        threads = [f"OMP_NUM_THREADS={count}" for count in [os.environ.get("OMP_NUM_THREADS")] if count]
+        into_page(given.report, " ".join([*threads, "make test-images", *wheel]), rows)
     return code or bool(changed)
 
 
