@@ -78,10 +78,11 @@ def _connect(outer_network: int) -> None:
 
 def clean_up(work: Path, *, keep: bool) -> None:
     """Remove what a namespace cannot hold: files, control groups, and the folder of containerd."""
-    for group in sorted(Path("/sys/fs/cgroup").glob(f"**/{CGROUP}"), reverse=True):
-        for folder in sorted((path for path in group.rglob("*") if path.is_dir()), reverse=True):
-            folder.rmdir()
-        group.rmdir()
+    deadline = time.monotonic() + 10  # Processes of an interrupted run take a moment to end.
+    while (groups := _control_groups()) and time.monotonic() < deadline:
+        for folder in groups:
+            with suppress(OSError):
+                folder.rmdir()
     for folder in (CONTAINERD / "bin", CONTAINERD / "lib", CONTAINERD):
         with suppress(OSError):
             folder.rmdir()
@@ -98,9 +99,15 @@ def host_state() -> dict[str, object]:
         "firewall": _output("iptables-save", "-t", "filter") + _output("iptables-save", "-t", "nat"),
         "ip_forward": Path("/proc/sys/net/ipv4/ip_forward").read_text(),
         "mounts": Path("/proc/self/mounts").read_text(),
-        "control groups": sorted(map(str, Path("/sys/fs/cgroup").glob(f"**/{CGROUP}"))),
+        "control groups": _control_groups(),
         "folders": [path for path in [*paths.split(), str(CONTAINERD)] if Path(path).exists()],
     }
+
+
+def _control_groups() -> list[Path]:
+    """Return the engine's control groups, the innermost first."""
+    groups = Path("/sys/fs/cgroup").glob(f"**/{CGROUP}")
+    return sorted((path for group in groups for path in [group, *group.rglob("*/")]), reverse=True)
 
 
 def _run(*command: str) -> None:
