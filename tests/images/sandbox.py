@@ -14,6 +14,8 @@ BRIDGE = "172.29.0.1"
 CGROUP = "dflash-images"
 CONTAINERD = Path("/opt/containerd")
 """Folder that containerd makes in any case, and leaves empty."""
+HIDDEN = ("/run", "/etc/docker")
+"""Folders in which the engine sees empty ones in memory, because it writes there whatever its settings say."""
 
 
 def enter(command: list[str]) -> int:
@@ -30,7 +32,8 @@ def enter(command: list[str]) -> int:
 def engine(work: Path, outer_network: int) -> Iterator[dict[str, str]]:
     """Start a Docker engine whose files are all in `work`. Yield the environment of its clients."""
     _connect(outer_network)
-    _run("mount", "-t", "tmpfs", "tmpfs", "/run")
+    for folder in filter(os.path.isdir, HIDDEN):
+        _run("mount", "-t", "tmpfs", "tmpfs", folder)
     socket = f"unix://{work}/docker.sock"
     settings = {
         "data-root": str(work / "data"),
