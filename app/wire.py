@@ -41,7 +41,8 @@ Command = Submit | Abort | FlushCache | Shutdown
 
 
 class LoadProgress(_OfEpoch, frozen=True):
-    """Progress of the start: `stage` is "target", "draft" (in bytes), "graphs", "compile" or "warm-up" (in steps)."""
+    """Progress of the start: `stage` is "target", "draft" (in bytes), "graphs", "compile", "warm-up" (in steps), or
+    "timing steps" (in seconds, at most `total`)."""
 
     stage: str
     done: int

@@ -45,7 +45,7 @@ def create_app(services: Services) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    return RequestIds(layers, lambda: services.engine.state.phase == "draining")
+    return RequestIds(layers, lambda: services.is_leaving or services.engine.state.phase == "draining")
 
 
 def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> Services:

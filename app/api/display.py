@@ -13,6 +13,7 @@ from rich.table import Table
 from app.client.client import EngineClient
 from app.client.supervisor import EngineState
 from app.engine_config import EngineInfo
+from app.wire import LoadProgress
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,22 @@ async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
                 if progress.stage not in tasks:
                     tasks[progress.stage] = bar.add_task(progress.stage)
                     if not console.is_terminal:
-                        logger.info("loading: %s", progress.stage)
-                bar.update(tasks[progress.stage], completed=progress.done, total=max(1, progress.total))
+                        logger.info("loading: %s", stage_line(progress))
+                bar.update(
+                    tasks[progress.stage],
+                    description=stage_line(progress),
+                    completed=progress.done,
+                    total=max(1, progress.total),
+                )
             await engine.supervisor.next_state()
     return engine.state
+
+
+def stage_line(progress: LoadProgress) -> str:
+    """Return the name of a stage, with the time left where the stage counts seconds."""
+    if progress.stage != "timing steps":
+        return progress.stage
+    return f"{progress.stage}, at most {progress.total - progress.done} s left"
 
 
 def ready_table(info: EngineInfo) -> Table:

@@ -1,5 +1,6 @@
 """Probes, metrics and the one change that operators and orchestrators may make."""
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -24,7 +25,10 @@ async def live() -> Response:
 @router.get("/ready", **openapi.READY)
 async def ready(request: Request) -> Response:
     """Return 200 if requests are admitted, else 503 with the phase, the reason and the progress of loading."""
-    state = services_of(request).engine.state
+    services = services_of(request)
+    state = services.engine.state
+    if services.is_leaving and state.phase == "ready":
+        state = replace(state, phase="draining")
     return _described(state, 200 if state.phase == "ready" else 503)
 
 

@@ -107,11 +107,25 @@ class Server:
         return serving
 
     async def main_loop(self, serving: "asyncio.Task[None]") -> None:
-        """Serve until a signal comes, the engine is dead, or HTTP ends. After a signal, drain."""
+        """Serve until a signal comes, the engine is dead, or HTTP ends. After a signal, leave and drain."""
         await _wait_for_first(self._should_exit.wait(), self._engine_death(), asyncio.wait({serving}))
-        if self._should_exit.is_set():
+        if not self._should_exit.is_set():
+            return
+        await self._leave()
+        if not self._force_exit.is_set():
             logger.info("stopping: running requests get %g s", self._config.shutdown_timeout)
             await _wait_for_first(self._engine.drain(self._config.shutdown_timeout), self._force_exit.wait())
+
+    async def _leave(self) -> None:
+        """Say 503 on /ready for the drain delay while requests are taken, so that proxies go elsewhere first.
+
+        A second signal and the engine's death end it. A server that was never ready has no proxy to tell.
+        """
+        delay = self._config.drain_delay
+        if delay and self._engine.state.phase == "ready":
+            self._services.is_leaving = True
+            logger.info("leaving: /ready says 503, and requests are taken for %g s more", delay)
+            await _wait_for_first(asyncio.sleep(delay), self._force_exit.wait(), self._engine_death())
 
     async def shutdown(self, serving: "asyncio.Task[None]") -> None:
         """End HTTP, the engine and the tasks beside them."""

@@ -27,7 +27,8 @@ class Services:
     lets prompts into the log. A request gets `request_timeout` seconds; 0 is no end. With `api_keys`, a request outside
     OPEN_PATHS must have one of all keys, and clients are known by their keys, not by their addresses. With
     `admin_keys`, a request that changes the server must have one of these. `allowed_origins` are for CORS.
-    `num_unread_bytes` counts the bytes of the bodies that have not arrived whole.
+    `num_unread_bytes` counts the bytes of the bodies that have not arrived whole. While the server `is_leaving`, /ready
+    says 503, and requests are still taken.
     """
 
     engine: EngineClient
@@ -45,6 +46,7 @@ class Services:
     allowed_origins: Sequence[str] = ()
     root_path: str = ""
     num_unread_bytes: int = 0
+    is_leaving: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def client_id(self, request: Request) -> str:

@@ -148,6 +148,9 @@ class Config(BaseModel):
         SERVER, 0.0, "seconds after which a request ends with 504; 0 is never; X-Request-Timeout may shorten it", ge=0
     )
     shutdown_timeout: FiniteFloat = setting(SERVER, 30.0, "seconds that running requests get after SIGTERM", ge=0)
+    drain_delay: FiniteFloat = setting(
+        SERVER, 0.0, "seconds after SIGTERM in which /ready says 503 and requests are still taken", ge=0
+    )
     step_timeout: FiniteFloat = setting(
         SERVER, 120.0, "seconds without a step result after which an engine with work is killed and started again", gt=0
     )

@@ -549,7 +549,9 @@ def test_the_settings_of_compose_are_valid(monkeypatch: pytest.MonkeyPatch) -> N
     config = load_config()
     assert (config.model, config.draft_model) == ("demo", None)
     seconds = int(services()["server-0"]["stop_grace_period"].removesuffix("s"))
-    assert seconds >= config.shutdown_timeout + 10
+    assert seconds >= config.drain_delay + config.shutdown_timeout + 10
+    interval, fall = re.findall(r"check inter (\d+)s fall (\d+) ", read("docker/haproxy.cfg"))[0]
+    assert config.drain_delay > int(interval) * int(fall), "HAProxy goes elsewhere before requests are refused"
 
 
 def test_everybody_waits_longer_than_the_server_drains_and_as_long_as_it_may_load() -> None:

@@ -24,6 +24,12 @@ def test_every_name_of_the_table_is_exposed_under_the_prefix():
         assert f"# TYPE vllm:{metric.name}{'_total' if metric.kind == 'counter' else ''} {metric.kind}" in text
 
 
+def test_no_sample_says_when_a_counter_was_created():
+    metrics = Metrics()
+    metrics.request_ended("stop", 0.1)
+    assert not [name for name in samples(metrics) if "_created" in name]
+
+
 def test_two_servers_in_one_process_share_no_metric():
     first, second = Metrics(), Metrics()
     first.step(output([SpecStep(1, 0, 0)]))

@@ -146,6 +146,58 @@ def test_a_second_signal_forces_the_end(process, script, background):
     assert running.exception() is not None or running.result().status_code == 503
 
 
+def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model_folder, background):
+    process = Process(script, model_folder, main=MAIN.replace("Config(", f"Config(drain_delay={10 * PATIENCE}, "))
+    try:
+        url = process.read_url()
+        script.ready()
+        process.read_until("ready: ")
+        process.popen.send_signal(signal.SIGTERM)
+        process.read_until("leaving: ")
+        ready = httpx.get(f"{url}/ready", timeout=PATIENCE)
+        assert ready.status_code == 503 and ready.json() == {"status": "draining"} and "retry-after" in ready.headers
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
+        script.plan([*ids(model_folder, "fine"), 2])
+        answer = httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE)
+        assert answer.json()["choices"][0]["text"] == "fine"
+        assert answer.headers["connection"] == "close"
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
+        assert "stopping" not in "".join(process.lines())
+    finally:
+        process.close()
+
+
+def test_after_the_drain_delay_the_server_drains(script, model_folder, background):
+    process = Process(script, model_folder, main=MAIN.replace("Config(", "Config(drain_delay=0.5, "))
+    try:
+        url = process.read_url()
+        script.ready()
+        process.read_until("ready: ")
+        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
+        request_id = script.see("Submit")["request_id"]
+        process.popen.send_signal(signal.SIGTERM)
+        process.read_until("leaving: ")
+        process.read_until("stopping")
+        assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE).status_code == 503
+        script.emit(request_id, [*ids(model_folder, "done"), 2])
+        assert running.result().json()["choices"][0]["text"] == "done"
+        assert process.wait() == 0
+    finally:
+        process.close()
+
+
+def test_a_loading_server_has_no_drain_delay(script, model_folder):
+    process = Process(script, model_folder, main=MAIN.replace("Config(", f"Config(drain_delay={10 * PATIENCE}, "))
+    try:
+        process.read_url()
+        script.see("started")
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+    finally:
+        process.close()
+
+
 def test_the_log_says_where_a_server_on_all_addresses_can_be_reached(script, model_folder):
     everywhere = MAIN.replace(
         "shutdown_timeout=shutdown_timeout,", 'host="0.0.0.0", shutdown_timeout=shutdown_timeout,'

@@ -43,7 +43,7 @@ from app.messages import Request
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in
-functions, "warm-up" in steps."""
+functions, "warm-up" in steps, "timing steps" in seconds."""
 
 CPU_KV_BYTES = 4 << 30
 """KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
@@ -142,7 +142,9 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
 
     backend.retain_allocator_memory()
     _warm_up(core(Policy(block_size)), sizes, on_progress)
-    costs = measure_costs(runner, sizes, num_pages) if config.verify == "auto" and block_size > 1 else None
+    costs = None
+    if config.verify == "auto" and block_size > 1:
+        costs = measure_costs(runner, sizes, num_pages, partial(on_progress, "timing steps"))
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
     return Engine(core(policy), sizes, str(backend.device), str(dtype).removeprefix("torch."), shape, draft_shape)
 
@@ -256,7 +258,7 @@ def _warm_up(core: FaultTolerantCore, sizes: Sizes, on_progress: Progress) -> No
 
     `core` is used for nothing else, so its cached pages and counters go with it.
     """
-    num_steps = 3
+    num_steps = 2  # one without drafts and one with a block: another block of a slow machine takes seconds
     room = sizes.max_model_len - 1
     core.add(Request("warm-up", (0,), max_tokens=min(num_steps * sizes.block_size, room)))
     for done in range(num_steps):

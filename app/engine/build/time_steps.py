@@ -2,6 +2,10 @@
 
 import time
 from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.engine.build.config import Sizes
 from app.engine.build.cost_table import Shape, cost_table, shapes
@@ -10,30 +14,38 @@ from app.engine.dflash.costs import CostTable
 from app.engine.schedule.batch import Batch
 from app.engine.step.runner import ModelRunner
 
+MAX_SECONDS = 10
+"""Time for all steps. A step begins only if it is expected to end by then, and its cost is scaled otherwise."""
 _SECONDS = 1.0
 """Time for the first round, which then leaves out sizes between the ends, and once more for all others."""
 _ROUNDS = 7
 _IN_A_ROW = 3
 """Steps of a shape in every round, of which the last is timed."""
+_SLOW_MS = 100.0
+"""A step that takes longer is timed at once, because steps like it before it would save few of its milliseconds."""
 _CONTEXT = 128
 """Tokens before the rows, like in an answer. Without context a plain step would look too cheap, because context is more
 of its time than of a step that drafts."""
 
 
-def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTable:
+def measure_costs(
+    runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: Callable[[int, int], None] = lambda *_: None
+) -> CostTable:
     """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, and return their costs.
 
     Every round runs every shape once, and the quickest time of each counts, because other load only makes steps slower.
     One sequence alone gets twice the time, because it is cheap and a width that looks dear is not tried again. Free
-    pages are overwritten; sizes that need more than `num_pages` are left out.
+    pages are overwritten; sizes that need more than `num_pages` are left out. A plain step and a whole block of one
+    sequence are timed in any case. `on_progress` gets the seconds that are over, and `MAX_SECONDS`.
     """
     seqs = [1 << i for i in range(sizes.max_num_seqs.bit_length())]
     seqs = [
         n for n in sorted({*seqs, sizes.max_num_seqs}) if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages
     ]
-    ends = (seqs[0], seqs[-1])  # they are timed in any case
+    ends = (seqs[0], seqs[-1])  # they are timed in any case, or scaled
     seqs = list(dict.fromkeys((*ends, *seqs[::2], *seqs)))
     times: dict[Shape, list[float]] = {}
+    begun = time.perf_counter()
     for done in range(_ROUNDS + 1):
         if done < 2:
             started = time.perf_counter()
@@ -42,9 +54,37 @@ def measure_costs(runner: ModelRunner, sizes: Sizes, num_pages: int) -> CostTabl
             if is_late and (done > 1 or (done == 0 and n not in ends)):
                 break
             for shape in shapes(n, sizes.block_size):
-                times.setdefault(shape, []).append(_timed(runner, _step(shape, sizes)))
-        seqs = [n for n in seqs if Shape(n) in times]
-    return cost_table({shape: min(taken) for shape, taken in times.items()})
+                seconds = time.perf_counter() - begun
+                on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)
+                if len(times) < 2 or seconds + _expected_seconds(shape, times) <= MAX_SECONDS:
+                    times.setdefault(shape, []).append(_timed(runner, _step(shape, sizes)))
+        seqs = [n for n in seqs if n in ends or Shape(n) in times]
+    on_progress(MAX_SECONDS, MAX_SECONDS)
+    return cost_table({shape: _expected_ms(shape, times) for n in seqs for shape in shapes(n, sizes.block_size)})
+
+
+def _expected_ms(shape: Shape, times: Mapping[Shape, Sequence[float]]) -> float:
+    """Return the quickest time of a shape. Without one, scale the timed shapes by their rows.
+
+    A row of the target and a row of the draft each have one cost, fitted to all shapes beside the first plain step.
+    """
+    if taken := times.get(shape):
+        return min(taken)
+    first = min(times[Shape(1)])
+    rows = np.array([_rows(timed) for timed in times], dtype=float)
+    beside = np.array([min(taken) - first for taken in times.values()])
+    costs = np.linalg.lstsq(rows, beside)[0].clip(min=0)
+    return first + float(_rows(shape) @ costs)
+
+
+def _expected_seconds(shape: Shape, times: Mapping[Shape, Sequence[float]]) -> float:
+    ms = _expected_ms(shape, times)
+    return (ms if ms > _SLOW_MS else _IN_A_ROW * ms) / 1000
+
+
+def _rows(shape: Shape) -> NDArray[np.int64]:
+    """Return the rows `[2]` of the target and of the draft, without the row of one plain sequence."""
+    return np.array((shape.seqs - 1 + shape.drafting * (shape.rows - 1), shape.drafting * shape.block))
 
 
 def _step(shape: Shape, sizes: Sizes) -> Batch:
@@ -62,8 +102,11 @@ def _step(shape: Shape, sizes: Sizes) -> Batch:
 
 
 def _timed(runner: ModelRunner, batch: Batch) -> float:
-    """Return the milliseconds of a step that follows others like it, like in serving."""
+    """Return the milliseconds of a step that follows others like it, like in serving. A slow one follows none."""
     for _ in range(_IN_A_ROW):
         begun = time.perf_counter()
         runner.launch(runner.layout.build(batch)).read()
-    return 1000 * (time.perf_counter() - begun)
+        ms = 1000 * (time.perf_counter() - begun)
+        if ms > _SLOW_MS:
+            break
+    return ms

@@ -1,0 +1,96 @@
+"""A start is timed for at most ten seconds, by a clock of its own: no real time is asserted."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from app.engine.build import time_steps
+from app.engine.build.config import Sizes
+from app.engine.build.cost_table import Shape
+from app.engine.build.time_steps import MAX_SECONDS, measure_costs
+from app.engine.dflash.costs import CostTable
+
+SIZES = Sizes(block_size=16, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=512, page_size=16)
+
+
+class Machine:
+    """A clock that only steps move, and the shapes that were run."""
+
+    def __init__(self, step_ms: Callable[[Shape], float]) -> None:
+        self.step_ms = step_ms
+        self.now = 100.0
+        self.ran: list[Shape] = []
+        self.progress: list[tuple[int, int]] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def launch(self, shape: Shape) -> "Machine":
+        self.ran.append(shape)
+        self.now += self.step_ms(shape) / 1000
+        return self
+
+    def read(self) -> None:
+        pass
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> CostTable:
+    runner = SimpleNamespace(launch=machine.launch, layout=SimpleNamespace(build=lambda shape: shape))
+    monkeypatch.setattr(time_steps, "time", machine)
+    monkeypatch.setattr(time_steps, "_step", lambda shape, sizes: shape)
+    return measure_costs(runner, SIZES, 64, lambda done, total: machine.progress.append((done, total)))  # type: ignore[arg-type]
+
+
+def by_rows(first: float, target: float, draft: float) -> Callable[[Shape], float]:
+    """Milliseconds of a step: the weights, and each row of the two models."""
+
+    def step_ms(shape: Shape) -> float:
+        return first + target * (shape.seqs + shape.drafting * (shape.rows - 1)) + draft * shape.drafting * shape.block
+
+    return step_ms
+
+
+@pytest.mark.parametrize("slowness", [1, 30, 300, 1000])
+def test_timing_ends_within_its_limit_on_any_machine(monkeypatch: pytest.MonkeyPatch, slowness: int) -> None:
+    machine = Machine(by_rows(slowness, 0.3 * slowness, 0.05 * slowness))
+    measured(monkeypatch, machine)
+    assert machine.now - 100 <= MAX_SECONDS == 10
+
+
+def test_a_machine_on_which_two_steps_take_longer_runs_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(by_rows(8000, 100, 10))
+    table = measured(monkeypatch, machine)
+    assert machine.ran == [Shape(1), Shape(1, 1, 16, 16)]
+    assert float(table.step_ms(1, 0, 16, 0)) == pytest.approx(8100)
+
+
+def test_what_is_not_timed_is_scaled_from_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest step would take 20 s. Its rows cost what those of one sequence do."""
+    step_ms = by_rows(300, 70, 8)
+    machine = Machine(step_ms)
+    table = measured(monkeypatch, machine)
+    widest = Shape(16, 16, 16, 16)
+    assert widest not in machine.ran and Shape(1, 1, 2, 4) in machine.ran
+    assert float(table.step_ms(16, 16, 16, 16 * 15)) == pytest.approx(step_ms(widest), rel=0.02)
+    assert float(table.step_ms(16, 0, 16, 0)) == pytest.approx(step_ms(Shape(16)), rel=0.02)
+
+
+def test_a_slow_step_is_not_repeated_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(by_rows(300, 70, 8))
+    measured(monkeypatch, machine)
+    assert all(shape != following for shape, following in zip(machine.ran, machine.ran[1:], strict=False))
+
+
+def test_a_quick_machine_times_every_shape_in_rounds_behind_two_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(by_rows(0.2, 0.01, 0.001))
+    measured(monkeypatch, machine)
+    assert {machine.ran.count(shape) for shape in machine.ran} == {8 * 3}
+    assert {shape.seqs for shape in machine.ran} == {1, 2, 4, 8, 16}
+
+
+def test_progress_says_how_many_seconds_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(by_rows(300, 70, 8))
+    measured(monkeypatch, machine)
+    assert machine.progress[0] == (0, 10) and machine.progress.index((10, 10)) == len(machine.progress) - 1
+    assert machine.progress == sorted(machine.progress) and len({done for done, _ in machine.progress}) > 5
