@@ -22,6 +22,7 @@ FOLDERS = {
     "devices/cuda": "gpu_interp",
     "devices/npu": "npu",
     "server": "server",
+    "clients": "server",
     "browser": "browser",
     "deploy": "deploy",
     "exhaustive": "exhaustive",

@@ -1,12 +1,7 @@
 """The whole server as people start it: `dflash-server serve`, the demo pair, the OpenAI SDK."""
 
 import asyncio
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -14,31 +9,12 @@ import openai
 import pytest
 
 from tests.fast.api.served import PATIENCE
+from tests.server.demo import ready
 
 QUESTIONS = [
     f"Mia has {10 + i} apples. Mia buys {2 + i % 8} more apples. How many apples are there now?" for i in range(32)
 ]
 KEYS = "Tom has 6 boxes with 4 keys in each. Tom loses 5 keys. How many keys are left?"
-
-
-@contextlib.contextmanager
-def ready(*flags: str) -> Iterator[str]:
-    """The address of a server that is ready; stopped by SIGTERM, which must end it with 0."""
-    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--device", "cpu", *flags]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stderr is not None
-        try:
-            for line in server.stderr:
-                if found := re.search(r"ready: .* at (http://\S+)", line):
-                    break
-            else:
-                pytest.fail("the server ended before it was ready")
-            yield found.group(1)
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.stderr.read()
-    assert server.returncode == 0
 
 
 @pytest.fixture(scope="module")

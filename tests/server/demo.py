@@ -1,0 +1,31 @@
+"""The real server with the demo pair, or with another model."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@contextlib.contextmanager
+def ready(*flags: str) -> Iterator[str]:
+    """Yield the address of a server that is ready. SIGTERM stops it, which must end it with 0."""
+    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--device", "cpu", *flags]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stderr is not None
+        try:
+            for line in server.stderr:
+                if found := re.search(r"ready: .* at (http://\S+)", line):
+                    break
+            else:
+                pytest.fail("the server ended before it was ready")
+            yield found.group(1)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.stderr.read()
+    assert server.returncode == 0
