@@ -1,4 +1,4 @@
-"""docs/structured-output.md: frameworks get structured data. The model is scripted, so that it writes what a model would.
+"""docs/structured-output.md: frameworks get structured data of a scripted model, which writes what a model would.
 
 DFLASH_CLIENTS_PYTHON is an interpreter with instructor, pydantic-ai-slim[openai], openai-agents, langchain-openai,
 smolagents[openai] and llama-index-llms-openai-like.
@@ -6,6 +6,7 @@ smolagents[openai] and llama-index-llms-openai-like.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,8 +19,8 @@ import zmq
 from app.text.parsers import qwen3
 from tests import ROOT
 from tests.clients.frameworks import CASES, REFUSED
-from tests.fast.api.served import Server
-from tests.fast.api.templates import QWEN, serving_template
+from tests.fast.api.served import Server, serving
+from tests.fast.api.templates import QWEN
 
 PYTHON = os.environ.get("DFLASH_CLIENTS_PYTHON", "")
 ARGUMENTS = '{"city": "Bern", "days": 3}'
@@ -29,7 +30,7 @@ def reply(prompt: str) -> str:
     """Return what a good model would write behind this prompt."""
     conversation, _, turn = prompt.rpartition("<|im_start|>assistant\n")
     tools = re.findall(r'"function": {"name": "([^"]+)"', conversation)
-    has_result = "<tool_response>" in conversation
+    has_result = "sunny" in conversation
     if not tools:
         return f"```json\n{ARGUMENTS}\n```"
     name, arguments = tools[0], ARGUMENTS
@@ -46,7 +47,11 @@ def reply(prompt: str) -> str:
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = QWEN.replace("<think>", "").replace("</think>", "")
     folder = tmp_path_factory.mktemp("frameworks") / "qwen"
-    with serving_template(model_folder, folder, template, tool_family=qwen3.FAMILY) as server:
+    shutil.copytree(model_folder, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    with serving(folder, tool_family=qwen3.FAMILY) as server:
+        server.script.ready(max_model_len=2**17)
+        server.reach("ready")
         yield server
 
 
