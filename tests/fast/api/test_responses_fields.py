@@ -168,13 +168,31 @@ def test_fields_ask_the_engine_for_what_those_of_chat_ask(server, fields, of_cha
 
 
 HARMFUL = {
+    "store": [True],
+    "background": [True],
+    "previous_response_id": ["resp_1"],
+    "conversation": ["conv_1", {"id": "conv_1"}],
+    "prompt": [{"id": "pmpt_1"}],
+    "text.verbosity": ["low"],
+    "max_tool_calls": [3],
+    "moderation": [{"model": "m"}],
+    "messages": [[HELLO]],
+    "max_tokens": [5],
+    "max_completion_tokens": [5],
+    "top_logprobs": [2],
     "text.format": [{"type": "json_object"}, {"type": "json_schema", "name": "a", "schema": {}}],
     "truncation": ["auto"],
     "include": [["message.output_text.logprobs"], ["file_search_call.results"], "x"],
     "reasoning.summary": ["concise", "detailed"],
     "n": [2, 0],
     "context_management": [[{"type": "compaction"}]],
+    "max_new_tokens": [5],
+    "n_predict": [5],
 }
+
+
+def test_every_row_of_the_table_is_tried_with_a_harmful_value():
+    assert {refusal.field for refusal in RESPONSES} <= HARMFUL.keys()
 
 
 @pytest.mark.parametrize("refusal", refusals_of(ResponsesRequest), ids=lambda refusal: refusal.field)
@@ -277,6 +295,14 @@ def asked(*items: Any) -> dict[str, Any]:
 def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
     error = error_of(server.http.post(PATH, json=ASK | fields), 400)
     assert error["param"] == param and "messages" not in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["item_reference", "web_search_call", "image_generation_call"])
+def test_an_unknown_item_is_refused_with_the_kinds_that_are_known(server, kind):
+    message = error_of(server.http.post(PATH, json=asked({"type": kind, "id": "x"})), 400)["message"]
+    for known in ("message", "function_call", "function_call_output", "reasoning", kind):
+        assert known in message
+    assert "nothing is stored here" in message
 
 
 @pytest.mark.parametrize(
