@@ -1,7 +1,7 @@
 """docs/structured-output.md: frameworks get structured data of a scripted model, which writes what a model would.
 
-DFLASH_CLIENTS_PYTHON is an interpreter with instructor, pydantic-ai-slim[openai], openai-agents, langchain-openai,
-smolagents[openai] and llama-index-llms-openai-like.
+DFLASH_CLIENTS_PYTHON is an interpreter with instructor, pydantic-ai-slim[openai], openai-agents, langchain-openai and
+smolagents[openai].
 """
 
 import os
