@@ -2,13 +2,15 @@
 
 import asyncio
 import functools
+import secrets
 from dataclasses import dataclass
+from typing import Any
 
 from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
 from app.api.forced_call import Prefix
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
-from app.api.validation import check_strict, check_template
+from app.api.validation import check_names, check_strict, check_template
 from app.engine_config import EngineInfo
 from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
@@ -48,17 +50,20 @@ async def render_and_encode(
         check_strict(body)
     check_template(body, template, services.tool_family)
 
-    def render() -> str:
-        return template.render(
-            [message.for_template() for message in body.messages],
-            tools=body.offered_tools or None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            switches={**services.template_kwargs, **body.switches(template.switches)},
-        )
-
+    conversation = [message.for_template() for message in body.messages]
+    render = functools.partial(
+        template.render,
+        tools=body.offered_tools or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        switches={**services.template_kwargs, **body.switches(template.switches)},
+    )
     try:
-        text = await asyncio.to_thread(render)
+        text = await asyncio.to_thread(render, conversation)
+        if any(message.name for message in body.messages):
+            marked, marks = _with_marked_names(conversation)
+            shown = await asyncio.to_thread(render, marked)
+            check_names(body, lambda index: marks[index] in shown)
     except ChatTemplateError as error:
         raise bad_request(clip(str(error), _MAX_TEMPLATE_ERROR), "messages") from None
     end = body.messages[-1].text if body.continue_final_message else text[-_END_LENGTH:]
@@ -73,6 +78,17 @@ async def render_and_encode(
     special = bool(body.add_special_tokens)
     token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
     return Prompt(token_ids, in_reasoning, prefix)
+
+
+def _with_marked_names(conversation: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the conversation with a mark of its own in each name, and the marks, which show if a name is written."""
+    mark = secrets.token_hex(8)
+    marks = [f"{mark}-{index}-" for index in range(len(conversation))]
+    named = [
+        message | {"name": message["name"] + own} if message.get("name") else message
+        for message, own in zip(conversation, marks, strict=True)
+    ]
+    return named, marks
 
 
 async def encode_text(

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -129,8 +129,14 @@ class GenerationRequest(SamplingRequest):
         return self.stream_options or StreamOptions()
 
 
-class TextPart(Body):
-    """A part of a message."""
+class CachedPart(Body):
+    """A part of a message. `cache_control` is a hint to other servers' caches and means nothing here."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextPart(CachedPart):
+    """A part of a message's text."""
 
     type: Literal["text"]
     text: str
@@ -139,11 +145,28 @@ class TextPart(Body):
     @classmethod
     def _check_type(cls, value: object) -> object:
         if isinstance(value, str) and value != "text":
-            raise ValueError('must be "text": this model reads no images, sounds or files')
+            raise ValueError('must be "text", or "thinking": this model reads no images, sounds or files')
         return value
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+class ThinkingPart(CachedPart):
+    """Reasoning of an earlier turn in Anthropic's form. Its `signature` means nothing here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+def _kind_of_part(value: Any) -> str:
+    """Return the name of the class that reads a part. Any other kind is refused by the type of a text."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "ThinkingPart" if kind == "thinking" else "TextPart"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("TextPart")] | Annotated[ThinkingPart, Tag("ThinkingPart")], Discriminator(_kind_of_part)
+]
+Content = str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(Body):
@@ -192,20 +215,34 @@ class CalledTool(Body):
 
 
 class ChatMessage(Body):
-    """A message. Unknown fields may be null or empty, because SDKs send them back."""
+    """A message. Unknown fields may be null or empty, because SDKs send them back.
+
+    `reasoning` is vLLM's newer name of `reasoning_content`. The last three fields are notes of clients and gateways,
+    and change no text.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    id: str | None = None
+    cache_control: dict[str, Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def thinking(self) -> str:
+        """The text of the parts that are reasoning."""
+        parts = self.content if isinstance(self.content, list) else []
+        return "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it. "developer" is OpenAI's newer word for "system"."""
@@ -213,6 +250,8 @@ class ChatMessage(Body):
         for field in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, field)) is not None:
                 message[field] = value
+        if reasoning := self.reasoning_content or self.reasoning or self.thinking:
+            message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message

@@ -1,6 +1,6 @@
 """Checks of several fields together, and of fields against the model that is served."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -83,10 +83,17 @@ def _check_message(where: str, message: ChatMessage) -> None:
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
         beside = " or `tool_calls`" if message.role == "assistant" else ""
         raise bad_request(f"`{where}.content`{beside} is required.", f"{where}.content", "missing_parameter")
-    for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
-        if getattr(message, field) and message.role != role:
-            param = f"{where}.{field}"
-            raise bad_request(f"`{param}` belongs to messages of the role {role}, not {message.role}.", param)
+    given = {
+        field: getattr(message, field) for field in ("tool_calls", "reasoning_content", "reasoning", "tool_call_id")
+    }
+    for field, value in (given | {"content": message.thinking}).items():
+        role = "tool" if field == "tool_call_id" else "assistant"
+        if value and message.role != role:
+            param, what = f"{where}.{field}", "Reasoning in " if field == "content" else ""
+            raise bad_request(f"{what}`{param}` belongs to messages of the role {role}, not {message.role}.", param)
+    if len({given["reasoning_content"], given["reasoning"], message.thinking} - {None, ""}) > 1:
+        param = f"{where}.reasoning" if given["reasoning"] else f"{where}.reasoning_content"
+        raise bad_request(f"`{param}` and other reasoning of the message differ. Send one of them.", param)
 
 
 def check_strict(body: TemplatedRequest) -> None:
@@ -129,6 +136,25 @@ def check_template(body: TemplatedRequest, template: ChatTemplate, family: Famil
             param = f"chat_template_kwargs.{clip(name)}"
             raise bad_request(
                 f"This model's chat template does not know `{clip(name)}`. What it knows: {known}.",
+                param,
+                "unsupported_parameter",
+            )
+
+
+def check_names(body: TemplatedRequest, is_written: Callable[[int], bool]) -> None:
+    """Raise ApiError for the first name of a message that reaches no prompt, by `is_written(index)`.
+
+    The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
+    """
+    called: set[str] = set()
+    for index, message in enumerate(body.messages):
+        called.update(call.function.name for call in message.tool_calls or [])
+        if not message.name or (message.role == "tool" and message.name in called):
+            continue
+        if not is_written(index):
+            param = f"messages.{index}.name"
+            raise bad_request(
+                f"This model's chat template writes no `{param}`. Leave it out, or say it in `content`.",
                 param,
                 "unsupported_parameter",
             )

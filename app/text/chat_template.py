@@ -45,6 +45,7 @@ class ChatTemplate:
         environment = _environment()
         tree = environment.parse(source or "")
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self._own = _set_before_read(tree)
         timeout = environment.extensions[_Timeout.identifier]
         assert isinstance(timeout, _Timeout)
         self._timeout = timeout
@@ -56,7 +57,7 @@ class ChatTemplate:
     @property
     def switches(self) -> list[str]:
         """Names that `chat_template_kwargs` may set, sorted."""
-        return sorted(self.variables - _STANDARD_VARIABLES - self._special.keys() - _GLOBALS.keys())
+        return sorted(self.variables - self._own - _STANDARD_VARIABLES - self._special.keys() - _GLOBALS.keys())
 
     @classmethod
     def load(cls, folder: Path, settings: dict[str, Any], special: dict[str, str]) -> "ChatTemplate":
@@ -127,6 +128,27 @@ class ChatTemplate:
                 "The model's chat template leaves the final message out, so it cannot be continued."
             )
         return text[:end]
+
+
+def _set_before_read(tree: jinja2.nodes.Template) -> set[str]:
+    """Return the names that the template sets earlier than it reads them, like the variables of a loop."""
+    first: dict[str, str] = {}
+    for name in _names(tree):
+        first.setdefault(name.name, name.ctx)
+    return {name for name, context in first.items() if context != "load"}
+
+
+def _names(node: jinja2.nodes.Node) -> Iterator[jinja2.nodes.Name]:
+    """Yield the names in a node in the order of their use: a target is set after its value was read."""
+    if isinstance(node, jinja2.nodes.Name):
+        yield node
+    children = list(node.iter_child_nodes())
+    if isinstance(node, jinja2.nodes.Assign):
+        children = [*children[1:], children[0]]
+    elif isinstance(node, jinja2.nodes.For):
+        children = [children[1], children[0], *children[2:]]
+    for child in children:
+        yield from _names(child)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -1,0 +1,153 @@
+"""Fields of messages: those that change no text pass, reasoning is read, and names are written or refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.text.chat_template import ChatTemplate
+from tests.fast.api.served import Server
+from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+THOUGHT = f"{HEAD}{TURN}<think>\n2 + 3\n</think>\n\n5.<|im_end|>\n{HEAD}{TURN}"
+SAID = {"role": "assistant", "content": "5."}
+NAMED = """\
+{%- for message in messages %}
+    {{- message.role + ('(' + message.name + ')' if message.name and message.role != 'tool' else '') }}
+    {{- ': ' + message.content + '\\n' }}
+{%- endfor %}"""
+"""Writes names, but not those of tools' messages."""
+CALL = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving_template(model_folder, tmp_path_factory.mktemp("messages") / "qwen") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        CACHED,
+        {"provider_specific_fields": {"refusal": None, "citations": [1]}},
+        {"id": "msg_1"},
+        {"content": [{"type": "text", "text": "hello", **CACHED}]},
+    ],
+    ids=["cache_control", "provider_specific_fields", "id", "part"],
+)
+def test_fields_that_change_no_text_pass(server, fields):
+    assert prompt_of(server, messages=[HELLO | fields]) == HEAD + TURN
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning": "2 + 3"},
+        {"reasoning": "2 + 3", "reasoning_content": "2 + 3"},
+        {"reasoning": "", "reasoning_content": "2 + 3"},
+        {"content": [{"type": "thinking", "thinking": "2 + 3", "signature": "x"}, {"type": "text", "text": "5."}]},
+        {
+            "content": [{"type": "thinking", "thinking": "2 + 3", **CACHED}, {"type": "text", "text": "5."}],
+            "reasoning_content": "2 + 3",
+        },
+    ],
+    ids=["reasoning", "twice", "one is empty", "part", "part and field"],
+)
+def test_reasoning_has_several_names(server, fields):
+    assert prompt_of(server, messages=[HELLO, SAID | fields, HELLO]) == THOUGHT
+
+
+def test_parts_of_reasoning_are_joined_and_no_text(server):
+    parts = [{"type": "thinking", "thinking": text} for text in ("2", "+ 3")] + [{"type": "text", "text": "5."}]
+    prompt = prompt_of(server, messages=[HELLO, SAID | {"content": parts}, HELLO])
+    assert prompt == THOUGHT.replace("2 + 3", "2\n+ 3")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (SAID | {"reasoning": "a", "reasoning_content": "b"}, "reasoning"),
+        (SAID | {"reasoning": "a", "content": [{"type": "thinking", "thinking": "b"}]}, "reasoning"),
+        (HELLO | {"reasoning": "a"}, "reasoning"),
+        (HELLO | {"content": [{"type": "thinking", "thinking": "b"}]}, "content"),
+        (SAID | {"reasoning": 5}, "reasoning"),
+        (SAID | {"content": [{"type": "thinking", "text": "b"}]}, "content.0.thinking"),
+        (SAID | {"content": [{"type": "thinking", "thinking": "b", "colour": "red"}]}, "content.0.colour"),
+        (SAID | {"content": [{"type": "image_url", "image_url": {}}]}, "content.0.type"),
+        (SAID | {"content": [{"type": "text", "text": 5}]}, "content.0.text"),
+    ],
+    ids=["differs", "part differs", "user", "part of user", "number", "no thinking", "unknown", "image", "text"],
+)
+def test_reasoning_that_cannot_be_read_is_refused_by_its_field(server, message, param):
+    assert refusal(server, messages=[message])["param"] == f"messages.0.{param}"
+
+
+def test_an_unknown_type_of_part_is_told_what_is_read(server):
+    message = refusal(server, messages=[HELLO | {"content": [{"type": "image_url", "image_url": {}}]}])["message"]
+    assert '"text"' in message and '"thinking"' in message
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_a_name_that_the_template_leaves_out_is_refused(server, role):
+    error = refusal(server, messages=[HELLO, {"role": role, "content": "x", "name": "Ann"}])
+    assert (error["param"], error["code"]) == ("messages.1.name", "unsupported_parameter")
+    response = server.http.post("/tokenize", json={"messages": [HELLO | {"name": "Ann"}]})
+    assert response.json()["error"]["param"] == "messages.0.name"
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_name_that_says_nothing_passes(server, name):
+    assert prompt_of(server, messages=[HELLO | {"name": name}]) == HEAD + TURN
+
+
+def test_a_tools_message_may_repeat_the_function_that_was_called(server):
+    told = {"role": "tool", "tool_call_id": "a", "content": "noon"}
+    prompt = prompt_of(server, messages=[HELLO, CALLING, told])
+    assert prompt_of(server, messages=[HELLO, CALLING, told | {"name": "clock"}]) == prompt
+    assert refusal(server, messages=[HELLO, CALLING, told | {"name": "o'clock"}])["param"] == "messages.2.name"
+    assert refusal(server, messages=[HELLO, told | {"name": "clock"}])["param"] == "messages.1.name"
+
+
+def test_a_name_is_written_where_the_template_writes_it(start):
+    server = start(NAMED)
+    ann = HELLO | {"name": "Ann"}
+    assert prompt_of(server, messages=[ann, HELLO]) == "user(Ann): hello\nuser: hello\n"
+    told = {"role": "tool", "content": "noon", "tool_call_id": "a", "name": "Ann"}
+    assert refusal(server, messages=[ann, told])["param"] == "messages.1.name"
+
+
+@pytest.mark.parametrize(
+    ("source", "switches"),
+    [
+        (
+            "{% for m in messages %}{% if m.content is string %}{% set content = m.content %}{% else %}"
+            "{% set content = '' %}{% endif %}{{ content }}{% endfor %}",
+            [],
+        ),
+        (
+            "{% for m in messages %}{% if m.a %}{% set content = m.a %}{% set content = content + 'x' %}{% endif %}"
+            "{{ content }}{% endfor %}{{ enable_thinking }}",
+            ["enable_thinking"],
+        ),
+        ("{% if style is not defined %}{% set style = 'short' %}{% endif %}{{ style }}", ["style"]),
+        ("{% set style = style | default('short') %}{{ style }}", ["style"]),
+        ("{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}{{ tools }}", ["custom_tools"]),
+        ("{% for tag in tags %}{{ tag }}{% endfor %}{{ tag }}", ["tags"]),
+        (QWEN, ["enable_thinking"]),
+    ],
+    ids=["set in branches", "extended", "default", "default of itself", "tools", "loop", "qwen"],
+)
+def test_variables_that_a_template_sets_before_it_reads_them_are_no_switches(source, switches):
+    template = ChatTemplate(source, {})
+    assert template.switches == switches
+    assert ("tools" in source) <= ("tools" in template.variables)
+
+
+def test_a_templates_own_variable_is_neither_offered_nor_taken(start):
+    own = "{% if messages[0].role == 'tool' %}{% set content = '' %}{% endif %}{{ content }}"
+    error = refusal(start(QWEN + own), chat_template_kwargs={"content": "x"})
+    assert error["param"] == "chat_template_kwargs.content"
+    assert error["message"].endswith("What it knows: `enable_thinking`.")
