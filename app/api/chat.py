@@ -7,7 +7,7 @@ from app.api.answers import ChatAnswers
 from app.api.generate import Call, answer, receive, submit
 from app.api.schemas import ChatCompletionRequest
 from app.api.stream import Choices
-from app.api.validation import token_budget
+from app.api.validation import check_reasoning, token_budget
 
 router = APIRouter()
 
@@ -22,6 +22,7 @@ async def chat_completions(request: Request) -> Response:
 async def converse(call: Call[ChatCompletionRequest]) -> Choices:
     """Submit a conversation. Raises ApiError 400, Busy or EngineUnavailable."""
     body = call.body
+    check_reasoning(body, call.services.reasoning)
     with call.acquire() as permits:
         prompt = await prompts.render_and_encode(call.services, body, call.info)
         limit = body.max_completion_tokens or body.max_tokens

@@ -155,7 +155,9 @@ def _choice(
         reasons = call.services.reasoning and body.separate_reasoning is not False
         family = call.services.tool_family if body.offered_tools else None
         parser = OutputParser(
-            ReasoningParser(prompt.in_reasoning) if reasons else None, family.parser() if family else None
+            ReasoningParser(prompt.in_reasoning) if reasons else None,
+            family.parser() if family else None,
+            shows_reasoning=body.include_reasoning is not False,
         )
         max_calls = 1 if body.parallel_tool_calls is False or body.forced_function is not None else None
     if prompt.prefix is not None and prompt.prefix.follows_reasoning:

@@ -65,8 +65,7 @@ _CANDIDATES = "`{}`: not supported. `logit_bias` makes single tokens likely or u
 _OTHER_NAME = "`{}`: not this API's name for it. Use `max_tokens`."
 _OUTPUT = "`{}`: not supported. Leave it out or send the default."
 _TEMPLATE = "`{}`: not supported, the model's own chat template is used. Leave it out."
-_THINKING = "`{}`: not supported. `chat_template_kwargs` sets what the model's chat template knows (`enable_thinking`)."
-_REASONING = "`{}` is not supported: leave `reasoning_content` unread, or see `chat_template_kwargs`."
+_THINKING = "`{}`: not supported. Use `reasoning_effort` or `enable_thinking`."
 _MODALITY = "This model reads and writes text only. Leave `{}` out."
 _ENGINE = "`{}`: no meaning for this engine. Leave it out."
 
@@ -116,8 +115,7 @@ REFUSALS = _table(
     ("return_tokens_as_token_ids return_token_ids return_hidden_states", _is(False), _OUTPUT),
     ("stream_options.include_obfuscation", _is(False), _OUTPUT),
     ("chat_template", _never, _TEMPLATE),
-    ("include_reasoning", _is(True), _REASONING),
-    ("reasoning_effort enable_thinking thinking reasoning thinking_budget", _never, _THINKING),
+    ("thinking reasoning thinking_budget", _never, _THINKING),
     ("stream_reasoning", _is(True), _THINKING),
     ("verbosity", _never, _TEMPLATE),
     ("documents", empty, _TEMPLATE),
@@ -145,6 +143,8 @@ _FOR_CHAT = _table(
     ("continue_final_message", _is(False), _CHAT_ONLY),
     ("chat_template_kwargs", empty, _CHAT_ONLY),
     ("separate_reasoning", _is(True, False), _CHAT_ONLY),
+    ("enable_thinking reasoning_effort", _never, _CHAT_ONLY),
+    ("include_reasoning", _is(True), _CHAT_ONLY),
 )
 ELSEWHERE: dict[type[Body], tuple[Refusal, ...]] = {
     ChatCompletionRequest: (

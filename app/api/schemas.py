@@ -301,10 +301,22 @@ class TemplatedRequest(ModelRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     def switches(self, known: Collection[str]) -> dict[str, Any]:
         """Return the set variables of the chat template's own (`known`). A null counts as unset."""
-        return {k: v for k, v in (self.chat_template_kwargs or {}).items() if v is not None and k in known}
+        wishes = (self.chat_template_kwargs or {}) | self.thinking
+        return {k: v for k, v in wishes.items() if v is not None and k in known}
+
+    @property
+    def thinking(self) -> dict[str, bool]:
+        """The variable `enable_thinking` of chat templates, if a field of the request sets it."""
+        if self.enable_thinking is not None:
+            return {"enable_thinking": self.enable_thinking}
+        if self.reasoning_effort is not None:
+            return {"enable_thinking": self.reasoning_effort != "none"}
+        return {}
 
     @property
     def forces_call(self) -> bool:
@@ -324,11 +336,15 @@ class TemplatedRequest(ModelRequest):
 
 
 class ChatCompletionRequest(TemplatedRequest, GenerationRequest):
-    """A conversation to answer. `max_completion_tokens` wins over `max_tokens`, which is its older name."""
+    """A conversation to answer. `max_completion_tokens` wins over `max_tokens`, which is its older name.
+
+    With `include_reasoning` false the answer has no reasoning, although the model may write some.
+    """
 
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionRequest(GenerationRequest):

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from app.api.errors import bad_request, clip, context_length_exceeded
 from app.api.refusals import GRAMMAR, empty
-from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
+from app.api.schemas import Body, ChatCompletionRequest, ChatMessage, GenerationRequest, TemplatedRequest
 from app.text.chat_template import ChatTemplate
 from app.text.parsers import Family
 
@@ -47,6 +47,7 @@ def check_fields_together(body: Body) -> None:
 def _check_conversation(body: TemplatedRequest) -> None:
     for index, message in enumerate(body.messages):
         _check_message(f"messages.{index}", message)
+    _check_thinking(body)
     if body.forces_call:
         _check_forced_call(body)
     if body.continue_final_message:
@@ -61,6 +62,19 @@ def _check_conversation(body: TemplatedRequest) -> None:
                 "`continue_final_message` needs a last message of the assistant's with text in it.",
                 "continue_final_message",
             )
+
+
+def _check_thinking(body: TemplatedRequest) -> None:
+    """Raise ApiError for fields of which one turns thinking on and another off."""
+    effort = body.reasoning_effort and body.reasoning_effort != "none"
+    said = {
+        "enable_thinking": body.enable_thinking,
+        "reasoning_effort": effort,
+        "chat_template_kwargs.enable_thinking": (body.chat_template_kwargs or {}).get("enable_thinking"),
+    }
+    on, off = ([field for field, value in said.items() if value is wish] for wish in (True, False))
+    if on and off:
+        raise bad_request(f"`{on[0]}` turns thinking on, and `{off[0]}` turns it off. Send one of them.", off[0])
 
 
 def _check_forced_call(body: TemplatedRequest) -> None:
@@ -104,6 +118,18 @@ def check_strict(body: TemplatedRequest) -> None:
             raise bad_request(f"`{param}` may not be true. {GRAMMAR.format(param)}", param, "unsupported_parameter")
 
 
+def check_reasoning(body: ChatCompletionRequest, is_parsed: bool) -> None:
+    """Raise ApiError if reasoning must be left out of an answer from which it is not parsed."""
+    if body.include_reasoning is not False or (is_parsed and body.separate_reasoning is not False):
+        return
+    why = "`separate_reasoning` is false" if is_parsed else "this server parses none (--reasoning-parser)"
+    raise bad_request(
+        f"`include_reasoning` false leaves parsed reasoning out, but {why}. Leave it out.",
+        "include_reasoning",
+        "unsupported_parameter",
+    )
+
+
 def check_template(body: TemplatedRequest, template: ChatTemplate, family: Family | None) -> None:
     """Raise ApiError for fields that the model's chat template does not use, or its `family` of tool calls."""
     if body.forces_call and family is None:
@@ -125,6 +151,13 @@ def check_template(body: TemplatedRequest, template: ChatTemplate, family: Famil
             raise bad_request(
                 f"This model's chat template has no place for `{param}`. Say in `content` what was called.",
                 param,
+                "unsupported_parameter",
+            )
+    for field in ("enable_thinking", "reasoning_effort"):
+        if getattr(body, field) is not None and "enable_thinking" not in template.switches:
+            raise bad_request(
+                f"This model's chat template cannot turn thinking on or off (`enable_thinking`). Leave `{field}` out.",
+                field,
                 "unsupported_parameter",
             )
     for name, value in (body.chat_template_kwargs or {}).items():

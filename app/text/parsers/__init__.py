@@ -22,12 +22,19 @@ def family_for(name: str, template: str) -> Family | None:
 class OutputParser:
     """Parser of one output into reasoning, content and tool calls, each if there is a parser of it.
 
-    The concatenated results depend on the text alone, and not on the pieces.
+    The concatenated results depend on the text alone, and not on the pieces. Without `shows_reasoning` the reasoning is
+    dropped.
     """
 
-    def __init__(self, reasoning: ReasoningParser | None = None, calls: CallParser | None = None) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        calls: CallParser | None = None,
+        shows_reasoning: bool = True,
+    ) -> None:
         self.reasoning = reasoning
         self._calls = calls
+        self._shows_reasoning = shows_reasoning
         self._finished = False
 
     def push(self, text: str) -> Parsed:
@@ -46,6 +53,7 @@ class OutputParser:
         return Parsed.joined((parsed, self._calls.finish()))
 
     def _parsed(self, reasoning: str, content: str) -> Parsed:
+        reasoning = reasoning if self._shows_reasoning else ""
         if self._calls is None or not content:
             return Parsed(content, reasoning)
         return self._calls.push(content)._replace(reasoning=reasoning)

@@ -1,0 +1,92 @@
+"""Fields that turn thinking on and off, and the one that leaves reasoning out of an answer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fast.api.served import CHATML, Server
+from tests.fast.api.templates import ASK, HEAD, HELLO, NO_THINKING, TURN, prompt_of, refusal, serving_template
+
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+OFF = [{"reasoning_effort": "none"}, {"enable_thinking": False}]
+ON = [{"reasoning_effort": "low"}, {"enable_thinking": True}]
+KWARGS = "chat_template_kwargs"
+
+
+@pytest.fixture(scope="module")
+def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("thinking") / "qwen"
+    with serving_template(model_folder, folder, reasoning=True) as server:
+        yield server
+
+
+@pytest.mark.parametrize("fields", OFF, ids=str)
+def test_thinking_is_turned_off(server, fields):
+    assert prompt_of(server, **fields) == HEAD + TURN + NO_THINKING
+    assert prompt_of(server, **fields, **{KWARGS: {"enable_thinking": False}}) == HEAD + TURN + NO_THINKING
+    sent = server.http.post("/tokenize", json={"messages": [HELLO]} | fields).json()
+    assert server.tokenizer.decode(sent["tokens"], skip_special_tokens=False) == HEAD + TURN + NO_THINKING
+
+
+@pytest.mark.parametrize("fields", [*ON, *({"reasoning_effort": effort} for effort in EFFORTS)], ids=str)
+def test_thinking_is_turned_on_although_the_server_turns_it_off(start, fields):
+    server = start(template_kwargs={"enable_thinking": False})
+    assert prompt_of(server, **fields) == HEAD + TURN
+    assert prompt_of(server, reasoning_effort=None, enable_thinking=None) == HEAD + TURN + NO_THINKING
+
+
+@pytest.mark.parametrize("effort", ["none", "high"])
+def test_responses_have_the_effort_too(server, effort):
+    server.script.plan([2])
+    answer = server.http.post("/v1/responses", json={"input": "hello", "reasoning": {"effort": effort}})
+    assert answer.status_code == 200, answer.text
+    prompt = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    assert prompt == HEAD + TURN + (NO_THINKING if effort == "none" else "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "none", KWARGS: {"enable_thinking": True}}, "reasoning_effort"),
+        ({"enable_thinking": False, KWARGS: {"enable_thinking": True}}, "enable_thinking"),
+        ({"enable_thinking": True, KWARGS: {"enable_thinking": False}}, f"{KWARGS}.enable_thinking"),
+        ({"reasoning_effort": "high", KWARGS: {"enable_thinking": False}}, f"{KWARGS}.enable_thinking"),
+        ({"reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
+        ({"reasoning_effort": "high", "enable_thinking": False}, "enable_thinking"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"enable_thinking": "no"}, "enable_thinking"),
+        ({"include_reasoning": "no"}, "include_reasoning"),
+        ({"include_reasoning": False, "separate_reasoning": False}, "include_reasoning"),
+    ],
+    ids=str,
+)
+def test_fields_that_differ_or_mean_nothing_are_refused(server, fields, param):
+    assert refusal(server, **fields)["param"] == param
+
+
+@pytest.mark.parametrize("fields", [*OFF, *ON, {"include_reasoning": False}], ids=str)
+def test_a_model_that_cannot_is_not_asked_to(start, fields):
+    server = start(CHATML)
+    (param,) = fields
+    error = refusal(server, **fields)
+    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+    bare = server.http.post("/v1/completions", json={"prompt": "a"} | fields)
+    assert (bare.status_code, bare.json()["error"]["param"]) == (400, param)
+    if "reasoning_effort" in fields:
+        given = {"input": "hello", "reasoning": {"effort": fields["reasoning_effort"]}}
+        assert server.http.post("/v1/responses", json=given).json()["error"]["param"] == "reasoning.effort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_reasoning_is_left_out_and_counted(server, include, stream):
+    server.script.plan(server.bytes("<think>hm"), [*server.bytes("</think>So."), 2])
+    body = ASK | {"include_reasoning": include, "stream": stream}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert ("hm" in answer.text) is include
+    assert "So" in answer.text
+    if not stream:
+        (choice,) = answer.json()["choices"]
+        assert choice["message"]["content"] == "So."
+        assert answer.json()["usage"]["completion_tokens"] == len("<think>hm</think>So.") + 1
