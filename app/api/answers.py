@@ -25,7 +25,9 @@ class Piece:
 
     `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is empty unless the client wants them. A step
     has its number of drafts `verified` and `accepted`, and the texts of its `tokens`. `warnings` are about the whole
-    choice, and stand in its last piece.
+    choice, and stand in its last piece. Its `stop_reason` and `matched_stop` say there what ended it, as vLLM and
+    SGLang name it. `num_sent` counts the tokens of the choice whose text is in this piece or an earlier one. The first
+    `num_reasoning` of the choice are its reasoning.
     """
 
     index: int
@@ -37,6 +39,10 @@ class Piece:
     finish_reason: Reason | None = None
     is_first: bool = False
     warnings: Sequence[Payload] = ()
+    stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
+    num_sent: int = 0
+    num_reasoning: int = 0
 
 
 class Answers(ABC):
@@ -81,10 +87,11 @@ class ChoiceAnswers(Answers):
         self._usage = usage
         self._options = options
         self._echoed = echoed
+        self._num_sent: dict[int, int] = {}
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        choices = [_choice(piece.index, self._whole_payload(piece), piece.finish_reason) for piece in pieces]
+        choices = [_last_choice(piece, self._whole_payload(piece)) for piece in pieces]
         answer = self._head | {"object": self.kind, "choices": choices, "usage": self._usage(False)}
         warnings = [warning for piece in pieces for warning in piece.warnings]
         return answer | {"warnings": warnings} if warnings else answer
@@ -112,22 +119,37 @@ class ChoiceAnswers(Answers):
         choices = [_choice(piece.index, payload) for payload in payloads]
         if piece.steps:
             choices[0]["speculation"] = {"steps": piece.steps}
-        if piece.is_first and (opening := self._opening(piece.index)) is not None:
-            choices.insert(0, _choice(piece.index, opening))
         if piece.finish_reason is not None:
-            choices.append(_choice(piece.index, self.empty, piece.finish_reason))
-        chunks = [self._chunk(choice) for choice in choices]
+            choices.append(_last_choice(piece, self.empty))
+        chunks = []
+        if piece.is_first and (opening := self._opening(piece.index)) is not None:
+            chunks.append(self._chunk(_choice(piece.index, opening)))
+        for number, choice in enumerate(choices, 1):
+            is_reasoning = number < len(choices) and "reasoning_content" in choice.get("delta", ())
+            self._num_sent[piece.index] = min(piece.num_sent, piece.num_reasoning) if is_reasoning else piece.num_sent
+            chunks.append(self._chunk(choice))
         if piece.warnings:
             chunks[-1]["warnings"] = piece.warnings
         return chunks
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"object": self.chunk_kind, "choices": [choice]}
-        if self._options.continuous_usage_stats:
-            chunk["usage"] = self._usage(False)
+        if self._options.wants_continuous_usage:
+            chunk["usage"] = self._usage_so_far()
         elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """Return the usage with the tokens that were sent, because others may have arrived."""
+        usage = self._usage(False)
+        num_new = sum(self._num_sent.values())
+        num_reasoning = min(num_new, usage["completion_tokens_details"]["reasoning_tokens"])
+        return usage | {
+            "completion_tokens": num_new,
+            "total_tokens": usage["prompt_tokens"] + num_new,
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        }
 
     @abstractmethod
     def _whole_payload(self, piece: Piece) -> Payload: ...
@@ -190,6 +212,12 @@ class CompletionAnswers(ChoiceAnswers):
 
 def _choice(index: int, payload: Payload, reason: Reason | None = None) -> dict[str, Any]:
     return {"index": index, **payload, "logprobs": None, "finish_reason": reason}
+
+
+def _last_choice(piece: Piece, payload: Payload) -> dict[str, Any]:
+    """Return the choice with its end."""
+    stop = {"stop_reason": piece.stop_reason, "matched_stop": piece.matched_stop}
+    return _choice(piece.index, payload, piece.finish_reason) | stop
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

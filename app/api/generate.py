@@ -166,7 +166,16 @@ def _choice(
         parser.push(prompt.prefix.text)
     with_steps = bool(body.streaming.include_speculation)
     return Choice(
-        index, deltas, detokenizer, parser, call.services.engine, with_steps, max_calls, forced_call=forced_call
+        index,
+        deltas,
+        detokenizer,
+        parser,
+        call.services.engine,
+        with_steps,
+        max_calls,
+        forced_call=forced_call,
+        eos_ids=() if body.ignore_eos else call.services.tokenizer.eos_ids,
+        counts_sent=body.streaming.wants_continuous_usage,
     )
 
 

@@ -68,10 +68,16 @@ _Message = _shape(
     reasoning_content=(str, Field(default="", description="absent unless a reasoning parser found some")),
     tool_calls=(_list_of(_ToolCall), Field(default=[], description="absent unless the model called a tool")),
 )
+_STOP = {"stop_reason": str | int | None, "matched_stop": str | int | None}
 _ChatChoice = _shape(
-    "ChatChoice", index=int, message=_Message, logprobs=None, finish_reason=Literal["stop", "length", "tool_calls"]
+    "ChatChoice",
+    index=int,
+    message=_Message,
+    logprobs=None,
+    finish_reason=Literal["stop", "length", "tool_calls"],
+    **_STOP,
 )
-_TextChoice = _shape("TextChoice", index=int, text=str, logprobs=None, finish_reason=Literal["stop", "length"])
+_TextChoice = _shape("TextChoice", index=int, text=str, logprobs=None, finish_reason=Literal["stop", "length"], **_STOP)
 _Answer = {"id": str, "created": int, "model": str, "usage": _Usage}
 _Warning = _shape("ToolWarning", code=str, choice=int, tool_call=int, function=str, message=str)
 _ChatCompletion = _shape(

@@ -43,7 +43,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options of a stream. `continuous_usage_stats` puts the usage so far on every chunk.
+    """Options of a stream. `continuous_usage_stats` puts the usage so far on every chunk, unless usage is not wanted.
 
     `include_speculation` adds the drafts that every step verified and accepted to the chunks and to the last usage.
     """
@@ -51,6 +51,10 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_speculation: bool | None = None
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        return bool(self.continuous_usage_stats) and self.include_usage is not False
 
 
 class ModelRequest(Body):

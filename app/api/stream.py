@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -35,7 +35,8 @@ class Choice:
     """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request.
 
     `with_steps` splits the text into steps and tokens. The call `max_calls` ends the answer, and so the request.
-    `forced_call` begins when the reasoning has ended.
+    `forced_call` begins when the reasoning has ended. A stop token of `eos_ids` is the model's own end. With
+    `counts_sent` the pieces count the tokens whose text has been sent.
     """
 
     index: int
@@ -46,6 +47,8 @@ class Choice:
     with_steps: bool = False
     max_calls: int | None = None
     forced_call: ForcedCall | None = None
+    eos_ids: Collection[int] = ()
+    counts_sent: bool = False
     num_prefix_tokens: int = 0
     calls: list[ToolCall] = field(default_factory=list)
     cached_tokens: int = 0
@@ -90,6 +93,7 @@ class Choice:
         texts: list[str] = []
         parts: list[Parsed] = []
         num_earlier = len(self.calls)
+        token_ids: list[int] = []
         for token_ids, finish in self._tokens(delta):
             is_before_content = self._is_before_content
             text, prefix = self.detokenizer.push(token_ids, finish), ""
@@ -110,7 +114,20 @@ class Choice:
         content, reasoning, calls = Parsed.joined(parts)
         is_first, self.has_begun = not self.has_begun, True
         steps = self._steps(delta, texts) if self.with_steps and delta.token_ids else ()
-        return Piece(self.index, content, reasoning, calls, num_earlier, steps, reason, is_first)
+        piece = Piece(self.index, content, reasoning, calls, num_earlier, steps, reason, is_first)
+        num_sent = self._num_sent() if self.counts_sent else 0
+        piece = replace(piece, num_sent=num_sent, num_reasoning=self.num_reasoning_tokens)
+        if self.detokenizer.finish_reason != "stop":
+            return piece
+        matched = self.detokenizer.stop_string or next(reversed(token_ids), None)
+        return replace(piece, matched_stop=matched, stop_reason=None if matched in self.eos_ids else matched)
+
+    def _num_sent(self) -> int:
+        if self._is_over():
+            return self.detokenizer.num_tokens
+        if self.forced_call is not None and not self.forced_call.is_reasoning:
+            return 0
+        return self.detokenizer.num_shown(self.parser.num_withheld)
 
     def _tokens(self, delta: TokenDelta) -> Iterator[tuple[list[int], FinishReason | None]]:
         """Yield the tokens, one by one if the text of each counts or the answer or its reasoning may end at any."""
@@ -224,15 +241,13 @@ class Choices:
                 for piece in pieces:
                     parts[piece.index].append(piece)
         return [
-            Piece(
-                index,
-                "".join(piece.content for piece in pieces),
-                "".join(piece.reasoning for piece in pieces),
-                tuple(call for piece in pieces for call in piece.tool_calls),
-                finish_reason=pieces[-1].finish_reason,
-                warnings=pieces[-1].warnings,
+            replace(
+                pieces[-1],
+                content="".join(piece.content for piece in pieces),
+                reasoning="".join(piece.reasoning for piece in pieces),
+                tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
             )
-            for index, pieces in enumerate(parts)
+            for pieces in parts
         ]
 
     async def pieces(self, pause: float | None = None) -> AsyncGenerator[list[Piece], None]:

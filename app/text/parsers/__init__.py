@@ -37,6 +37,11 @@ class OutputParser:
         self._shows_reasoning = shows_reasoning
         self._finished = False
 
+    @property
+    def num_withheld(self) -> int:
+        """The number of characters that were pushed and may still be shown or be a call."""
+        return sum(parser.num_withheld for parser in (self.reasoning, self._calls) if parser is not None)
+
     def push(self, text: str) -> Parsed:
         """Return what this piece makes certain, often nothing."""
         assert not self._finished, "pushed to output that has finished"

@@ -42,6 +42,10 @@ class CallParser(Protocol):
     def push(self, text: str) -> Parsed:
         """Return what this piece makes certain, often nothing."""
 
+    @property
+    def num_withheld(self) -> int:
+        """The number of characters that were pushed and may still be shown or be a call."""
+
     def finish(self) -> Parsed:
         """Return the held text at the end of the output. No push may follow."""
 

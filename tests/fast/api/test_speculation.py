@@ -214,7 +214,7 @@ def test_without_include_usage_the_chunks_tell_their_steps_and_no_usage_follows(
 
 
 @both
-@pytest.mark.parametrize("include_usage", [True, False])
+@pytest.mark.parametrize("include_usage", [True, None])
 def test_continuous_usage_is_on_every_chunk_and_only_grows(server, background, kind, include_usage):
     ids = server.ids("the quick brown fox")
     path, ask = PATHS[kind]
