@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 
@@ -42,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="", file=sys.stderr)
         return 2
     if command not in COMMANDS:
-        return _fail(f"unknown command {command}", f"did you mean `dflash-server serve {' '.join(arguments)}`?")
+        near = get_close_matches(command, COMMANDS, n=1)
+        meant = [*near, *arguments[1:]] if near else ["serve", *arguments]
+        return _fail(f"unknown command {command}", f"did you mean `dflash-server {' '.join(meant)}`?")
     # If torch loads device backends by itself, a torch_npu without CANN breaks `import torch` in every process. The NPU
     # backend imports torch_npu by name.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -54,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str]) -> int:
     """Settle the settings, find and check both checkpoints, and only then start the server."""
-    from app.config.checkpoint import check_files, resolve
+    from app.config.checkpoint import check_files, check_length, resolve
     from app.config.flags import parse_flags
     from app.config.sources import load_config
     from app.config.torch_build import check_torch_build
@@ -64,6 +67,7 @@ def serve(arguments: Sequence[str]) -> int:
     config.api_keys()
     target = resolve(config.model, "target")
     check_files(target, need_tokenizer=True)
+    check_length(target, config.max_model_len)
     draft = None
     draft_name = config.draft_model or ("demo" if config.model == "demo" else None)
     if config.speculation and draft_name:

@@ -142,7 +142,8 @@ class Supervisor:
             if self.state.phase == "draining":
                 return
             if self._must_give_up(fatal):
-                logger.error("giving up: %s", fatal.reason)
+                if not fatal.user_error:  # the server prints the reason of a refusal as its last line
+                    logger.error("giving up: %s", fatal.reason)
                 self._set_state(EngineState("dead", reason=fatal.reason))
                 return
             pause = self._backoff * 2**self._num_failed_starts

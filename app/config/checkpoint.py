@@ -71,15 +71,23 @@ def _from_hub(name: str, role: str) -> Path:
             f"{hub} has no model of that name; check the spelling, or log in with `hf auth login` or HF_TOKEN if it is "
             "private"
         )
-    except LocalEntryNotFoundError as error:
+    except LocalEntryNotFoundError:
         reason = f"{hub} cannot be reached while {cache} does not hold it: check the network or HF_ENDPOINT, or give "
-        reason += f"the model's folder ({error})"
+        reason += "the model's folder"
         if constants.is_offline_mode():
             reason = f"HF_HUB_OFFLINE is set while {cache} does not hold it; unset HF_HUB_OFFLINE for one start, or "
             reason += "give the model's folder"
     except Exception as error:  # the hub's client raises its HTTP library's errors, disk errors and its own
         reason = f"the download from {hub} failed: {error}"
-    raise CheckpointError(f"{role} {name}: there is no folder {Path(name).absolute()}, and {reason}")
+    told = f"{role} {name}: there is no folder {Path(name).absolute()}, and {reason}"
+    raise CheckpointError(f"{told}; did you mean {owner}/{name}?" if (owner := _owner(name)) else told)
+
+
+def _owner(name: str) -> str:
+    """Return the account of the hub that publishes models with such a name, or "" if it is unknown or given."""
+    if "/" in name or not name.lower().startswith("qwen"):
+        return ""
+    return "z-lab" if "dflash" in name.lower() else "Qwen"
 
 
 def check_files(folder: Path, need_tokenizer: bool) -> None:
@@ -90,11 +98,29 @@ def check_files(folder: Path, need_tokenizer: bool) -> None:
             f"{folder / 'config.json'}: neither `architectures` nor `model_type` is given, so it is no model's "
             "config.json; give the folder of a Hugging Face model"
         )
+    is_draft = "dflash_config" in config
+    if need_tokenizer and is_draft:
+        raise CheckpointError(f"{folder} is a DFlash draft: give it as --draft-model, and the model it is for as MODEL")
+    if not need_tokenizer and not is_draft:
+        raise CheckpointError(
+            f"{folder} is no DFlash draft: its config.json has no dflash_config (architectures: "
+            f"{config.get('architectures')})"
+        )
     tensor_files(folder)
     if need_tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
             f"{folder}: no tokenizer; looked for {', '.join(TOKENIZER_FILES)}; copy the tokenizer files of the model "
             "beside its weights"
+        )
+
+
+def check_length(folder: Path, max_model_len: int | None) -> None:
+    """Raise CheckpointError for a --max-model-len that the folder's config.json does not have."""
+    limit = _read_json(folder / "config.json").get("max_position_embeddings") if max_model_len else None
+    if max_model_len and isinstance(limit, int) and not 2 <= max_model_len <= limit:
+        raise CheckpointError(
+            f"--max-model-len {max_model_len} is outside 2..{limit}: max_position_embeddings in "
+            f"{folder / 'config.json'} is {limit}, and RoPE scaling beyond it is not supported"
         )
 
 

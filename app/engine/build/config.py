@@ -45,7 +45,10 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
     """Fill in sizes that the user left open. Raises UnsupportedError, with a number to use, if sizes do not fit."""
     max_model_len = config.max_model_len or model_limit
     if not MIN_MODEL_LEN <= max_model_len <= model_limit:
-        raise UnsupportedError(f"--max-model-len {max_model_len} is outside {MIN_MODEL_LEN}..{model_limit}")
+        raise UnsupportedError(
+            f"--max-model-len {max_model_len} is outside {MIN_MODEL_LEN}..{model_limit}: max_position_embeddings in "
+            f"config.json is {model_limit}, and RoPE scaling beyond it is not supported"
+        )
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
         seqs = defaults.max_num_seqs if tokens is None else max(1, min(defaults.max_num_seqs, tokens // block_size))

@@ -243,9 +243,10 @@ def _kv_bytes(
     free, total = backend.memory()
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory + step > free:
+            beside = f" beside {step >> 20} MiB for a step of {sizes.max_num_batched_tokens} rows" if step else ""
             raise UnsupportedError(
-                f"--kv-cache-memory {config.kv_cache_memory >> 20}MiB and {step >> 20} MiB for a step of "
-                f"{sizes.max_num_batched_tokens} rows are more than the {free >> 20} MiB free on {backend.device}"
+                f"--kv-cache-memory {config.kv_cache_memory >> 20}MiB does not fit: {free >> 20} MiB are free on "
+                f"{backend.device}; give at most {max(0, free - step) >> 20}MiB{beside}"
             )
         return config.kv_cache_memory
     if backend.memory_is_host:

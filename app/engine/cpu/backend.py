@@ -5,6 +5,7 @@ reads weights, so their layout in memory counts.
 """
 
 import ctypes
+import logging
 import math
 from dataclasses import replace
 from functools import cache
@@ -17,16 +18,29 @@ from torch import Tensor
 from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.backend.torch import Call, Piece, TorchBackend
 
+logger = logging.getLogger(__name__)
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
 _MOST_KEPT = (1 << 30, 32 << 20)
 """Blocks up to this many bytes are kept; some versions of glibc refuse more than 32 MiB."""
 
 
+@cache
+def _warn_of_float16() -> None:
+    logger.warning("--dtype float16 is slow on a CPU; float32 is quicker, and takes twice the memory")
+
+
 class CpuBackend(TorchBackend):
     interleaved_rope = True
     max_gathered_tokens = 1 << 13
     """Bound that keeps gathered K and V in the processor's caches until they are read (tools/lab/NOTES.md)."""
+
+    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+        """Warn of a dtype that processors have few instructions for."""
+        super().check(head_dim, block_size, page_size, dtype)
+        if dtype == torch.float16:
+            _warn_of_float16()
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """Return the weight column by column in memory, up to twice as fast with few rows (tools/lab/NOTES.md)."""

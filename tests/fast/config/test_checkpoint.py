@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from app.config.checkpoint import DEMO, CheckpointError, check_files, resolve, tensor_files
+from app.config.checkpoint import DEMO, CheckpointError, check_files, check_length, resolve, tensor_files
 
 
 def safetensors(file: Path, names: list[str], size: int = 16) -> None:
@@ -63,8 +63,59 @@ def test_a_whole_checkpoint_passes_in_shards(sharded: Path) -> None:
 
 def test_a_draft_needs_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    check_files(folder, need_tokenizer=False)
     assert "tokenizer.json" in refusal(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3", "dflash_config": {}}')
+    check_files(folder, need_tokenizer=False)
+
+
+def test_a_draft_given_as_the_model_is_told_apart(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "qwen3", "dflash_config": {}}')
+    (folder / "tokenizer.json").unlink()
+    told = refusal(folder)
+    assert "is a DFlash draft" in told and "--draft-model" in told and "tokenizer" not in told
+
+
+def test_a_model_given_as_the_draft_is_told_apart(folder: Path) -> None:
+    told = refusal(folder, need_tokenizer=False)
+    assert "no DFlash draft" in told and "dflash_config" in told
+
+
+@pytest.mark.parametrize("length", [1, 1025, 99999])
+def test_a_length_that_the_model_does_not_have_is_refused_by_its_config(folder: Path, length: int) -> None:
+    (folder / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 1024}')
+    with pytest.raises(CheckpointError) as caught:
+        check_length(folder, length)
+    told = str(caught.value)
+    assert f"--max-model-len {length}" in told and "2..1024" in told
+    assert "max_position_embeddings" in told and "RoPE" in told
+
+
+@pytest.mark.parametrize("length", [None, 2, 1024])
+def test_a_length_that_the_model_has_passes(folder: Path, length: int | None) -> None:
+    (folder / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 1024}')
+    check_length(folder, length)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("qwen3-0.6B", "Qwen/qwen3-0.6B"),
+        ("Qwen3-8B-DFlash-b16", "z-lab/Qwen3-8B-DFlash-b16"),
+    ],
+)
+def test_an_id_without_its_owner_gets_one(tmp_path: Path, name: str, meant: str) -> None:
+    told = run_offline(tmp_path, name)
+    assert f"did you mean {meant}?" in told
+    assert "did you mean" not in run_offline(tmp_path, meant)
+
+
+def test_a_hub_out_of_reach_is_told_in_our_words(tmp_path: Path) -> None:
+    code = NO_NETWORK.replace('raise SystemExit("a network call was made")', 'raise OSError("no route")')
+    environment = {**os.environ, "HF_ENDPOINT": "http://hub.invalid", "HF_HOME": str(tmp_path)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "snapshot folder" not in done.stdout and done.stdout.count("\n") == 1
 
 
 def test_a_truncated_file_is_named(folder: Path) -> None:
@@ -148,10 +199,14 @@ except CheckpointError as error:
 """
 
 
-def run_offline(cache: Path) -> str:
+def run_offline(cache: Path, name: str = "some-org/some-model") -> str:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
     done = subprocess.run(
-        [sys.executable, "-c", NO_NETWORK], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", NO_NETWORK.replace("some-org/some-model", name)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.strip()
 

@@ -167,6 +167,11 @@ def test_an_sglang_command_starts_as_it_stands() -> None:
     assert not config.prefix_caching
 
 
+def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["srve", "--port", "1"]) == 2
+    assert "did you mean `dflash-server serve --port 1`?" in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_told_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["Qwen/Qwen3-8B"]) == 2
     assert "dflash-server serve Qwen/Qwen3-8B" in capsys.readouterr().err

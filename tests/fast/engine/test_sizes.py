@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from app.engine.backend.base import Defaults
 from app.engine.build.config import MIN_MODEL_LEN, Sizes, settle_pages, settle_sizes
 from app.engine.build.engine import build_engine
+from app.engine.cpu import backend as cpu_backend
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
-from tests.fast.engine.pairs import make_pair
+from tests.fast.engine.pairs import Pair, make_pair
 
 DEFAULTS = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
 LIMIT = 1000
@@ -171,3 +172,27 @@ def test_a_runner_without_references_frees_its_memory_at_once(tmp_path: Path):
         assert [pool() for pool in pools] == [None, None]
     finally:
         gc.enable()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_kv_memory_that_does_not_fit_says_what_would(pair: Pair) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        build_engine(EngineConfig(pair.target, device="cpu", kv_cache_memory=1 << 60))
+    told = str(caught.value)
+    free, fitting = re.search(r"(\d+) MiB are free on cpu; give at most (\d+)MiB$", told).groups()  # type: ignore[union-attr]
+    assert free == fitting and "for a step" not in told
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("float16", 1), ("float32", 0)])
+def test_a_dtype_that_is_slow_on_a_cpu_is_warned_of_once(
+    pair: Pair, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu_backend._warn_of_float16.cache_clear()
+    build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, verify="full"))
+    assert [record.levelname for record in caplog.records if "float16 is slow" in record.message] == [
+        "WARNING"
+    ] * warned
