@@ -19,6 +19,11 @@ def frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module by name. As attributes they cost 0.5 us each, 1 % of a CPU's smallest step."""
+    return module._parameters  # type: ignore[return-value]
+
+
 class RotaryTable:
     """RoPE (arXiv 2104.09864) for positions [0, length): dim pair i turns by position / theta^(2 i / D)."""
 
@@ -67,7 +72,9 @@ class Attention(nn.Module):
             q, k, *norms = (interleaved(x, dim) for x in (q, k, *norms))
         self.qkv = frozen(backend.pack_weight(torch.cat((q, k, v))))
         self.o = frozen(backend.pack_weight(weights.get(f"{prefix}.o_proj.weight", hidden, q_size)))
-        self.q_norm, self.k_norm = map(frozen, norms) if qk_norm else (None, None)
+        q_norm, k_norm = map(frozen, norms) if qk_norm else (None, None)
+        self.register_parameter("q_norm", q_norm)
+        self.register_parameter("k_norm", k_norm)
         self._q_size = q_size
         self._head_dim = dim
         self._eps = config.rms_norm_eps
@@ -80,12 +87,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         """Return the output projection [T, H] of attention over `kv`, after the rows' own K and V are written there."""
-        backend = self._backend
-        qkv = backend.linear(x, self.qkv).view(x.shape[0], -1, self._head_dim)
-        q = backend.qkv_into_kv(qkv, self.q_norm, self.k_norm, self._eps, rows.rotation, kv, rows.slot_mapping)
+        backend, weights = self._backend, parameters_of(self)
+        qkv = backend.linear(x, weights["qkv"]).view(x.shape[0], -1, self._head_dim)
+        norms = weights["q_norm"], weights["k_norm"]
+        q = backend.qkv_into_kv(qkv, *norms, self._eps, rows.rotation, kv, rows.slot_mapping)
         parts = q.split_with_sizes([sum(meta.query_lens) for meta in rows.groups])
         o = [backend.attention(part, kv, meta) for part, meta in zip(parts, rows.groups, strict=True)]
-        return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), self.o)
+        return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), weights["o"])
 
 
 class DecoderLayer(nn.Module):
@@ -107,16 +115,17 @@ class DecoderLayer(nn.Module):
 
     def enter(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (the normed input of `forward`, the residual stream before this layer), each [T, H]."""
-        return add_norm(self._backend, hidden, residual, self.input_norm, self._eps)
+        return add_norm(self._backend, hidden, residual, parameters_of(self)["input_norm"], self._eps)
 
     def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
         """Return (output of the MLP, residual stream before it), each [T, H].
 
         The residual stream *after* this layer is their sum; the next norm adds them up.
         """
+        backend, weights = self._backend, parameters_of(self)
         hidden = self.attention.forward(normed, rows, kv)
-        normed, residual = self._backend.add_rms_norm(hidden, residual, self.post_attention_norm, self._eps)
-        return self._backend.gated_mlp(normed, self.gate_up, self.down), residual
+        normed, residual = backend.add_rms_norm(hidden, residual, weights["post_attention_norm"], self._eps)
+        return backend.gated_mlp(normed, weights["gate_up"], weights["down"]), residual
 
 
 def interleaved(weight: Tensor, dim: int) -> Tensor:
