@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 import urllib.request
@@ -171,6 +172,53 @@ def test_a_clients_regular_expressions_are_not_run(schema, arguments):
     assert checked(schema, arguments) is None
 
 
+DIALECTS = [
+    *(f"http://json-schema.org/draft-0{number}/schema#" for number in (3, 4, 6, 7)),
+    *(f"https://json-schema.org/draft/{year}/schema" for year in ("2019-09", "2020-12")),
+]
+EVIL = {"pattern": "^(a+)+$"}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_dialect_that_a_schema_names_takes_no_bound_away(dialect, monkeypatch):
+    monkeypatch.setattr(re, "search", lambda *args: pytest.fail("a regular expression was run"))
+    marked = {"$schema": dialect} | EVIL
+    for schema in (
+        {"properties": {"x": marked}},
+        {"$schema": dialect, "properties": {"x": EVIL}},
+        {"$schema": dialect, "properties": {"y": {"$ref": "#"}, "x": EVIL}},
+        {"$defs": {"x": marked}, "properties": {"x": {"$ref": "#/$defs/x"}}},
+        {"properties": {"x": {"anyOf": [{"not": {"not": marked}}]}}},
+        {"properties": {"y": {"$ref": dialect}, "x": marked}},
+    ):
+        assert checked(schema, {"x": "aab", "y": {"x": "aab"}}) is None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{}] * 16_000},
+        {"anyOf": [{"$ref": f"#/x{i}"} for i in range(2_000)]},
+        {"properties": {"x": {"items": {"allOf": [{}] * 4_000}}}},
+        {"properties": {"x": {"items": {"allOf": [True] * 4_000}}}},
+        {"$schema": DIALECTS[-1], "properties": {"x": {"items": {"$schema": DIALECTS[3], "allOf": [{}] * 4_000}}}},
+    ],
+    ids=["a long schema", "references", "a product", "a product of booleans", "a product of dialects"],
+)
+def test_all_calls_of_a_request_share_one_time(schema, monkeypatch):
+    monkeypatch.setattr(strict, "MAX_SECONDS", 0.2)
+    call = ToolCall("f", json.dumps({"x": [1] * 10_000}))
+
+    async def check() -> list[dict[str, Any]]:
+        functions = StrictFunctions({"f": schema}, Metrics())
+        return [warning for choice in range(8) for warning in await functions.warnings(choice, [call] * 4)]
+
+    started = time.monotonic()
+    warnings = asyncio.run(check())
+    assert time.monotonic() - started < 1.0
+    assert [warning["code"] for warning in warnings] == ["arguments_unchecked"] * 32
+
+
 DOUBLING = {
     "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)} | {"d40": {"type": "object"}},
     "$ref": "#/$defs/d0",
@@ -212,10 +260,10 @@ def test_the_check_runs_off_the_event_loop(monkeypatch):
     names: list[str] = []
     check = strict._check_all
     monkeypatch.setattr(
-        strict, "_check_all", lambda checked: names.append(threading.current_thread().name) or check(checked)
+        strict, "_check_all", lambda *given: names.append(threading.current_thread().name) or check(*given)
     )
     checked({"type": "object"}, {})
-    assert names and names[0] != threading.main_thread().name
+    assert names and names[0].startswith("strict")
 
 
 def test_no_schema_of_a_client_is_a_500(server):
