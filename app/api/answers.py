@@ -13,7 +13,7 @@ from fastapi import Response
 from app.api.errors import ApiError
 from app.api.schemas import StreamOptions
 from app.messages import FinishReason
-from app.text.parsers import ToolCall
+from app.text.parsers import Parsed, ToolCall
 
 Reason = FinishReason | Literal["tool_calls"]
 Payload = dict[str, Any]
@@ -23,17 +23,15 @@ Payload = dict[str, Any]
 class Piece:
     """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
 
-    `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is empty unless the client wants them. A step
-    has its number of drafts `verified` and `accepted`, and the texts of its `tokens`. `warnings` are about the whole
-    choice, and stand in its last piece. Its `stop_reason` and `matched_stop` say there what ended it, as vLLM and
-    SGLang name it. `num_sent` counts the tokens of the choice whose text is in this piece or an earlier one. The first
-    `num_reasoning` of the choice are its reasoning.
+    `parts` is what was parsed, in its order. `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is
+    empty unless the client wants them. A step has its number of drafts `verified` and `accepted`, and the texts of its
+    `tokens`. `warnings` are about the whole choice, and stand in its last piece. Its `stop_reason` and `matched_stop`
+    say there what ended it, as vLLM and SGLang name it. `num_sent` counts the tokens of the choice whose text is in
+    this piece or an earlier one. The first `num_reasoning` of the choice are its reasoning.
     """
 
     index: int
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    parts: Sequence[Parsed] = ()
     num_earlier_calls: int = 0
     steps: Sequence[dict[str, Any]] = ()
     finish_reason: Reason | None = None
@@ -43,6 +41,18 @@ class Piece:
     matched_stop: str | int | None = None
     num_sent: int = 0
     num_reasoning: int = 0
+
+    @property
+    def content(self) -> str:
+        return "".join(part.content for part in self.parts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.reasoning for part in self.parts)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [call for part in self.parts for call in part.tool_calls]
 
 
 class Answers(ABC):

@@ -184,6 +184,7 @@ RESPONSES = _table(
         '`{}` may have "reasoning.encrypted_content" alone: there are no log probabilities and no built-in tools.',
     ),
     ("reasoning.summary", _is("auto"), '`{}`: reasoning comes whole, not summarised. Send "auto" or leave it out.'),
+    ("tool_choice", _is_known_choice, _CHOICE),
     ("n", _number(1), "`{}`: a response is one answer. Leave it out."),
     ("messages", _never, "`{}` belongs to /v1/chat/completions. Send `input` here."),
 )

@@ -59,12 +59,14 @@ class ResponseAnswers(Answers):
 
     def _read(self, piece: Piece) -> Iterator[Event]:
         self._reason, self._warnings = piece.finish_reason, piece.warnings
-        for kind, text in ((_Reasoning, piece.reasoning), (_Message, piece.content)):
-            if text:
-                yield from self._write(kind, text)
-        for call in piece.tool_calls:
-            yield from self._close("completed")
-            yield from self._call(call)
+        for content, reasoning, calls in piece.parts:
+            if reasoning:
+                yield from self._write(_Reasoning, reasoning)
+            if content:
+                yield from self._write(_Message, content)
+            for call in calls:
+                yield from self._close("completed")
+                yield from self._call(call)
 
     def _write(self, kind: "type[_TextItem]", text: str) -> Iterator[Event]:
         """Write text to the open item, or to a new one if the open one is of another kind."""

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Request, Response
 from app.api import openapi
 from app.api.body import parse
 from app.api.chat import converse
-from app.api.errors import ApiError
+from app.api.errors import ApiError, bad_request
 from app.api.generate import answer, receive
 from app.api.response_answers import ResponseAnswers
 from app.api.responses_schemas import (
     ChosenFunction,
+    ConversationRequest,
     FunctionCallItem,
     FunctionCallOutput,
     InputMessage,
@@ -24,7 +25,7 @@ from app.api.responses_schemas import (
     ReasoningItem,
     ResponsesRequest,
 )
-from app.api.schemas import ChatCompletionRequest, SamplingRequest
+from app.api.schemas import MAX_CALLS, SamplingRequest
 
 router = APIRouter()
 
@@ -42,7 +43,7 @@ async def responses(request: Request) -> Response:
     call = await receive(request, ResponsesRequest)
     conversation = Conversation(call.body)
     with conversation.errors_of_its_fields():
-        chat = call.with_body(parse(conversation.as_chat(), ChatCompletionRequest, call.services.metrics))
+        chat = call.with_body(parse(conversation.as_chat(), ConversationRequest, call.services.metrics))
         choices = await converse(chat)
     defaults = call.services.tokenizer.defaults
     return await answer(chat, choices, ResponseAnswers(call.body, call.model_name, defaults, choices))
@@ -55,7 +56,7 @@ class Conversation:
         self._body = body
         self._messages: list[dict[str, Any]] = []
         self._sources: list[str] = []
-        if body.instructions is not None:
+        if body.instructions:
             self._add("instructions", role="system", content=body.instructions)
         if isinstance(body.input, str):
             self._add("input", role="user", content=body.input)
@@ -90,13 +91,28 @@ class Conversation:
         try:
             yield
         except ApiError as error:
-            message = re.sub(r"`([^`]+)`", lambda name: f"`{self._name(name[1])}`", error.message)
-            raise replace(error, message=message, param=error.param and self._name(error.param)) from None
+            raise replace(error, message=self._renamed(error), param=error.param and self._name(error.param)) from None
+
+    def _renamed(self, error: ApiError) -> str:
+        """Return the message with the request's own names of fields. Texts in quotes or backticks may be the client's.
+
+        A field is the param, or opens the message. Beside a param without dots it may have one of `_NAMES`.
+        """
+        param = error.param or ""
+        places = {0, error.message.find(f"`{param}`")}
+
+        def rename(found: re.Match[str]) -> str:
+            field: str | None = found[1]
+            is_field = field and (found.start() in places or ("." not in param and field in _NAMES))
+            return f"`{self._name(field)}`" if field and is_field else found[0]
+
+        return re.sub(r'"(?:[^"\\]|\\.)*"|`([^`]+)`', rename, error.message)
 
     def _name(self, field: str) -> str:
         """Return the request's field that a field of chat comes from."""
-        if message := re.match(r"messages\.(\d+)", field):
-            return self._sources[int(message[1])]
+        sources = {f"messages.{index}": source for index, source in enumerate(self._sources)}
+        if source := sources.get(".".join(field.split(".")[:2])):
+            return source
         return _NAMES.get(field) or re.sub(r"^(tools\.\d+|tool_choice)\.function", r"\1", field)
 
     def _add(self, source: str, **message: Any) -> None:
@@ -104,7 +120,7 @@ class Conversation:
         self._sources.append(source)
 
     def _add_item(self, source: str, item: Item) -> None:
-        """Add an item. Reasoning, text and calls of the assistant that follow each other are one message of chat."""
+        """Add an item. Reasoning, text and calls that follow each other in this order are one message of chat."""
         if isinstance(item, FunctionCallOutput):
             self._add(source, role="tool", tool_call_id=item.call_id, content=_text(item.output))
         elif isinstance(item, InputMessage) and item.role != "assistant":
@@ -119,20 +135,21 @@ class Conversation:
         self._sources[-1] = source
         if isinstance(item, FunctionCallItem):
             function = {"name": item.name, "arguments": item.arguments}
-            turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+            calls = turn.setdefault("tool_calls", [])
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+            if len(calls) > MAX_CALLS:
+                raise bad_request(f"`{source}`: at most {MAX_CALLS} calls may follow each other.", source)
         elif isinstance(item, InputMessage):
-            turn["content"] += _text(item.content)
+            turn["content"] = _text(item.content)
         elif item.text:
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), item.text)))
 
 
 def _may_follow(item: InputMessage | FunctionCallItem | ReasoningItem, message: dict[str, Any]) -> bool:
-    """Return True if the item belongs to the turn of `message`, which text behind a call may end."""
+    """Return True if the item belongs to the message. Only a call may follow text or a call."""
     if message["role"] != "assistant":
         return False
-    if isinstance(item, ReasoningItem):
-        return not message["content"] and "tool_calls" not in message
-    return isinstance(item, FunctionCallItem) or not message["content"] or "tool_calls" in message
+    return isinstance(item, FunctionCallItem) or (not message["content"] and "tool_calls" not in message)
 
 
 def _text(content: InputText) -> str:

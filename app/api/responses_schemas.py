@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from app.api.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, CalledFunction, Count, SamplingRequest
+from app.api.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    Body,
+    CalledFunction,
+    ChatCompletionRequest,
+    ChatMessage,
+    Count,
+    SamplingRequest,
+)
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -188,3 +198,9 @@ class ResponsesRequest(SamplingRequest):
         if any(isinstance(text, str) and len(text) > MAX_METADATA_VALUE for text in value.values()):
             raise ValueError(f"must have values of at most {MAX_METADATA_VALUE} characters")
         return value
+
+
+class ConversationRequest(ChatCompletionRequest):
+    """A request as a conversation of chat. It may have a message more, because of `instructions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES + 1, fail_fast=True)]

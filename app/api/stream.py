@@ -100,7 +100,7 @@ class Choice:
             if self.forced_call is not None:
                 text, prefix = self._read_reasoning(self.forced_call, token_ids, text)
             texts.append(text)
-            parts.append(self._parsed(self.parser.push(text + prefix)))
+            parts += map(self._parsed, self.parser.push_in_order(text + prefix))
             if is_before_content:
                 self._num_before_content = self.detokenizer.num_tokens
             if prefix or self._is_over():
@@ -111,10 +111,9 @@ class Choice:
             parts.append(self._parsed(self.parser.finish()))
             reason = "tool_calls" if self._has_all_calls() else self.detokenizer.finish_reason
             reason = "tool_calls" if reason == "stop" and self.calls else reason
-        content, reasoning, calls = Parsed.joined(parts)
         is_first, self.has_begun = not self.has_begun, True
         steps = self._steps(delta, texts) if self.with_steps and delta.token_ids else ()
-        piece = Piece(self.index, content, reasoning, calls, num_earlier, steps, reason, is_first)
+        piece = Piece(self.index, Parsed.in_order(parts), num_earlier, steps, reason, is_first)
         num_sent = self._num_sent() if self.counts_sent else 0
         piece = replace(piece, num_sent=num_sent, num_reasoning=self.num_reasoning_tokens)
         if self.detokenizer.finish_reason != "stop":
@@ -241,12 +240,7 @@ class Choices:
                 for piece in pieces:
                     parts[piece.index].append(piece)
         return [
-            replace(
-                pieces[-1],
-                content="".join(piece.content for piece in pieces),
-                reasoning="".join(piece.reasoning for piece in pieces),
-                tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
-            )
+            replace(pieces[-1], parts=Parsed.in_order([part for piece in pieces for part in piece.parts]))
             for pieces in parts
         ]
 

@@ -27,7 +27,7 @@ from app.config.checkpoint import DEMO
 from app.messages import StepOutput
 from app.metrics import Metrics
 from app.text.detokenizer import Detokenizer
-from app.text.parsers import OutputParser
+from app.text.parsers import OutputParser, Parsed
 from app.text.tokenizer import Tokenizer
 from app.wire import Reply, Stepped
 from tools.demo_pair.corpus import samples
@@ -228,7 +228,7 @@ def split(tokenizer: Tokenizer, token_ids: Sequence[int], batch: int, tokens: in
     outputs = steps_of([f"{index:032x}-0" for index in range(batch)], token_ids, tokens, tokens_a_step)
     messages = [msgspec.msgpack.encode(Stepped(1, output)) for output in outputs]
     texts = _texts(tokenizer, outputs, STOP)
-    pieces = [[Piece(0, text) for text in row] for row in texts]
+    pieces = [[Piece(0, [Parsed(text)]) for text in row] for row in texts]
     bare = _seconds(lambda: _texts(tokenizer, outputs, ()))
     seconds = (
         _seconds(lambda: _decode(messages)),

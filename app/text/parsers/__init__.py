@@ -1,5 +1,7 @@
 """Parsers of output: reasoning, and the tool calls of each family of models."""
 
+import re
+
 from app.text.parsers import llama3_json, qwen3
 from app.text.parsers.base import CallParser, Family, Parsed, ToolCall
 from app.text.parsers.reasoning import END_THINK, THINK, ReasoningParser
@@ -10,6 +12,7 @@ FAMILIES = (
     qwen3.FAMILY,
     llama3_json.FAMILY,
 )
+_AFTER_CALL = re.compile(r"(?<=[>}])")
 MARKS = (THINK, END_THINK, *(mark for family in FAMILIES for mark in family.marks))
 
 
@@ -47,6 +50,10 @@ class OutputParser:
         assert not self._finished, "pushed to output that has finished"
         reasoning, content = self.reasoning.push(text) if self.reasoning else ("", text)
         return self._parsed(reasoning, content)
+
+    def push_in_order(self, text: str) -> list[Parsed]:
+        """Push the text in parts, of which each has its content before its calls. A call ends at a `>` or `}`."""
+        return [self.push(part) for part in _AFTER_CALL.split(text) if part]
 
     def finish(self) -> Parsed:
         """Return the held text at the end of the output. No push may follow."""

@@ -18,7 +18,7 @@ class ToolCall:
 
 
 class Parsed(NamedTuple):
-    """The certain part of one piece of output. The order of content and calls within the piece is not kept."""
+    """The certain part of one piece of output. Only `OutputParser.push_in_order` has its content before its calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -31,6 +31,16 @@ class Parsed(NamedTuple):
             "".join(part.reasoning for part in parts),
             tuple(call for part in parts for call in part.tool_calls),
         )
+
+    @classmethod
+    def in_order(cls, parts: Sequence["Parsed"]) -> list["Parsed"]:
+        """Return the parts, joined to as few as keep the order of their texts and calls."""
+        groups: list[list[Parsed]] = [[]]
+        for part in parts:
+            groups[-1].append(part)
+            if part.tool_calls:
+                groups.append([])
+        return [cls.joined(group) for group in groups if group]
 
 
 class CallParser(Protocol):

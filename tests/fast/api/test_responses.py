@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.text.parsers import qwen3
+from app.text.parsers import FAMILIES, OutputParser, Parsed, qwen3
 from tests.fast.api.connections import connect
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Server
@@ -44,6 +44,8 @@ OUTPUTS = {
     "text and a call": f"Let me see.\n\n{ONE_CALL}",
     "reasoning, text and calls": f"<think>\nHm.\n</think>\n\nLook:\n{ONE_CALL}\n{call('clock')}",
     "what is no call": "<tool_call>nonsense</tool_call>",
+    "a call and text": f"{ONE_CALL} <b>tail</b>",
+    "text between calls": f"<think>\nHm.\n</think>\n\nOne {ONE_CALL} {{two}} {call('clock')} three",
 }
 KINDS = {
     "text": ["message"],
@@ -55,6 +57,8 @@ KINDS = {
     "text and a call": ["message", "function_call"],
     "reasoning, text and calls": ["reasoning", "message", "function_call", "function_call"],
     "what is no call": ["message"],
+    "a call and text": ["function_call", "message"],
+    "text between calls": ["reasoning", "message", "function_call", "message", "function_call", "message"],
 }
 
 
@@ -120,7 +124,10 @@ def test_the_items_have_the_text_reasoning_and_calls_that_chat_has(server, outpu
     assert answer["status"] == "completed" and {item["status"] for item in items} == {"completed"}
     expected = chat(server, tools=as_chat(TOOLS["tools"]))
     message = expected["choices"][0]["message"]
-    texts = {item["type"]: item["content"][0]["text"] for item in items if item["type"] != "function_call"}
+    texts: dict[str, str] = {}
+    for item in items:
+        if item["type"] != "function_call":
+            texts[item["type"]] = texts.get(item["type"], "") + item["content"][0]["text"]
     assert texts.get("message", "") == (message["content"] or "")
     assert texts.get("reasoning") == message.get("reasoning_content")
     calls = [{"name": item["name"], "arguments": item["arguments"]} for item in items if "call_id" in item]
@@ -205,6 +212,36 @@ def test_the_sdk_reads_whole_and_streamed_answers(server, output):
     assert final.usage == answer.usage
 
 
+SHORT = '<tool_call>{"name": "f"}</tool_call>'
+MIXED = f"a {SHORT} <b>}} {SHORT}c"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_do_not_depend_on_where_a_step_ends(server, stream):
+    ids = [*server.bytes(MIXED), 2]
+    for cut in range(len(ids)):
+        server.script.plan(*filter(None, (ids[:cut], ids[cut:])))
+        answer = streamed(server, **TOOLS)[-1]["response"] if stream else whole(server, **TOOLS)
+        told = [item.get("name") or item["content"][0]["text"] for item in answer["output"]]
+        assert told == ["a", "f", " <b>}", "f", "c"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_texts_and_calls_keep_their_order_in_every_family(family):
+    opening, end = {"qwen3": ("<tool_call>", "</tool_call>")}.get(family.name, ("<|python_tag|>", ""))
+    call = f'{opening}{{"name": "f", "{family.key}": {{"a": {{"b": "}}"}}}}}}{end}'
+    text = f"One {call}two {{}} <b>{call}{opening}{{"
+    one_step, many_steps = OutputParser(calls=family.parser()), OutputParser(calls=family.parser())
+    whole = Parsed.in_order([*one_step.push_in_order(text), one_step.finish()])
+    pieces = [part for character in text for part in many_steps.push_in_order(character)]
+    assert whole == Parsed.in_order([*pieces, many_steps.finish()])
+    assert [(part.content.strip(), len(part.tool_calls)) for part in whole] == [
+        ("One", 1),
+        ("two {} <b>", 1),
+        (f"{opening}{{", 0),
+    ]
+
+
 def test_text_behind_a_call_is_an_item_of_its_own_in_a_stream(server, background):
     server.script.by_hand()
     queue: Queue[dict[str, Any]] = Queue()
@@ -274,7 +311,12 @@ def test_a_tool_loop_sends_the_answers_items_back_as_they_are(server, stream, as
 
 @pytest.mark.parametrize(
     ("output", "left_out", "kinds"),
-    [("text", 3, ["message"]), ("reasoning", 40, ["reasoning"]), ("text and a call", 30, ["message"])],
+    [
+        ("text", 3, ["message"]),
+        ("reasoning", 40, ["reasoning"]),
+        ("text and a call", 30, ["message"]),
+        ("a call and text", 3, ["function_call", "message"]),
+    ],
 )
 def test_an_answer_that_reaches_its_limit_is_incomplete_and_so_is_its_last_item(server, output, left_out, kinds):
     text = OUTPUTS[output]

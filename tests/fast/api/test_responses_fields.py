@@ -90,12 +90,25 @@ def submitted(server: Server, path: str, fields: dict[str, Any]) -> dict[str, An
             {"input": [HELLO, said("One "), CALLED, said("two"), RESULT, said("three"), said("four", phase="final")]},
             [
                 HELLO,
-                {"role": "assistant", "content": "One two", "tool_calls": [CHAT_CALL]},
+                {"role": "assistant", "content": "One ", "tool_calls": [CHAT_CALL]},
+                {"role": "assistant", "content": "two"},
                 CHAT_RESULT,
                 {"role": "assistant", "content": "three"},
                 {"role": "assistant", "content": "four"},
             ],
         ),
+        (
+            {"input": [HELLO, said("One"), CALLED, said("two"), CALLED, said("three"), RESULT]},
+            [
+                HELLO,
+                {"role": "assistant", "content": "One", "tool_calls": [CHAT_CALL]},
+                {"role": "assistant", "content": "two", "tool_calls": [CHAT_CALL]},
+                {"role": "assistant", "content": "three"},
+                CHAT_RESULT,
+            ],
+        ),
+        ({"input": "hello", "instructions": ""}, [HELLO]),
+        ({"input": [HELLO] * 80, "instructions": "x"}, [{"role": "system", "content": "x"}, *[HELLO] * 80]),
         (
             {"input": [HELLO, THOUGHT, CALLED, RESULT, THOUGHT, said("Fine.")]},
             [
@@ -185,6 +198,7 @@ HARMFUL = {
     "include": [["message.output_text.logprobs"], ["file_search_call.results"], "x"],
     "reasoning.summary": ["concise", "detailed"],
     "n": [2, 0],
+    "tool_choice": ["any", {"type": "allowed_tools", "mode": "auto", "tools": []}, {"type": "web_search_preview"}],
     "context_management": [[{"type": "compaction"}]],
     "max_new_tokens": [5],
     "n_predict": [5],
@@ -272,7 +286,8 @@ def asked(*items: Any) -> dict[str, Any]:
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "tools.0.defer_loading"),
         ({"tools": [{"type": "function", "name": "f", "parameters": "{}"}]}, "tools.0.parameters"),
-        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        (asked(*[CALLED] * 257), "input.257"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
@@ -295,6 +310,46 @@ def asked(*items: Any) -> dict[str, Any]:
 def test_a_wrong_value_is_named_by_its_dotted_path(server, fields, param):
     error = error_of(server.http.post(PATH, json=ASK | fields), 400)
     assert error["param"] == param and "messages" not in error["message"]
+
+
+EVIL = {"tools": [{"type": "function", **TOOL}]}
+
+
+@pytest.mark.parametrize(
+    "name", ["messages.99", "messages.0", "max_tokens", "tool_choice.function.name", "`max_tokens`"]
+)
+def test_names_of_the_client_stay_as_they_are_in_an_error(server, name):
+    fields = EVIL | {"tool_choice": {"type": "function", "name": name}}
+    error = error_of(server.http.post(PATH, json=ASK | fields), 400)
+    assert error["param"] == "tool_choice.name"
+    assert error["message"] == f"`tool_choice.name` is `{name}`, which is none of the `tools`."
+    error = error_of(server.http.post(PATH, json=ASK | {"chat_template_kwargs": {name: True}}), 400)
+    assert error["param"] == f"chat_template_kwargs.{name}" and f"does not know `{name}`." in error["message"]
+
+
+def test_names_of_fields_that_exclude_each_other_are_those_of_this_request(server):
+    fields = {"reasoning": {"effort": "low"}} | NO_THINKING
+    error = error_of(server.http.post(PATH, json=ASK | fields), 400)
+    assert error["param"] == "chat_template_kwargs.enable_thinking"
+    assert error["message"].startswith("`reasoning.effort` turns thinking on, and `chat_template_kwargs.enable_th")
+    error = error_of(server.http.post(PATH, json=ASK | {"reasoning": {"effort": "`max_tokens`"}}), 400)
+    assert error["param"] == "reasoning.effort" and 'not "`max_tokens`"' in error["message"]
+
+
+def test_instructions_do_not_count_as_an_item(server):
+    error = error_of(server.http.post(PATH, json={"instructions": "x", "input": [HELLO] * 4096}), 400)
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
+def test_calls_in_a_row_have_a_limit_of_their_own(server):
+    error = error_of(server.http.post(PATH, json=asked(*[CALLED] * 257)), 400)
+    assert error["message"] == "`input.257`: at most 256 calls may follow each other."
+
+
+@pytest.mark.parametrize("path", ["input_tokens", "compact"])
+def test_an_endpoint_beside_the_stored_responses_is_a_404_that_says_so(server, path):
+    error = error_of(server.http.post(f"{PATH}/{path}", json=ASK), 404)
+    assert error["message"].endswith(f"POST {PATH}/{path}. This server has no such endpoint.")
 
 
 @pytest.mark.parametrize("kind", ["item_reference", "web_search_call", "image_generation_call"])
