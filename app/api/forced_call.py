@@ -41,7 +41,7 @@ class ForcedCall:
         self._opening += text
         first = self._opening.lstrip()
         self.is_reasoning = first.startswith(THINK)
-        if self.is_reasoning or finish_reason == "length":
+        if self.is_reasoning:
             return self._opening
         return "" if finish_reason is None and THINK.startswith(first) else None
 

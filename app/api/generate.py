@@ -163,7 +163,7 @@ def _choice(
     if prompt.prefix is not None and prompt.prefix.follows_reasoning:
         forced_call = ForcedCall(request, prompt.prefix, prompt.in_reasoning)
     elif prompt.prefix is not None:
-        parser.push(prompt.prefix.text)
+        parser.begin_call(prompt.prefix.text)
     with_steps = bool(body.streaming.include_speculation)
     return Choice(
         index,

@@ -72,8 +72,11 @@ async def render_and_encode(
     if body.forces_call and services.tool_family is not None:
         begun = services.tool_family.prefix(body.forced_function)
         may_reason = in_reasoning or (THINK in (template.source or "") and END_THINK not in end)
-        encode = functools.partial(services.tokenizer.encode, add_special_tokens=False)
-        prefix = Prefix(begun, encode(begun), encode(_BEHIND_REASONING + begun), follows_reasoning=may_reason)
+        token_ids, behind_reasoning = [
+            await encode_text(services, opening, "tool_choice", info, add_special_tokens=False, must_fit=must_fit)
+            for opening in (begun, _BEHIND_REASONING + begun)
+        ]
+        prefix = Prefix(begun, token_ids, behind_reasoning, follows_reasoning=may_reason)
         text += "" if may_reason else begun
     special = bool(body.add_special_tokens)
     token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)

@@ -16,6 +16,7 @@ from app.api.schemas import (
     ChatCompletionRequest,
     ChatMessage,
     Count,
+    FunctionName,
     SamplingRequest,
 )
 
@@ -123,7 +124,7 @@ class FunctionTool(Body):
     """A function that the model may call. Its fields stand beside its type, unlike those of chat."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1)]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -140,7 +141,7 @@ class ChosenFunction(Body):
     """The function that the model must call."""
 
     type: Literal["function"]
-    name: str
+    name: FunctionName
 
 
 class ReasoningOptions(Body):

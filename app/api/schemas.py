@@ -23,6 +23,7 @@ MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 16
 MAX_BIASES = 1024
 MAX_SALT_LENGTH = 256
+MAX_NAME_LENGTH = 256  # of a function: OpenAI has 64, and gateways of MCP make longer ones
 
 MAX_INT = 2**31 - 1
 MAX_NESTING = 64
@@ -32,6 +33,7 @@ Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 PromptIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -264,7 +266,7 @@ class ChatMessage(Body):
 class Function(Body):
     """Description of a function."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -285,7 +287,7 @@ class Tool(Body):
 class NamedFunction(Body):
     """Name of a function that must be called."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: FunctionName
 
 
 class NamedTool(Body):

@@ -100,7 +100,9 @@ class Choice:
             if self.forced_call is not None:
                 text, prefix = self._read_reasoning(self.forced_call, token_ids, text)
             texts.append(text)
-            parts += map(self._parsed, self.parser.push_in_order(text + prefix))
+            parts += self._parse(text)
+            if prefix:
+                parts.append(self._parsed(self.parser.begin_call(prefix)))
             if is_before_content:
                 self._num_before_content = self.detokenizer.num_tokens
             if prefix or self._is_over():
@@ -153,6 +155,15 @@ class Choice:
         self.num_prefix_tokens = len(request.token_ids) - len(forced.request.token_ids) - forced.num_used
         self.engine.resubmit(self.deltas, request)
         return shown or "", forced.prefix.text
+
+    def _parse(self, text: str) -> list[Parsed]:
+        """Return the parts of a text, up to the one that ends the last call. A freed stop string may have more."""
+        parts: list[Parsed] = []
+        for part in self.parser.push_in_order(text):
+            parts.append(self._parsed(part))
+            if self._has_all_calls():
+                break
+        return parts
 
     def _parsed(self, parsed: Parsed) -> Parsed:
         self.calls += parsed.tool_calls

@@ -1,6 +1,7 @@
 """Parsers of output: reasoning, and the tool calls of each family of models."""
 
 import re
+from collections.abc import Iterator
 
 from app.text.parsers import llama3_json, qwen3
 from app.text.parsers.base import CallParser, Family, Parsed, ToolCall
@@ -51,9 +52,17 @@ class OutputParser:
         reasoning, content = self.reasoning.push(text) if self.reasoning else ("", text)
         return self._parsed(reasoning, content)
 
-    def push_in_order(self, text: str) -> list[Parsed]:
+    def push_in_order(self, text: str) -> Iterator[Parsed]:
         """Push the text in parts, of which each has its content before its calls. A call ends at a `>` or `}`."""
-        return [self.push(part) for part in _AFTER_CALL.split(text) if part]
+        return (self.push(part) for part in _AFTER_CALL.split(text) if part)
+
+    def begin_call(self, opening: str) -> Parsed:
+        """Return what is certain before a forced call that `opening` begins. The call may stand behind any text."""
+        if self._calls is None:
+            return self.push(opening)
+        before = self._calls.finish()
+        self._calls = type(self._calls)()
+        return Parsed.joined((before, self.push(opening)))
 
     def finish(self) -> Parsed:
         """Return the held text at the end of the output. No push may follow."""

@@ -29,21 +29,18 @@ class Llama3Calls:
         self._in_string = self._is_escaped = False
 
     def push(self, text: str) -> Parsed:
-        text = self._tail + text
-        cut = len(text) - (num_held(text, PYTHON_TAG) if self._stage is not _Stage.CALL else 0)
-        text, self._tail = text[:cut], text[cut:]
+        text, self._tail = self._tail + text, ""
         content: list[str] = []
         calls: list[ToolCall] = []
         while text:
-            if self._stage is _Stage.CONTENT:
-                shown, tag, text = text.partition(PYTHON_TAG)
-                content.append(shown)
-                if tag:
-                    self._stage, self._before = _Stage.START, [tag]
+            if self._stage is _Stage.CALL:
+                text = self._extend_call(text, content, calls)
+            elif text != PYTHON_TAG and PYTHON_TAG.startswith(text):
+                self._tail, text = text, ""
             elif self._stage is _Stage.START:
                 text = self._begin(text, content)
             else:
-                text = self._extend_call(text, content, calls)
+                text = self._extend_content(text, content)
         return Parsed("".join(content), "", tuple(calls))
 
     @property
@@ -67,6 +64,15 @@ class Llama3Calls:
             return text
         self._give_back(content)
         return text
+
+    def _extend_content(self, text: str, content: list[str]) -> str:
+        """Read up to a PYTHON_TAG, or to what may become one. Return the rest of the text."""
+        shown, tag, rest = text.partition(PYTHON_TAG)
+        if tag:
+            self._stage, self._before = _Stage.START, [tag]
+        cut = len(shown) - (0 if tag else num_held(shown, PYTHON_TAG))
+        content.append(shown[:cut])
+        return shown[cut:] + rest
 
     def _extend_call(self, text: str, content: list[str], calls: list[ToolCall]) -> str:
         """Read up to the brace that closes the call. Return the rest of the text."""

@@ -1,5 +1,6 @@
 """Forced tool calls: the answer begins with the family's own opening of a call, after the reasoning if there is any."""
 
+import asyncio
 import itertools
 import json
 import threading
@@ -279,6 +280,60 @@ def test_reasoning_that_is_not_separated_is_content_before_the_call(thinking, ba
     assert (message["content"], functions(message["tool_calls"])) == (THOUGHT, CALLED)
 
 
+def test_llama_reasons_unseparated_before_its_call(start, background):
+    server = start("{# <think> #}" + CHATML + "{% if tools %}{% endif %}", tool_family=llama3_json.FAMILY)
+    server.script.by_hand()
+    answering = background.submit(whole, server, tool_choice=NAMED, extra_body={"separate_reasoning": False})
+    play(server, THOUGHT, ' {"city": "Bern"}}')
+    (only,) = answering.result()["choices"]
+    assert (only["message"]["content"], functions(only["message"]["tool_calls"])) == (THOUGHT, CALLED)
+    assert only["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("said", ["H", " ", "<"])
+def test_a_limit_that_ends_what_is_no_reasoning_leaves_the_call(thinking, background, said):
+    answering = background.submit(whole, thinking, tool_choice="required", max_tokens=1)
+    first = thinking.script.see("Submit")
+    thinking.script.emit(first["request_id"], thinking.bytes(said), finish="length")
+    second = thinking.script.see("Submit")
+    thinking.script.emit(second["request_id"], thinking.bytes("w"), finish="length")
+    answer = answering.result()
+    (only,) = answer["choices"]
+    assert second["max_tokens"] == 1
+    assert (only["message"]["content"], only["finish_reason"]) == ('<tool_call>\n{"name": "w', "length")
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("field", ["tools.0.function.name", "tool_choice.function.name"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_the_name_of_a_function_has_a_maximum_length(server, path, field):
+    long = {"type": "function", "function": {"name": "n" * 257}}
+    tools, choice = ([long], "auto") if field.startswith("tools") else ([WEATHER], long)
+    response = server.http.post(path, json=OFFER | {"tools": tools, "tool_choice": choice})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("field", ["tools.0.name", "tool_choice.name"])
+def test_responses_have_the_same_maximum(server, field):
+    names = ("n" * 257, "f") if field.startswith("tools") else ("f", "n" * 257)
+    tool, choice = ({"type": "function", "name": name} for name in names)
+    response = server.http.post("/v1/responses", json={"input": "a", "tools": [tool], "tool_choice": choice})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+def test_the_opening_of_a_call_is_encoded_off_the_event_loop(server, monkeypatch):
+    loops, encode = [], server.tokenizer.encode
+
+    def watched(*given: Any, **named: Any) -> list[int]:
+        loops.append(asyncio._get_running_loop())
+        return encode(*given, **named)
+
+    monkeypatch.setattr(server.tokenizer, "encode", watched)
+    server.script.plan(*steps_of(server, ANSWER))
+    whole(server, tool_choice=NAMED)
+    assert loops == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("output", "fields", "content", "reasoning", "reason"),
     [
@@ -410,6 +465,32 @@ def test_without_parallel_calls_the_first_call_ends_the_generation(server, backg
     content = answer["content"] if stream else answer["choices"][0]["message"]["content"]
     assert (functions(calls), reasons, content) == (CALLED, ["tool_calls"], "Hm.")
     assert answer["usage"]["completion_tokens"] == len(server.bytes(first))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("family", "call", "more"),
+    [
+        (qwen3, '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>', " and more "),
+        (
+            llama3_json,
+            '{"name": "weather", "parameters": {"city": "Bern"}}',
+            ' and more <|python_tag|>{"name": "clock"}',
+        ),
+        (llama3_json, '{"name": "weather", "parameters": {"city": "Bern"}}', ';{"name": "clock"}'),
+    ],
+    ids=["qwen", "llama", "llama with two calls"],
+)
+def test_text_that_a_stop_string_held_back_ends_with_the_only_call(start, family, call, more, stream, seed):
+    server = start(PLAIN if family is qwen3 else CHATML + "{% if tools %}{% endif %}", tool_family=family.FAMILY)
+    server.script.plan(*steps_of(server, f"{call}{more} {call}", seed))
+    stop = f"{call[-3:]}{more} {call}X"
+    answer = (streamed if stream else whole)(server, parallel_tool_calls=False, stop=[stop])
+    calls = answer["calls"] if stream else answer["choices"][0]["message"]["tool_calls"]
+    reasons = answer["reasons"] if stream else [answer["choices"][0]["finish_reason"]]
+    content = answer["content"] if stream else answer["choices"][0]["message"]["content"]
+    assert (functions(calls), reasons, content or "") == (CALLED, ["tool_calls"], "")
 
 
 def test_the_last_token_of_the_limit_may_complete_the_only_call(server):

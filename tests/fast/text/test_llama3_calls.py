@@ -62,6 +62,27 @@ def test_results_do_not_depend_on_how_the_text_is_cut(text, cuts):
     assert parse(text[a:b] for a, b in itertools.pairwise(bounds)) == parse([text]) == parse(text)
 
 
+@settings(max_examples=200)
+@given(texts=st.lists(st.sampled_from([*FRAGMENTS, F + ";" + TAG + G, G + TAG, " <|", "|>"]), max_size=8))
+def test_no_split_of_two_changes_the_result(texts):
+    text = "".join(texts)
+    whole = parse([text])
+    for cut in range(len(text) + 1):
+        assert parse([text[:cut], text[cut:]]) == whole
+
+
+def test_a_tag_may_be_split_behind_the_call_that_a_piece_ends():
+    pieces = [F[:10], f"{F[10:]};<|py", f"thon_tag|>{G}"]
+    assert parse(pieces) == Parsed(tool_calls=(F_CALL, G_CALL))
+
+
+def test_a_forced_call_may_stand_behind_any_text():
+    parser = OutputParser(calls=Llama3Calls())
+    assert parser.push("<think>\nHm. <|py") == Parsed(content="<think>\nHm. ")
+    assert parser.begin_call('{"name": "g", "parameters":') == Parsed(content="<|py")
+    assert parser.push(" {}}") == Parsed(tool_calls=(G_CALL,))
+
+
 def test_a_call_is_given_by_the_piece_that_closes_it():
     parser = Llama3Calls()
     assert all(parser.push(character) == Parsed() for character in F[:-1])
