@@ -330,7 +330,7 @@ def test_loading_is_shown_until_the_server_is_ready(tab, own_server):
 
 
 def test_key_is_asked_for_when_the_server_wants_one(tab, model_folder):
-    with serving(model_folder, {"api_keys": ["open-sesame"]}) as server:
+    with serving(model_folder, api_keys=["open-sesame"]) as server:
         server.script.ready()
         server.reach("ready")
         tab.open(f"{server.url}/")

@@ -1,7 +1,5 @@
 """The real HAProxy with docker/haproxy.cfg before two replicas, of which one drains. Debian's package is `haproxy`."""
 
-import re
-import shutil
 import subprocess
 import threading
 import time
@@ -14,9 +12,8 @@ from socket import create_connection, create_server
 import httpx
 import pytest
 
-from tests import ROOT
+from tests.deploy.haproxy import HAPROXY, configuration
 
-HAPROXY = shutil.which("haproxy") or shutil.which("/usr/sbin/haproxy")
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="no haproxy here")
 
 
@@ -58,15 +55,6 @@ def serving(handler: type[Replica]) -> Iterator[ThreadingHTTPServer]:
         thread.join()
 
 
-def configuration(port: int, replicas: list[ThreadingHTTPServer]) -> str:
-    """docker/haproxy.cfg on `port` of 127.0.0.1, with these replicas and without Docker's name server."""
-    text = (ROOT / "docker" / "haproxy.cfg").read_text(encoding="utf-8")
-    text = re.sub(r"^resolvers docker\n(?: .*\n)*", "", text, flags=re.MULTILINE)
-    text = text.replace(" resolvers docker init-addr none", "").replace("bind :8080", f"bind 127.0.0.1:{port}")
-    lines = [f"    server server-{n} 127.0.0.1:{replica.server_port}\n" for n, replica in enumerate(replicas)]
-    return re.sub(r"(?:^    server server-\d.*\n)+", "".join(lines), text, flags=re.MULTILINE)
-
-
 @pytest.fixture
 def proxied(tmp_path: Path) -> Iterator[tuple[int, ThreadingHTTPServer, ThreadingHTTPServer]]:
     """The proxy's port, a draining replica whose /ready still says 200, and one that serves."""
@@ -74,7 +62,7 @@ def proxied(tmp_path: Path) -> Iterator[tuple[int, ThreadingHTTPServer, Threadin
         replicas = [stack.enter_context(serving(handler)) for handler in (Draining, Replica)]
         with create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        (tmp_path / "haproxy.cfg").write_text(configuration(port, replicas))
+        (tmp_path / "haproxy.cfg").write_text(configuration(port, [replica.server_port for replica in replicas]))
         proxy = subprocess.Popen([str(HAPROXY), "-f", tmp_path / "haproxy.cfg"], stdout=subprocess.DEVNULL)
         stack.callback(proxy.wait)
         stack.callback(proxy.terminate)

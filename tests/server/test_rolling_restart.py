@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from tests.deploy.test_proxy import HAPROXY, configuration
+from tests.deploy.haproxy import HAPROXY, configuration
 from tests.fast.api.served import PATIENCE, Script, until
-from tests.server.test_lifecycle import ASK, MAIN, Process, ids
+from tests.server.own_process import ASK, MAIN, Process, ids
 
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="no haproxy here: apt-get install haproxy")
 
@@ -67,7 +66,7 @@ def proxied(folder: Path, replicas: list[Replica], retries: bool) -> Iterator[st
     """Run HAProxy before the replicas, and yield its address. Without `retries` it asks one replica only."""
     with httpx.Client(trust_env=False) as client, contextlib.ExitStack() as stack:
         port = free_port()
-        text = configuration(port, [SimpleNamespace(server_port=replica.port) for replica in replicas])
+        text = configuration(port, [replica.port for replica in replicas])
         text = text.replace("check inter 2s", f"check inter {int(1000 * CHECK_SECONDS)}ms")
         if not retries:
             text = re.sub(r"^ *(retry-on|retries|option redispatch).*\n", "", text, flags=re.MULTILINE)
