@@ -391,7 +391,9 @@ def test_a_client_that_leaves_frees_its_place(server, stream, begun):
             if stream:
                 received = b""
                 while b"response.created" not in received:
-                    received += connection.recv(10_000)
+                    more = connection.recv(10_000)
+                    assert more, received
+                    received += more
     assert server.script.see("Abort")["request_id"] == request_id
 
 
