@@ -4,6 +4,7 @@ With thinking on, the call begins once the reasoning has ended. A first request 
 second one goes on behind the prompt, the reasoning and the prefix.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from app.messages import FinishReason, Request
@@ -12,15 +13,19 @@ from app.text.parsers import THINK
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Beginning of a call. With `follows_reasoning` it is not in the prompt yet.
+    """Beginning of a call. It is a part of the prompt, unless the model may reason before it.
 
-    `token_ids` are for a model that does not reason. `behind_reasoning` are those of the template's wording there.
+    Then `token_ids` are for a model that does not reason after all, and `behind_reasoning` those of the template's
+    wording behind reasoning.
     """
 
     text: str
-    token_ids: list[int]
-    behind_reasoning: list[int]
-    follows_reasoning: bool
+    token_ids: Sequence[int] = ()
+    behind_reasoning: Sequence[int] = ()
+
+    @property
+    def follows_reasoning(self) -> bool:
+        return bool(self.behind_reasoning)
 
 
 @dataclass(slots=True)

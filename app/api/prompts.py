@@ -38,7 +38,7 @@ class Prompt:
     def max_length(self) -> int:
         """The number of tokens, with those of a prefix that is still to come."""
         prefix = self.prefix
-        return len(self.token_ids) + (len(prefix.behind_reasoning) if prefix and prefix.follows_reasoning else 0)
+        return len(self.token_ids) + (len(prefix.behind_reasoning) if prefix else 0)
 
 
 async def render_and_encode(
@@ -72,11 +72,12 @@ async def render_and_encode(
     if body.forces_call and services.tool_family is not None:
         begun = services.tool_family.prefix(body.forced_function)
         may_reason = in_reasoning or (THINK in (template.source or "") and END_THINK not in end)
-        token_ids, behind_reasoning = [
+        openings = (begun, _BEHIND_REASONING + begun) if may_reason else ()
+        encoded = [
             await encode_text(services, opening, "tool_choice", info, add_special_tokens=False, must_fit=must_fit)
-            for opening in (begun, _BEHIND_REASONING + begun)
+            for opening in openings
         ]
-        prefix = Prefix(begun, token_ids, behind_reasoning, follows_reasoning=may_reason)
+        prefix = Prefix(begun, *encoded)
         text += "" if may_reason else begun
     special = bool(body.add_special_tokens)
     token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)

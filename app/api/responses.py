@@ -13,7 +13,7 @@ from app.api.body import parse
 from app.api.chat import converse
 from app.api.errors import ApiError, bad_request
 from app.api.generate import answer, receive
-from app.api.response_answers import ResponseAnswers
+from app.api.responses_answers import ResponseAnswers
 from app.api.responses_schemas import (
     ChosenFunction,
     ConversationRequest,

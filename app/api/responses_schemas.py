@@ -18,7 +18,10 @@ from app.api.schemas import (
     Count,
     FunctionName,
     SamplingRequest,
+    known_type,
 )
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -28,15 +31,15 @@ MAX_METADATA_VALUE = 512
 class InputPart(Body):
     """A part of a message, or of a function's output."""
 
-    type: Literal["input_text", "output_text"]
+    type: Annotated[
+        Literal["input_text", "output_text"],
+        known_type(
+            "input_text",
+            "output_text",
+            why='must be "input_text" or "output_text": this model reads no images, sounds or files',
+        ),
+    ]
     text: str
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: object) -> object:
-        if isinstance(value, str) and value not in ("input_text", "output_text"):
-            raise ValueError('must be "input_text" or "output_text": this model reads no images, sounds or files')
-        return value
 
 
 InputText = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -52,17 +55,16 @@ class InputItem(Body):
 class InputMessage(InputItem):
     """A message. `phase` is a label of OpenAI's models and means nothing here."""
 
-    type: Literal["message"] = "message"
+    type: Annotated[
+        Literal["message"],
+        known_type(
+            *_ITEMS,
+            why=f"must be {', '.join(_ITEMS)}: nothing is stored here, and there are no built-in tools",
+        ),
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: InputText
     phase: str | None = None
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: object) -> object:
-        if isinstance(value, str) and value not in _ITEMS:
-            raise ValueError(f"must be {', '.join(_ITEMS)}: nothing is stored here, and there are no built-in tools")
-        return value
 
 
 class FunctionCallItem(CalledFunction, InputItem):
@@ -102,9 +104,6 @@ class ReasoningItem(InputItem):
         return "\n".join(part.text for part in self.content or self.summary or [])
 
 
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-
-
 def _kind_of_item(value: Any) -> str:
     """Return the kind of an item, which is a message if no other is named."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -123,18 +122,13 @@ Item = Annotated[
 class FunctionTool(Body):
     """A function that the model may call. Its fields stand beside its type, unlike those of chat."""
 
-    type: Literal["function"]
+    type: Annotated[
+        Literal["function"], known_type("function", why='must be "function": this server has no built-in tools')
+    ]
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: object) -> object:
-        if isinstance(value, str) and value != "function":
-            raise ValueError('must be "function": this server has no built-in tools')
-        return value
 
 
 class ChosenFunction(Body):

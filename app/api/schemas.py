@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -42,6 +42,17 @@ class Body(BaseModel):
     """A JSON object with strict fields. Unknown fields are kept in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+def known_type(*known: str, why: str) -> BeforeValidator:
+    """Return a check of a `type`, which fails with `why` for a string that is not `known`."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and value not in known:
+            raise ValueError(why)
+        return value
+
+    return BeforeValidator(check)
 
 
 class StreamOptions(Body):
@@ -144,15 +155,11 @@ class CachedPart(Body):
 class TextPart(CachedPart):
     """A part of a message's text."""
 
-    type: Literal["text"]
+    type: Annotated[
+        Literal["text"],
+        known_type("text", why='must be "text", or "thinking": this model reads no images, sounds or files'),
+    ]
     text: str
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: object) -> object:
-        if isinstance(value, str) and value != "text":
-            raise ValueError('must be "text", or "thinking": this model reads no images, sounds or files')
-        return value
 
 
 class ThinkingPart(CachedPart):

@@ -35,19 +35,25 @@ def process(script, model_folder) -> Iterator[Process]:
     process.close()
 
 
-def test_sigterm_finishes_what_runs_and_exits_0(process, script, model_folder, background):
+def finish_what_runs(process: Process, script: Script, model_folder: Path, background, *words: str) -> None:
+    """Send SIGTERM while a request runs, and see that it is answered, once the log had `words`, and others are not."""
     url = process.read_url()
     script.ready()
     process.read_until("ready: ")
     running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
     request_id = script.see("Submit")["request_id"]
     process.popen.send_signal(signal.SIGTERM)
-    process.read_until("stopping")
+    for word in words:
+        process.read_until(word)
     assert httpx.get(f"{url}/ready", timeout=PATIENCE).json()["status"] == "draining"
     assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE).status_code == 503
     script.emit(request_id, [*ids(model_folder, "done"), 2])
     assert running.result().json()["choices"][0]["text"] == "done"
     assert process.wait() == 0
+
+
+def test_sigterm_finishes_what_runs_and_exits_0(process, script, model_folder, background):
+    finish_what_runs(process, script, model_folder, background, "stopping")
 
 
 def test_a_second_signal_forces_the_end(process, script, background):
@@ -88,18 +94,7 @@ def test_for_the_drain_delay_ready_says_503_and_requests_are_taken(script, model
 def test_after_the_drain_delay_the_server_drains(script, model_folder, background):
     process = Process(script, model_folder, main=MAIN.replace("Config(", "Config(drain_delay=0.5, "))
     try:
-        url = process.read_url()
-        script.ready()
-        process.read_until("ready: ")
-        running = background.submit(lambda: httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE))
-        request_id = script.see("Submit")["request_id"]
-        process.popen.send_signal(signal.SIGTERM)
-        process.read_until("leaving: ")
-        process.read_until("stopping")
-        assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=PATIENCE).status_code == 503
-        script.emit(request_id, [*ids(model_folder, "done"), 2])
-        assert running.result().json()["choices"][0]["text"] == "done"
-        assert process.wait() == 0
+        finish_what_runs(process, script, model_folder, background, "leaving: ", "stopping")
     finally:
         process.close()
 

@@ -54,7 +54,8 @@ class OutputParser:
 
     def push_in_order(self, text: str) -> Iterator[Parsed]:
         """Push the text in parts, of which each has its content before its calls. A call ends at a `>` or `}`."""
-        return (self.push(part) for part in _AFTER_CALL.split(text) if part)
+        parts = _AFTER_CALL.split(text) if self._calls is not None else [text]
+        return (self.push(part) for part in parts if part)
 
     def begin_call(self, opening: str) -> Parsed:
         """Return what is certain before a forced call that `opening` begins. The call may stand behind any text."""

@@ -10,6 +10,8 @@ import pytest
 
 from tests.fast.api.served import Server, serving
 
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 QWEN = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -13,9 +13,8 @@ import pytest
 
 from app.text.parsers import llama3_json, qwen3
 from tests.fast.api.served import CHATML, Server, until
-from tests.fast.api.templates import HEAD, HELLO, NO_THINKING, QWEN, TURN, refusal, serving_template
+from tests.fast.api.templates import HEAD, HELLO, NO_THINKING, QWEN, TURN, WEATHER, refusal, serving_template
 
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 OFFER = {"model": "tiny", "messages": [HELLO], "tools": [WEATHER, CLOCK]}
@@ -321,7 +320,11 @@ def test_responses_have_the_same_maximum(server, field):
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
-def test_the_opening_of_a_call_is_encoded_off_the_event_loop(server, monkeypatch):
+@pytest.mark.parametrize(("name", "num_texts"), [("server", 1), ("thinking", 3)])
+def test_a_prompt_and_the_openings_behind_it_are_encoded_off_the_event_loop(
+    name, num_texts, request, background, monkeypatch
+):
+    server = request.getfixturevalue(name)
     loops, encode = [], server.tokenizer.encode
 
     def watched(*given: Any, **named: Any) -> list[int]:
@@ -329,9 +332,14 @@ def test_the_opening_of_a_call_is_encoded_off_the_event_loop(server, monkeypatch
         return encode(*given, **named)
 
     monkeypatch.setattr(server.tokenizer, "encode", watched)
-    server.script.plan(*steps_of(server, ANSWER))
-    whole(server, tool_choice=NAMED)
-    assert loops == [None] * 3
+    if name == "server":
+        server.script.plan(*steps_of(server, ANSWER))
+        whole(server, tool_choice=NAMED)
+    else:
+        answering = background.submit(whole, server, tool_choice=NAMED)
+        play(server, THOUGHT, ANSWER)
+        answering.result()
+    assert loops == [None] * num_texts
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from app.api.app import services_for
 from app.config.settings import Config
 from app.text.parsers import qwen3
 from tests.fast.api.served import CHATML, Server
-from tests.fast.api.templates import HEAD, HELLO, NO_THINKING, QWEN, TURN, prompt_of, serving_template
+from tests.fast.api.templates import CALL, HEAD, HELLO, NO_THINKING, QWEN, TURN, WEATHER, prompt_of, serving_template
 
 ASK = {"model": "tiny", "messages": [HELLO]}
 OPENS = QWEN.replace(
@@ -21,8 +21,6 @@ OPENS = QWEN.replace(
 )
 """Opens the reasoning itself, as Qwen3's thinking models do."""
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")

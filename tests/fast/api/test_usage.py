@@ -10,15 +10,13 @@ import pytest
 
 from app.text.parsers import qwen3
 from tests.fast.api.served import Server
-from tests.fast.api.templates import ASK, serving_template
+from tests.fast.api.templates import ASK, CALL, WEATHER, serving_template
 
 TEXT = {"model": "tiny", "prompt": "x", "max_tokens": 400}
 PATHS = {"chat": ("/v1/chat/completions", ASK), "completions": ("/v1/completions", TEXT)}
 both = pytest.mark.parametrize("kind", PATHS)
 CONTINUOUS = {"continuous_usage_stats": True, "include_usage": True}
 THOUGHT = "<think>hm</think>"
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")

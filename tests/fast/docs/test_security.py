@@ -21,7 +21,7 @@ RUNS_DATA = re.compile(
 WALL_CLOCK = re.compile(r"time\.(time|time_ns)|(datetime\.)*(now|utcnow|today)")
 SAYS_WHEN = {
     "api/answers.py": 1,  # `created` of an answer
-    "api/response_answers.py": 1,  # `created_at` and `completed_at` of a response
+    "api/responses_answers.py": 1,  # `created_at` and `completed_at` of a response
     "engine/compile/cache.py": 1,  # the age of files
     "api/services.py": 1,  # `created` of the model
     "text/chat_template.py": 1,  # strftime_now, for templates that name the day
