@@ -116,11 +116,13 @@ def check_files(folder: Path, need_tokenizer: bool) -> None:
 
 def check_length(folder: Path, max_model_len: int | None) -> None:
     """Raise CheckpointError for a --max-model-len that the folder's config.json does not have."""
-    limit = _read_json(folder / "config.json").get("max_position_embeddings") if max_model_len else None
-    if max_model_len and isinstance(limit, int) and not 2 <= max_model_len <= limit:
+    config = _read_json(folder / "config.json") if max_model_len else {}
+    limit = config.get("max_position_embeddings")
+    is_scaled = config.get("rope_scaling") or config.get("rope_parameters")  # which the engine reads
+    if max_model_len and isinstance(limit, int) and not is_scaled and not 2 <= max_model_len <= limit:
         raise CheckpointError(
             f"--max-model-len {max_model_len} is outside 2..{limit}: max_position_embeddings in "
-            f"{folder / 'config.json'} is {limit}, and RoPE scaling beyond it is not supported"
+            f"{folder / 'config.json'} is {limit}; a longer context needs rope_scaling of type yarn there"
         )
 
 

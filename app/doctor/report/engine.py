@@ -125,8 +125,8 @@ def gap(prompt: tuple[int, ...], text: list[int], at: int, other: int) -> float:
     backend, lm_head = core.runner.forward.backend, core.runner.forward.target.lm_head
     linear = backend.linear
 
-    def recorded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = linear(x, weight)
+    def recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = linear(x, weight, bias)
         if weight is lm_head:
             rows.append(out[-1])
         return out

@@ -84,10 +84,14 @@ class Backend(ABC):
         """Raise UnsupportedError, which names the setting, if an operator of this device cannot do it."""
         return
 
-    def rotary_tables(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32."""
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(self.device, dtype), angles.sin().to(self.device, dtype)
+    def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
+        """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32.
+
+        A turned pair is also multiplied by its number in `scales` [D / 2].
+        """
+        halves = (scales * angles.cos(), scales * angles.sin())
+        cos, sin = (torch.cat((half, half), dim=-1).to(self.device, dtype) for half in halves)
+        return cos, sin
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """Return a weight [out, in] of the same shape and values, in the memory order that `linear` reads fastest."""
@@ -230,8 +234,8 @@ class Backend(ABC):
         return (x >> 16) & 0xFFFF
 
     @abstractmethod
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x @ weight.T, [T, out] for x [T, in] and a packed weight [out, in]."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         """Return the recorded launches of `run`, whose attention reads the planned `metas`.

@@ -103,8 +103,8 @@ class TorchBackend(Backend):
         gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, down)
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def upload(self, host: Tensor, to: Tensor) -> None:
         to.copy_(host)

@@ -46,8 +46,8 @@ def settle_sizes(config: EngineConfig, block_size: int, model_limit: int, defaul
     max_model_len = config.max_model_len or model_limit
     if not MIN_MODEL_LEN <= max_model_len <= model_limit:
         raise UnsupportedError(
-            f"--max-model-len {max_model_len} is outside {MIN_MODEL_LEN}..{model_limit}: max_position_embeddings in "
-            f"config.json is {model_limit}, and RoPE scaling beyond it is not supported"
+            f"--max-model-len {max_model_len} is outside {MIN_MODEL_LEN}..{model_limit}: config.json allows "
+            f"{model_limit} positions; a longer context needs rope_scaling of type yarn there"
         )
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from app.engine.build.fields import number, positive
+from app.engine.build.rope_config import rope_config
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.registry import target_class
@@ -34,28 +36,34 @@ def decoder_config(raw: Mapping[str, Any], where: str, supports: frozenset[str] 
     of variants that it implements itself.
     """
     _refuse_variants(raw, where, supports)
-    hidden, heads = _positive(raw, "hidden_size", where), _positive(raw, "num_attention_heads", where)
+    hidden, heads = positive(raw, "hidden_size", where), positive(raw, "num_attention_heads", where)
+    head_dim = positive(raw, "head_dim", where, default=hidden // heads)
+    if head_dim % 2:
+        raise UnsupportedError(f"{where}: head_dim {head_dim} is odd; RoPE needs two halves")
+    max_positions = positive(raw, "max_position_embeddings", where, default=32768)
+    rope, max_positions = rope_config(raw, head_dim, max_positions, where)
+    attention_bias = bool(raw.get("attention_bias"))
     config = DecoderConfig(
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size", where),
-        num_layers=_positive(raw, "num_hidden_layers", where),
+        intermediate_size=positive(raw, "intermediate_size", where),
+        num_layers=positive(raw, "num_hidden_layers", where),
         num_heads=heads,
-        num_kv_heads=_positive(raw, "num_key_value_heads", where, default=heads),
-        head_dim=_positive(raw, "head_dim", where, default=hidden // heads),
-        vocab_size=_positive(raw, "vocab_size", where),
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6, where),
-        rope_theta=_rope_theta(raw, where),
-        max_position_embeddings=_positive(raw, "max_position_embeddings", where, default=32768),
+        num_kv_heads=positive(raw, "num_key_value_heads", where, default=heads),
+        head_dim=head_dim,
+        vocab_size=positive(raw, "vocab_size", where),
+        rms_norm_eps=number(raw, "rms_norm_eps", 1e-6, where),
+        rope=rope,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
     )
     if config.num_heads % config.num_kv_heads:
         raise UnsupportedError(
             f"{where}: num_attention_heads {config.num_heads} is no multiple of num_key_value_heads "
             f"{config.num_kv_heads}"
         )
-    if config.head_dim % 2:
-        raise UnsupportedError(f"{where}: head_dim {config.head_dim} is odd; RoPE needs two halves")
     return config
 
 
@@ -65,7 +73,6 @@ def _refuse_variants(raw: Mapping[str, Any], where: str, supports: frozenset[str
     refusals = {
         "sliding_window": bool(sliding),
         "layer_types": layer_types is not None and any(kind != "full_attention" for kind in _list(layer_types)),
-        "attention_bias": bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0,
         "final_logit_softcapping": raw.get("final_logit_softcapping") is not None,
@@ -81,37 +88,3 @@ def _refuse_variants(raw: Mapping[str, Any], where: str, supports: frozenset[str
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
-    """Return theta in either dialect: `rope_theta` with `rope_scaling`, or `rope_parameters` with both."""
-    rope: dict[str, Any] = {}
-    for field in ("rope_scaling", "rope_parameters"):
-        part = raw.get(field) or {}
-        if not isinstance(part, Mapping):
-            raise UnsupportedError(f"{where}: {field} must be an object, found {part!r}")
-        rope |= part
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UnsupportedError(f"{where}: RoPE scaling of type {kind!r} is not supported yet")
-    if unknown := sorted(set(rope) - {"rope_type", "type", "rope_theta"}):
-        raise UnsupportedError(f"{where}: RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} is not supported yet")
-    return _number({"rope_theta": raw.get("rope_theta"), **rope}, "rope_theta", 10000.0, where)
-
-
-def _number(raw: Mapping[str, Any], field: str, default: float, where: str) -> float:
-    value = raw.get(field)
-    if value is None:
-        return default
-    if type(value) not in (int, float) or not value > 0:
-        raise UnsupportedError(f"{where}: {field} must be a positive number, found {value!r}")
-    return float(value)
-
-
-def _positive(raw: Mapping[str, Any], field: str, where: str, default: int | None = None) -> int:
-    value = raw.get(field)
-    if value is None:
-        value = default
-    if type(value) is not int or value < 1:
-        raise UnsupportedError(f"{where}: {field} must be a positive number, found {value!r}")
-    return value

@@ -17,6 +17,8 @@ _TENSOR_NAME = re.compile(
     r"|mlp\.(gate|up|down)_proj)\.weight"
 )
 
+_BIAS_NAME = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias")
+
 
 def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int | None = None) -> DFlashConfig:
     """Return the shape of a draft. A smaller `block_size` than the trained one may be given; None takes that one.
@@ -41,10 +43,12 @@ def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int 
     )
 
 
-def check_tensor_names(names: Iterable[str]) -> None:
+def check_tensor_names(names: Iterable[str], *, biases: bool) -> None:
     """Raises UnsupportedError for a tensor of another variant of DFlash: a reduced vocabulary (d2t), an in-block
-    convolution, a candidate selector, a bias. Without it the draft would lose its acceptance silently."""
-    unknown = sorted(name for name in names if not _TENSOR_NAME.fullmatch(name))
+    convolution, a candidate selector, `biases` that the config does not name. Without it the draft would lose its
+    acceptance silently."""
+    known = (_TENSOR_NAME, _BIAS_NAME) if biases else (_TENSOR_NAME,)
+    unknown = sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in known))
     if unknown:
         raise UnsupportedError(
             f"draft: tensor {unknown[0]} (one of {len(unknown)}) is of a variant of DFlash that is not supported yet"

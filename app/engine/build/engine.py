@@ -26,8 +26,8 @@ from app.engine.errors import UnsupportedError
 from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import RotaryTable
 from app.engine.models.registry import target_class
+from app.engine.models.rope import RotaryTable
 from app.engine.models.target import Target
 from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
@@ -110,7 +110,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
 
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
-        rotaries = [RotaryTable(d.head_dim, d.rope_theta, length, dtype, backend) for d in decoders]
+        rotaries = [RotaryTable(d.rope, d.head_dim, length, dtype, backend) for d in decoders]
         pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
         shared = sampler, backend, sizes.page_size, max_rows
         if config.compile:
@@ -160,8 +160,8 @@ def _load(
     """Load the weights of both models. The draft's files are opened, and refused if need be, before the target's."""
     target_weights = opened(config.target, "target")
     draft_weights = opened(config.draft, "draft") if config.draft else None
-    if draft_weights:
-        check_tensor_names(draft_weights.names)
+    if draft_shape and draft_weights:
+        check_tensor_names(draft_weights.names, biases=draft_shape.decoder.qkv_bias)
     target = family(shape, target_weights, backend, draft_shape.target_layer_ids if draft_shape else ())
     target_weights.close()
     if draft_shape is None or draft_weights is None:

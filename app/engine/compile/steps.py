@@ -18,7 +18,8 @@ from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import RotaryTable, StepRows, rotation_at
+from app.engine.models.layers import StepRows
+from app.engine.models.rope import RotaryTable, rotation_at
 from app.engine.models.target import Target
 from app.engine.sampling.sampler import Sampler, greedy
 from app.engine.sequence import NOT_FINITE

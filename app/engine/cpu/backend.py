@@ -46,12 +46,12 @@ class CpuBackend(TorchBackend):
         """Return the weight column by column in memory, up to twice as fast with few rows (tools/lab/NOTES.md)."""
         return weight.t().contiguous().t()
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(x, weight.t())
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
-    def rotary_tables(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
+    def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
         """Return one table of complex numbers, because one multiplication then rotates a pair."""
-        return (torch.polar(torch.ones_like(angles), angles),)
+        return (torch.polar(torch.ones_like(angles) * scales, angles),)
 
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
         (turns,) = rotation

@@ -6,7 +6,8 @@ from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.dflash.context_kv import ContextKv
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import RotaryTable, StepRows
+from app.engine.models.layers import StepRows
+from app.engine.models.rope import RotaryTable
 from app.engine.sampling.sampler import Sampler
 
 

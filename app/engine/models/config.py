@@ -4,8 +4,49 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """RoPE scaling of Llama 3.1, by wavelength: long waves turn `factor` times slower, short ones as they were."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071). Waves of fewer than `beta_slow` turns in `original_length` are `factor` times slower.
+
+    Cos and sin are multiplied by `attention_factor`. With `truncate` the range between both betas is whole dims.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """RoPE of a decoder: the first `dim` dims of a head turn, all of them if None.
+
+    Dims (i, dim / 2 + i) turn together, or (2i, 2i + 1) with `adjacent_pairs`.
+    """
+
+    theta: float
+    scaling: Llama3Scaling | YarnScaling | None = None
+    dim: int | None = None
+    adjacent_pairs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a target or a draft. `dtype` is the checkpoint's own name of it, like "bfloat16"."""
+    """Sizes of a target or a draft. `dtype` is the checkpoint's own name of it, like "bfloat16".
+
+    `max_position_embeddings` is the longest context, after RoPE scaling.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -15,7 +56,9 @@ class DecoderConfig:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: str
+    qkv_bias: bool = False
+    o_bias: bool = False

@@ -13,7 +13,8 @@ from app.engine.backend.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import RotaryTable, StepRows
+from app.engine.models.layers import StepRows
+from app.engine.models.rope import RotaryTable
 from app.engine.models.target import Target
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.sampler import Sampler

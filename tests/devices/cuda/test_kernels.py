@@ -7,7 +7,8 @@ from torch import Tensor
 from app.engine.backend.base import Backend, LayerKv, Rotation
 from app.engine.backend.torch import TorchBackend
 from app.engine.cuda.backend import CudaBackend
-from app.engine.models.layers import RotaryTable
+from app.engine.models.config import RopeConfig
+from app.engine.models.rope import RotaryTable
 
 torch.set_num_threads(1)
 
@@ -77,7 +78,7 @@ def test_gated_mlp(backend, dtype, inner):
 
 
 def rotation(dim: int, rows: int, dtype: torch.dtype, backend: Backend) -> Rotation:
-    return RotaryTable(dim, 1e4, 100, dtype, backend).at(torch.arange(rows) * 7)
+    return RotaryTable(RopeConfig(1e4), dim, 100, dtype, backend).at(torch.arange(rows) * 7)
 
 
 def wide(rotation: Rotation) -> Rotation:

@@ -90,8 +90,8 @@ class Wrong(NpuBackend):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return super().rms_norm(x, weight, 0.1)
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return super().linear(x, weight) * float("nan")
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().linear(x, weight, bias) * float("nan")
 
 
 @pytest.mark.parametrize("name", ["bidirectional_attention", "write_kv", "rms_norm", "linear"])

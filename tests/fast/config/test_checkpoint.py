@@ -87,7 +87,7 @@ def test_a_length_that_the_model_does_not_have_is_refused_by_its_config(folder: 
         check_length(folder, length)
     told = str(caught.value)
     assert f"--max-model-len {length}" in told and "2..1024" in told
-    assert "max_position_embeddings" in told and "RoPE" in told
+    assert "max_position_embeddings" in told and "rope_scaling" in told
 
 
 @pytest.mark.parametrize("length", [None, 2, 1024])

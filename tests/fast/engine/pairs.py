@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+Json = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -58,6 +59,9 @@ def make_pair(
     draft_prefix: Literal["", "model."] = "",
     block_size_in: Literal["top", "dflash_config"] = "top",
     rope_dialect: Literal["rope_theta", "rope_parameters"] = "rope_theta",
+    rope_scaling: Json | None = None,
+    is_neox_style: bool | None = None,
+    biases: bool = False,
     name_taps: bool = True,
     own_embedding: bool = False,
     own_head: bool = False,
@@ -67,7 +71,8 @@ def make_pair(
 
     `mask_token_id` defaults to the last id of the vocabulary. `name_taps=False` leaves `target_layer_ids` out of the
     draft's config, so `taps` must be the default ones. `own_embedding` and `own_head` give the draft an embedding
-    and an lm_head that differ from the target's. `shards` applies to both folders.
+    and an lm_head that differ from the target's. `biases` are of q, k, v and o. `shards`, `biases` and RoPE are those
+    of both folders.
     """
     mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
     shape: dict[str, Any] = {
@@ -80,16 +85,18 @@ def make_pair(
         "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "attention_bias": False,
+        "attention_bias": biases,
         "attention_dropout": 0.0,
         "max_position_embeddings": max_position_embeddings,
         "use_sliding_window": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if rope_dialect == "rope_theta":
-        shape |= {"rope_theta": rope_theta, "rope_scaling": None}
+        shape |= {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
     else:
-        shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": rope_theta}}
+        shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": rope_theta, **(rope_scaling or {})}}
+    if is_neox_style is not None:
+        shape["is_neox_style"] = is_neox_style
 
     target_config = shape | {
         "architectures": ["Qwen3ForCausalLM"],
@@ -115,7 +122,9 @@ def make_pair(
     draw = _Draw(2 * seed)
     target: Tensors = {"model.embed_tokens.weight": draw.normal(vocab_size, hidden_size, std=0.35)}
     for i in range(num_layers):
-        target |= _layer(draw, f"model.layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim)
+        target |= _layer(
+            draw, f"model.layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, biases
+        )
     target["model.norm.weight"] = draw.norm(hidden_size)
     if not tied:
         target["lm_head.weight"] = draw.linear(vocab_size, hidden_size, gain=2.0)
@@ -126,7 +135,7 @@ def make_pair(
         "hidden_norm.weight": draw.norm(hidden_size),
     }
     for i in range(draft_layers):
-        draft |= _layer(draw, f"layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim)
+        draft |= _layer(draw, f"layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, biases)
     draft["norm.weight"] = draw.norm(hidden_size)
     if own_embedding:
         draft["embed_tokens.weight"] = draw.normal(vocab_size, hidden_size, std=0.35)
@@ -167,7 +176,9 @@ class _Draw:
         return torch.rand(size, generator=self.generator) + 0.5
 
 
-def _layer(draw: _Draw, prefix: str, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int) -> Tensors:
+def _layer(
+    draw: _Draw, prefix: str, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, biases: bool
+) -> Tensors:
     # Context must outweigh the token's own embedding, or greedy text falls into a loop of one token: hence the gains of
     # attention. Sharper attention (q and k norms) wanders more still, but amplifies rounding past 1e-4.
     tensors = {
@@ -183,6 +194,9 @@ def _layer(draw: _Draw, prefix: str, hidden: int, inner: int, heads: int, kv_hea
         "mlp.up_proj.weight": draw.linear(inner, hidden, gain=1.5),
         "mlp.down_proj.weight": draw.linear(hidden, inner, gain=1.5),
     }
+    if biases:
+        sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": hidden}
+        tensors |= {f"self_attn.{name}_proj.bias": draw.normal(size, std=1.0) for name, size in sizes.items()}
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 

@@ -40,21 +40,19 @@ class Output(NamedTuple):
 
 
 class ReferenceTarget:
-    """Qwen3 over one sequence at a time, in the dtype given. Raises NotImplementedError for biases and scaled RoPE."""
+    """Qwen3 over one sequence at a time, in the dtype given."""
 
     def __init__(self, folder: Path | str, dtype: torch.dtype) -> None:
         folder = Path(folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         tensors = {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
-        if any(name.endswith(".bias") for name in tensors):
-            raise NotImplementedError("biases")
         self.config = SimpleNamespace(**config)
         self.weights = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in tensors.items()}
         self.embedding = self.weights["embed_tokens.weight"]
         self.head = self.embedding if config["tie_word_embeddings"] else self.weights["lm_head.weight"]
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.head_dim, self.eps = config["head_dim"], config["rms_norm_eps"]
-        self.rope_theta = _rope_theta(config)
+        self.rope = Rope.of(config)
 
     def get_input_embeddings(self) -> SimpleNamespace:
         return SimpleNamespace(weight=self.embedding)
@@ -94,8 +92,8 @@ class ReferenceTarget:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Every row over all rows before it and itself; and K and V of all."""
         q, k, v = (self._linear(x, f"{name}.{part}_proj").view(len(x), -1, self.head_dim) for part in "qkv")
-        q = rotated(self._norm(q, f"{name}.q_norm").transpose(0, 1), positions, self.rope_theta)
-        k = rotated(self._norm(k, f"{name}.k_norm").transpose(0, 1), positions, self.rope_theta)
+        q = rotated(self._norm(q, f"{name}.q_norm").transpose(0, 1), positions, self.rope)
+        k = rotated(self._norm(k, f"{name}.k_norm").transpose(0, 1), positions, self.rope)
         v = v.transpose(0, 1)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
@@ -110,7 +108,7 @@ class ReferenceTarget:
         return normed(x, self.weights[f"{name}.weight"], self.eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"])
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -120,14 +118,55 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Half rotation of [heads, T, head_dim]; angles in float32, cos and sin cast to x's dtype."""
-    head_dim = x.shape[-1]
-    inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    angles = positions[:, None].float() * inv_freq
-    cos = torch.cat([angles, angles], dim=-1).cos().to(x.dtype)
-    sin = torch.cat([angles, angles], dim=-1).sin().to(x.dtype)
-    return x * cos + torch.cat([-x[..., head_dim // 2 :], x[..., : head_dim // 2]], dim=-1) * sin
+@dataclass(frozen=True)
+class Rope:
+    """Turns of a head's first `dim` dims: pair i by position * frequencies[i], then times `factor`."""
+
+    dim: int
+    frequencies: Tensor
+    factor: float
+    adjacent_pairs: bool
+
+    @staticmethod
+    def of(config: dict[str, Any]) -> "Rope":
+        given = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+        theta: float = given.get("rope_theta") or config["rope_theta"]
+        dim: int = given.get("rope_dim") or config["head_dim"]
+        plain = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        original = given.get("original_max_position_embeddings", config["max_position_embeddings"])
+        kind, factor = given.get("rope_type", given.get("type", "default")), 1.0
+        if kind == "llama3":
+            low, high = given["low_freq_factor"], given["high_freq_factor"]
+            for i, wave in enumerate((2 * math.pi / plain).tolist()):
+                if wave > original / low:
+                    plain[i] /= given["factor"]
+                elif wave >= original / high:
+                    s = (original / wave - low) / (high - low)
+                    plain[i] *= (1 - s) / given["factor"] + s
+        elif kind == "yarn":
+            at = [
+                dim * math.log(original / (2 * math.pi * given.get(name, default))) / (2 * math.log(theta))
+                for name, default in (("beta_fast", 32), ("beta_slow", 1))
+            ]
+            low, high = (math.floor(at[0]), math.ceil(at[1])) if given.get("truncate", True) else at
+            for i in range(dim // 2):
+                slowed = min(1.0, max(0.0, (i - max(low, 0)) / (min(high, dim - 1) - max(low, 0))))
+                plain[i] *= slowed / given["factor"] + (1 - slowed)
+            factor = given.get("attention_factor") or 0.1 * math.log(given["factor"]) + 1
+        elif kind != "default":
+            raise NotImplementedError(kind)
+        return Rope(dim, plain, factor, config.get("is_neox_style") is False)
+
+
+def rotated(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Rotation of [heads, T, head_dim]; angles in float32, cos and sin cast to x's dtype."""
+    angles = positions[:, None].float() * rope.frequencies
+    cos, sin = (angles.cos() * rope.factor).to(x.dtype), (angles.sin() * rope.factor).to(x.dtype)
+    x, rest = x[..., : rope.dim], x[..., rope.dim :]
+    first, second = (x[..., 0::2], x[..., 1::2]) if rope.adjacent_pairs else x.chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    x = torch.stack(turned, dim=-1).flatten(-2) if rope.adjacent_pairs else torch.cat(turned, dim=-1)
+    return torch.cat([x, rest], dim=-1)
 
 
 def load_target(folder: Path | str, dtype: torch.dtype = torch.float32) -> ReferenceTarget:
@@ -180,14 +219,14 @@ class ReferenceDraft:
         self.kv_heads: int = config["num_key_value_heads"]
         self.head_dim: int = config["head_dim"]
         self.eps: float = config["rms_norm_eps"]
-        self.rope_theta = _rope_theta(config)
+        self.rope = Rope.of(config)
         if "sliding_attention" in config.get("layer_types", ()):
             raise NotImplementedError("sliding layers")
 
         files = sorted(folder.glob("*.safetensors"))
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        if any(name.endswith(".bias") for name in tensors) or "d2t" in tensors:
-            raise NotImplementedError("biases, reduced vocabularies")
+        if "d2t" in tensors:
+            raise NotImplementedError("reduced vocabularies")
         dtype = target.get_input_embeddings().weight.dtype
         self.weights = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in tensors.items()}
         self.embedding = self.weights.get("embed_tokens.weight", target.get_input_embeddings().weight.detach())
@@ -259,13 +298,13 @@ class ReferenceDraft:
         return self._linear(F.silu(gate) * up, f"{name}.down_proj")
 
     def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotated(x, positions, self.rope_theta)
+        return rotated(x, positions, self.rope)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return normed(x, self.weights[f"{name}.weight"], self.eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"])
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
 
 def default_taps(draft_layers: int, target_layers: int) -> list[int]:
@@ -273,13 +312,6 @@ def default_taps(draft_layers: int, target_layers: int) -> list[int]:
     if draft_layers == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]
-
-
-def _rope_theta(config: dict[str, Any]) -> float:
-    parameters = config.get("rope_parameters") or {}
-    if config.get("rope_scaling") or parameters.get("rope_type", "default") != "default":
-        raise NotImplementedError("rope scaling")
-    return parameters.get("rope_theta") or config["rope_theta"]
 
 
 # Sampling

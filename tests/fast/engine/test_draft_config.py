@@ -89,7 +89,7 @@ def test_every_dialect_is_read_as_the_same_draft(pair, target, dialect):
     raw = read_config(pair.draft)
     expected = draft_config(raw, target)
     assert (expected.block_size, expected.target_layer_ids, expected.mask_token_id) == (8, (1, 2), 96)
-    assert (expected.decoder.num_layers, expected.decoder.rope_theta) == (2, 10000.0)
+    assert (expected.decoder.num_layers, expected.decoder.rope.theta) == (2, 10000.0)
     assert draft_config(changed(raw, dialect), target) == expected
 
 
@@ -100,7 +100,7 @@ def test_rope_theta_is_read_from_either_place(pair, target):
         {"rope_theta": NO, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {"rope_parameters": {"rope_theta": 5e5}},
     ):
-        assert draft_config(changed(raw, dialect), target).decoder.rope_theta == 5e5
+        assert draft_config(changed(raw, dialect), target).decoder.rope.theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ VARIANTS: list[tuple[Json, str]] = [
     ({"dflash_config.is_causal": False}, "is_causal"),
     ({"dflash_config.conv_kernel_size": 4}, "conv_kernel_size"),
     ({"dflash_config.selector_top_k": 8}, "selector_top_k"),
-    ({"attention_bias": True}, "attention_bias"),
     ({"mlp_bias": True}, "mlp_bias"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"num_experts": 8}, "num_experts"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "mscale"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor"),
     ({"model_type": "llama"}, "model_type"),
     ({"architectures": ["Eagle3Model"]}, "architectures"),
     ({"dflash_config": NO}, "dflash_config"),
@@ -214,7 +214,7 @@ MISFITS: list[tuple[Json, str]] = [
 
 def test_a_null_rope_theta_beside_rope_parameters_is_no_mistake(pair, target):
     raw = changed(read_config(pair.draft), {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}})
-    assert draft_config(raw, target).decoder.rope_theta == 5e5
+    assert draft_config(raw, target).decoder.rope.theta == 5e5
 
 
 @pytest.mark.parametrize(("changes", "names"), VARIANTS + MISFITS, ids=[str(c) for c, _ in VARIANTS + MISFITS])
@@ -241,8 +241,7 @@ def test_a_block_without_drafts_is_refused_even_if_the_checkpoint_names_none(pai
         ({"model_type": "qwen3_moe"}, "'qwen3_moe'"),
         ({"model_type": NO}, "model_type"),
         ({"use_sliding_window": True}, "sliding_window"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"vocab_size": NO}, "vocab_size"),
         ({"hidden_size": "32"}, "hidden_size"),

@@ -107,6 +107,10 @@ def random_requests(pair: Pair, lengths: tuple[int, ...], max_tokens: int = 8, s
 
 LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 40)
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 PAIRS: dict[str, dict] = {
     "gqa 4:2": {},
     "mha, own embedding": {"num_kv_heads": 4, "own_embedding": True},
@@ -117,6 +121,10 @@ PAIRS: dict[str, dict] = {
         "draft_layers": 3,
         "taps": (2,),
     },
+    "biases": {"biases": True},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "llama3, adjacent pairs": {"rope_scaling": LLAMA3, "is_neox_style": False},
+    "half of a head turns, biases": {"rope_scaling": {"rope_dim": 8}, "biases": True},
     "tied target, three taps": {"tied": True, "taps": (0, 1, 2), "rope_theta": 1e6},
 }
 

@@ -16,9 +16,9 @@ from app.engine.backend.torch import TorchBackend
 from app.engine.build.self_test import check_attention
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import DecoderConfig
+from app.engine.models.config import DecoderConfig, RopeConfig
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import RotaryTable, interleaved
+from app.engine.models.rope import RotaryTable, head_order, reordered
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler
@@ -293,7 +293,7 @@ def test_rope_turns_pair_i_by_position_times_theta_to_the_minus_2i_over_d(backen
     dim, theta = 16, 5000.0
     positions = torch.tensor([0, 1, 2, 77, 511])
     x = normal(5, 3, dim)
-    found = backend.rope(x, RotaryTable(dim, theta, 512, torch.float32, backend).at(positions))
+    found = backend.rope(x, RotaryTable(RopeConfig(theta), dim, 512, torch.float32, backend).at(positions))
     angles = positions.double()[:, None] * theta ** (-2 * torch.arange(dim // 2).double() / dim)
     pair_axis = -1 if backend.interleaved_rope else -2
     turned = torch.complex(*x.double().unflatten(-1, (-1, 2) if pair_axis == -1 else (2, -1)).unbind(pair_axis))
@@ -304,7 +304,7 @@ def test_rope_turns_pair_i_by_position_times_theta_to_the_minus_2i_over_d(backen
 
 
 def test_rope_makes_scores_depend_on_the_distance_alone(backend):
-    table = RotaryTable(16, 10000.0, 200, torch.float32, backend)
+    table = RotaryTable(RopeConfig(10000.0), 16, 200, torch.float32, backend)
     q, k = normal(1, 1, 16), normal(1, 1, 16, seed=1)
 
     def score(at: int, to: int) -> float:
@@ -319,7 +319,7 @@ def test_rope_makes_scores_depend_on_the_distance_alone(backend):
 def test_fused_q_k_and_v_are_what_their_operators_give_one_by_one(backend, dtype):
     qkv, slot_mapping = normal(5, 4 + 2 * 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0], dtype=torch.int32)
     norms = [1 + normal(8, seed=seed).to(dtype) for seed in (1, 2)]
-    rotation = RotaryTable(8, 1e4, 50, dtype, backend).at(torch.tensor([0, 7, 3, 49, 20]))
+    rotation = RotaryTable(RopeConfig(1e4), 8, 50, dtype, backend).at(torch.tensor([0, 7, 3, 49, 20]))
     results = []
     for way in (backend.qkv_into_kv, Backend.qkv_into_kv.__get__(backend)):
         kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)))
@@ -332,7 +332,7 @@ def test_fused_q_k_and_v_are_what_their_operators_give_one_by_one(backend, dtype
 def test_fused_context_of_all_layers_is_what_its_operators_give_one_by_one(backend, dtype):
     rows, slot_mapping = normal(2, 3, 2, 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0, 19], dtype=torch.int32)
     norms, ones = 1 + normal(3, 8, seed=1).to(dtype), torch.ones(8, dtype=dtype)
-    rotation = RotaryTable(8, 1e4, 50, dtype, backend).at(torch.tensor([49, 3]))
+    rotation = RotaryTable(RopeConfig(1e4), 8, 50, dtype, backend).at(torch.tensor([49, 3]))
     results = []
     for way in (backend.context_into_kv, Backend.context_into_kv.__get__(backend)):
         kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)))
@@ -348,10 +348,10 @@ def test_a_head_with_its_pairs_side_by_side_gives_the_same_scores():
     x, positions = normal(4, 6, seed=3), torch.tensor([5, 0, 9, 2])
     scores = []
     for backend in (TorchBackend(CPU), CpuBackend(CPU)):
-        rotation = RotaryTable(8, 100.0, 10, torch.float32, backend).at(positions)
-        if backend.interleaved_rope:
-            q, k, norm = (interleaved(part, 8) for part in (q, k, norm))
-        heads = (backend.rms_norm((x @ part.T).view(4, 3, 8), norm, 1e-6) for part in (q, k))
+        rotation = RotaryTable(RopeConfig(100.0), 8, 10, torch.float32, backend).at(positions)
+        order = head_order(RopeConfig(100.0), 8, backend)
+        *parts, weight = (reordered(part, order) for part in (q, k, norm))
+        heads = (backend.rms_norm((x @ part.T).view(4, 3, 8), weight, 1e-6) for part in parts)
         turned_q, turned_k = (backend.rope(part, rotation) for part in heads)
         scores.append(torch.einsum("thd,shd->hts", turned_q, turned_k))
     torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
@@ -363,6 +363,8 @@ def test_a_weight_that_was_laid_out_gives_the_same(backend, rows):
     laid = backend.pack_weight(weight)
     assert torch.equal(laid, weight)
     torch.testing.assert_close(backend.linear(x, laid), x @ weight.T)
+    bias = normal(10, seed=2)
+    torch.testing.assert_close(backend.linear(x, laid, bias), x @ weight.T + bias)
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
@@ -498,9 +500,9 @@ class Counting(TorchBackend):
         super().__init__(device)
         self.made: list[int] = []
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         self.made.append(x.shape[0])
-        return super().linear(x, weight)
+        return super().linear(x, weight, bias)
 
 
 def test_greedy_ties_go_to_the_lowest_id(backend):
