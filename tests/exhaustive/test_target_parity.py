@@ -1,4 +1,4 @@
-"""The engine's target computes what Transformers' Qwen3ForCausalLM computes, however its rows are cut and batched.
+"""The engine's target computes what Transformers' own class computes, however its rows are cut and batched.
 
 ScheduledSequence go through the engine's own runner: a hand-made batch is launched and the target's forward is
 recorded.
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.exhaustive.live import load_transformers
-from tests.fast.engine.feeder import SHAPES, Checkpoint, Feeder, assert_logits_close, random_checkpoint
+from tests.fast.engine.feeder import EXPERTS, SHAPES, Checkpoint, Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.lossless import demo_folder, demo_prompts
 from tests.fast.engine.reference import features, greedy, teacher_forced
 
@@ -32,11 +32,11 @@ def demo_checkpoint() -> Checkpoint:
     return Checkpoint(folder, (0, 2, target.config.num_hidden_layers - 2), texts)
 
 
-@pytest.fixture(scope="module", params=[*MORE_SHAPES, "demo"])
+@pytest.fixture(scope="module", params=[*MORE_SHAPES, *EXPERTS, "demo"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     if request.param == "demo":
         return demo_checkpoint()
-    return random_checkpoint(tmp_path_factory.mktemp("target"), **MORE_SHAPES[request.param])
+    return random_checkpoint(tmp_path_factory.mktemp("target"), **(MORE_SHAPES | EXPERTS)[request.param])
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -79,13 +79,13 @@ def test_a_ragged_batch_of_decodes_and_chunks_gives_each_its_own_logits(checkpoi
 
 
 @pytest.mark.parametrize("chunk", [1, 7, None])
-@pytest.mark.parametrize("source", ["gqa 4:2, untied", "mha, tied", "demo"])
+@pytest.mark.parametrize("source", ["gqa 4:2, untied", "mha, tied", "8 experts, 2 a row", "demo"])
 def test_bf16_logits_are_no_worse_than_transformers_bf16_logits(tmp_path: Path, source: str, chunk: int | None):
     if source == "demo":
         checkpoints = [demo_checkpoint()]
     else:
         checkpoints = [
-            random_checkpoint(tmp_path / str(seed), seed=seed, dtype=torch.bfloat16, **SHAPES[source])
+            random_checkpoint(tmp_path / str(seed), seed=seed, dtype=torch.bfloat16, **(SHAPES | EXPERTS)[source])
             for seed in range(4)
         ]
     ours, theirs = 0.0, 0.0

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend.graph import Graph, RerunGraph
+from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.verify import verify
 
 
@@ -134,6 +135,15 @@ class Backend(ABC):
     @abstractmethod
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Return down(silu(gate(x)) * up(x)) [T, H]; `gate_up` is [2I, H] with the gate first, `down` [H, I]."""
+
+    def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
+        """Return memory [E, out, in] for experts' weights, with device and dtype of `like`, in the memory order that
+        `moe` reads fastest."""
+        return like.new_empty(num_experts, out_features, in_features)
+
+    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+        """Return the mixture of experts [T, H] of rows [T, H], as `backend.moe.mixture`."""
+        return mixture(x, weights, config)
 
     def qkv_into_kv(
         self,

@@ -1,4 +1,4 @@
-"""The shape of a dense decoder, read from a `config.json`. A field that would be run wrongly is refused by name."""
+"""The shape of a decoder, read from a `config.json`. A field that would be run wrongly is refused by name."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.build.fields import number, positive
+from app.engine.build.moe_config import moe_config, num_experts
 from app.engine.build.rope_config import rope_config
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
@@ -58,6 +59,7 @@ def decoder_config(raw: Mapping[str, Any], where: str, supports: frozenset[str] 
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
+        moe=moe_config(raw, where) if "num_experts" in supports else None,
     )
     if config.num_heads % config.num_kv_heads:
         raise UnsupportedError(
@@ -79,7 +81,7 @@ def _refuse_variants(raw: Mapping[str, Any], where: str, supports: frozenset[str
         "attn_logit_softcapping": raw.get("attn_logit_softcapping") is not None,
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
         "quantization_config": raw.get("quantization_config") is not None,
-        "num_experts": bool(raw.get("num_experts")),
+        "num_experts": num_experts(raw, where) is not None,
     }
     for field, refused in refusals.items():
         if refused and field not in supports:

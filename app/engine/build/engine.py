@@ -84,6 +84,8 @@ def build_engine(
 def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights) -> Engine:
     raw = read_config(config.target)
     shape, draft_shape = target_config(raw), None
+    if config.compile and shape.moe:
+        raise UnsupportedError(f"--compile: a target with experts is not supported yet ({config.target})")
     if config.draft is not None:
         draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
     block_size = draft_shape.block_size if draft_shape else 1

@@ -1,6 +1,8 @@
-"""Sizes of a dense decoder. `build/decoder_config.py` reads them from a config.json."""
+"""Sizes of a decoder. `build/decoder_config.py` reads them from a config.json."""
 
 from dataclasses import dataclass
+
+from app.engine.backend.moe import MoeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class RopeConfig:
 class DecoderConfig:
     """Sizes of a target or a draft. `dtype` is the checkpoint's own name of it, like "bfloat16".
 
-    `max_position_embeddings` is the longest context, after RoPE scaling.
+    `max_position_embeddings` is the longest context, after RoPE scaling. `moe` is None if every layer has a dense MLP.
     """
 
     hidden_size: int
@@ -62,3 +64,8 @@ class DecoderConfig:
     dtype: str
     qkv_bias: bool = False
     o_bias: bool = False
+    moe: MoeConfig | None = None
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """Return the experts of a layer, or None if it has a dense MLP."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.backend.moe import MoeConfig
 from app.engine.models.config import DecoderConfig
+from app.engine.models.experts import load_experts
 from app.engine.models.rope import head_order, reordered
 from app.engine.models.weights import Weights
 
@@ -90,17 +92,26 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, gated MLP, with the residual carried beside the hidden states."""
+    """Norm, attention, norm, gated MLP or `moe`, with the residual carried beside the hidden states."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend, *, qk_norm: bool
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        prefix: str,
+        backend: Backend,
+        *,
+        qk_norm: bool,
+        moe: MoeConfig | None = None,
     ) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.attention = Attention(config, weights, f"{prefix}.self_attn", backend, qk_norm=qk_norm)
-        gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
-        self.gate_up = frozen(backend.pack_weight(torch.cat((gate, up))))
-        self.down = frozen(backend.pack_weight(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner)))
+        self._mixture = (moe, load_experts(moe, hidden, weights, f"{prefix}.mlp", backend)) if moe else None
+        if moe is None:
+            gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
+            self.gate_up = frozen(backend.pack_weight(torch.cat((gate, up))))
+            self.down = frozen(backend.pack_weight(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner)))
         self.input_norm = frozen(weights.get(f"{prefix}.input_layernorm.weight", hidden))
         self.post_attention_norm = frozen(weights.get(f"{prefix}.post_attention_layernorm.weight", hidden))
         self._eps = config.rms_norm_eps
@@ -111,13 +122,16 @@ class DecoderLayer(nn.Module):
         return add_norm(self._backend, hidden, residual, parameters_of(self)["input_norm"], self._eps)
 
     def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
-        """Return (output of the MLP, residual stream before it), each [T, H].
+        """Return (output of the MLP or the experts, residual stream before it), each [T, H].
 
         The residual stream *after* this layer is their sum; the next norm adds them up.
         """
         backend, weights = self._backend, parameters_of(self)
         hidden = self.attention.forward(normed, rows, kv)
         normed, residual = backend.add_rms_norm(hidden, residual, weights["post_attention_norm"], self._eps)
+        if self._mixture is not None:
+            moe, experts = self._mixture
+            return backend.moe(normed, experts, moe), residual
         return backend.gated_mlp(normed, weights["gate_up"], weights["down"]), residual
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 from app.engine.errors import UnsupportedError
 from app.engine.models.qwen3 import Qwen3
+from app.engine.models.qwen3_moe import Qwen3Moe
 from app.engine.models.target import Target
 
 TARGETS: dict[str, type[Target]] = {
     "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
 }
 
 

@@ -14,7 +14,7 @@ from app.engine.models.weights import Weights
 
 
 class Target(nn.Module):
-    """Dense decoder of pre-norm layers. A family is a subclass, and one line in `registry`.
+    """Decoder of pre-norm layers, with a dense MLP or experts. A family is a subclass, and one line in `registry`.
 
     `target_layer_ids` are zero-based and ascend; feature i is the residual stream after layer target_layer_ids[i].
     """
@@ -35,7 +35,7 @@ class Target(nn.Module):
         self.target_layer_ids = target_layer_ids
         self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, weights, f"layers.{i}", backend, qk_norm=self.qk_norm)
+            DecoderLayer(config, weights, f"layers.{i}", backend, qk_norm=self.qk_norm, moe=config.moe_of(i))
             for i in range(config.num_layers)
         )
         self.norm = frozen(weights.get("norm.weight", hidden))

@@ -126,6 +126,9 @@ class NpuBackend(Backend):
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return F.linear(torch_npu.npu_swiglu(F.linear(x, gate_up)), down)
 
+    def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
+        raise UnsupportedError("--device npu: a target with experts is not supported yet")
+
     def high_half(self, x: Tensor) -> Tensor:
         """Return `Backend.high_half` without a shift, because shifts run on the device's host processor (N32)."""
         return x.contiguous().view(torch.int16).unflatten(-1, (-1, 2))[..., 1].to(torch.int32) & 0xFFFF

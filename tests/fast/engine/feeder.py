@@ -22,6 +22,16 @@ SHAPES: dict[str, dict] = {
     "mha, tied": {"num_kv_heads": 4, "tied": True},
     "wide heads, other RoPE": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "rope_theta": 1e6},
 }
+EXPERTS: dict[str, dict] = {
+    "8 experts, 2 a row": {"experts": 8},
+    "experts in fused tensors": {"experts": 8, "fused_experts": True},
+    "3 experts a row, not renormalised, layer 1 dense": {
+        "experts": 8,
+        "experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "dense_layers": (1,),
+    },
+}
 
 
 TAPS = (0, 1, 2)

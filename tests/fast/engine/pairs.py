@@ -66,8 +66,16 @@ def make_pair(
     own_embedding: bool = False,
     own_head: bool = False,
     eos_token_id: int | list[int] | None = None,
+    experts: int = 0,
+    experts_per_tok: int = 2,
+    expert_size: int = 16,
+    norm_topk_prob: bool = True,
+    dense_layers: tuple[int, ...] = (),
+    fused_experts: bool = False,
 ) -> Pair:
     """Write `folder/target` (a Qwen3ForCausalLM) and `folder/draft` (DFlash v1).
+
+    With `experts` the target is a Qwen3MoeForCausalLM, and `fused_experts` stores those of a layer in one tensor.
 
     `mask_token_id` defaults to the last id of the vocabulary. `name_taps=False` leaves `target_layer_ids` out of the
     draft's config, so `taps` must be the default ones. `own_embedding` and `own_head` give the draft an embedding
@@ -103,6 +111,17 @@ def make_pair(
         "num_hidden_layers": num_layers,
         "tie_word_embeddings": tied,
     }
+    if experts:
+        target_config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": experts_per_tok,
+            "moe_intermediate_size": expert_size,
+            "norm_topk_prob": norm_topk_prob,
+            "mlp_only_layers": list(dense_layers),
+            "decoder_sparse_step": 1,
+        }
     if eos_token_id is not None:
         target_config["eos_token_id"] = eos_token_id
 
@@ -122,9 +141,13 @@ def make_pair(
     draw = _Draw(2 * seed)
     target: Tensors = {"model.embed_tokens.weight": draw.normal(vocab_size, hidden_size, std=0.35)}
     for i in range(num_layers):
-        target |= _layer(
+        layer = _layer(
             draw, f"model.layers.{i}.", hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, biases
         )
+        if experts and i not in dense_layers:
+            layer = {name: tensor for name, tensor in layer.items() if ".mlp." not in name}
+            layer |= _experts(draw, f"model.layers.{i}.mlp.", hidden_size, experts, expert_size, fused=fused_experts)
+        target |= layer
     target["model.norm.weight"] = draw.norm(hidden_size)
     if not tied:
         target["lm_head.weight"] = draw.linear(vocab_size, hidden_size, gain=2.0)
@@ -197,6 +220,20 @@ def _layer(
     if biases:
         sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": hidden}
         tensors |= {f"self_attn.{name}_proj.bias": draw.normal(size, std=1.0) for name, size in sizes.items()}
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _experts(draw: _Draw, prefix: str, hidden: int, experts: int, inner: int, *, fused: bool) -> Tensors:
+    """A router that is decided, so that rounding moves no row to another expert, and experts that differ."""
+    gate_up = draw.normal(experts, 2 * inner, hidden, std=1.5 * hidden**-0.5)
+    down = draw.normal(experts, hidden, inner, std=3.0 * inner**-0.5)
+    tensors = {"gate.weight": draw.linear(experts, hidden, gain=2.0)}
+    if fused:
+        tensors |= {"experts.gate_up_proj": gate_up, "experts.down_proj": down}
+    else:
+        for i, (gate, up) in enumerate(gate_up.unflatten(1, (2, inner))):
+            names = (f"experts.{i}.{name}_proj.weight" for name in ("gate", "up", "down"))
+            tensors |= dict(zip(names, (gate, up, down[i]), strict=True))
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 

@@ -40,7 +40,7 @@ class Output(NamedTuple):
 
 
 class ReferenceTarget:
-    """Qwen3 over one sequence at a time, in the dtype given."""
+    """Qwen3, dense or with experts stored one by one, over one sequence at a time, in the dtype given."""
 
     def __init__(self, folder: Path | str, dtype: torch.dtype) -> None:
         folder = Path(folder)
@@ -79,13 +79,26 @@ class ReferenceTarget:
             out, kv = self._attention(self._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", positions, past)
             x = x + out
             y = self._norm(x, f"{name}.post_attention_layernorm")
-            gate, up = (self._linear(y, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
-            x = x + self._linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
+            x = x + (self._experts if f"{name}.mlp.gate.weight" in self.weights else self._mlp)(y, f"{name}.mlp")
             hidden_states.append(x)
             cache.append(kv)
         hidden_states[-1] = self._norm(x, "norm")
         logits = F.linear(hidden_states[-1], self.head)
         return Output(logits[None], tuple(state[None] for state in hidden_states), cache)
+
+    def _mlp(self, x: Tensor, name: str) -> Tensor:
+        gate, up = (self._linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+        return self._linear(F.silu(gate) * up, f"{name}.down_proj")
+
+    def _experts(self, x: Tensor, name: str) -> Tensor:
+        """Row by row, the weighted sum of the MLPs that the router finds most likely."""
+        chances = self._linear(x, f"{name}.gate").softmax(dim=-1, dtype=torch.float32)
+        out = torch.zeros_like(x)
+        for t, chosen in enumerate(chances.topk(self.config.num_experts_per_tok).indices.tolist()):
+            total = chances[t, chosen].sum() if self.config.norm_topk_prob else 1.0
+            for expert in chosen:
+                out[t] += (chances[t, expert] / total).to(x.dtype) * self._mlp(x[t], f"{name}.experts.{expert}")
+        return out
 
     def _attention(
         self, x: Tensor, name: str, positions: Tensor, past: tuple[Tensor, Tensor] | None

@@ -238,7 +238,7 @@ def test_a_block_without_drafts_is_refused_even_if_the_checkpoint_names_none(pai
     ("changes", "names"),
     [
         ({"model_type": "llama"}, "'llama'"),
-        ({"model_type": "qwen3_moe"}, "'qwen3_moe'"),
+        ({"model_type": "mixtral"}, "'mixtral'"),
         ({"model_type": NO}, "model_type"),
         ({"use_sliding_window": True}, "sliding_window"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),

@@ -1,0 +1,97 @@
+"""Mixture of experts: its sizes, its weights, and its maths in plain PyTorch, without a value read by the host."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SWIGLU_ALPHA = 1.702
+"""Factor inside the sigmoid of the clipped SwiGLU of gpt-oss."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixture of experts in the place of a layer's MLP. E is `num_experts`, k `num_experts_per_tok`.
+
+    A row's weights are the k largest of a softmax over all E. `norm_topk_prob` divides them by their sum, so they are
+    a softmax over the k alone. With `swiglu_limit` L an expert computes (u + 1) g sigmoid(1.702 g), with g = min(gate,
+    L) and u = clamp(up, -L, L), instead of silu(gate) up.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: tuple[int, ...] = ()
+    """Layers that keep a dense MLP."""
+    has_bias: bool = False
+    """True if router and experts have biases."""
+    swiglu_limit: float | None = None
+    router_name: str = "gate"
+    """Name of the router's tensors in a checkpoint."""
+    interleaved: bool = False
+    """True if rows of gate and up alternate in a checkpoint's fused tensor. They are parted when they are loaded."""
+    input_first: bool = False
+    """True if a checkpoint's fused tensors are [E, in, out]. They are turned when they are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Weights of one layer's experts: `router` [E, H] fp32, `gate_up` [E, 2I, H] with the gate first, `down` [E, H, I].
+
+    Biases are [E] fp32, [E, 2I] and [E, H], or None.
+    """
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+def router_logits(x: Tensor, weights: ExpertWeights) -> Tensor:
+    """Return [T, E] fp32 of rows [T, H]. A narrower dtype would tie experts, and so let a batch decide between them."""
+    return F.linear(x.float(), weights.router, weights.router_bias)
+
+
+def route(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
+    """Return (weights fp32, experts int64), each [T, k], of router logits [T, E] fp32."""
+    shares, chosen = logits.softmax(dim=-1).topk(config.num_experts_per_tok, dim=-1)
+    return shares / shares.sum(dim=-1, keepdim=True) if config.norm_topk_prob else shares, chosen
+
+
+def gated(gate_up: Tensor, config: MoeConfig) -> Tensor:
+    """Return the SwiGLU (arXiv 2002.05202) [R, I] of [R, 2I] with the gate first, clipped if the config says so."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if config.swiglu_limit is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=config.swiglu_limit), up.clamp(-config.swiglu_limit, config.swiglu_limit)
+    return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
+
+
+def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+    """Return the weighted sum [T, H] of the outputs of each row's k experts.
+
+    Every pair of a row and an expert is a row of two grouped products, sorted by expert. A row's sum is over its own
+    pairs in the order of their weights, so it has no order of the batch in it.
+    """
+    shares, chosen = route(router_logits(x, weights), config)
+    k, flat = config.num_experts_per_tok, chosen.flatten()
+    order = flat.argsort(stable=True)
+    experts = flat[order]
+    ends = torch.searchsorted(experts, torch.arange(1, config.num_experts + 1, device=x.device)).to(torch.int32)
+    hidden = grouped(x[order // k], weights.gate_up, weights.gate_up_bias, ends, experts)
+    out = grouped(gated(hidden, config), weights.down, weights.down_bias, ends, experts)
+    pairs = torch.empty_like(out).index_copy_(0, order, out)
+    return (pairs.view(-1, k, out.shape[1]) * shares.to(out.dtype).unsqueeze(2)).sum(dim=1)
+
+
+def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, experts: Tensor) -> Tensor:
+    """Return x @ weight[e].T + bias[e] [R, out] for rows [R, in] that are sorted by expert e.
+
+    `ends` [E] int32 are the rows' ends of each expert, and `experts` [R] are e of each row.
+    """
+    out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return out if bias is None else out + bias[experts]

@@ -1,0 +1,52 @@
+"""Experts of one layer, read into their fused place one tensor after the other."""
+
+from torch import Tensor
+
+from app.engine.backend.base import Backend
+from app.engine.backend.moe import ExpertWeights, MoeConfig
+from app.engine.models.weights import Weights
+
+
+def load_experts(moe: MoeConfig, hidden: int, weights: Weights, prefix: str, backend: Backend) -> ExpertWeights:
+    """Return the router and the experts under `prefix`, stored one by one or all in `experts.gate_up_proj`.
+
+    Each tensor is copied and dropped before the next is read. So a load takes at most one tensor more than its result.
+    """
+    count, inner = moe.num_experts, moe.intermediate_size
+    router = weights.get(f"{prefix}.{moe.router_name}.weight", count, hidden)
+    gate_up = backend.empty_experts(router, count, 2 * inner, hidden)
+    down = backend.empty_experts(router, count, hidden, inner)
+    if f"{prefix}.experts.gate_up_proj" in weights:
+        _copy_fused(gate_up, "gate_up_proj", moe, weights, prefix)
+        _copy_fused(down, "down_proj", moe, weights, prefix)
+    else:
+        for expert in range(count):
+            name = f"{prefix}.experts.{expert}"
+            gate_up[expert, :inner] = weights.get(f"{name}.gate_proj.weight", inner, hidden)
+            gate_up[expert, inner:] = weights.get(f"{name}.up_proj.weight", inner, hidden)
+            down[expert] = weights.get(f"{name}.down_proj.weight", hidden, inner)
+    router = router.float()
+    if not moe.has_bias:
+        return ExpertWeights(router, gate_up, down)
+    return ExpertWeights(
+        router,
+        gate_up,
+        down,
+        weights.get(f"{prefix}.{moe.router_name}.bias", count).float(),
+        _gate_first(weights.get(f"{prefix}.experts.gate_up_proj_bias", count, 2 * inner), moe),
+        weights.get(f"{prefix}.experts.down_proj_bias", count, hidden),
+    )
+
+
+def _copy_fused(to: Tensor, name: str, moe: MoeConfig, weights: Weights, prefix: str) -> None:
+    """Copy the tensor of all experts into `to` [E, out, in]."""
+    count, out_features, in_features = to.shape
+    shape = (in_features, out_features) if moe.input_first else (out_features, in_features)
+    stored = weights.get(f"{prefix}.experts.{name}", count, *shape)
+    stored = stored.transpose(1, 2) if moe.input_first else stored
+    to.copy_(_gate_first(stored, moe) if name == "gate_up_proj" else stored)
+
+
+def _gate_first(stored: Tensor, moe: MoeConfig) -> Tensor:
+    """Return [E, 2I, ...] with the rows of the gate before those of up."""
+    return stored.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if moe.interleaved else stored
