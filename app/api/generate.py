@@ -91,7 +91,8 @@ def submit(call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequ
     Raises ApiError 400 or EngineUnavailable.
     """
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in given)
-    choices = Choices(num_prompt_tokens, call.body.num_choices, _strict_functions(call))
+    warnings = [warning for prompt in given for warning in prompt.warnings]
+    choices = Choices(num_prompt_tokens, call.body.num_choices, _strict_functions(call), warnings)
     try:
         for index, (prompt, request) in enumerate(_requests(call, given, budgets)):
             deltas = call.services.engine.submit(

@@ -79,12 +79,21 @@ _ChatChoice = _shape(
 )
 _TextChoice = _shape("TextChoice", index=int, text=str, logprobs=None, finish_reason=Literal["stop", "length"], **_STOP)
 _Answer = {"id": str, "created": int, "model": str, "usage": _Usage}
-_Warning = _shape("ToolWarning", code=str, choice=int, tool_call=int, function=str, message=str)
+_Warning = _shape(
+    "Warning",
+    code=str,
+    message=str,
+    choice=(int, Field(default=0, description="of a tool's call, with `tool_call` and `function`")),
+    tool_call=(int, 0),
+    function=(str, ""),
+    param=(str, Field(default="", description="of a field that changed nothing")),
+)
+_WARNINGS = (_list_of(_Warning), Field(default=[], description="absent if there are none"))
 _ChatCompletion = _shape(
     "ChatCompletion",
     object=Literal["chat.completion"],
     choices=_list_of(_ChatChoice),
-    warnings=(_list_of(_Warning), Field(default=[], description="absent unless a call of a strict function misfits")),
+    warnings=_WARNINGS,
     **_Answer,
 )
 _Completion = _shape("Completion", object=Literal["text_completion"], choices=_list_of(_TextChoice), **_Answer)
@@ -120,13 +129,15 @@ _Response = _shape(
     usage=_ResponseUsage,
     metadata=dict[str, str],
     store=Literal[False],
-    warnings=(_list_of(_Warning), Field(default=[], description="absent unless a call of a strict function misfits")),
+    warnings=_WARNINGS,
 )
 _ModelCard = _shape(
     "ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, root=str, max_model_len=int | None
 )
 _ModelList = _shape("ModelList", object=Literal["list"], data=_list_of(_ModelCard))
-_Tokens = _shape("Tokens", count=int, max_model_len=int, tokens=list[int], token_strs=list[str] | None)
+_Tokens = _shape(
+    "Tokens", count=int, max_model_len=int, tokens=list[int], token_strs=list[str] | None, warnings=_WARNINGS
+)
 _Text = _shape("Text", prompt=str)
 _Version = _shape("Version", version=str)
 _Success = _shape("Success", success=Literal[True])

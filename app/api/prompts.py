@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
 from app.api.forced_call import Prefix
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
-from app.api.validation import check_names, check_strict, check_template
+from app.api.validation import check_strict, check_template, warn_of_names
 from app.engine_config import EngineInfo
 from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
@@ -27,12 +28,14 @@ _END_LENGTH = 2 * len(_BEHIND_REASONING) + len(END_THINK)
 class Prompt:
     """Token ids of a prompt. `in_reasoning` if its end opens a reasoning block for the model to continue.
 
-    `prefix` begins a forced call. It is a part of the prompt, unless it follows reasoning.
+    `prefix` begins a forced call. It is a part of the prompt, unless it follows reasoning. `warnings` go into
+    the answer.
     """
 
     token_ids: list[int]
     in_reasoning: bool = False
     prefix: Prefix | None = None
+    warnings: Sequence[dict[str, Any]] = ()
 
     @property
     def max_length(self) -> int:
@@ -58,12 +61,13 @@ async def render_and_encode(
         continue_final_message=bool(body.continue_final_message),
         switches={**services.template_kwargs, **body.switches(template.switches)},
     )
+    warnings: list[dict[str, Any]] = []
     try:
         text = await asyncio.to_thread(render, conversation)
         if any(message.name for message in body.messages):
             marked, marks = _with_marked_names(conversation)
             shown = await asyncio.to_thread(render, marked)
-            check_names(body, lambda index: marks[index] in shown)
+            warnings = warn_of_names(body, lambda index: marks[index] in shown)
     except ChatTemplateError as error:
         raise bad_request(clip(str(error), _MAX_TEMPLATE_ERROR), "messages") from None
     end = body.messages[-1].text if body.continue_final_message else text[-_END_LENGTH:]
@@ -81,7 +85,7 @@ async def render_and_encode(
         text += "" if may_reason else begun
     special = bool(body.add_special_tokens)
     token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
-    return Prompt(token_ids, in_reasoning, prefix)
+    return Prompt(token_ids, in_reasoning, prefix, warnings)
 
 
 def _with_marked_names(conversation: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -129,6 +129,7 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class ChosenFunction(Body):

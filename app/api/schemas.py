@@ -271,12 +271,13 @@ class ChatMessage(Body):
 
 
 class Function(Body):
-    """Description of a function."""
+    """Description of a function, which the prompt shows without `strict` and `cache_control`."""
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class Tool(Body):
@@ -284,10 +285,11 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        function = self.function.model_dump(exclude_unset=True, exclude_none=True)
-        function.pop("strict", None)
+        hints = {"strict", "cache_control"}
+        function = self.function.model_dump(exclude_unset=True, exclude_none=True, exclude=hints)
         return {"type": self.type, "function": function}
 
 

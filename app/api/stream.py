@@ -99,8 +99,10 @@ class Choice:
             text, prefix = self.detokenizer.push(token_ids, finish), ""
             if self.forced_call is not None:
                 text, prefix = self._read_reasoning(self.forced_call, token_ids, text)
-            texts.append(text)
-            parts += self._parse(text)
+            parsed = self._parse(text)
+            is_hidden = is_before_content and not self.parser.shows_reasoning
+            texts.append("".join(part.content for part in parsed) if is_hidden else text)
+            parts += parsed
             if prefix:
                 parts.append(self._parsed(self.parser.begin_call(prefix)))
             if is_before_content:
@@ -178,7 +180,8 @@ class Choice:
     def _steps(self, delta: TokenDelta, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the steps with the texts of their tokens, up to the last token that was read.
 
-        Text that a stop string may hold back comes with the token that frees it.
+        Text that a stop string may hold back comes with the token that frees it. A token of hidden reasoning has no
+        text.
         """
         steps = []
         left = iter(texts)
@@ -194,13 +197,21 @@ class Choice:
 class Choices:
     """All choices of one request, by index. The `num_per_prompt` choices of a prompt are neighbours.
 
-    The last piece of a choice has the warnings about its calls of `strict` functions.
+    The last piece of a choice has the warnings about its calls of `strict` functions. That of the first one has those
+    about the prompt too.
     """
 
-    def __init__(self, num_prompt_tokens: int, num_per_prompt: int, strict: StrictFunctions | None = None) -> None:
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        num_per_prompt: int,
+        strict: StrictFunctions | None = None,
+        warnings: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_per_prompt = num_per_prompt
         self._strict = strict
+        self._warnings = warnings
         self._choices: list[Choice] = []
         self._event = asyncio.Event()
 
@@ -238,10 +249,13 @@ class Choices:
         return usage
 
     async def _checked(self, piece: Piece) -> Piece:
-        """Return the piece, with warnings about the calls of its choice if it is the last."""
-        if self._strict is None or piece.finish_reason is None:
+        """Return the piece, with its warnings if it is the last of its choice."""
+        if piece.finish_reason is None:
             return piece
-        return replace(piece, warnings=await self._strict.warnings(piece.index, self._choices[piece.index].calls))
+        warnings = [] if piece.index else [*self._warnings]
+        if self._strict is not None:
+            warnings += await self._strict.warnings(piece.index, self._choices[piece.index].calls)
+        return replace(piece, warnings=warnings)
 
     async def whole(self) -> list[Piece]:
         """Return every choice as one piece. All are read as they arrive, so that all end at the error of one."""

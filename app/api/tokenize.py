@@ -1,5 +1,8 @@
 """POST /tokenize and /detokenize: prompts to token ids and back, without the engine."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
@@ -21,17 +24,18 @@ async def tokenize(request: Request) -> Response:
     body = parse(raw, model, services.metrics)
     services.served_name(body.model)
     info = services.engine.ready_info()
+    warnings: Sequence[dict[str, Any]] = ()
     if isinstance(body, TokenizeChatRequest):
-        token_ids = (await prompts.render_and_encode(services, body, info, must_fit=False)).token_ids
+        prompt = await prompts.render_and_encode(services, body, info, must_fit=False)
+        token_ids, warnings = prompt.token_ids, prompt.warnings
     else:
         special = body.add_special_tokens is not False
         token_ids = await prompts.encode_text(
             services, body.prompt, "prompt", info, add_special_tokens=special, must_fit=False
         )
     strings = services.tokenizer.token_strings(token_ids) if body.return_token_strs else None
-    return json_response(
-        {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": strings}
-    )
+    answer = {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": strings}
+    return json_response(answer | ({"warnings": warnings} if warnings else {}))
 
 
 @router.post("/detokenize", **openapi.DETOKENIZE)

@@ -174,23 +174,29 @@ def check_template(body: TemplatedRequest, template: ChatTemplate, family: Famil
             )
 
 
-def check_names(body: TemplatedRequest, is_written: Callable[[int], bool]) -> None:
-    """Raise ApiError for the first name of a message that reaches no prompt, by `is_written(index)`.
+def warn_of_names(body: TemplatedRequest, is_written: Callable[[int], bool]) -> list[dict[str, Any]]:
+    """Return a warning if names of messages reach no prompt, by `is_written(index)`, else none.
 
     The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
     """
     called: set[str] = set()
+    left_out = []
     for index, message in enumerate(body.messages):
         called.update(call.function.name for call in message.tool_calls or [])
         if not message.name or (message.role == "tool" and message.name in called):
             continue
         if not is_written(index):
-            param = f"messages.{index}.name"
-            raise bad_request(
-                f"This model's chat template writes no `{param}`. Leave it out, or say it in `content`.",
-                param,
-                "unsupported_parameter",
-            )
+            left_out.append(f"messages.{index}.name")
+    if not left_out:
+        return []
+    what = "this one is" if len(left_out) == 1 else f"the names of {len(left_out)} messages are"
+    return [
+        {
+            "code": "name_left_out",
+            "param": left_out[0],
+            "message": f"This model's chat template writes no such `name`: {what} not in the prompt.",
+        }
+    ]
 
 
 def _extras(model: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -38,7 +38,7 @@ class OutputParser:
     ) -> None:
         self.reasoning = reasoning
         self._calls = calls
-        self._shows_reasoning = shows_reasoning
+        self.shows_reasoning = shows_reasoning
         self._finished = False
 
     @property
@@ -75,7 +75,7 @@ class OutputParser:
         return Parsed.joined((parsed, self._calls.finish()))
 
     def _parsed(self, reasoning: str, content: str) -> Parsed:
-        reasoning = reasoning if self._shows_reasoning else ""
+        reasoning = reasoning if self.shows_reasoning else ""
         if self._calls is None or not content:
             return Parsed(content, reasoning)
         return self._calls.push(content)._replace(reasoning=reasoning)

@@ -1,5 +1,6 @@
-"""Fields of messages: those that change no text pass, reasoning is read, and names are written or refused."""
+"""Fields of messages: those that change no text pass, reasoning is read, and names are written or told."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,12 +91,32 @@ def test_an_unknown_type_of_part_is_told_what_is_read(server):
     assert '"text"' in message and '"thinking"' in message
 
 
+def warned(server: Server, messages: list[dict[str, object]], **fields: object) -> list[str]:
+    """Return the fields that the answer's warnings name, whole and streamed, and those of /tokenize."""
+    server.script.plan([2])
+    ask = {"messages": messages} | fields
+    whole = server.http.post("/v1/chat/completions", json=ask).json()
+    events = server.http.post("/v1/chat/completions", json=ask | {"stream": True}).text.split("\n\n")[:-2]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    warnings = whole.get("warnings", [])
+    assert [warning for chunk in chunks for warning in chunk.get("warnings", [])] == warnings
+    assert server.http.post("/tokenize", json=ask).json().get("warnings", []) == warnings
+    assert {warning["code"] for warning in warnings} <= {"name_left_out"}
+    return [warning["param"] for warning in warnings]
+
+
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
-def test_a_name_that_the_template_leaves_out_is_refused(server, role):
-    error = refusal(server, messages=[HELLO, {"role": role, "content": "x", "name": "Ann"}])
-    assert (error["param"], error["code"]) == ("messages.1.name", "unsupported_parameter")
-    response = server.http.post("/tokenize", json={"messages": [HELLO | {"name": "Ann"}]})
-    assert response.json()["error"]["param"] == "messages.0.name"
+def test_a_name_that_the_template_leaves_out_is_told_in_the_answer(server, role):
+    messages = [HELLO, {"role": role, "content": "x", "name": "Ann"}]
+    assert warned(server, messages) == ["messages.1.name"]
+    assert prompt_of(server, messages=messages) == prompt_of(server, messages=[HELLO, {"role": role, "content": "x"}])
+
+
+def test_names_that_are_left_out_are_told_once_however_many_choices_and_messages(server):
+    ann = HELLO | {"name": "Ann"}
+    assert warned(server, [HELLO, ann, ann], n=3) == ["messages.1.name"]
+    answer = server.http.post("/v1/chat/completions", json={"messages": [ann, ann]}).json()
+    assert "2 messages" in answer["warnings"][0]["message"]
 
 
 @pytest.mark.parametrize("name", [None, ""])
@@ -107,8 +128,9 @@ def test_a_tools_message_may_repeat_the_function_that_was_called(server):
     told = {"role": "tool", "tool_call_id": "a", "content": "noon"}
     prompt = prompt_of(server, messages=[HELLO, CALLING, told])
     assert prompt_of(server, messages=[HELLO, CALLING, told | {"name": "clock"}]) == prompt
-    assert refusal(server, messages=[HELLO, CALLING, told | {"name": "o'clock"}])["param"] == "messages.2.name"
-    assert refusal(server, messages=[HELLO, told | {"name": "clock"}])["param"] == "messages.1.name"
+    assert warned(server, [HELLO, CALLING, told | {"name": "clock"}]) == []
+    assert warned(server, [HELLO, CALLING, told | {"name": "o'clock"}]) == ["messages.2.name"]
+    assert warned(server, [HELLO, told | {"name": "clock"}]) == ["messages.1.name"]
 
 
 def test_a_name_is_written_where_the_template_writes_it(start):
@@ -116,7 +138,7 @@ def test_a_name_is_written_where_the_template_writes_it(start):
     ann = HELLO | {"name": "Ann"}
     assert prompt_of(server, messages=[ann, HELLO]) == "user(Ann): hello\nuser: hello\n"
     told = {"role": "tool", "content": "noon", "tool_call_id": "a", "name": "Ann"}
-    assert refusal(server, messages=[ann, told])["param"] == "messages.1.name"
+    assert warned(server, [ann, told]) == ["messages.1.name"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Fields that turn thinking on and off, and the one that leaves reasoning out of an answer."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +91,18 @@ def test_reasoning_is_left_out_and_counted(server, include, stream):
         (choice,) = answer.json()["choices"]
         assert choice["message"]["content"] == "So."
         assert answer.json()["usage"]["completion_tokens"] == len("<think>hm</think>So.") + 1
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("opening", ["<think>", " <think>", ""])
+def test_steps_show_no_tokens_of_hidden_reasoning(server, include, opening):
+    reasoning = f"{opening}hm, 2 < 3</think>" if opening else ""
+    ids = [*server.bytes(f"{reasoning}They are."), 2]
+    server.script.plan(ids[:3], ids[3:5], ids[5:])
+    body = ASK | {"include_reasoning": include, "stream": True, "stream_options": {"include_speculation": True}}
+    events = server.http.post("/v1/chat/completions", json=body).text.split("\n\n")[:-2]
+    choices = [choice for event in events for choice in json.loads(event.removeprefix("data: "))["choices"]]
+    steps = [step for choice in choices for step in choice.get("speculation", {}).get("steps", [])]
+    assert [len(step["tokens"]) for step in steps] == [3, 2, len(ids) - 5]
+    shown = "".join(token for step in steps for token in step["tokens"])
+    assert shown == (f"{reasoning}They are." if include else "They are.")

@@ -108,6 +108,18 @@ def test_tools_are_offered_unless_tool_choice_is_none(server, fields):
     assert prompt_of(server, tools=[CLOCK], **fields) == prompt_of(server, tools=[CLOCK])
 
 
+def test_cache_control_of_a_tool_and_its_function_is_not_in_the_prompt(server):
+    hint = {"cache_control": {"type": "ephemeral"}}
+    hinted = WEATHER | hint | {"function": WEATHER["function"] | hint}
+    prompt = prompt_of(server, tools=[hinted])
+    assert prompt == prompt_of(server, tools=[WEATHER]) and "weather" in prompt
+    of_responses = {"type": "function", **WEATHER["function"], **hint}
+    answer = server.http.post("/v1/responses", json={"input": "hello", "tools": [of_responses]})
+    assert answer.status_code == 200, answer.text
+    told = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    assert told == prompt
+
+
 def test_strict_false_says_nothing_and_is_not_in_the_prompt(server):
     lax = {"type": "function", "function": CLOCK["function"] | {"strict": False, "description": None}}
     assert prompt_of(server, tools=[lax]) == prompt_of(server, tools=[CLOCK])
