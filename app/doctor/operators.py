@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from app.doctor.probes import Finding, failed, ok
-from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv
 from app.engine.backend.torch import TorchBackend
 from app.engine.build.self_test import TOLERANCE
 from app.engine.sampling.sampler import Sampler
@@ -28,6 +28,8 @@ BF16 = 2.0**-7
 """Two roundings to eight bits, as a share of the largest value."""
 GUMBEL_TOLERANCE = 1e-4
 NUMBER_BYTES = 2
+WINDOW = 100
+"""Tokens that a row of sliding attention sees. It is no multiple of a page, so pages are cut."""
 HINT = "do not serve on it; with versions that belong together, report this output"
 
 Call = Callable[[], Any]
@@ -176,11 +178,16 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         made[name].append(Case(str(list(sizes)), lambda at: make(at, *sizes), tolerance, moved))
 
     for heads, kv_heads, dim in extent.heads:
-        for causal, loads in ((True, extent.causal), (False, extent.both_ways)):
+        attentions = [
+            ("causal_attention", AttentionMask(causal=True), extent.causal),
+            ("bidirectional_attention", AttentionMask(causal=False), extent.both_ways),
+            ("sliding_attention", AttentionMask(causal=True, window=WINDOW), extent.both_ways),
+            ("sliding_attention", AttentionMask(causal=False, window=WINDOW), extent.both_ways),
+        ]
+        for name, mask, loads in attentions:
             for load, lens in loads.items():
-                paged = Paged(lens, heads, kv_heads, dim, causal, page)
-                shape = f"{heads} heads to {kv_heads}, D {dim}, {load}: {len(lens)} requests"
-                name = "causal_attention" if causal else "bidirectional_attention"
+                paged = Paged(lens, heads, kv_heads, dim, mask, page)
+                shape = f"{heads} heads to {kv_heads}, D {dim}, {mask}, {load}: {len(lens)} requests"
                 made[name].append(Case(shape, paged, loose, paged.moved))
     heads, kv_heads, dim = extent.heads[-1]
     for n in extent.num_rows:
@@ -218,9 +225,10 @@ class Attention:
     q: Tensor
     kv: LayerKv
     meta: AttentionMetadata
+    mask: AttentionMask
 
     def __call__(self) -> Tensor:
-        return self.backend.attention(self.q, self.kv, self.meta)
+        return self.backend.attention(self.q, self.kv, self.meta, self.mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +239,7 @@ class Paged:
     heads: int
     kv_heads: int
     dim: int
-    causal: bool
+    mask: AttentionMask
     page: int
 
     def __call__(self, at: Inputs) -> Attention:
@@ -246,13 +254,14 @@ class Paged:
                 for pool in (kv.k, kv.v):
                     pool[int(own[-1]), (kv_len - 1) % self.page + 1 :] = at.past
         starts, lengths, table = (at.int32(x) for x in ([0, *accumulate(q_lens)], kv_lens, table))
-        meta = AttentionMetadata(starts, lengths, table, q_lens, kv_lens, self.page, self.causal)
-        meta.plan = at.backend.plan_attention(meta, self.heads // self.kv_heads)
-        return Attention(at.backend, at.normal(sum(q_lens), self.heads, self.dim), kv, meta)
+        meta = AttentionMetadata(starts, lengths, table, q_lens, kv_lens, self.page)
+        meta.plans[self.mask] = at.backend.plan_attention(meta, self.mask, self.heads // self.kv_heads)
+        return Attention(at.backend, at.normal(sum(q_lens), self.heads, self.dim), kv, meta, self.mask)
 
     @property
     def moved(self) -> int:
-        numbers = sum(2 * q * self.heads + 2 * kv * self.kv_heads for q, kv in self.lens)
+        window = self.mask.window or max(kv for _, kv in self.lens)
+        numbers = sum(2 * q * self.heads + 2 * min(kv, q - 1 + window) * self.kv_heads for q, kv in self.lens)
         return NUMBER_BYTES * self.dim * numbers
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OPERATORS = (
     "causal_attention",
     "bidirectional_attention",
+    "sliding_attention",
     "write_kv",
     "rms_norm",
     "add_rms_norm",

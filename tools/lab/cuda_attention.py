@@ -14,7 +14,7 @@ from app.doctor.operators import CUDA, Attention, Extent, Inputs, Lens, Paged
 from app.doctor.report.command import Options
 from app.doctor.report.part import Part, Result, describe
 from app.doctor.report.timing import Timer, timer
-from app.engine.backend.base import Backend
+from app.engine.backend.base import AttentionMask, Backend
 from app.engine.backend.factory import make_backend
 from app.engine.cuda.attention import MAX_SPLITS, Geometry, paged_attention
 
@@ -61,7 +61,7 @@ def launches(opened: Open, extent: Extent, lens: Lens, timed: Timer) -> Result:
     others += [replace(own, tokens=tokens, warps=warps, stages=stages) for tokens, warps, stages in TILES]
 
     def us(at: Geometry) -> Result:
-        return {"us": 1e6 * seconds(partial(paged_attention, call.q, call.kv, call.meta, at))}
+        return {"us": 1e6 * seconds(partial(paged_attention, call.q, call.kv, call.meta, call.mask, at))}
 
     attempts = [({"launch": _shown(at) + OWN * (at == own)}, partial(us, at)) for at in dict.fromkeys(others)]
     result = _answers(attempts)
@@ -88,7 +88,7 @@ def prompts(opened: Open, extent: Extent, kind: str, timed: Timer) -> Result:
         backend, call = opened(), _attention(opened(), extent, lens)
         run: Callable[[], object] = call
         if kind == "ours":
-            run = partial(paged_attention, call.q, call.kv, call.meta, _geometry(call))
+            run = partial(paged_attention, call.q, call.kv, call.meta, call.mask, _geometry(call))
         with KINDS[kind]():
             return {"first call ms": 1e3 * seconds_at_once(backend, run), "us": 1e6 * timed(backend)(run)}
 
@@ -123,7 +123,7 @@ def seconds_at_once(backend: Backend, run: Callable[[], object]) -> float:
 
 def _attention(backend: Backend, extent: Extent, lens: Lens) -> Attention:
     dtype = backend.defaults.dtype
-    paged = Paged(lens, *extent.heads[0], causal=True, page=extent.page)
+    paged = Paged(lens, *extent.heads[0], AttentionMask(causal=True), page=extent.page)
     return paged(Inputs(backend, dtype, dtype, past=0.0))
 
 

@@ -27,7 +27,7 @@ from app.doctor.report.engine import demo_engine
 from app.doctor.report.part import Part, Result, describe
 from app.doctor.report.roofline import chip_name
 from app.doctor.report.timing import seconds_each
-from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
+from app.engine.backend.base import AttentionMask, Backend, LayerKv
 from app.engine.backend.factory import make_backend
 from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
@@ -62,7 +62,7 @@ class Extent:
     graphs: int = 64
 
     def paged(self, lens: Lens, *, causal: bool = True) -> Paged:
-        return Paged(lens, self.heads, self.kv_heads, 128, causal, PAGE)
+        return Paged(lens, self.heads, self.kv_heads, 128, AttentionMask(causal), PAGE)
 
     def both(self, lens: Lens) -> list[Paged]:
         return [self.paged(lens, causal=causal) for causal in (True, False)]
@@ -183,9 +183,9 @@ def wide_blocks(backend: Backend, extent: Extent) -> Result:
     return right | {"found": f"{right['found']} A call takes: {times}.", "ms": ms}
 
 
-def attention_of_heads(q_thd: torch.Tensor, kv: LayerKv, meta: AttentionMetadata) -> torch.Tensor:
+def attention_of_heads(call: Attention, kv: LayerKv) -> torch.Tensor:
     """The backend's attention with K and V as [pages, kv_heads, page_size, D], which is said to be the faster order."""
-    plan: AttentionPlan = meta.plan
+    q_thd, meta, plan = call.q, call.meta, planned(call)
     o, _ = torch_npu.npu_fused_infer_attention_score(
         q_thd,
         kv.k,
@@ -214,7 +214,7 @@ def order_of_heads(backend: Backend, extent: Extent) -> Result:
     def by_heads(at: Inputs) -> Call:
         call = paged(at)
         turned = LayerKv(*(pool.transpose(1, 2).contiguous() for pool in (call.kv.k, call.kv.v)))
-        return lambda: attention_of_heads(call.q, turned, call.meta)
+        return lambda: attention_of_heads(call, turned)
 
     _, error, call = difference(backend, by_heads, past=FULL, dtype=torch.bfloat16, against=paged)
     ours, other = extent.ms(extent.load(backend), backend), extent.ms(call, backend)
@@ -225,11 +225,17 @@ def order_of_heads(backend: Backend, extent: Extent) -> Result:
     }
 
 
+def planned(call: Attention) -> AttentionPlan:
+    """Return the operator's arguments in a planned call."""
+    plan: AttentionPlan = call.meta.plans[call.mask]
+    return plan
+
+
 @point("updates of a graph", "how long new lengths for the attention calls of a graph take")
 def updates(backend: Backend, extent: Extent) -> Result:
     """Replay a graph of one attention call for each layer, and nothing else, with new lengths."""
     call = extent.load(backend)
-    plan: AttentionPlan = call.meta.plan
+    plan = planned(call)
     call()
     graph = torch_npu.npu.NPUGraph()
     with torch_npu.npu.graph(graph, auto_dispatch_capture=True):

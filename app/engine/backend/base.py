@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
+from app.engine.errors import UnsupportedError
 from app.engine.verify import verify
 
 
@@ -22,14 +23,27 @@ class LayerKv:
     v: Tensor
 
 
+class AttentionMask(NamedTuple):
+    """Tokens that a row of a layer sees, by position: with `causal` those up to itself, else all of its sequence.
+
+    A `window` of W leaves the last W of them, the row itself among them: q - W < k <= q if causal, else |q - k| < W.
+    """
+
+    causal: bool
+    window: int | None = None
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "bidirectional"
+        return kind if self.window is None else f"{kind}, window {self.window}"
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """Lengths and pages of S sequences whose rows are consecutive.
 
     `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device. `query_lens` and
     `host_seq_lens` are the same lengths on the host, exact unless the backend has `device_side_lengths`. Sequence
-    lengths include the rows themselves. A causal row sees the tokens up to itself, any other row all `seq_lens` tokens.
-    `plan` is the result of `Backend.plan_attention`, one for all layers.
+    lengths include the rows themselves. `plans` are results of `Backend.plan_attention`, one for all layers of a mask.
     """
 
     query_start_loc: Tensor
@@ -38,8 +52,7 @@ class AttentionMetadata:
     query_lens: list[int]
     host_seq_lens: list[int]
     page_size: int
-    causal: bool
-    plan: Any = None
+    plans: dict[AttentionMask, Any] = field(default_factory=dict)
 
 
 Rotation = tuple[Tensor, ...]
@@ -98,18 +111,22 @@ class Backend(ABC):
         """Return a weight [out, in] of the same shape and values, in the memory order that `linear` reads fastest."""
         return weight
 
-    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
-        """Return what `attention` needs of `meta` beyond itself, for `group` query heads to a KV head.
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
+        """Return what `attention` under `mask` needs of `meta` beyond itself, for `group` query heads to a KV head.
 
-        The step calls this once before the forward, so that `attention` itself can be captured in a graph.
+        The step calls this once a mask before the forward, so that `attention` itself can be captured in a graph.
         """
         return None
 
     @abstractmethod
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return softmax(q k^T / sqrt(D)) v [T, heads, D] over paged K and V, with grouped-query heads.
 
-        Slots past `seq_lens` may hold any finite number, which must not show in the result.
+        `mask` is one of `meta.plans`. `sinks` [heads] fp32 are logits without a value, one more in each row's softmax.
+        Slots past `seq_lens` may hold any finite number, which must not show in the result. Raises UnsupportedError
+        for sinks that the device has no attention with.
         """
 
     @abstractmethod
@@ -282,3 +299,9 @@ class Backend(ABC):
     @abstractmethod
     def peak_memory(self, run: Callable[[], object]) -> int:
         """Return the bytes of the device that `run` takes at its peak, and give back all that is unused afterwards."""
+
+
+def refuse_sinks(sinks: Tensor | None) -> None:
+    """Raise UnsupportedError for sinks, in an attention that has none yet."""
+    if sinks is not None:
+        raise UnsupportedError("attention sinks are not supported on this device yet")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend, Defaults, LayerKv, Rotation
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation, refuse_sinks
 from app.engine.backend.host_memory import host_memory
 
 MAX_SCORES = 1 << 24
@@ -23,12 +23,21 @@ SMALL_CALL = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [first, first + q_len) of a batch, of sequence `seq`. They see its first `kv_len` tokens at most."""
+    """Rows [first, first + q_len) of a batch, of sequence `seq`. They see its tokens [kv_start, kv_end) at most.
+
+    `kv_start` is the first token of a page. The rows have the positions up to `last`.
+    """
 
     seq: int
     first: int
     q_len: int
-    kv_len: int
+    kv_start: int
+    kv_end: int
+    last: int
+
+    @property
+    def kv_len(self) -> int:
+        return self.kv_end - self.kv_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +68,18 @@ class TorchBackend(Backend):
     can_wait_cheaply = True
     max_gathered_tokens = MAX_GATHERED_TOKENS
 
-    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return few padded calls, none of them mostly padding and none over the memory bounds above."""
-        pieces = _pieces(meta, MAX_SCORES // group)
+        pieces = _pieces(meta, mask, MAX_SCORES // group)
         bins = _bins(pieces, group, self.max_gathered_tokens)
         whole = len(bins) == 1 and [piece.seq for piece in pieces] == list(range(len(meta.query_lens)))
-        return [self._call(meta, pieces, group, whole=whole) for pieces in bins]
+        return [self._call(meta, mask, pieces, group, whole=whole) for pieces in bins]
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
-        return self.attend(q_thd, kv, meta.plan)
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        refuse_sinks(sinks)
+        return self.attend(q_thd, kv, meta.plans[mask])
 
     def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call]) -> Tensor:
         """Return attention `[T, heads, D]` by `calls`."""
@@ -132,33 +144,41 @@ class TorchBackend(Backend):
         o = o.view(call.num_pieces, kv_heads, group, call.max_q, dim)
         return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
-    def _call(self, meta: AttentionMetadata, pieces: list[Piece], group: int, *, whole: bool) -> Call:
+    def _call(
+        self, meta: AttentionMetadata, mask: AttentionMask, pieces: list[Piece], group: int, *, whole: bool
+    ) -> Call:
         max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
         min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
-        pages = meta.page_table[:, : -(-max_kv // meta.page_size)]
-        if not whole:
-            pages = pages[self._uploaded([piece.seq for piece in pieces])]
+        num_pages = -(-max_kv // meta.page_size)
+        if any(piece.kv_start for piece in pieces):
+            firsts = self._uploaded([(piece.seq, piece.kv_start // meta.page_size) for piece in pieces])
+            columns = firsts[:, 1:] + torch.arange(num_pages, device=self.device)
+            pages = meta.page_table[firsts[:, :1], columns.clamp_(max=meta.page_table.shape[1] - 1)]
+        else:
+            pages = meta.page_table[:, :num_pages]
+            pages = pages if whole else pages[self._uploaded([piece.seq for piece in pieces])]
         rows: Tensor | slice = slice(pieces[0].first, pieces[0].first + len(pieces) * max_q)
-        places = mask = None
+        places = None
         if any(piece.first != pieces[0].first + i * max_q for i, piece in enumerate(pieces)) or min_q != max_q:
             ranges = [(piece.first, i * max_q, piece.q_len) for i, piece in enumerate(pieces)]
             rows = self._uploaded([first + j for first, _, n in ranges for j in range(n)])
             places = self._uploaded([place + j for _, place, n in ranges for j in range(n)])
-        if min_q != max_q or min_kv != max_kv or (meta.causal and max_q > 1):
-            mask = self._mask(pieces, max_q, max_kv, causal=meta.causal).repeat(1, group, 1).unsqueeze(1)
-        return Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, mask)
+        seen = None
+        past_window = mask.window is not None and any(piece.kv_len > mask.window for piece in pieces)
+        if min_q != max_q or min_kv != max_kv or (mask.causal and max_q > 1) or past_window:
+            seen = self._mask(pieces, max_q, max_kv, mask).repeat(1, group, 1).unsqueeze(1)
+        return Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, seen)
 
-    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
+    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, mask: AttentionMask) -> Tensor:
         """Return the mask `[S, Q, L]`. A padding row sees the tokens of the last row, so no softmax is empty."""
-        lengths = self._uploaded([(piece.q_len, piece.kv_len) for piece in pieces])
-        q_len, kv_len = lengths[:, 0, None, None], lengths[:, 1, None, None]
+        lengths = self._uploaded([(p.q_len, p.kv_len, p.last - p.kv_start) for p in pieces])
+        q_len, kv_len, last = lengths[:, :, None, None].unbind(1)
         token = torch.arange(max_kv, device=self.device)
-        if not causal:
-            return (token < kv_len).expand(-1, max_q, -1)
         row = torch.arange(max_q, device=self.device)[:, None]
-        return token <= torch.minimum(kv_len - q_len + row, kv_len - 1)
+        seen = visible(torch.minimum(last - q_len + 1 + row, last), token, kv_len, mask)
+        return seen.expand(-1, max_q, -1)
 
-    def _uploaded(self, values: list[int] | list[tuple[int, int]]) -> Tensor:
+    def _uploaded(self, values: Sequence[int | tuple[int, ...]]) -> Tensor:
         """Return `values` as int64 on the device, without a wait for the copy."""
         host = torch.tensor(values)
         to = torch.empty_like(host, device=self.device)
@@ -179,16 +199,27 @@ def fits_one_call(query_lens: Sequence[int], host_seq_lens: Sequence[int], group
     return max(scores) <= MAX_SCORES // group and size.fits(group, max_gathered)
 
 
-def _pieces(meta: AttentionMetadata, max_scores: int) -> list[Piece]:
+def visible(row: Tensor, token: Tensor, seq_len: Tensor, mask: AttentionMask) -> Tensor:
+    """Return True where a row at position `row` sees a token of a sequence of `seq_len`. The tensors broadcast."""
+    seen = token <= row if mask.causal else token < seq_len
+    if mask.window is None:
+        return seen
+    return seen & (token > row - mask.window) & (token < row + mask.window)
+
+
+def _pieces(meta: AttentionMetadata, mask: AttentionMask, max_scores: int) -> list[Piece]:
     """Return one piece a sequence, or several if its rows by its tokens exceed `max_scores`."""
-    pieces = []
+    pieces, size = [], meta.page_size
     firsts = accumulate(meta.query_lens, initial=0)
     for seq, (first, q_len, kv_len) in enumerate(zip(firsts, meta.query_lens, meta.host_seq_lens, strict=False)):
         step = max(1, max_scores // max(1, kv_len))
         for offset in range(0, q_len, step):
             rows = min(step, q_len - offset)
-            unseen = q_len - offset - rows if meta.causal else 0
-            pieces.append(Piece(seq, first + offset, rows, kv_len - unseen))
+            last = kv_len - (q_len - offset - rows) - 1
+            behind = 0 if mask.window is None else max(0, last - rows - mask.window + 2)
+            pieces.append(
+                Piece(seq, first + offset, rows, behind // size * size, last + 1 if mask.causal else kv_len, last)
+            )
     return pieces
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from app.engine.backend.base import AttentionMask
 from app.engine.build.fields import number, positive
 from app.engine.build.moe_config import moe_config, num_experts
 from app.engine.build.rope_config import rope_config
@@ -57,6 +58,7 @@ def decoder_config(raw: Mapping[str, Any], where: str, supports: frozenset[str] 
         max_position_embeddings=max_positions,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+        masks=tuple(AttentionMask(causal=True, window=window) for window in _windows(raw, where, supports)),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         moe=moe_config(raw, where) if "num_experts" in supports else None,
@@ -67,6 +69,28 @@ def decoder_config(raw: Mapping[str, Any], where: str, supports: frozenset[str] 
             f"{config.num_kv_heads}"
         )
     return config
+
+
+def _windows(raw: Mapping[str, Any], where: str, supports: frozenset[str]) -> list[int | None]:
+    """Return the window of each layer, which is None for full attention."""
+    num_layers = positive(raw, "num_hidden_layers", where)
+    if "layer_types" not in supports or raw.get("layer_types") is None:
+        return [None] * num_layers
+    return layer_windows(raw["layer_types"], raw.get("sliding_window"), num_layers, where)
+
+
+def layer_windows(kinds: Any, window: Any, num_layers: int, where: str) -> list[int | None]:
+    """Return the window of each of `layer_types`. Raises UnsupportedError if they are not as many as layers, or one is
+    neither sliding nor full."""
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise UnsupportedError(
+            f"{where}: layer_types must name num_hidden_layers = {num_layers} layers, found {kinds!r}"
+        )
+    if unknown := sorted(map(str, set(kinds) - {"full_attention", "sliding_attention"})):
+        raise UnsupportedError(f"{where}: layer_types has {unknown[0]!r}, which is not supported yet")
+    if "sliding_attention" in kinds:
+        window = positive({"sliding_window": window}, "sliding_window", where)
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _refuse_variants(raw: Mapping[str, Any], where: str, supports: frozenset[str]) -> None:

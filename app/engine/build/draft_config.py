@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from app.engine.backend.base import AttentionMask
 from app.engine.build.decoder_config import decoder_config
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
@@ -27,6 +29,7 @@ def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int 
     """
     _refuse_variants(raw)
     decoder = decoder_config({"vocab_size": target.vocab_size, **raw}, _WHERE)
+    decoder = replace(decoder, masks=(AttentionMask(causal=False),) * decoder.num_layers)
     _check_widths(raw, decoder, target)
     dflash = raw["dflash_config"]
     trained = raw.get("block_size", dflash.get("block_size"))

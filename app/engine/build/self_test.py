@@ -1,11 +1,11 @@
-"""Check of the two attentions that DFlash needs, before any weight is loaded."""
+"""Check of the attentions that DFlash needs, before any weight is loaded."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
@@ -16,7 +16,8 @@ TOLERANCE = 0.02
 
 
 def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, rows: int, dtype: torch.dtype) -> None:
-    """Run attention, causal and bidirectional, for two sequences of `rows` rows on scattered pages.
+    """Run attention, causal, bidirectional and under the masks of `decoder`, for two sequences of `rows` rows on
+    scattered pages. A window is narrowed until it hides tokens of every row of the second sequence.
 
     Raises UnsupportedError if the result is another attention. A draft under a causal mask would give right text and
     no speed.
@@ -40,31 +41,36 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
         contexts.append((k.float(), v.float()))
     q = random(2 * rows, decoder.num_heads)
 
-    for causal in (True, False):
+    masks = [AttentionMask(causal=True), AttentionMask(causal=False), *decoder.masks]
+    for mask in dict.fromkeys(mask._replace(window=mask.window and min(mask.window, page_size)) for mask in masks):
         query_start_loc, lengths, page_table = (
             torch.as_tensor(x, dtype=torch.int32).to(backend.device)
             for x in ([0, rows, 2 * rows], host_seq_lens, tables)
         )
-        meta = AttentionMetadata(query_start_loc, lengths, page_table, [rows, rows], host_seq_lens, page_size, causal)
-        meta.plan = backend.plan_attention(meta, decoder.num_heads // decoder.num_kv_heads)
-        got = backend.attention(q, pool.layers[0], meta).float()
+        meta = AttentionMetadata(query_start_loc, lengths, page_table, [rows, rows], host_seq_lens, page_size)
+        meta.plans[mask] = backend.plan_attention(meta, mask, decoder.num_heads // decoder.num_kv_heads)
+        got = backend.attention(q, pool.layers[0], meta, mask).float()
         parts = torch.split(q.float(), rows)
-        want = torch.cat([_dense(part, *kv, causal=causal) for part, kv in zip(parts, contexts, strict=True)])
+        want = torch.cat([_dense(part, *kv, mask) for part, kv in zip(parts, contexts, strict=True)])
         error = float((got - want).abs().max() / want.abs().max())
         if not error < TOLERANCE:
             raise UnsupportedError(
-                f"{backend.device}: {'causal' if causal else 'bidirectional'} attention over {rows} rows, head_dim "
+                f"{backend.device}: {mask} attention over {rows} rows, head_dim "
                 f"{decoder.head_dim}, pages of {page_size} is wrong here (error {error:.3f}): DFlash cannot run on it"
             )
 
 
-def _dense(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool) -> Tensor:
+def _dense(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, mask: AttentionMask) -> Tensor:
     """Return one sequence's attention in fp32. Its rows are the last of its tokens."""
     group = q_thd.shape[1] // k_thd.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (q_thd, k_thd, v_thd))
     scores = q @ k.repeat_interleave(group, dim=0).transpose(1, 2) * q.shape[-1] ** -0.5
-    if causal:
-        rows, tokens = scores.shape[1:]
-        future = torch.ones(rows, tokens, device=q.device).triu(tokens - rows + 1).bool()
-        scores = scores.masked_fill(future, float("-inf"))
+    rows, tokens = scores.shape[1:]
+    distance = torch.arange(tokens - rows, tokens)[:, None] - torch.arange(tokens)
+    hidden = torch.zeros(rows, tokens, dtype=torch.bool)
+    if mask.causal:
+        hidden |= distance < 0
+    if mask.window is not None:
+        hidden |= distance.abs() >= mask.window
+    scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
     return (scores.softmax(dim=-1) @ v.repeat_interleave(group, dim=0)).transpose(0, 1)

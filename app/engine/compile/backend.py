@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, refuse_sinks
 from app.engine.backend.torch import Call, TorchBackend, fits_one_call
 from app.engine.cpu.backend import CpuBackend
 
@@ -41,11 +41,11 @@ class CompiledBackend(TorchBackend):
     positions_and_slots = CpuBackend.positions_and_slots
     verify = CpuBackend.verify
 
-    def plan_attention(self, meta: AttentionMetadata, group: int) -> OneCall | list[Call]:
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> OneCall | list[Call]:
         """Return a plan for operators if one call is not enough."""
         if fits_one_call(meta.query_lens, meta.host_seq_lens, group, self.max_gathered_tokens):
             return OneCall(max(meta.query_lens), max(meta.host_seq_lens))
-        return super().plan_attention(meta, group)
+        return super().plan_attention(meta, mask, group)
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         """Write pages, or slots [slots, kv_heads, D] of a traced step."""
@@ -55,12 +55,16 @@ class CompiledBackend(TorchBackend):
         else:
             super().write_kv(k_thd, v_thd, kv, slot_mapping)
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
-        if isinstance(meta.plan, Padded):
-            return _padded_attention(q_thd, kv, meta.plan, meta.page_size)
-        if isinstance(meta.plan, OneCall):  # and yet by operators; all layers have the same plan
-            meta.plan = super().plan_attention(meta, q_thd.shape[1] // kv.k.shape[2])
-        return self.attend(q_thd, kv, meta.plan)
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        refuse_sinks(sinks)
+        plan = meta.plans[mask]
+        if isinstance(plan, Padded):
+            return _padded_attention(q_thd, kv, plan, meta.page_size)
+        if isinstance(plan, OneCall):  # and yet by operators; all layers of a mask have the same plan
+            plan = meta.plans[mask] = super().plan_attention(meta, mask, q_thd.shape[1] // kv.k.shape[2])
+        return self.attend(q_thd, kv, plan)
 
 
 def _padded_attention(q_thd: Tensor, kv: LayerKv, plan: Padded, page_size: int) -> Tensor:

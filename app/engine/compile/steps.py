@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.backend.torch import visible
 from app.engine.compile.aot import Compiled, compiler
 from app.engine.compile.backend import OneCall, Padded
 from app.engine.compile.cache import compile_cache
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable, rotation_at
@@ -73,7 +75,7 @@ class CompiledForward(Forward):
 
     def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
         (rows,) = inputs.groups
-        meta, plan, numbers = rows.meta, rows.meta.plan, self.numbers
+        meta, plan, numbers = rows.meta, rows.meta.plans[self.target.config.masks[0]], self.numbers
         if not isinstance(plan, OneCall):
             return super().run_target(token_ids, inputs, greedy=greedy)
         logits_indices = numbers[: len(token_ids)] if inputs.logits_indices is None else inputs.logits_indices
@@ -97,7 +99,8 @@ class CompiledForward(Forward):
         return TargetOutput(hidden[:num_logits], chosen, features[0] if features else None, positions, slot_mapping)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
-        rows, meta, plan, numbers = inputs.rows, inputs.rows.meta, inputs.rows.meta.plan, self.numbers
+        rows, meta, numbers = inputs.rows, inputs.rows.meta, self.numbers
+        plan = meta.plans[self._drafter.decoder.masks[0]]
         if not isinstance(plan, OneCall) or len(inputs.anchors) * (plan.max_q - 1) > self.sampler.max_rows:
             return super().draft(inputs)
         lengths = numbers[: plan.max_q], numbers[: plan.max_kv]
@@ -151,19 +154,16 @@ def compile_target(forward: Forward, pool: KvPool, folder: Path) -> Compiled:
     """Return the function of `_TargetInputs` that is (hidden, choices, positions, slots), then features if any."""
     model, page_size = forward.target, pool.layers[0].k.shape[1]
     config, backend = model.config, forward.backend
-    group = config.num_heads // config.num_kv_heads
 
     def target_step(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         x = _TargetInputs(*inputs)
         *layers, cos, sin = flat
         numbers = torch.arange(x.token_ids.shape[0], dtype=torch.int32)
         unseen = x.seq_lens.unsqueeze(1) - (x.ends - x.starts).unsqueeze(1)
-        seen = torch.minimum(unseen + x.queries, x.seq_lens.unsqueeze(1) - 1)
+        row_positions = torch.minimum(unseen + x.queries, x.seq_lens.unsqueeze(1) - 1)
         padded_places = x.seq_ids * x.queries.shape[0] + numbers - x.starts[x.seq_ids]
-        plan = Padded(x.pages, _mask(seen, x.tokens, group), padded_places)
-        meta = AttentionMetadata(
-            x.ends, x.seq_lens, x.pages, [x.token_ids.shape[0]], [], page_size, causal=True, plan=plan
-        )
+        plans = _plans(config, row_positions, x.seq_lens, x.pages, x.tokens, padded_places)
+        meta = AttentionMetadata(x.ends, x.seq_lens, x.pages, [x.token_ids.shape[0]], [], page_size, plans)
         positions, slot_mapping = Backend.positions_and_slots(
             backend, x.seq_ids, x.position_offsets, numbers, x.pages, page_size
         )
@@ -197,17 +197,15 @@ def compile_draft(drafter: DFlashDrafter, pool: KvPool, backend: Backend, folder
     """Return the function of `_DraftInputs` that is (drafts,)."""
     model, page_size = drafter.model, pool.layers[0].k.shape[1]
     config = model.config
-    group = config.decoder.num_heads // config.decoder.num_kv_heads
 
     def draft_step(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor]:
         x = _DraftInputs(*inputs)
         *layers, cos, sin = flat
         block = x.in_block.shape[0]
         numbers = torch.arange(x.anchors.shape[0] * block, dtype=torch.int32)
-        plan = Padded(x.pages, _mask((x.seq_lens - 1).unsqueeze(1).expand(-1, block), x.tokens, group), None)
-        meta = AttentionMetadata(
-            x.seq_lens, x.seq_lens, x.pages, [numbers.shape[0]], [], page_size, causal=False, plan=plan
-        )
+        row_positions = (x.seq_lens - block).unsqueeze(1) + x.in_block
+        plans = _plans(config.decoder, row_positions, x.seq_lens, x.pages, x.tokens, None)
+        meta = AttentionMetadata(x.seq_lens, x.seq_lens, x.pages, [numbers.shape[0]], [], page_size, plans)
         positions, slot_mapping = Backend.positions_and_slots(
             backend, numbers // block, x.position_offsets, numbers, x.pages, page_size
         )
@@ -252,9 +250,16 @@ def _flat(pool: KvPool, rotary: RotaryTable) -> list[Tensor]:
     return [part.flatten(0, 1) for kv in pool.layers for part in (kv.k, kv.v)] + list(rotary.tables)
 
 
-def _mask(seen: Tensor, tokens: Tensor, group: int) -> Tensor:
-    """Return [S, 1, G * Q, L] for rows [S, Q] that see the tokens up to number `seen`."""
-    return torch.where(tokens <= seen.repeat(1, group).unsqueeze(2), 0.0, -torch.inf).unsqueeze(1)
+def _plans(
+    config: DecoderConfig, rows: Tensor, seq_lens: Tensor, pages: Tensor, tokens: Tensor, places: Tensor | None
+) -> dict[AttentionMask, Padded]:
+    """Return the plan of each mask, for rows at positions [S, Q] and tokens [L]."""
+    row = rows.repeat(1, config.num_heads // config.num_kv_heads).unsqueeze(2)
+    plans = {}
+    for mask in dict.fromkeys(config.masks):
+        seen = visible(row, tokens, seq_lens[:, None, None], mask).expand(-1, row.shape[1], -1)
+        plans[mask] = Padded(pages, torch.where(seen, 0.0, -torch.inf).unsqueeze(1), places)
+    return plans
 
 
 def _zeros(*shape: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
 from app.engine.backend.torch import Call, Piece, TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -141,19 +141,21 @@ class CpuBackend(TorchBackend):
         out[:, -1] = np.where(kept.all(axis=1), len(column) - 1, kept.argmin(axis=1))
         return torch.from_numpy(out)
 
-    def _call(self, meta: AttentionMetadata, pieces: list[Piece], group: int, *, whole: bool) -> Call:
+    def _call(
+        self, meta: AttentionMetadata, mask: AttentionMask, pieces: list[Piece], group: int, *, whole: bool
+    ) -> Call:
         """Return the call with a slice of pages, without a gather, if one sequence's pages are consecutive."""
-        call = super()._call(meta, pieces, group, whole=whole)
+        call = super()._call(meta, mask, pieces, group, whole=whole)
         if call.num_pieces == 1 and isinstance(call.pages, Tensor):
             pages = call.pages.numpy()
             if (pages[1:] - pages[:-1] == 1).all():
                 return replace(call, pages=slice(int(pages[0]), int(pages[-1]) + 1))
         return call
 
-    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, *, causal: bool) -> Tensor:
+    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, mask: AttentionMask) -> Tensor:
         """Return the mask as numbers, because attention would convert it in every layer."""
-        mask = super()._mask(pieces, max_q, max_kv, causal=causal)
-        return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        seen = super()._mask(pieces, max_q, max_kv, mask)
+        return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = torch.mm(x, gate_up.t()).chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Paged attention in Triton, for a few query rows a sequence. Causal for verification, both ways for a draft's block.
+"""Paged attention in Triton, for a few query rows a sequence, under any mask. Tokens behind a window are not read.
 
 The query heads of a KV head share one tile, so K and V are read once for all of them. The kernel reads all lengths on
 the device. The host decides only the shape of the launch, which follows from tensor shapes.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
 
 TILE_ROWS = 16
@@ -71,7 +71,7 @@ def geometry(
     )
 
 
-def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, at: Geometry) -> Tensor:
+def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, at: Geometry) -> Tensor:
     """Return `Backend.attention`. The kernel reads the lengths of `meta` on the device when it runs."""
     num_rows, heads, dim = q_thd.shape
     page_size, kv_heads = kv.k.shape[1:3]
@@ -100,7 +100,8 @@ def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, at: Geo
         PAGE=page_size,
         ROWS=at.rows,
         SPLITS=at.splits,
-        CAUSAL=meta.causal,
+        CAUSAL=mask.causal,
+        WINDOW=mask.window or 0,
         UPCAST=INTERPRETED,
         BLOCK_M=max(MIN_DOT, triton.next_power_of_2(at.rows * group)),
         BLOCK_N=at.tokens,
@@ -135,6 +136,7 @@ def attend(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,7 +146,8 @@ def attend(
 
     A tile has ROWS query rows of one sequence by the GROUP query heads of a KV head. Line m is query row m // GROUP,
     head m % GROUP. With one part the kernel writes o. With more parts it writes o of each part in fp32, and `lse`, the
-    base-2 logarithm of the part's sum of weights. `lse` is -inf if a row sees no token of the part.
+    base-2 logarithm of the part's sum of weights. `lse` is -inf if a row sees no token of the part. WINDOW is 0 without
+    a window.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS == 1:
@@ -171,14 +174,22 @@ def attend(
     q = tl.load(q_ptr + heads[:, None] * DIM + dims[None, :], mask=is_row[:, None], other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
+    position = kv_len - q_len + row
+    past_rows = kv_len - q_len + tl.minimum(first + ROWS, q_len)
     if CAUSAL:
-        sees = kv_len - q_len + row + 1
-        end = kv_len - q_len + tl.minimum(first + ROWS, q_len)
+        sees = position + 1
+        end = past_rows
     else:
         sees = kv_len + 0 * row
         end = kv_len
-    part = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N
-    start = split * part
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(kv_len - q_len + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        if not CAUSAL:
+            sees = tl.minimum(sees, position + WINDOW)
+            end = tl.minimum(end, past_rows - 1 + WINDOW)
+    part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
+    start = begin + split * part
     stop = tl.minimum(start + part, end)
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -186,8 +197,8 @@ def attend(
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_width
     columns = tl.arange(0, BLOCK_N)
-    for begin in range(start, stop, BLOCK_N):
-        token = begin + columns
+    for block in range(start, stop, BLOCK_N):
+        token = block + columns
         inside = token < stop
         page = tl.load(table + token // PAGE, mask=inside, other=0)
         at = ((page.to(tl.int64) * PAGE + token % PAGE) * KV_HEADS + kv_head) * DIM
@@ -197,7 +208,10 @@ def attend(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, k, input_precision="tf32x3") * scale
-        scores = tl.where(inside[None, :] & (token[None, :] < sees[:, None]), scores, float("-inf"))
+        visible = inside[None, :] & (token[None, :] < sees[:, None])
+        if WINDOW:
+            visible = visible & (token[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing of this part
         weights = tl.exp2(scores - base[:, None])

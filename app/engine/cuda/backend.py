@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation, refuse_sinks
 from app.engine.backend.graph import Graph
 from app.engine.cuda import inputs, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
@@ -48,17 +48,20 @@ class CudaBackend(TorchCudaBackend):
                 f"give --num-speculative-tokens {TILE_ROWS - 1}"
             )
 
-    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return None for our attention, else the plan of PyTorch's."""
         num_seqs, num_rows = len(meta.query_lens), sum(meta.query_lens)
         if num_rows > TILE_ROWS * num_seqs:
-            return super().plan_attention(meta, group)
+            return super().plan_attention(meta, mask, group)
         return None
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
-        if meta.plan is not None:
-            return super().attention(q_thd, kv, meta)
-        return paged_attention(q_thd, kv, meta, self.geometry(q_thd, kv, meta))
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if meta.plans[mask] is not None:
+            return super().attention(q_thd, kv, meta, mask, sinks)
+        refuse_sinks(sinks)
+        return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta))
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
         """Return the shape of the launch. It follows from tensor shapes alone, so a graph can hold it."""

@@ -27,7 +27,8 @@ class DFlashModel(nn.Module):
         self.fc = frozen(backend.pack_weight(weights.get("fc.weight", hidden, len(config.target_layer_ids) * hidden)))
         self.hidden_norm = frozen(weights.get("hidden_norm.weight", hidden))
         self.layers = nn.ModuleList(
-            DecoderLayer(decoder, weights, f"layers.{i}", backend, qk_norm=True) for i in range(decoder.num_layers)
+            DecoderLayer(decoder, weights, f"layers.{i}", backend, mask, qk_norm=True)
+            for i, mask in enumerate(decoder.masks)
         )
         self.norm = frozen(weights.get("norm.weight", hidden))
         self.embedding, self.lm_head = embedding, lm_head

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from app.engine.backend.base import AttentionMask
 from app.engine.backend.moe import MoeConfig
 
 
@@ -47,6 +48,7 @@ class RopeConfig:
 class DecoderConfig:
     """Sizes of a target or a draft. `dtype` is the checkpoint's own name of it, like "bfloat16".
 
+    `masks` are of each layer's attention.
     `max_position_embeddings` is the longest context, after RoPE scaling. `moe` is None if every layer has a dense MLP.
     """
 
@@ -62,6 +64,7 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: str
+    masks: tuple[AttentionMask, ...]
     qkv_bias: bool = False
     o_bias: bool = False
     moe: MoeConfig | None = None

@@ -1,7 +1,7 @@
 """The pre-norm decoder layer that targets and drafts share, with fused weights.
 
 In the target a row sees the tokens before it; in the draft it sees its whole block and the context. The layer is the
-same: only `AttentionMetadata.causal` and the KV lengths differ.
+same: only its mask and the KV lengths differ.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.backend.moe import MoeConfig
 from app.engine.models.config import DecoderConfig
 from app.engine.models.experts import load_experts
@@ -41,10 +41,17 @@ class StepRows:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. With `qk_norm` RMSNorm is applied to each q and k head before RoPE."""
+    """Grouped-query attention under `mask`. With `qk_norm` RMSNorm is applied to each q and k head before RoPE."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend, *, qk_norm: bool
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        prefix: str,
+        backend: Backend,
+        mask: AttentionMask,
+        *,
+        qk_norm: bool,
     ) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
@@ -65,6 +72,7 @@ class Attention(nn.Module):
         optional("o_bias", lambda: weights.get(f"{prefix}.o_proj.bias", hidden), given=config.o_bias)
         optional("q_norm", lambda: reordered(weights.get(f"{prefix}.q_norm.weight", dim), order), given=qk_norm)
         optional("k_norm", lambda: reordered(weights.get(f"{prefix}.k_norm.weight", dim), order), given=qk_norm)
+        self._mask = mask
         self._q_size = q_size
         self._head_dim = dim
         self._eps = config.rms_norm_eps
@@ -87,7 +95,7 @@ class Attention(nn.Module):
         norms = weights["q_norm"], weights["k_norm"]
         q = backend.qkv_into_kv(qkv, *norms, self._eps, rows.rotation, kv, rows.slot_mapping)
         parts = q.split_with_sizes([sum(meta.query_lens) for meta in rows.groups])
-        o = [backend.attention(part, kv, meta) for part, meta in zip(parts, rows.groups, strict=True)]
+        o = [backend.attention(part, kv, meta, self._mask) for part, meta in zip(parts, rows.groups, strict=True)]
         return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), weights["o"], weights["o_bias"])
 
 
@@ -100,13 +108,14 @@ class DecoderLayer(nn.Module):
         weights: Weights,
         prefix: str,
         backend: Backend,
+        mask: AttentionMask,
         *,
         qk_norm: bool,
         moe: MoeConfig | None = None,
     ) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.attention = Attention(config, weights, f"{prefix}.self_attn", backend, qk_norm=qk_norm)
+        self.attention = Attention(config, weights, f"{prefix}.self_attn", backend, mask, qk_norm=qk_norm)
         self._mixture = (moe, load_experts(moe, hidden, weights, f"{prefix}.mlp", backend)) if moe else None
         if moe is None:
             gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))

@@ -35,8 +35,8 @@ class Target(nn.Module):
         self.target_layer_ids = target_layer_ids
         self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, weights, f"layers.{i}", backend, qk_norm=self.qk_norm, moe=config.moe_of(i))
-            for i in range(config.num_layers)
+            DecoderLayer(config, weights, f"layers.{i}", backend, mask, qk_norm=self.qk_norm, moe=config.moe_of(i))
+            for i, mask in enumerate(config.masks)
         )
         self.norm = frozen(weights.get("norm.weight", hidden))
         if config.tie_word_embeddings:

@@ -13,11 +13,11 @@ import torch_npu
 from torch import Tensor
 
 from app.engine.backend import accelerator
-from app.engine.backend.base import AttentionMetadata, Backend, Defaults, LayerKv, Rotation
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation, refuse_sinks
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
-from app.engine.npu.graph import AttentionPlan, NpuGraph
+from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
 from app.engine.npu.rules import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE
 
 _ROW, _PAGE = (1, 1, HEAD_DIMS[-1]), (1, PAGE_SIZE, 1, HEAD_DIMS[-1])
@@ -44,7 +44,7 @@ class NpuBackend(Backend):
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()
-        self._attended: list[AttentionMetadata] | None = None
+        self._attended: list[Attended] | None = None
         self._graph_pool: tuple[int, int] | None = None
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
@@ -62,20 +62,26 @@ class NpuBackend(Backend):
         if head_dim not in HEAD_DIMS:
             raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {' and '.join(map(str, HEAD_DIMS))}")
 
-    def plan_attention(self, meta: AttentionMetadata, group: int) -> AttentionPlan:
-        mask, mode = (self._mask, 3) if meta.causal else (None, 0)
-        return AttentionPlan(list(accumulate(meta.query_lens)), list(meta.host_seq_lens), mask, mode)
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> AttentionPlan:
+        lengths = list(accumulate(meta.query_lens)), list(meta.host_seq_lens)
+        if mask.window is not None:
+            before = mask.window - 1
+            return AttentionPlan(*lengths, self._mask, 4, before, 0 if mask.causal else before)
+        return AttentionPlan(*lengths, self._mask, 3) if mask.causal else AttentionPlan(*lengths, None, 0)
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return `Backend.attention`, for target and draft alike.
 
         Pages go in as `[pages, page_size, kv_heads * D]`, because the operator would read a 4-D tensor as
         `[pages, kv_heads, page_size, D]` (N6).
         """
-        plan: AttentionPlan = meta.plan
+        refuse_sinks(sinks)
+        plan: AttentionPlan = meta.plans[mask]
         kv_heads, dim = kv.k.shape[2:]
         if self._attended is not None:
-            self._attended.append(meta)
+            self._attended.append((meta, mask))
         o, _ = torch_npu.npu_fused_infer_attention_score(
             q_thd.contiguous(),
             kv.k.flatten(2),
@@ -87,6 +93,8 @@ class NpuBackend(Backend):
             num_heads=q_thd.shape[1],
             num_key_value_heads=kv_heads,
             scale=dim**-0.5,
+            pre_tokens=plan.pre_tokens,
+            next_tokens=plan.next_tokens,
             input_layout="TND",
             sparse_mode=plan.sparse_mode,
             block_size=meta.page_size,
@@ -138,16 +146,16 @@ class NpuBackend(Backend):
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> NpuGraph:
         """Capture with the longest KV that the page tables have room for, because workspaces may depend on it."""
-        plans: list[AttentionPlan] = [meta.plan for meta in metas]
+        plans: list[dict[AttentionMask, AttentionPlan]] = [meta.plans for meta in metas]
         run()
-        for meta, plan in zip(metas, plans, strict=True):
-            longest = meta.page_table.shape[1] * meta.page_size
-            meta.plan = replace(plan, host_seq_lens=[longest] * len(plan.host_seq_lens))
-        self._attended = attended = list[AttentionMetadata]()
+        for meta in metas:
+            longest = [meta.page_table.shape[1] * meta.page_size] * len(meta.host_seq_lens)
+            meta.plans = {mask: replace(plan, host_seq_lens=longest) for mask, plan in meta.plans.items()}
+        self._attended = attended = list[Attended]()
         graph = NpuGraph(run, attended, self._graph_pool)
         self._attended, self._graph_pool = None, graph.pool
-        for meta, plan in zip(metas, plans, strict=True):
-            meta.plan = plan
+        for meta, planned in zip(metas, plans, strict=True):
+            meta.plans = planned
         graph.replay()
         return graph
 

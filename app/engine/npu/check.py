@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.engine.npu.rules import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, MAX_REQUESTS, PAGE_SIZE, SCRATCH_BLOCK
+from app.engine.npu.rules import (
+    EVERY_TOKEN,
+    HEAD_DIMS,
+    MASK_SIZE,
+    MAX_BLOCK_ROWS,
+    MAX_REQUESTS,
+    PAGE_SIZE,
+    SCRATCH_BLOCK,
+)
 
 
 class ContractError(ValueError):
@@ -139,11 +147,15 @@ def _attention(hold: _Holder, call: Mapping[str, Any]) -> None:
     )
 
     mode, mask = call.get("sparse_mode", 0), call.get("atten_mask")
-    hold("N10", (mode, mask is None) in ((0, True), (3, False)), f"sparse_mode {mode} with mask {_kind(mask)}")
+    hold("N10", (mode, mask is None) in ((0, True), (3, False), (4, False)), f"sparse_mode {mode}, mask {_kind(mask)}")
+    before, after = call.get("pre_tokens", EVERY_TOKEN), call.get("next_tokens", EVERY_TOKEN)
+    band = 0 <= before < EVERY_TOKEN and after in (0, before)
+    fits = band if mode == 4 else before == after == EVERY_TOKEN
+    hold("N10", fits, f"sparse_mode {mode} with pre_tokens {before} and next_tokens {after}")
     if mask is not None:
         fits = mask.dtype == torch.int8 and tuple(mask.shape) == (MASK_SIZE, MASK_SIZE)
         hold("N10", fits, f"mask {mask.dtype} {_shape(mask)} is not int8 [{MASK_SIZE}, {MASK_SIZE}]")
-    if mode == 3:
+    if mode in (3, 4):
         short = [(q, kv) for q, kv in zip(query_lens, host_seq_lens, strict=False) if q > kv]
         hold("N11", not short, f"(rows, KV) with fewer KV than causal rows: {short}")
 
@@ -154,10 +166,10 @@ def _attention_values(hold: _Holder, call: Mapping[str, Any], captured: bool) ->
     starts = torch.arange(0, table.shape[1] * size, size, device=table.device)
     ids = table[starts < torch.tensor(host_seq_lens, device=table.device)[:, None]]
     hold("N13", int(ids.min()) >= 0 and int(ids.max()) < blocks, f"block ids {ids.tolist()} of {blocks} blocks")
-    if call.get("sparse_mode", 0) == 3:
+    if call.get("sparse_mode", 0) in (3, 4):
         right = torch.equal(call["atten_mask"].cpu(), _causal_mask())
         hold("N10", right, "the mask is not 1 strictly above the diagonal and 0 elsewhere")
-    if call.get("sparse_mode", 0) == 0 or captured:
+    if call.get("sparse_mode", 0) == 0 or call.get("next_tokens") not in (0, None, EVERY_TOKEN) or captured:
         rows = [end - start for start, end in pairwise([0, *q_ends])]
         firsts = table[:, 0].tolist()
         long = [n for n, block in zip(rows, firsts, strict=True) if n > MAX_BLOCK_ROWS and block != SCRATCH_BLOCK]

@@ -9,34 +9,42 @@ from dataclasses import dataclass
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata
+from app.engine.backend.base import AttentionMask, AttentionMetadata
 from app.engine.backend.graph import Graph
 from app.engine.npu.check import check_update
+from app.engine.npu.rules import EVERY_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Arguments of the attention operator for an AttentionMetadata.
+    """Arguments of the attention operator for an AttentionMetadata and a mask.
 
     Query lengths are cumulative, and KV lengths are of each sequence, both on the host (N1 to N3). Causal rows have the
-    mask and sparse_mode 3. Bidirectional rows have no mask and sparse_mode 0 (N10).
+    mask and sparse_mode 3. Bidirectional rows have no mask and sparse_mode 0. Rows with a window have the mask and
+    sparse_mode 4, and see `pre_tokens` tokens before themselves and `next_tokens` behind (N10).
     """
 
     q_ends: list[int]
     host_seq_lens: list[int]
     mask: Tensor | None
     sparse_mode: int
+    pre_tokens: int = EVERY_TOKEN
+    next_tokens: int = EVERY_TOKEN
+
+
+Attended = tuple[AttentionMetadata, AttentionMask]
+"""An attention call of a graph: its plan is `meta.plans[mask]` at each replay."""
 
 
 class NpuGraph(Graph):
     """Capture of `run`.
 
-    During the capture the backend's attention appends the meta of each call to `attended`. So each call is updated from
-    its own meta, in any layer of any model (N22).
+    During the capture the backend's attention appends the meta and the mask of each call to `attended`. So each call is
+    updated from its own plan, in any layer of any model (N22). The mask and its tokens stay those of the capture.
     """
 
     def __init__(
-        self, run: Callable[[], tuple[Tensor, ...]], attended: list[AttentionMetadata], pool: tuple[int, int] | None
+        self, run: Callable[[], tuple[Tensor, ...]], attended: list[Attended], pool: tuple[int, int] | None
     ) -> None:
         self._graph = torch_npu.npu.NPUGraph()
         with torch_npu.npu.graph(self._graph, pool=pool, auto_dispatch_capture=True):
@@ -52,11 +60,10 @@ class NpuGraph(Graph):
     def replay(self) -> None:
         """Launch, then update the lengths of every attention call. The device begins before the first call (N27)."""
         self._graph.replay()
-        entries = [_lengths(meta) for meta in self._attended]
+        entries = [_lengths(meta.plans[mask]) for meta, mask in self._attended]
         check_update(entries, recorded=len(self._graph.graph_dispatch_mode.graph_dispatch_records))
         self._graph.update(entries)
 
 
-def _lengths(meta: AttentionMetadata) -> dict[str, list[int]]:
-    plan: AttentionPlan = meta.plan
+def _lengths(plan: AttentionPlan) -> dict[str, list[int]]:
     return {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.host_seq_lens}

@@ -12,6 +12,7 @@ from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.backend.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import DFlashDrafter
+from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable
@@ -23,7 +24,7 @@ from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """A RowGroup on the device: R rows of sequences `seq_ids` [R] int32.
+    """A RowGroup on the device: R rows of sequences `seq_ids` [R] int32, for the layers of `decoder`.
 
     `position_offsets` [S] int32 is a row's position less its number in the group.
     """
@@ -31,6 +32,7 @@ class AttentionInputs:
     seq_ids: Tensor
     position_offsets: Tensor
     meta: AttentionMetadata
+    decoder: DecoderConfig
 
 
 class DraftTensors(NamedTuple):
@@ -96,12 +98,14 @@ class Forward:
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
         """Return `inputs` as `packed` holds them. Attention has yet to be planned."""
         anchors, prev_rows, *group = packed.tensors
-        return DraftTensors(inputs.request_ids, anchors, prev_rows, self._rows(inputs.group, group, causal=False))
+        rows = self._rows(inputs.group, group, self._drafter.decoder)
+        return DraftTensors(inputs.request_ids, anchors, prev_rows, rows)
 
     def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
         """Return `inputs` as `packed` holds them. Attention has yet to be planned."""
         token_ids, source, logits_indices, logits_start, num_drafts, draft_index, prev_rows, *rest = packed.tensors
-        groups = [self._rows(group, rest[5 * i : 5 * i + 5], causal=True) for i, group in enumerate(inputs.groups)]
+        decoder = self.target.config
+        groups = [self._rows(group, rest[5 * i : 5 * i + 5], decoder) for i, group in enumerate(inputs.groups)]
         every_row = len(logits_indices) == len(token_ids)
         logits = None if every_row else logits_indices, logits_start, num_drafts, draft_index
         return TargetTensors(token_ids, source, *logits, prev_rows, groups)
@@ -109,14 +113,14 @@ class Forward:
     def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
         """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
 
+        Layers of a mask share a plan.
         The lengths in the meta itself stay as they were made. In a graph they are those of the capture.
         """
         meta, lengths = rows.meta, (group.query_lens, group.host_seq_lens)
-        decoder = self.target.config if meta.causal else self._drafter.decoder
-        planned = AttentionMetadata(
-            meta.query_start_loc, meta.seq_lens, meta.page_table, *lengths, meta.page_size, meta.causal
-        )
-        meta.plan = self.backend.plan_attention(planned, decoder.num_heads // decoder.num_kv_heads)
+        planned = AttentionMetadata(meta.query_start_loc, meta.seq_lens, meta.page_table, *lengths, meta.page_size)
+        heads_per_kv = rows.decoder.num_heads // rows.decoder.num_kv_heads
+        for mask in dict.fromkeys(rows.decoder.masks):
+            meta.plans[mask] = self.backend.plan_attention(planned, mask, heads_per_kv)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Return drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
@@ -161,12 +165,12 @@ class Forward:
         assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
         return self.drafter
 
-    def _rows(self, group: RowGroup, tensors: Sequence[Tensor], *, causal: bool) -> AttentionInputs:
+    def _rows(self, group: RowGroup, tensors: Sequence[Tensor], decoder: DecoderConfig) -> AttentionInputs:
         seq_ids, position_offsets, query_start_loc, seq_lens, page_table = tensors
         table = page_table.view(group.page_table.shape)
         lengths = list(group.query_lens), list(group.host_seq_lens)
-        meta = AttentionMetadata(query_start_loc, seq_lens, table, *lengths, self._page_size, causal)
-        return AttentionInputs(seq_ids, position_offsets, meta)
+        meta = AttentionMetadata(query_start_loc, seq_lens, table, *lengths, self._page_size)
+        return AttentionInputs(seq_ids, position_offsets, meta, decoder)
 
     def _positions_and_slots(self, rows: AttentionInputs) -> tuple[Tensor, Tensor]:
         row_numbers, meta = self.row_numbers[: len(rows.seq_ids)], rows.meta

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from app.engine.backend.base import AttentionMetadata, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.cuda.backend import CudaBackend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
@@ -32,6 +32,8 @@ SIZES = [(2, 1), (2, 16), (33, 32), (33, 512), (65, 64), (65, 1024)]
 MORE_ATTENTION = [(40, 8, 128, torch.bfloat16), (64, 8, 128, torch.bfloat16)]
 MORE_ATTENTION += [(32, 8, 64, torch.float16), (32, 8, 128, torch.float32)]
 """(heads, KV heads, head size, type) of models that are not among TARGETS."""
+MASKS = [AttentionMask(causal=True), AttentionMask(causal=False)]
+WINDOWED = [AttentionMask(causal, 2048) for causal in (True, False)]
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -78,12 +80,12 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
     kv = LayerKv(*(empty(4096, 16, kv_heads, dim) for _ in range(2)))
     for num_seqs, rows in SIZES:
         table = numbers(num_seqs, 100)
-        meta = AttentionMetadata(numbers(num_seqs + 1), numbers(num_seqs), table, [], [], 16, True)
+        meta = AttentionMetadata(numbers(num_seqs + 1), numbers(num_seqs), table, [], [], 16, dict.fromkeys(MASKS))
         rotation = (empty(rows, 1, dim), empty(rows, 1, dim))
         qkv = empty(rows, heads + 2 * kv_heads, dim)
         q = backend.qkv_into_kv(qkv, empty(dim), empty(dim), 1e-6, rotation, kv, numbers(rows))
-        for meta.causal in (True, False) if rows > num_seqs else (True,):
-            backend.attention(q, kv, meta)
+        for mask in MASKS if rows > num_seqs else MASKS[:1]:
+            backend.attention(q, kv, meta, mask)
         backend.add_rms_norm(empty(rows, hidden), empty(rows, hidden), empty(hidden), 1e-6)
         backend.rms_norm(empty(rows, hidden), empty(hidden), 1e-6)
         backend.gated_mlp(empty(rows, hidden), empty(2 * inner, hidden), empty(hidden, inner))
@@ -103,8 +105,17 @@ def launch_more(backend: CudaBackend) -> None:
     for heads, kv_heads, dim, dtype in MORE_ATTENTION:
         kv = LayerKv(*(empty(4096, 16, kv_heads, dim, dtype=dtype) for _ in range(2)))
         for num_seqs, rows in SIZES[1:2]:
-            meta = AttentionMetadata(numbers(num_seqs + 1), numbers(num_seqs), numbers(num_seqs, 100), [], [], 16, True)
-            backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta)
+            meta = AttentionMetadata(
+                numbers(num_seqs + 1),
+                numbers(num_seqs),
+                numbers(num_seqs, 100),
+                [],
+                [],
+                16,
+                dict.fromkeys([*MASKS, *WINDOWED]),
+            )
+            for mask in (MASKS[0], *WINDOWED):
+                backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask)
 
 
 def resources(kernel: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Paged:
     dtype: torch.dtype = torch.float32
     garbage: float = math.nan
     extra_columns: int = 1
+    window: int | None = None
     q: Tensor = field(init=False)
     kv: LayerKv = field(init=False)
     meta: AttentionMetadata = field(init=False)
@@ -52,8 +53,12 @@ class Paged:
         )
         table = table.to(torch.int32)
         self.meta = AttentionMetadata(
-            query_start_loc, kv_len, table, self.query_lens, self.host_seq_lens, self.page_size, self.causal
+            query_start_loc, kv_len, table, self.query_lens, self.host_seq_lens, self.page_size
         )
+
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(self.causal, self.window)
 
     @property
     def expected(self) -> Tensor:
@@ -62,7 +67,9 @@ class Paged:
         for q, (k, v) in zip(torch.split(self.q.double(), self.query_lens), self.contexts, strict=True):
             k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
             for i in range(len(q)):
-                seen = len(k) - len(q) + i + 1 if self.causal else len(k)
-                weights = (torch.einsum("hd,thd->ht", q[i], k[:seen]) / math.sqrt(self.dim)).softmax(dim=-1)
-                rows.append(torch.einsum("ht,thd->hd", weights, v[:seen]))
+                own = len(k) - len(q) + i
+                after = own + 1 if self.causal else len(k)
+                seen = [t for t in range(after) if self.window is None or abs(t - own) < self.window]
+                weights = (torch.einsum("hd,thd->ht", q[i], k[seen]) / math.sqrt(self.dim)).softmax(dim=-1)
+                rows.append(torch.einsum("ht,thd->hd", weights, v[seen]))
         return torch.stack(rows)

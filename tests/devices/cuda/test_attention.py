@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.engine.backend.base import AttentionMetadata, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.build.self_test import check_attention
 from app.engine.cuda.attention import MAX_SPLITS, TILE_ROWS, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
@@ -40,7 +40,8 @@ def backend() -> CudaBackend:
 
 
 def attended(case: Paged, backend: CudaBackend, **changed: int) -> torch.Tensor:
-    return paged_attention(case.q, case.kv, case.meta, replace(backend.geometry(case.q, case.kv, case.meta), **changed))
+    at = replace(backend.geometry(case.q, case.kv, case.meta), **changed)
+    return paged_attention(case.q, case.kv, case.meta, case.mask, at)
 
 
 def check(case: Paged, backend: CudaBackend, **changed: int) -> None:
@@ -60,6 +61,23 @@ def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths,
 def test_split_tokens_come_together_again_also_where_a_row_sees_nothing_of_a_part(backend, splits, causal):
     for lengths in ([16, 2], [17, 40]), ([1, 1], [3, 200]):
         check(Paged(*lengths, causal=causal), backend, splits=splits, tokens=16)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("window", [1, 20, 1000])
+def test_a_row_sees_its_window_by_absolute_positions(backend, window, causal):
+    for lengths in ([1, 16, 3, 7], [70, 90, 3, 64]), ([5, 1, 1, 38], [100, 1, 1, 38]), ([1, 1, 0], [5, 130, 0]):
+        case = Paged(*lengths, causal=causal, window=window)
+        check(case, backend)
+        check(case, backend, splits=4, tokens=16)
+
+
+def test_tokens_behind_every_rows_window_are_not_read(backend):
+    """Their pages are not even looked up, from the tile of a kernel's step on."""
+    case = Paged([16, 1], [150, 100], window=20, extra_columns=0)
+    for line, kv_len, rows in zip(case.meta.page_table, case.host_seq_lens, case.query_lens, strict=True):
+        line[: (kv_len - rows + 1 - 20) // 16] = 10**6
+    check(case, backend, tokens=16)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -95,19 +113,20 @@ def test_what_lies_in_unused_slots_and_pages_changes_no_bit(backend):
 def test_lengths_and_pages_are_read_when_the_kernel_runs(backend):
     """Host lengths of another step change nothing, so that a graph may be captured with them."""
     case = Paged([2, 16], [40, 90])
-    meta = replace(case.meta, query_lens=[9, 9], host_seq_lens=[9, 9])
-    torch.testing.assert_close(backend.attention(case.q, case.kv, meta).double(), case.expected, atol=2e-6, rtol=2e-6)
+    meta = replace(case.meta, query_lens=[9, 9], host_seq_lens=[9, 9], plans={case.mask: None})
+    found = backend.attention(case.q, case.kv, meta, case.mask)
+    torch.testing.assert_close(found.double(), case.expected, atol=2e-6, rtol=2e-6)
 
 
 def test_prompts_go_to_pytorchs_attention_and_verify_rows_never_do(backend):
-    case = Paged([TILE_ROWS + 1], [40], garbage=0.0)
-    case.meta.plan = backend.plan_attention(case.meta, 2)
-    assert case.meta.plan is not None
-    torch.testing.assert_close(
-        backend.attention(case.q, case.kv, case.meta).double(), case.expected, atol=2e-6, rtol=2e-6
-    )
+    for window in (None, 9):
+        case = Paged([TILE_ROWS + 1], [40], garbage=0.0, window=window)
+        plan = case.meta.plans[case.mask] = backend.plan_attention(case.meta, case.mask, 2)
+        assert plan is not None
+        found = backend.attention(case.q, case.kv, case.meta, case.mask)
+        torch.testing.assert_close(found.double(), case.expected, atol=2e-6, rtol=2e-6)
     graph = Paged([1, 1, 17, 17], [1, 1, 17, 17])
-    assert backend.plan_attention(graph.meta, 2) is None
+    assert backend.plan_attention(graph.meta, graph.mask, 2) is None
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 9, 33, 257])
@@ -150,11 +169,14 @@ def test_long_groups_of_rows_have_tiles_enough_without_splits():
 
 
 def test_start_up_checks_pass_and_find_a_draft_attention_that_stays_causal(backend):
-    decoder = DecoderConfig(16, 16, 2, 4, 2, 16, 10, 1e-6, 1e4, 64, False, "float32")
+    decoder = DecoderConfig(
+        16, 16, 2, 4, 2, 16, 10, 1e-6, 1e4, 64, False, "float32", (AttentionMask(True, 9), AttentionMask(False, 9))
+    )
 
     class Causal(CudaBackend):
-        def attention(self, q_thd: torch.Tensor, kv: LayerKv, meta: AttentionMetadata) -> torch.Tensor:
-            return super().attention(q_thd, kv, replace(meta, causal=True))
+        def attention(self, q_thd: torch.Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks=None):
+            causal = mask._replace(causal=True)
+            return super().attention(q_thd, kv, replace(meta, plans={causal: None}), causal)
 
     for rows in (1, 16):
         for dtype in TOLERANCES:

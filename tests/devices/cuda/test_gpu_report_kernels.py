@@ -38,8 +38,8 @@ SIZES = Extent(
     batches=(1, 2),
 )
 KERNELS = (
-    "causal_attention bidirectional_attention rms_norm add_rms_norm gated_mlp qkv_into_kv context_into_kv "
-    "positions_and_slots embed_blocks verify advance_by_accepted"
+    "causal_attention bidirectional_attention sliding_attention rms_norm add_rms_norm gated_mlp qkv_into_kv "
+    "context_into_kv positions_and_slots embed_blocks verify advance_by_accepted"
 ).split()
 
 

@@ -61,9 +61,12 @@ class Sequences:
         rows = [torch.tensor(blocks) for blocks in self.blocks]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).int()
 
-    def arguments(self, *, causal: bool) -> dict[str, object]:
+    def arguments(self, *, causal: bool, window: int | None = None) -> dict[str, object]:
         """Return the arguments of `npu_fused_infer_attention_score`."""
         mask = {"atten_mask": causal_mask(), "sparse_mode": 3} if causal else {"sparse_mode": 0}
+        if window:
+            tokens = {"pre_tokens": window - 1, "next_tokens": 0 if causal else window - 1}
+            mask = {"atten_mask": causal_mask(), "sparse_mode": 4, **tokens}
         return {
             "query": self.q.to("npu:0"),
             "key": self.pool(self.k).to("npu:0"),
@@ -79,19 +82,21 @@ class Sequences:
             **mask,
         }
 
-    def attend(self, *, causal: bool, **spoiled: object) -> Tensor:
+    def attend(self, *, causal: bool, window: int | None = None, **spoiled: object) -> Tensor:
         """o [T, heads, D] on the device."""
-        return torch_npu.npu_fused_infer_attention_score(**self.arguments(causal=causal) | spoiled)[0]
+        return torch_npu.npu_fused_infer_attention_score(**self.arguments(causal=causal, window=window) | spoiled)[0]
 
-    def dense(self, *, causal: bool) -> Tensor:
+    def dense(self, *, causal: bool, window: int | None = None) -> Tensor:
         """The same in float64, row by row and head by head, from the definition."""
         out, row = torch.zeros(self.q.shape, dtype=torch.float64), 0
         for s, (q_len, kv_len) in enumerate(zip(self.query_lens, self.host_seq_lens, strict=True)):
             for i in range(q_len):
-                seen = kv_len - q_len + i + 1 if causal else kv_len
+                own = kv_len - q_len + i
+                after = own + 1 if causal else kv_len
+                seen = [t for t in range(after) if window is None or abs(t - own) < window]
                 for head in range(self.heads):
                     kv_head = head * self.kv_heads // self.heads
-                    k, v = (tokens[s][:seen, kv_head].double() for tokens in (self.k, self.v))
+                    k, v = (tokens[s][seen, kv_head].double() for tokens in (self.k, self.v))
                     weights = (k @ self.q[row, head].double() * self.dim**-0.5).softmax(0)
                     out[row, head] = weights @ v
                 row += 1

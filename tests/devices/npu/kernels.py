@@ -51,13 +51,16 @@ def fused_infer_attention_score(
 
     actual_seq_lengths [S] are the cumulative ends of the query rows, actual_seq_lengths_kv [S] each sequence's tokens.
     sparse_mode 0 without a mask lets every row see all of them; sparse_mode 3 (right-down causal) lets row i of q see
-    the first kv - q + i + 1. Returns (o [T, heads, D], an empty log-sum-exp). Anything else is NotImplementedError.
+    the first kv - q + i + 1; sparse_mode 4 (right-down band) lets it see its own token, `pre_tokens` before it and
+    `next_tokens` behind. Returns (o [T, heads, D], an empty log-sum-exp). Anything else is NotImplementedError.
     """
     given = [name for name, it in others.items() if isinstance(it, Tensor)]
-    if input_layout != "TND" or block_table is None or softmax_lse_flag or given or sparse_mode not in (0, 3):
+    if input_layout != "TND" or block_table is None or softmax_lse_flag or given or sparse_mode not in (0, 3, 4):
         raise NotImplementedError(f"no CPU reference: {input_layout=} {sparse_mode=} {softmax_lse_flag=} {given=}")
     if actual_seq_lengths is None or actual_seq_lengths_kv is None or (sparse_mode == 0) != (atten_mask is None):
-        raise NotImplementedError("no CPU reference without lengths, with a mask in mode 0 or without one in mode 3")
+        raise NotImplementedError(
+            "no CPU reference without lengths, with a mask in mode 0 or without one in modes 3 and 4"
+        )
     out = torch.zeros_like(query)
     if key.dim() == 4:
         key, value = (pool.transpose(1, 2).flatten(2) for pool in (key, value))
@@ -71,6 +74,10 @@ def fused_infer_attention_score(
         if sparse_mode == 3:
             q_len = last - first
             scores.masked_fill_(torch.ones(q_len, kv_len, dtype=torch.bool).triu_(kv_len - q_len + 1), -torch.inf)
+        if sparse_mode == 4:
+            own = torch.arange(kv_len - (last - first), kv_len)[:, None]
+            token = torch.arange(kv_len)
+            scores.masked_fill_((token < own - pre_tokens) | (token > own + next_tokens), -torch.inf)
         out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(query.dtype)
     return out, torch.empty(0, dtype=torch.float32)
 

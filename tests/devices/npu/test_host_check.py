@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from app.doctor import npu_host as host_check
 from app.doctor import operators, probes
 from app.doctor.probes import Finding, Probe, ok
-from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
 from app.engine.npu.backend import NpuBackend
 
 
@@ -164,8 +163,8 @@ def test_an_operator_agrees_with_the_cpu_to_rounding(backend: NpuBackend, name: 
 
 
 class AlwaysCausal(NpuBackend):
-    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
-        return super().plan_attention(replace(meta, causal=True), group)
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
+        return super().plan_attention(meta, mask._replace(causal=True), group)
 
 
 class Wrong(NpuBackend):

@@ -19,17 +19,23 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["sparse_mode 3", "sparse_mode 0"])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(True, None), (False, None), (True, 7), (False, 7), (True, 130), (False, 130)],
+    ids=["sparse_mode 3", "sparse_mode 0", *["sparse_mode 4"] * 4],
+)
 @pytest.mark.parametrize("lengths", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (4, 4, 64), (8, 1, 128)])
 def test_attention_is_the_dense_one(
-    lengths: tuple[list[int], list[int]], heads: int, kv_heads: int, dim: int, causal: bool
+    lengths: tuple[list[int], list[int]], heads: int, kv_heads: int, dim: int, causal: bool, window: int | None
 ) -> None:
     sequences = Sequences(*lengths, heads=heads, kv_heads=kv_heads, dim=dim)
-    found = sequences.attend(causal=causal)
+    found = sequences.attend(causal=causal, window=window)
     assert found.dtype == torch.bfloat16
     # Two roundings to bfloat16 (the result's, and none of the sums') are far below 1/128.
-    torch.testing.assert_close(found.cpu().double(), sequences.dense(causal=causal), rtol=2**-7, atol=2**-9)
+    torch.testing.assert_close(
+        found.cpu().double(), sequences.dense(causal=causal, window=window), rtol=2**-7, atol=2**-9
+    )
 
 
 def test_attention_in_float32_is_the_dense_one_to_rounding(numerics: object) -> None:

@@ -24,7 +24,7 @@ from app.doctor.report.command import Options
 from app.doctor.report.page import page
 from app.doctor.report.part import Part, Result, answer
 from app.doctor.report.roofline import Chip, chip_name, figures
-from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.messages import Request
@@ -79,9 +79,9 @@ def test_every_operator_is_right_and_its_errors_are_told(backend: NpuBackend, na
 class Wrong(NpuBackend):
     """Mistakes that a kernel could make."""
 
-    def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
-        plan = super().plan_attention(meta, group)
-        plan.host_seq_lens[-1] = max(1, plan.host_seq_lens[-1] - 1) if not meta.causal else plan.host_seq_lens[-1]
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
+        plan = super().plan_attention(meta, mask, group)
+        plan.host_seq_lens[-1] = max(1, plan.host_seq_lens[-1] - 1) if not mask.causal else plan.host_seq_lens[-1]
         return plan
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
@@ -145,8 +145,8 @@ def test_every_open_point_is_answered_in_a_sentence(backend: NpuBackend, name: s
 class Other(NpuBackend):
     """The other answers."""
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
-        return super().attention(q_thd, kv, meta) * 1.5
+    def attention(self, *call: Any) -> Tensor:
+        return super().attention(*call) * 1.5
 
 
 @pytest.mark.parametrize("name", ["float16", "padding of few tokens", "partly filled pages", "more than 16 rows"])
@@ -168,7 +168,7 @@ def test_slots_that_are_skipped_are_said_to_be(backend: NpuBackend, monkeypatch:
 class Refusing(NpuBackend):
     """Return the error of a card that refuses a call."""
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
+    def attention(self, *call: Any) -> Tensor:
         raise RuntimeError("call aclnnFusedInferAttentionScoreV3 failed, error code is 561002\nmore")
 
 
@@ -177,7 +177,7 @@ def test_a_refusal_is_an_answer_and_ends_the_process(
     backend: NpuBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing = Refusing(torch.device("npu:0"))
-    monkeypatch.setattr(npu_questions, "attention_of_heads", lambda q, kv, meta: refusing.attention(q, kv, meta))
+    monkeypatch.setattr(npu_questions, "attention_of_heads", lambda *call: refusing.attention(*call))
     monkeypatch.setattr(
         npu_questions, "write_pages", lambda k, v, kv, slot_mapping: refusing.attention(k, kv, slot_mapping)
     )
@@ -235,9 +235,8 @@ def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(
     in_float32: engine.Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Causal(NpuBackend):
-        def plan_attention(self, meta: AttentionMetadata, group: int) -> Any:
-            plan = super().plan_attention(meta, group)
-            return plan if meta.causal else super().plan_attention(causal(meta), group)
+        def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
+            return super().plan_attention(meta, mask._replace(causal=True), group)
 
     monkeypatch.setattr(engine.build, "check_attention", lambda *_: None)
     make = engine.build.make_backend
@@ -249,12 +248,6 @@ def test_a_draft_that_is_not_accepted_has_failed_though_texts_are_right(
     found = answer(Part("eager", partial(in_float32.against_cpu, "eager")))
     assert found["status"] == "failed" and found["result"]["identical"] == 4
     assert found["result"]["acceptance_length"]["device"] < found["result"]["acceptance_length"]["CPU float32"]
-
-
-def causal(meta: AttentionMetadata) -> AttentionMetadata:
-    return AttentionMetadata(
-        meta.query_start_loc, meta.seq_lens, meta.page_table, meta.query_lens, meta.host_seq_lens, meta.page_size, True
-    )
 
 
 def test_a_text_that_leaves_the_others_is_told_with_its_place_and_gap() -> None:

@@ -34,6 +34,10 @@ def draft_attention() -> dict[str, Any]:
     return Sequences([3, 16], [140, 20]).arguments(causal=False)
 
 
+def sliding() -> dict[str, Any]:
+    return Sequences([3, 16], [140, 20]).arguments(causal=True, window=9)
+
+
 def write() -> dict[str, Any]:
     rows, cache = normal(3, 2, 128).to("npu:0"), new(4, BLOCK, 2, 128)
     slot_mapping = ints(130, 5, 383)
@@ -124,6 +128,11 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N10", attention, "mode 3 without a mask", lambda call: call.pop("atten_mask")),
     ("N10", attention, "a mask of rows by tokens", with_(atten_mask=new(19, 140, dtype=torch.int8))),
     ("N10", attention, "a mask the other way round", on("atten_mask", lambda it: 1 - it)),
+    ("N10", attention, "mode 3 with a window", with_(pre_tokens=9)),
+    ("N10", sliding, "a window of no token", with_(pre_tokens=-1)),
+    ("N10", sliding, "a causal window that looks ahead", with_(next_tokens=1)),
+    ("N10", sliding, "mode 4 without tokens", lambda call: call.pop("pre_tokens")),
+    ("N11", sliding, "more sliding rows than KV", with_(actual_seq_lengths_kv=[140, 15])),
     ("N11", attention, "more causal rows than KV", with_(actual_seq_lengths_kv=[140, 15])),
     ("N12", draft_attention, "a draft block of 17", rows_of_one_request(17)),
     ("N13", attention, "a block that does not exist", set_block(99)),

@@ -197,7 +197,7 @@ def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monke
     """The proof would see lengths of an earlier step: without the new plan tokens are others."""
     expected = engine(pair).run(requests())
     core = engine(pair)
-    monkeypatch.setattr(core.runner.forward, "plan", lambda rows, group: None if rows.meta.plan else plan(rows, group))
+    monkeypatch.setattr(core.runner.forward, "plan", lambda rows, group: None if rows.meta.plans else plan(rows, group))
     plan = type(core.runner.forward).plan.__get__(core.runner.forward)
     assert core.run(requests()) != expected
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.backend.torch import TorchBackend
 from app.engine.build import engine as build
@@ -30,20 +30,23 @@ class DeviceLengthsBackend(TorchBackend):
         super().__init__(torch.device("cpu"))
         self._graphs: list[Graph] = []
 
-    def plan_attention(self, meta: AttentionMetadata, group: int) -> object:
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> object:
         of_prompts = sum(meta.query_lens) > TILE_ROWS * len(meta.query_lens)
-        return super().plan_attention(meta, group) if of_prompts else None
+        return super().plan_attention(meta, mask, group) if of_prompts else None
 
-    def attention(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Tensor:
-        if meta.plan is not None:
-            return super().attention(q_thd, kv, meta)
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if meta.plans[mask] is not None:
+            return super().attention(q_thd, kv, meta, mask, sinks)
         rows = torch.arange(len(q_thd), dtype=torch.int32)
         seq_ids = torch.searchsorted(meta.query_start_loc, rows, right=True) - 1
-        seen = meta.seq_lens[seq_ids]
-        if meta.causal:
-            seen = seen - (meta.query_start_loc[seq_ids + 1] - 1 - rows)
+        seq_lens = meta.seq_lens[seq_ids]
+        own = (seq_lens - (meta.query_start_loc[seq_ids + 1] - rows))[:, None]
         token = torch.arange(meta.page_table.shape[1] * meta.page_size)
-        visible = token < seen[:, None]
+        visible = token <= own if mask.causal else token < seq_lens[:, None]
+        if mask.window is not None:
+            visible &= (token - own).abs() < mask.window
         group = q_thd.shape[1] // kv.k.shape[2]
         # Slots past a sequence's tokens may hold anything, and are not even loaded.
         inside = (token < meta.seq_lens[:, None])[..., None, None]

@@ -1,11 +1,12 @@
 """Mistakes that leave every text right, and the draft useless."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from app.engine.backend.factory import make_backend
+from app.engine.backend.base import AttentionMask
 from app.engine.build.engine import Engine
 
 
@@ -30,16 +31,15 @@ def with_mask_for_anchor(engine: Engine) -> None:
 
 
 def with_causal_blocks(engine: Engine) -> None:
+    with_masks(engine, lambda mask: mask._replace(causal=True))
+
+
+def with_masks(engine: Engine, change: Callable[[AttentionMask], AttentionMask]) -> None:
+    """Let the draft's layers attend under changed masks."""
     drafter = engine.core.runner.forward.drafter
-    propose = drafter.propose
-
-    def causal(ids, anchors, positions, slot_mapping, meta):
-        meta = replace(meta, causal=True, plan=None)
-        decoder = engine.draft.decoder
-        meta.plan = make_backend("cpu").plan_attention(meta, decoder.num_heads // decoder.num_kv_heads)
-        return propose(ids, anchors, positions, slot_mapping, meta)
-
-    drafter.propose = causal
+    drafter.decoder = replace(drafter.decoder, masks=tuple(map(change, drafter.decoder.masks)))
+    for layer, mask in zip(drafter.model.layers, drafter.decoder.masks, strict=True):
+        layer.attention._mask = mask
 
 
 def with_blocks_one_position_late(engine: Engine) -> None:

@@ -69,7 +69,7 @@ class PlantedDrafter:
         assert slot_mapping.unique().numel() == slot_mapping.numel() == positions.numel(), (
             "every block row has a slot of its own"
         )
-        assert not meta.causal
+        assert not any(mask.causal for mask in meta.plans)
         assert meta.query_lens == [num_rows] * len(request_ids)
         assert meta.host_seq_lens == (blocks[:, -1] + 1).tolist()
         for slot in slot_mapping.tolist():

@@ -88,7 +88,6 @@ def on_device(group: RowGroup, page_size: int) -> tuple[list[int], list[int]]:
         group.query_lens,
         group.host_seq_lens,
         page_size,
-        True,
     )
     row_numbers = torch.arange(len(seq_ids), dtype=torch.int32)
     positions, slot_mapping = TorchBackend(torch.device("cpu")).positions_and_slots(

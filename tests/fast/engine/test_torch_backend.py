@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv
 from app.engine.backend.factory import make_backend
-from app.engine.backend.torch import TorchBackend
+from app.engine.backend.torch import Call, TorchBackend
 from app.engine.build.self_test import check_attention
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import UnsupportedError
@@ -61,6 +61,7 @@ class Ragged:
     seed: int = 0
     garbage: float = GARBAGE
     extra_columns: int = 0
+    window: int | None = None
 
     def __post_init__(self) -> None:
         generator = seeded(self.seed)
@@ -87,27 +88,36 @@ class Ragged:
             query_lens=self.query_lens,
             host_seq_lens=self.host_seq_lens,
             page_size=self.page_size,
-            causal=self.causal,
         )
+
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(self.causal, self.window)
 
     def expected(self) -> Tensor:
         """One softmax per sequence, head and row, in float64."""
         out = []
         for q, k, v in zip(self.q, self.k, self.v, strict=True):
             for row in range(len(q)):
-                seen = len(k) - len(q) + row + 1 if self.causal else len(k)
+                own = len(k) - len(q) + row
+                after = own + 1 if self.causal else len(k)
+                seen = [t for t in range(after) if self.window is None or abs(t - own) < self.window]
                 heads = []
                 for head in range(self.heads):
                     kv_head = head // (self.heads // self.kv_heads)
-                    keys, values = k[:seen, kv_head].double(), v[:seen, kv_head].double()
+                    keys, values = k[seen, kv_head].double(), v[seen, kv_head].double()
                     weights = (keys @ q[row, head].double() / math.sqrt(self.dim)).softmax(dim=0)
                     heads.append(weights @ values)
                 out.append(torch.stack(heads))
         return torch.stack(out).float()
 
     def run(self, backend: TorchBackend) -> Tensor:
-        self.meta.plan = backend.plan_attention(self.meta, self.heads // self.kv_heads)
-        return backend.attention(torch.cat(self.q), self.kv, self.meta)
+        self.meta.plans[self.mask] = backend.plan_attention(self.meta, self.mask, self.heads // self.kv_heads)
+        return backend.attention(torch.cat(self.q), self.kv, self.meta, self.mask)
+
+    @property
+    def calls(self) -> list[Call]:
+        return self.meta.plans[self.mask]
 
     def check(self, backend: TorchBackend) -> None:
         torch.testing.assert_close(self.run(backend), self.expected(), atol=2e-5, rtol=2e-5)
@@ -145,8 +155,25 @@ def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, sc
     for query_lens, host_seq_lens in LENGTHS.values():
         case = Ragged(query_lens, host_seq_lens, causal=causal)
         case.check(backend)
-        num_calls.append(len(case.meta.plan))
+        num_calls.append(len(case.calls))
     assert max(num_calls) > 1
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("window", [1, 3, 8, 1000])
+def test_a_row_sees_its_window_by_absolute_positions(backend, monkeypatch, window, causal):
+    """However the rows are cut into calls."""
+    for lengths in LENGTHS.values():
+        Ragged(*lengths, causal=causal, window=window, page_size=3).check(backend)
+    monkeypatch.setattr("app.engine.backend.torch.MAX_SCORES", 40)
+    for lengths in LENGTHS.values():
+        Ragged(*lengths, causal=causal, window=window).check(backend)
+
+
+def test_pages_behind_every_rows_window_are_not_read(backend):
+    case = Ragged([4, 1], [30, 40], window=6)
+    case.meta.page_table[0, : (30 - 4 - 5) // 4] = case.meta.page_table[1, : (40 - 1 - 5) // 4] = 10**6
+    case.check(backend)
 
 
 def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(backend, monkeypatch):
@@ -154,17 +181,17 @@ def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much
     monkeypatch.setattr("app.engine.backend.torch.SMALL_CALL", 0)
     alike = Ragged([2] * 6, [30, 28, 32, 29, 31, 27])
     alike.check(backend)
-    assert [(call.rows, call.places) for call in alike.meta.plan] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]
+    assert [(call.rows, call.places) for call in alike.calls] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]
     mixed = Ragged([2] * 6, [4, 60, 4, 60, 4, 60])
     mixed.check(backend)
-    assert [call.num_pieces for call in mixed.meta.plan] == [3, 1, 1, 1]
+    assert [call.num_pieces for call in mixed.calls] == [3, 1, 1, 1]
 
 
 def test_one_long_prompt_beside_many_short_rows_is_not_padded_to_all_of_them(backend):
     """64 rows of decoding beside a chunk of 500 would be 64 x 500 x 600 scores in one call."""
     case = Ragged([500, *[1] * 64], [600, *range(20, 84)], heads=2, kv_heads=1, page_size=16)
     case.check(backend)
-    assert len(case.meta.plan) > 1
+    assert len(case.calls) > 1
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -197,7 +224,7 @@ def test_one_meta_serves_every_layer(backend):
     moved = LayerKv(torch.zeros_like(second.kv.k), torch.zeros_like(second.kv.v))
     for mine, theirs in zip(first.pages, second.pages, strict=True):
         moved.k[mine], moved.v[mine] = second.kv.k[theirs], second.kv.v[theirs]
-    found = backend.attention(torch.cat(second.q), moved, first.meta)
+    found = backend.attention(torch.cat(second.q), moved, first.meta, first.mask)
     torch.testing.assert_close(found, second.expected(), atol=2e-5, rtol=2e-5)
 
 
@@ -207,7 +234,7 @@ def test_no_copy_of_a_prompts_plan_is_waited_for(monkeypatch, lengths, calls):
     case, backend, uploads, make = Ragged(*lengths), TorchBackend(CPU), [], torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda values: make(values))
     monkeypatch.setattr(TorchBackend, "upload", lambda self, host, to: uploads.append(to.copy_(host)))
-    assert len(backend.plan_attention(case.meta, 2)) == calls and uploads
+    assert len(backend.plan_attention(case.meta, case.mask, 2)) == calls and uploads
 
 
 def test_the_block_of_a_draft_sees_itself_both_ways_and_a_verify_row_never_what_follows(backend):
@@ -225,15 +252,15 @@ def test_the_block_of_a_draft_sees_itself_both_ways_and_a_verify_row_never_what_
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_start_up_refuses_a_device_whose_draft_attention_stays_causal_or_reads_the_wrong_pages(page_size):
-    decoder = DecoderConfig(16, 16, 2, 4, 2, 8, 10, 1e-6, 1e4, 64, False, "float32")
+    decoder = DecoderConfig(16, 16, 2, 4, 2, 8, 10, 1e-6, 1e4, 64, False, "float32", ())
 
     class Causal(TorchBackend):
-        def plan_attention(self, meta: AttentionMetadata, group: int) -> object:
-            return super().plan_attention(replace(meta, causal=True), group)
+        def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> object:
+            return super().plan_attention(meta, mask._replace(causal=True), group)
 
     class Sorted(TorchBackend):
-        def plan_attention(self, meta: AttentionMetadata, group: int) -> object:
-            return super().plan_attention(replace(meta, page_table=meta.page_table.sort(dim=1).values), group)
+        def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> object:
+            return super().plan_attention(replace(meta, page_table=meta.page_table.sort(dim=1).values), mask, group)
 
     for wrong, said in ((Causal, "bidirectional"), (Sorted, "causal")):
         with pytest.raises(UnsupportedError, match=f"{said} attention .*pages of {page_size}"):
@@ -259,7 +286,7 @@ def test_write_kv_fills_the_named_slots_and_no_others(backend):
 
 
 def test_a_write_to_all_layers_at_once_lands_in_the_same_slots_of_each(backend):
-    config = DecoderConfig(16, 16, 3, 2, 2, 8, 10, 1e-6, 1e4, 64, False, "float32")
+    config = DecoderConfig(16, 16, 3, 2, 2, 8, 10, 1e-6, 1e4, 64, False, "float32", ())
     pool = KvPool(config, num_pages=5, page_size=4, dtype=torch.float32, device=CPU)
     slot_mapping = torch.tensor([6, 19, 4], dtype=torch.int32)
     k, v = normal(3 * 3, 2, 8, seed=1), normal(3 * 3, 2, 8, seed=2)
@@ -383,14 +410,14 @@ def test_pages_that_lie_in_a_row_are_read_where_they_are():
     backend = CpuBackend(CPU)
     for pages, in_a_row in (([3, 4, 5], True), ([3, 5, 4], False), ([5, 4, 3], False)):
         table = torch.tensor([pages], dtype=torch.int32)
-        meta = AttentionMetadata(table, table, table, [1], [10], 4, causal=True)
-        (call,) = backend.plan_attention(meta, group=2)
+        meta, mask = AttentionMetadata(table, table, table, [1], [10], 4), AttentionMask(causal=True)
+        (call,) = backend.plan_attention(meta, mask, group=2)
         assert isinstance(call.pages, slice) == in_a_row
         kv = LayerKv(normal(8, 4, 2, 8), normal(8, 4, 2, 8, seed=1))
-        meta.plan = [call]
-        found = backend.attention(normal(1, 4, 8, seed=2), kv, meta)
-        meta.plan = TorchBackend(CPU).plan_attention(meta, group=2)
-        torch.testing.assert_close(found, TorchBackend(CPU).attention(normal(1, 4, 8, seed=2), kv, meta))
+        meta.plans[mask] = [call]
+        found = backend.attention(normal(1, 4, 8, seed=2), kv, meta, mask)
+        meta.plans[mask] = TorchBackend(CPU).plan_attention(meta, mask, group=2)
+        torch.testing.assert_close(found, TorchBackend(CPU).attention(normal(1, 4, 8, seed=2), kv, meta, mask))
 
 
 def test_gated_mlp_takes_the_gate_first(backend):
