@@ -88,7 +88,7 @@ _Warning = _shape(
     function=(str, ""),
     param=(str, Field(default="", description="of a field that changed nothing")),
 )
-_WARNINGS = (_list_of(_Warning), Field(default=[], description="absent if there are none"))
+_WARNINGS: tuple[Any, Any] = (_list_of(_Warning), Field(default=[], description="absent if there are none"))
 _ChatCompletion = _shape(
     "ChatCompletion",
     object=Literal["chat.completion"],
