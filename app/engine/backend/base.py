@@ -1,7 +1,7 @@
 """Operators of a device. models/ and dflash/ use this class alone and name no device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend.graph import Graph, RerunGraph
+from app.engine.backend.host_memory import zeros_on_host
 from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.errors import UnsupportedError
 from app.engine.verify import verify
@@ -106,6 +107,12 @@ class Backend(ABC):
         halves = (scales * angles.cos(), scales * angles.sin())
         cos, sin = (torch.cat((half, half), dim=-1).to(self.device, dtype) for half in halves)
         return cos, sin
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros on the device. Memory of the host is taken as it is written."""
+        if self.memory_is_host:
+            return zeros_on_host(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """Return a weight [out, in] of the same shape and values, in the memory order that `linear` reads fastest."""

@@ -113,7 +113,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
         rotaries = [RotaryTable(d.rope, d.head_dim, length, dtype, backend) for d in decoders]
-        pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend.device) for d in decoders]
+        pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend) for d in decoders]
         shared = sampler, backend, sizes.page_size, max_rows
         if config.compile:
             forward = compiled_forward(target, draft, pools, rotaries, *shared, partial(on_progress, "compile"))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import LayerKv
+from app.engine.backend.base import Backend, LayerKv
 from app.engine.models.config import DecoderConfig
 
 
@@ -15,14 +15,14 @@ class KvPool:
     """
 
     def __init__(
-        self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, backend: Backend
     ) -> None:
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        k, v = (backend.zeros(shape, dtype) for _ in range(2))
         self.layers = [LayerKv(k[i], v[i]) for i in range(config.num_layers)]
         self.all_layers = LayerKv(k.flatten(0, 1), v.flatten(0, 1))
         first_slots = torch.arange(config.num_layers, dtype=torch.int32) * (num_pages * page_size)
-        self._first_slots = first_slots.to(device)
+        self._first_slots = first_slots.to(backend.device)
 
     def slots_in_all_layers(self, slot_mapping: Tensor) -> Tensor:
         """Return slots [T] of one layer as slots [T * layers] of `all_layers`, all layers of a row together."""

@@ -1,8 +1,10 @@
 """The torch backend, and the CPU's on top of it, against the formulas; the sampler's noise against the reference."""
 
 import math
+import os
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -287,7 +289,7 @@ def test_write_kv_fills_the_named_slots_and_no_others(backend):
 
 def test_a_write_to_all_layers_at_once_lands_in_the_same_slots_of_each(backend):
     config = DecoderConfig(16, 16, 3, 2, 2, 8, 10, 1e-6, 1e4, 64, False, "float32", ())
-    pool = KvPool(config, num_pages=5, page_size=4, dtype=torch.float32, device=CPU)
+    pool = KvPool(config, num_pages=5, page_size=4, dtype=torch.float32, backend=backend)
     slot_mapping = torch.tensor([6, 19, 4], dtype=torch.int32)
     k, v = normal(3 * 3, 2, 8, seed=1), normal(3 * 3, 2, 8, seed=2)
     backend.write_kv(k, v, pool.all_layers, pool.slots_in_all_layers(slot_mapping))
@@ -296,6 +298,21 @@ def test_a_write_to_all_layers_at_once_lands_in_the_same_slots_of_each(backend):
         expected_k.view(-1, 2, 8)[slot_mapping] = k[layer::3]
         expected_v.view(-1, 2, 8)[slot_mapping] = v[layer::3]
         assert torch.equal(kv.k, expected_k) and torch.equal(kv.v, expected_v)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells a process its resident memory")
+def test_kv_memory_is_zero_and_taken_as_it_is_written(backend):
+    before = resident_bytes()
+    half = backend.zeros((2, 64 << 20), torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and half.data_ptr() % 64 == 0
+    assert resident_bytes() - before < 16 << 20
+    half[0] = 1
+    assert resident_bytes() - before > 120 << 20
+    assert not half[1, :: 1 << 12].any() and half[0].min() == 1
 
 
 # AttentionInputs
