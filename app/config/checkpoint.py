@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from app.config.error import ConfigError
+from app.config.families import family_of
 
 DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -106,6 +107,11 @@ def check_files(folder: Path, need_tokenizer: bool) -> None:
             f"{folder} is no DFlash draft: its config.json has no dflash_config (architectures: "
             f"{config.get('architectures')})"
         )
+    if need_tokenizer:
+        try:
+            family_of(config)
+        except ConfigError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
     tensor_files(folder)
     if need_tokenizer and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(

@@ -10,15 +10,20 @@ import pytest
 import torch
 
 from tests.exhaustive.live import load_transformers
-from tests.fast.engine.feeder import EXPERTS, SHAPES, Checkpoint, Feeder, assert_logits_close, random_checkpoint
+from tests.fast.engine.feeder import (
+    EXPERTS,
+    SHAPES,
+    Checkpoint,
+    Feeder,
+    assert_logits_close,
+    random_checkpoint,
+)
 from tests.fast.engine.lossless import demo_folder, demo_prompts
+from tests.fast.engine.pairs import FAMILIES
 from tests.fast.engine.reference import features, greedy, teacher_forced
 
 CHUNKS = (1, 4, 7, None)
-MORE_SHAPES: dict[str, dict] = SHAPES | {
-    "biases": {"biases": True},
-    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-}
+MORE_SHAPES: dict[str, dict] = SHAPES | FAMILIES | EXPERTS
 BF16 = 1.5
 """Times Transformers' own error, RMS over all logits, against fp32 on the same (bf16) weights."""
 
@@ -32,11 +37,11 @@ def demo_checkpoint() -> Checkpoint:
     return Checkpoint(folder, (0, 2, target.config.num_hidden_layers - 2), texts)
 
 
-@pytest.fixture(scope="module", params=[*MORE_SHAPES, *EXPERTS, "demo"])
+@pytest.fixture(scope="module", params=[*MORE_SHAPES, "demo"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     if request.param == "demo":
         return demo_checkpoint()
-    return random_checkpoint(tmp_path_factory.mktemp("target"), **(MORE_SHAPES | EXPERTS)[request.param])
+    return random_checkpoint(tmp_path_factory.mktemp("target"), **MORE_SHAPES[request.param])
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

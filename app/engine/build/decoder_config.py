@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def target_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the sizes in a target's config.json. Raises UnsupportedError for what its class would run wrongly."""
-    return decoder_config(raw, "target", target_class(raw).supports)
+    family = target_class(raw)
+    config = decoder_config(raw, "target", family.supports)
+    return replace(config, qkv_bias=True) if family.qkv_bias else config
 
 
 def decoder_config(raw: Mapping[str, Any], where: str, supports: frozenset[str] = frozenset()) -> DecoderConfig:

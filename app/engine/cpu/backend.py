@@ -72,14 +72,17 @@ class CpuBackend(TorchBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Rotate the heads of q and k in the same operators."""
-        if qkv.dtype != torch.float32 or q_norm is None or k_norm is None:
+        """Rotate the heads of q and k in the same operators. Without norms `qkv` is overwritten."""
+        if qkv.dtype != torch.float32:
             return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
         kv_heads = kv.k.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
         qk = qkv[:, : heads + kv_heads]
-        qk = qk.div(_rms(qk, eps))
-        q, k = qk[:, :heads].mul_(q_norm), qk[:, heads:].mul_(k_norm)
+        if q_norm is not None and k_norm is not None:
+            qk = qk.div(_rms(qk, eps))
+            qk[:, :heads].mul_(q_norm)
+            qk[:, heads:].mul_(k_norm)
+        q, k = qk[:, :heads], qk[:, heads:]
         _as_complex(qk).mul_(rotation[0])
         self.write_kv(k, qkv[:, heads + kv_heads :], kv, slot_mapping)
         return q

@@ -88,8 +88,6 @@ class CudaBackend(TorchCudaBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        if q_norm is None or k_norm is None:
-            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
         return rows.qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
 
     def context_into_kv(

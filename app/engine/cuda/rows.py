@@ -112,8 +112,8 @@ def gated(x_ptr, out_ptr, num_lines, SIZE: tl.constexpr, LINES: tl.constexpr, BL
 
 def qkv_into_kv(
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
     rotation: Rotation,
     kv: LayerKv,
@@ -136,6 +136,7 @@ def qkv_into_kv(
         kv.v,
         num_rows * all_heads,
         eps,
+        NORMS=q_norm is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,
@@ -162,12 +163,13 @@ def rope_and_write(
     v_ptr,
     num_lines,
     eps,
+    NORMS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Normalise and rotate LINES heads of q and k. K and the unchanged V go to the row's slot."""
+    """Normalise (with NORMS) and rotate LINES heads of q and k. K and the unchanged V go to the row's slot."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = line < num_lines
     row = (line // (HEADS + 2 * KV_HEADS)).to(tl.int64)
@@ -179,12 +181,15 @@ def rope_and_write(
     low = tl.load(qkv_ptr + at, mask=inside[:, None], other=0.0)
     high = tl.load(qkv_ptr + at + HALF, mask=inside[:, None], other=0.0)
 
-    weight_low = tl.where(is_q[:, None], tl.load(q_norm_ptr + dims), tl.load(k_norm_ptr + dims))
-    weight_high = tl.where(is_q[:, None], tl.load(q_norm_ptr + HALF + dims), tl.load(k_norm_ptr + HALF + dims))
     turn, turns = row[:, None] * (2 * HALF) + dims, (is_q | is_k)[:, None]
     cos = tl.load(cos_ptr + turn, mask=turns, other=0.0)
     sin = tl.load(sin_ptr + turn, mask=turns, other=0.0)
-    turned_low, turned_high = norm_and_rope(low, high, weight_low, weight_high, cos, sin, eps, HALF)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    if NORMS:
+        weight_low = tl.where(is_q[:, None], tl.load(q_norm_ptr + dims), tl.load(k_norm_ptr + dims))
+        weight_high = tl.where(is_q[:, None], tl.load(q_norm_ptr + HALF + dims), tl.load(k_norm_ptr + HALF + dims))
+        a, b = norm_of_halves(a, b, weight_low, weight_high, eps, HALF)
+    turned_low, turned_high = rope_of_halves(a, b, cos, sin)
     turned_low, turned_high = turned_low.to(q_ptr.dtype.element_ty), turned_high.to(q_ptr.dtype.element_ty)
 
     to_q = q_ptr + (row * HEADS + head)[:, None] * (2 * HALF) + dims
@@ -200,12 +205,15 @@ def rope_and_write(
 
 
 @triton.jit
-def norm_and_rope(low, high, weight_low, weight_high, cos, sin, eps, HALF: tl.constexpr):
-    """Return both halves of each line after RMSNorm over the line and RoPE, in fp32."""
-    a, b = low.to(tl.float32), high.to(tl.float32)
+def norm_of_halves(a, b, weight_a, weight_b, eps, HALF: tl.constexpr):
+    """Return both halves of each line after RMSNorm over the line, in fp32."""
     scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-    a = a * scale * weight_low.to(tl.float32)
-    b = b * scale * weight_high.to(tl.float32)
+    return a * scale * weight_a.to(tl.float32), b * scale * weight_b.to(tl.float32)
+
+
+@triton.jit
+def rope_of_halves(a, b, cos, sin):
+    """Return both halves of each line after RoPE, in fp32."""
     cos32, sin32 = cos.to(tl.float32), sin.to(tl.float32)
     return a * cos32 - b * sin32, b * cos32 + a * sin32
 
@@ -274,6 +282,7 @@ def context_rope_and_write(
     turn = (place // LAYERS)[:, None] * (2 * HALF) + dims
     cos = tl.load(cos_ptr + turn, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + turn, mask=inside, other=0.0)
-    turned_low, turned_high = norm_and_rope(low, high, weight_low, weight_high, cos, sin, eps, HALF)
+    a, b = norm_of_halves(low.to(tl.float32), high.to(tl.float32), weight_low, weight_high, eps, HALF)
+    turned_low, turned_high = rope_of_halves(a, b, cos, sin)
     tl.store(k_ptr + to, turned_low.to(k_ptr.dtype.element_ty), mask=inside)
     tl.store(k_ptr + to + HALF, turned_high.to(k_ptr.dtype.element_ty), mask=inside)

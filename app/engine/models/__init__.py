@@ -1,1 +1,1 @@
-"""Target models. `registry` picks a class by the config's `model_type`; `layers` has what targets and drafts share."""
+"""Target models. `registry` finds the class of a family; `layers` has what targets and drafts share."""

@@ -6,5 +6,4 @@ from app.engine.models.target import Target
 class Qwen3(Target):
     """Decoder with RMSNorm on each q and k head before RoPE, without biases."""
 
-    family = "dense Qwen3"
     qk_norm = True

@@ -6,5 +6,4 @@ from app.engine.models.qwen3 import Qwen3
 class Qwen3Moe(Qwen3):
     """Qwen3 whose layers have a mixture of experts in the place of their MLP, or most of its layers."""
 
-    family = "Qwen3 with experts"
     supports = Qwen3.supports | {"num_experts"}

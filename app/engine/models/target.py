@@ -14,15 +14,17 @@ from app.engine.models.weights import Weights
 
 
 class Target(nn.Module):
-    """Decoder of pre-norm layers, with a dense MLP or experts. A family is a subclass, and one line in `registry`.
+    """Decoder of pre-norm layers, with a dense MLP or experts.
+
+    A family is a subclass, and one line in app/config/families.py.
 
     `target_layer_ids` are zero-based and ascend; feature i is the residual stream after layer target_layer_ids[i].
     """
 
-    family: ClassVar[str]
-    """The family's name in messages."""
     qk_norm: ClassVar[bool] = False
     """True if RMSNorm is applied to each q and k head before RoPE."""
+    qkv_bias: ClassVar[bool] = False
+    """True if q, k and v have biases that no key of a config.json names."""
     supports: ClassVar[frozenset[str]] = frozenset()
     """Fields of variants in a config.json that this class implements itself; others are refused."""
 

@@ -85,18 +85,21 @@ def wide(rotation: Rotation) -> Rotation:
     return tuple(x.float() for x in rotation)
 
 
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_qkv_into_kv_norms_turns_and_writes_and_touches_no_other_slot(backend, dtype, shape):
+def test_qkv_into_kv_norms_turns_and_writes_and_touches_no_other_slot(backend, dtype, shape, normed):
     heads, kv_heads, dim = shape
     values, rows = Values(dtype), 5
     qkv = values.normal(rows, heads + 2 * kv_heads, dim)
-    norms, turns = (values.normal(dim), values.normal(dim)), rotation(dim, rows, dtype, backend)
+    norms = (values.normal(dim), values.normal(dim)) if normed else (None, None)
+    turns = rotation(dim, rows, dtype, backend)
     kv = LayerKv(*(values.normal(3, 4, kv_heads, dim) for _ in range(2)))
     expected = LayerKv(kv.k.float(), kv.v.float())
     slot_mapping = values.slot_mapping(rows, 12)
     wanted = Backend.qkv_into_kv(
-        REFERENCE, qkv.float(), *(x.float() for x in norms), EPS, wide(turns), expected, slot_mapping
-    )
+        REFERENCE, qkv.float(), *(x.float() if x is not None else None for x in norms), EPS, wide(turns), expected,
+        slot_mapping,
+    )  # fmt: skip
     assert_close(backend.qkv_into_kv(qkv, *norms, EPS, turns, kv, slot_mapping), wanted, dtype)
     assert_close(kv.k, expected.k, dtype)
     assert torch.equal(kv.v.float(), expected.v)

@@ -18,7 +18,7 @@ from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
-from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.pairs import FAMILIES, Pair, make_pair
 
 PAGE = 128
 
@@ -63,6 +63,18 @@ def test_tokens_on_the_null_device_are_the_cpu_engines(
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     with torch.inference_mode(), Numerics(lift=["N7"]):
         assert engine(pair, device="npu:0").run(requests()) == wanted
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5", "Qwen3, biases", "Qwen3, yarn"])
+def test_every_dense_familys_tokens_are_the_cpu_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, eager: bool
+) -> None:
+    pair = make_pair(tmp_path, **FAMILIES[shape] | {"head_dim": 64})
+    wanted = engine(pair, device="cpu").run(requests())
+    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
+    with torch.inference_mode(), Numerics(lift=["N7"]):
+        assert engine(pair, device="npu:0", enforce_eager=eager).run(requests()) == wanted
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -80,6 +80,13 @@ def test_a_model_given_as_the_draft_is_told_apart(folder: Path) -> None:
     assert "no DFlash draft" in told and "dflash_config" in told
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", None, 5, ["qwen3"]])
+def test_a_family_that_is_not_supported_is_refused_before_anything_is_loaded(folder: Path, model_type: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": ["X"]}))
+    told = refusal(folder)
+    assert f"model_type {model_type!r} is not supported yet" in told and "'qwen3' (dense Qwen3)" in told
+
+
 @pytest.mark.parametrize("length", [1, 1025, 99999])
 def test_a_length_that_the_model_does_not_have_is_refused_by_its_config(folder: Path, length: int) -> None:
     (folder / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 1024}')

@@ -62,7 +62,8 @@ def make_engine(target: Path, draft: Path | None = None, *, kv_pages: int | None
 
 def _kv_bytes_per_token(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text())
-    return 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
 
 
 # Prompts

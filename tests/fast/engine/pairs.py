@@ -17,7 +17,23 @@ import torch
 from safetensors.torch import save_file
 
 Json = dict[str, Any]
+Family = Literal["qwen3", "llama", "qwen2"]
 Tensors = dict[str, torch.Tensor]
+
+LLAMA3: Json = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, Json] = {
+    "Llama 3.1": {"family": "llama", "head_dim": 8, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "Llama 3.2, tied": {"family": "llama", "tied": True, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "Llama 2": {"family": "llama", "num_kv_heads": 4, "head_dim": 8},
+    "Qwen2.5": {"family": "qwen2", "head_dim": 8, "rope_theta": 1e6},
+    "Qwen2.5, tied": {"family": "qwen2", "head_dim": 8, "tied": True, "rope_theta": 1e6},
+    "Qwen3, biases": {"biases": True},
+    "Qwen3, yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+}
+"""Arguments of `make_pair` for a target of each dense family."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,7 @@ class Pair:
 def make_pair(
     folder: Path,
     *,
+    family: Family = "qwen3",
     seed: int = 0,
     vocab_size: int = 97,
     hidden_size: int = 32,
@@ -73,7 +90,7 @@ def make_pair(
     dense_layers: tuple[int, ...] = (),
     fused_experts: bool = False,
 ) -> Pair:
-    """Write `folder/target` (a Qwen3ForCausalLM) and `folder/draft` (DFlash v1).
+    """Write `folder/target`, of a family, and `folder/draft` (DFlash v1).
 
     With `experts` the target is a Qwen3MoeForCausalLM, and `fused_experts` stores those of a layer in one tensor.
 
@@ -111,6 +128,11 @@ def make_pair(
         "num_hidden_layers": num_layers,
         "tie_word_embeddings": tied,
     }
+    if family != "qwen3":
+        target_config |= {"model_type": family, "architectures": [f"{family.capitalize()}ForCausalLM"]}
+        left_out = {"head_dim"} if head_dim * num_heads == hidden_size else set()
+        left_out |= {"attention_bias"} if family == "qwen2" else set()
+        target_config = {name: value for name, value in target_config.items() if name not in left_out}
     if experts:
         target_config |= {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -147,6 +169,13 @@ def make_pair(
         if experts and i not in dense_layers:
             layer = {name: tensor for name, tensor in layer.items() if ".mlp." not in name}
             layer |= _experts(draw, f"model.layers.{i}.mlp.", hidden_size, experts, expert_size, fused=fused_experts)
+        if family != "qwen3":
+            layer = {
+                name: tensor for name, tensor in layer.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))
+            }
+        if family == "qwen2":
+            for name, size in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
+                layer[f"model.layers.{i}.self_attn.{name}_proj.bias"] = draw.normal(size * head_dim, std=1.0)
         target |= layer
     target["model.norm.weight"] = draw.norm(hidden_size)
     if not tied:

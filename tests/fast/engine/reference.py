@@ -40,7 +40,7 @@ class Output(NamedTuple):
 
 
 class ReferenceTarget:
-    """Qwen3, dense or with experts stored one by one, over one sequence at a time, in the dtype given."""
+    """Llama, Qwen2 or Qwen3, with experts stored one by one if any, over one sequence at a time, in the dtype given."""
 
     def __init__(self, folder: Path | str, dtype: torch.dtype) -> None:
         folder = Path(folder)
@@ -51,8 +51,9 @@ class ReferenceTarget:
         self.embedding = self.weights["embed_tokens.weight"]
         self.head = self.embedding if config["tie_word_embeddings"] else self.weights["lm_head.weight"]
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self.head_dim, self.eps = config["head_dim"], config["rms_norm_eps"]
-        self.rope = Rope.of(config)
+        self.head_dim = config.get("head_dim", config["hidden_size"] // self.heads)
+        self.eps = config["rms_norm_eps"]
+        self.rope = Rope.of(config | {"head_dim": self.head_dim})
 
     def get_input_embeddings(self) -> SimpleNamespace:
         return SimpleNamespace(weight=self.embedding)
@@ -105,8 +106,9 @@ class ReferenceTarget:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Every row over all rows before it and itself; and K and V of all."""
         q, k, v = (self._linear(x, f"{name}.{part}_proj").view(len(x), -1, self.head_dim) for part in "qkv")
-        q = rotated(self._norm(q, f"{name}.q_norm").transpose(0, 1), positions, self.rope)
-        k = rotated(self._norm(k, f"{name}.k_norm").transpose(0, 1), positions, self.rope)
+        if f"{name}.q_norm.weight" in self.weights:
+            q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+        q, k = (rotated(heads.transpose(0, 1), positions, self.rope) for heads in (q, k))
         v = v.transpose(0, 1)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)

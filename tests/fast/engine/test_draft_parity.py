@@ -23,7 +23,7 @@ from tests.fast.engine.draft_mistakes import (
     IN_THE_WEIGHTS,
 )
 from tests.fast.engine.lossless import LUCKY, demo_folder, demo_prompts, make_engine
-from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.pairs import LLAMA3, Pair, make_pair
 from tests.fast.engine.reference import ReferenceDraft, dflash_greedy, features, load_target
 
 TIGHT = 2e-5
@@ -107,10 +107,6 @@ def random_requests(pair: Pair, lengths: tuple[int, ...], max_tokens: int = 8, s
 
 LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 40)
 
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 PAIRS: dict[str, dict] = {
     "gqa 4:2": {},
     "mha, own embedding": {"num_kv_heads": 4, "own_embedding": True},

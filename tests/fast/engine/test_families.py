@@ -1,0 +1,46 @@
+"""Every family of targets: its logits are the reference's, and its text with DFlash is its text without."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.config.families import FAMILIES as TABLE
+from app.engine.models.registry import target_class
+from app.engine.models.target import Target
+from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
+from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, random_prompts
+from tests.fast.engine.pairs import FAMILIES, make_pair
+from tests.fast.engine.reference import features, load_target, teacher_forced
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("model_type", TABLE)
+def test_every_line_of_the_table_names_a_class(model_type: str) -> None:
+    assert issubclass(target_class({"model_type": model_type}), Target)
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_logits_and_taps_are_the_references(tmp_path: Path, shape: str) -> None:
+    checkpoint = random_checkpoint(tmp_path, **FAMILIES[shape])
+    feeder, text, target = Feeder(checkpoint.engine()), checkpoint.prompts[1], load_target(checkpoint.folder)
+    chunked = feeder.feed_whole(text, 7)
+    decoded = feeder.sequence(text)
+    feeder.feed(prefills=[(decoded, 5)])
+    while decoded.num_computed < len(text):
+        feeder.feed(decodes=[decoded])
+    for sequence in (chunked, decoded):
+        assert_logits_close(feeder.logits(sequence), teacher_forced(target, text))
+        assert_logits_close(feeder.features(sequence), features(target, text, checkpoint.taps))
+
+
+@pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5"])
+def test_dflash_changes_no_token(tmp_path: Path, shape: str) -> None:
+    pair = make_pair(tmp_path, **LUCKY | FAMILIES[shape])
+    subject = Subject(shape, pair.target, pair.draft, random_prompts(pair.vocab_size, 4))
+    case = Case(concurrency=4)
+    assert_lossless(subject.compare(list(subject.plain(case)), case))
+    run = subject.run(case)
+    assert_lossless(subject.compare(run.texts, case))
+    assert run.verify_steps > 0
