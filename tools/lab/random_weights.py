@@ -92,6 +92,9 @@ class RandomWeights:
         self._on_progress(self._made, self._made)
         return tensor
 
+    def get_indices(self, name: str, *shape: int) -> Tensor:
+        raise NotImplementedError(f"random weights have no {name}")
+
     def skip(self, name: str) -> None:
         return
 

@@ -1,25 +1,23 @@
 """A DFlash draft's config.json in its dialects, checked against the target it is to serve."""
 
-import re
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from app.engine.backend.base import AttentionMask
-from app.engine.build.decoder_config import decoder_config
+from app.engine.build.decoder_config import decoder_config, layer_windows
+from app.engine.build.draft_keys import plain_config
+from app.engine.build.fields import number, positive
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 
-_WHERE = "draft"
-_KINDS = {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}
-_TENSOR_NAME = re.compile(
-    r"(fc|hidden_norm|norm|embed_tokens|lm_head)\.weight"
-    r"|layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
-    r"|mlp\.(gate|up|down)_proj)\.weight"
-)
+logger = logging.getLogger(__name__)
 
-_BIAS_NAME = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias")
+_WHERE = "draft"
+_KINDS = {"model_type": ("qwen3", "dflash"), "architectures": (["DFlashDraftModel"],)}
+_SLIDING_KEYS = ("layer_types", "sliding_window", "use_sliding_window")
 
 
 def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int | None = None) -> DFlashConfig:
@@ -27,65 +25,106 @@ def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int 
 
     Raises UnsupportedError naming the field that we would run wrongly or that does not fit the target.
     """
-    _refuse_variants(raw)
-    decoder = decoder_config({"vocab_size": target.vocab_size, **raw}, _WHERE)
-    decoder = replace(decoder, masks=(AttentionMask(causal=False),) * decoder.num_layers)
-    _check_widths(raw, decoder, target)
-    dflash = raw["dflash_config"]
-    trained = raw.get("block_size", dflash.get("block_size"))
-    if dflash.get("block_size", trained) != trained:
-        raise UnsupportedError(
-            f"{_WHERE}: block_size is {trained} in config.json and {dflash['block_size']} in its dflash_config"
-        )
-    layer_ids = dflash.get("target_layer_ids") or _default_layer_ids(decoder.num_layers, target.num_layers)
-    return DFlashConfig(
+    keys = _Keys(plain_config(raw, _WHERE))
+    _refuse_variants(keys)
+    layers = {name: value for name, value in keys.outer.items() if name not in _SLIDING_KEYS}
+    layers["final_logit_softcapping"] = None  # it keeps the order of logits, so the best stays the best
+    decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, _WHERE)
+    decoder = replace(decoder, masks=_masks(keys, decoder.num_layers))
+    config = DFlashConfig(
         decoder=decoder,
-        block_size=_block_size(trained, block_size),
-        target_layer_ids=_target_layer_ids(layer_ids, target.num_layers),
-        mask_token_id=_mask_token_id(dflash.get("mask_token_id", raw.get("mask_token_id")), target.vocab_size),
+        block_size=_block_size(keys.get("block_size"), block_size),
+        target_layer_ids=_target_layer_ids(
+            keys.get("target_layer_ids") or _default_layer_ids(decoder.num_layers, target.num_layers),
+            target.num_layers,
+        ),
+        mask_token_id=_mask_token_id(keys.get("mask_token_id"), target.vocab_size),
+        target_hidden_size=keys.positive("target_hidden_size", decoder.hidden_size),
+        draft_vocab_size=keys.positive("draft_vocab_size", decoder.vocab_size),
+        sample_from_anchor=keys.flag("sample_from_anchor") or False,
     )
+    _check_fit(config, target, keys.positive("num_target_layers", target.num_layers))
+    return config
 
 
-def check_tensor_names(names: Iterable[str], *, biases: bool) -> None:
-    """Raises UnsupportedError for a tensor of another variant of DFlash: a reduced vocabulary (d2t), an in-block
-    convolution, a candidate selector, `biases` that the config does not name. Without it the draft would lose its
-    acceptance silently."""
-    known = (_TENSOR_NAME, _BIAS_NAME) if biases else (_TENSOR_NAME,)
-    unknown = sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in known))
-    if unknown:
-        raise UnsupportedError(
-            f"draft: tensor {unknown[0]} (one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
-        )
+class _Keys:
+    """Keys of a draft's config.json. Those inside `dflash_config` come before those at the top level."""
+
+    def __init__(self, outer: Mapping[str, Any]) -> None:
+        self.outer = outer
+        self.inner: Mapping[str, Any] = outer["dflash_config"]
+
+    def get(self, name: str) -> Any:
+        """Return the value of a key in either place, or None."""
+        inner, outer = self.inner.get(name), self.outer.get(name)
+        if None not in (inner, outer) and inner != outer:
+            logger.warning(
+                "%s: %s is %r in config.json and %r in its dflash_config, which is used", _WHERE, name, outer, inner
+            )
+        return outer if inner is None else inner
+
+    def positive(self, name: str, default: int) -> int:
+        return positive({name: self.get(name)}, name, _WHERE, default)
+
+    def flag(self, name: str) -> bool | None:
+        """Return a key that must be true, false or missing."""
+        value = self.get(name)
+        if value is not None and type(value) is not bool:
+            raise UnsupportedError(f"{_WHERE}: {name} must be true or false, found {value!r}")
+        return value
 
 
-def _refuse_variants(raw: Mapping[str, Any]) -> None:
-    dflash = raw.get("dflash_config")
-    if not isinstance(dflash, Mapping):
-        raise UnsupportedError(
-            f"{_WHERE}: config.json has no dflash_config, so this is no DFlash draft (architectures: "
-            f"{raw.get('architectures')})"
-        )
-    known = {"target_layer_ids", "mask_token_id", "block_size"}
-    if unknown := sorted(set(dflash) - known):
-        raise UnsupportedError(f"{_WHERE}: dflash_config.{unknown[0]} is of a variant that is not supported yet")
-    if raw.get("is_causal") is not None:
-        raise UnsupportedError(f"{_WHERE}: is_causal = {raw['is_causal']!r} is not supported yet")
+def _refuse_variants(keys: _Keys) -> None:
     for field, supported in _KINDS.items():
-        if raw.get(field) not in (None, supported):
-            raise UnsupportedError(f"{_WHERE}: {field} {raw[field]} is not supported yet; supported: {supported}")
+        found = keys.outer.get(field)
+        if found is not None and found not in supported:
+            raise UnsupportedError(f"{_WHERE}: {field} {found} is not supported yet; supported: {supported[0]}")
+    for field in ("logit_scale", "final_logit_softcapping"):
+        number({field: keys.get(field)}, field, 1.0, _WHERE)
 
 
-def _check_widths(raw: Mapping[str, Any], decoder: DecoderConfig, target: DecoderConfig) -> None:
+def _masks(keys: _Keys, num_layers: int) -> tuple[AttentionMask, ...]:
+    """Return the mask of each layer. Inside a block a layer is causal if the checkpoint says so, else if it slides."""
+    window = keys.get("swa_window_size") or keys.get("sliding_window")
+    kinds, use_swa = keys.get("layer_types"), keys.flag("use_swa")
+    slides = isinstance(kinds, list) and "sliding_attention" in kinds
+    if use_swa and not slides:
+        kinds = ["sliding_attention"] * num_layers
+    elif use_swa is False and slides:
+        raise UnsupportedError(f"{_WHERE}: use_swa is false, but layer_types has sliding_attention")
+    elif keys.flag("use_sliding_window") and not slides:
+        raise UnsupportedError(f"{_WHERE}: use_sliding_window is true, but layer_types has no sliding_attention")
+    elif kinds is None:
+        if keys.get("swa_window_size") or (window and keys.get("use_sliding_window") is None):
+            raise UnsupportedError(
+                f"{_WHERE}: sliding_window is {window!r}, but neither layer_types nor use_swa says where"
+            )
+        kinds = ["full_attention"] * num_layers
+    windows = layer_windows(kinds, window, num_layers, _WHERE)
+    stated = keys.flag("is_causal")
+    if stated is None:
+        stated = keys.flag("causal")
+    return tuple(AttentionMask(window is not None if stated is None else stated, window) for window in windows)
+
+
+def _check_fit(config: DFlashConfig, target: DecoderConfig, num_target_layers: int) -> None:
+    decoder = config.decoder
+    if decoder.hidden_size != target.hidden_size and config.target_hidden_size == decoder.hidden_size:
+        raise _misfit("hidden_size", decoder.hidden_size, target.hidden_size)
     expected = {
-        "hidden_size": (decoder.hidden_size, target.hidden_size),
-        "target_hidden_size": (raw.get("target_hidden_size", target.hidden_size), target.hidden_size),
-        "num_target_layers": (raw.get("num_target_layers", target.num_layers), target.num_layers),
+        "target_hidden_size": (config.target_hidden_size, target.hidden_size),
+        "num_target_layers": (num_target_layers, target.num_layers),
         "vocab_size": (decoder.vocab_size, target.vocab_size),
-        "draft_vocab_size": (raw.get("draft_vocab_size", target.vocab_size), target.vocab_size),
     }
     for field, (found, wanted) in expected.items():
         if found != wanted:
-            raise UnsupportedError(f"{_WHERE}: {field} is {found}, but this target has {wanted}; is the draft for it?")
+            raise _misfit(field, found, wanted)
+    if config.draft_vocab_size > target.vocab_size:
+        raise _misfit("draft_vocab_size", config.draft_vocab_size, target.vocab_size)
+
+
+def _misfit(field: str, found: int, wanted: int) -> UnsupportedError:
+    return UnsupportedError(f"{_WHERE}: {field} is {found}, but this target has {wanted}; is the draft for it?")
 
 
 def _block_size(trained: Any, wanted: int | None) -> int:

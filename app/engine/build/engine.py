@@ -1,5 +1,6 @@
 """From an EngineConfig to a warm EngineCore: backend, weights, sizes, KV memory, checks."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,8 @@ from app.engine.backend.base import Backend
 from app.engine.backend.factory import make_backend
 from app.engine.build.config import Sizes, bytes_per_token, settle_pages, settle_sizes
 from app.engine.build.decoder_config import read_config, target_config
-from app.engine.build.draft_config import check_tensor_names, draft_config
+from app.engine.build.draft_config import draft_config
+from app.engine.build.draft_keys import check_tensor_names
 from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
 from app.engine.build.self_test import check_attention
@@ -40,6 +42,8 @@ from app.engine.step.inputs import Layout
 from app.engine.step.runner import ModelRunner
 from app.engine_config import EngineConfig
 from app.messages import Request
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stage "target" and "draft" in bytes, "graphs" in graphs, "compile" in
@@ -88,6 +92,9 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         raise UnsupportedError(f"--compile: a target with experts is not supported yet ({config.target})")
     if config.draft is not None:
         draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
+        logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft_shape.report().items()))
+        if (config.draft / "mask_embedding.pt").exists():
+            raise UnsupportedError(f"{config.draft}: mask_embedding.pt, an embedding of the mask, is not supported yet")
     block_size = draft_shape.block_size if draft_shape else 1
     if isinstance(config.verify, int) and not 1 <= config.verify <= block_size:
         raise UnsupportedError(f"--verify {config.verify}: a block has {block_size} rows, so 1 to {block_size} of them")

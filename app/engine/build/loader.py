@@ -44,6 +44,21 @@ class SafetensorsWeights:
         return name in self._files
 
     def get(self, name: str, *shape: int) -> Tensor:
+        tensor = self._stored(name, shape)
+        if tensor.dtype not in _DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            path, _ = self._files[name]
+            raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
+        return tensor.to(self._device, self._dtype)
+
+    def get_indices(self, name: str, *shape: int) -> Tensor:
+        tensor = self._stored(name, shape)
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise UnsupportedError(f"{self._folder}: tensor {name} is {tensor.dtype}, not whole numbers")
+        return tensor.to(self._device, torch.int64)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor as it is in the file."""
         if name not in self._files:
             raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
         path, stored_name = self._files[name]
@@ -52,14 +67,11 @@ class SafetensorsWeights:
             raise UnsupportedError(
                 f"{self._folder}: tensor {name} has shape {list(tensor.shape)}, the config wants {list(shape)}"
             )
-        if tensor.dtype not in _DTYPES:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
         self._used.add(name)
         self._read += tensor.nbytes
         if self._on_progress:
             self._on_progress(self._read, self._total)
-        return tensor.to(self._device, self._dtype)
+        return tensor
 
     @property
     def names(self) -> Iterable[str]:

@@ -15,7 +15,7 @@ from app.engine.backend.torch import visible
 from app.engine.compile.aot import Compiled, compiler
 from app.engine.compile.backend import OneCall, Padded
 from app.engine.compile.cache import compile_cache
-from app.engine.dflash.drafter import DFlashDrafter
+from app.engine.dflash.drafter import DFlashDrafter, predicting_rows
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
@@ -211,8 +211,9 @@ def compile_draft(drafter: DFlashDrafter, pool: KvPool, backend: Backend, folder
         )
         rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
         embedded = backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
-        hidden = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])[:, 1:]
-        return (torch.nn.functional.linear(hidden, model.lm_head).argmax(dim=-1).to(torch.int32),)
+        blocks = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])
+        drafts = torch.nn.functional.linear(predicting_rows(blocks, config), model.lm_head).argmax(dim=-1)
+        return (model.in_target_vocabulary(drafts).to(torch.int32),)
 
     num_blocks, num_rows, max_kv = 2, 3, 5 * page_size - 1
     examples = _DraftInputs(

@@ -1,5 +1,6 @@
 """The draft model: target features in, hidden states of a whole block out."""
 
+import torch
 from torch import Tensor, nn
 
 from app.engine.backend.base import Backend
@@ -14,7 +15,7 @@ class DFlashModel(nn.Module):
     """Layers with q and k norms over a block, plus `fc` and `hidden_norm` that turn features into context.
 
     A draft with an embedding or an lm_head of its own keeps it; otherwise those of the target serve (DFlash, arXiv
-    2602.06036).
+    2602.06036). `target_ids` [Vd] int32 are the target's tokens of the draft's, or None if both have one vocabulary.
     """
 
     def __init__(
@@ -24,7 +25,8 @@ class DFlashModel(nn.Module):
         decoder = config.decoder
         hidden, vocab = decoder.hidden_size, decoder.vocab_size
         self.config = config
-        self.fc = frozen(backend.pack_weight(weights.get("fc.weight", hidden, len(config.target_layer_ids) * hidden)))
+        features = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = frozen(backend.pack_weight(weights.get("fc.weight", hidden, features)))
         self.hidden_norm = frozen(weights.get("hidden_norm.weight", hidden))
         self.layers = nn.ModuleList(
             DecoderLayer(decoder, weights, f"layers.{i}", backend, mask, qk_norm=True)
@@ -32,13 +34,22 @@ class DFlashModel(nn.Module):
         )
         self.norm = frozen(weights.get("norm.weight", hidden))
         self.embedding, self.lm_head = embedding, lm_head
-        if "embed_tokens.weight" in weights:
+        if "embed_tokens.weight" in weights or hidden != config.target_hidden_size:
             self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
-        if "lm_head.weight" in weights:
-            self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", vocab, hidden)))
+        if "lm_head.weight" in weights or hidden != config.target_hidden_size or config.draft_vocab_size != vocab:
+            self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", config.draft_vocab_size, hidden)))
         if "embed_tokens.weight" in weights and "lm_head.weight" not in weights and decoder.tie_word_embeddings:
             raise UnsupportedError("draft: an lm_head tied to an embedding of its own is not supported yet")
+        self.register_parameter("target_ids", None)
+        if "d2t" in weights or config.draft_vocab_size != vocab:
+            self.target_ids = frozen(_target_ids(weights.get_indices("d2t", config.draft_vocab_size), vocab))
+        weights.skip("t2d")
         self._backend = backend
+
+    def in_target_vocabulary(self, drafts: Tensor) -> Tensor:
+        """Return the target's tokens for those of the draft."""
+        target_ids = self._parameters["target_ids"]
+        return drafts if target_ids is None else target_ids[drafts]
 
     def forward(self, embedded: Tensor, rows: StepRows, pool: KvPool) -> Tensor:
         """Return the hidden states after the final norm [D * b, H] of embedded blocks [D * b, H].
@@ -49,3 +60,13 @@ class DFlashModel(nn.Module):
         for layer, kv in zip(self.layers, pool.layers, strict=True):
             hidden, residual = layer.forward(*layer.enter(hidden, residual), rows, kv)
         return add_norm(self._backend, hidden, residual, self.norm, self.config.decoder.rms_norm_eps)[0]
+
+
+def _target_ids(offsets: Tensor, vocab: int) -> Tensor:
+    """Return the target's tokens [Vd] int32. `offsets` [Vd] are the distances from the draft's own."""
+    ids = torch.arange(len(offsets), device=offsets.device) + offsets
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise UnsupportedError(
+            f"draft: d2t leads to tokens {int(ids.min())} to {int(ids.max())}, and the target has {vocab}"
+        )
+    return ids.to(torch.int32)

@@ -18,6 +18,11 @@ class Weights(Protocol):
         """Return a tensor on the device, in the engine's dtype. Raises UnsupportedError if its shape is another."""
         ...
 
+    def get_indices(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of whole numbers on the device, int64. Raises UnsupportedError if it is none, or of another
+        shape."""
+        ...
+
     def skip(self, name: str) -> None:
         """Accept a tensor that may be in the file and is not needed."""
         ...

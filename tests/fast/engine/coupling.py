@@ -44,7 +44,7 @@ class Coupled:
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
         model, block = self._real.model, self._real.model.config.block_size
-        hidden = self._real.masked(anchors, positions, slot_mapping, meta)
+        hidden = self._real.predicting(anchors, positions, slot_mapping, meta)
         logits = F.linear(hidden, model.lm_head).view(len(anchors), block - 1, -1)
         requests = [self._requests[request_id] for request_id in request_ids]
         firsts = (positions.view(-1, block)[:, 0] + 1).tolist()

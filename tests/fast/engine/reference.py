@@ -216,15 +216,19 @@ class ReferenceDraft:
     """A DFlash v1 draft in the dtype of its target.
 
     `block_size` overrides the checkpoint's (a smaller block is allowed). A draft file that brings `embed_tokens` or
-    `lm_head` keeps its own. Raises NotImplementedError for variants outside v1.
+    `lm_head` keeps its own.
     """
 
     def __init__(self, folder: Path | str, target: Target, block_size: int | None = None) -> None:
         folder = Path(folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        dflash = config.get("dflash_config", {})
+        if "transformer_layer_config" in config:
+            config = config["transformer_layer_config"] | config
+            config["target_layer_ids"] = [layers - 1 for layers in config["aux_hidden_state_layer_ids"]]
+        config |= config.get("dflash_config", {})
+        dflash = config
         self.target = target
-        self.block_size: int = block_size or config.get("block_size") or dflash["block_size"]
+        self.block_size: int = block_size or dflash["block_size"]
         self.mask_token_id: int = dflash["mask_token_id"]
         self.num_layers: int = config["num_hidden_layers"]
         self.taps: list[int] = dflash.get("target_layer_ids") or default_taps(
@@ -235,13 +239,18 @@ class ReferenceDraft:
         self.head_dim: int = config["head_dim"]
         self.eps: float = config["rms_norm_eps"]
         self.rope = Rope.of(config)
-        if "sliding_attention" in config.get("layer_types", ()):
-            raise NotImplementedError("sliding layers")
+        kinds = config.get("layer_types") or ["full_attention"] * self.num_layers
+        if config.get("use_swa") and "sliding_attention" not in kinds:
+            kinds = ["sliding_attention"] * self.num_layers
+        window = config.get("swa_window_size") or config.get("sliding_window")
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        stated = [config[key] for key in ("is_causal", "causal") if config.get(key) is not None]
+        self.causal = [(stated or [window is not None])[0] for window in self.windows]
+        self.first = 0 if config.get("sample_from_anchor") else 1
 
         files = sorted(folder.glob("*.safetensors"))
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        if "d2t" in tensors:
-            raise NotImplementedError("reduced vocabularies")
+        self.offsets = tensors.pop("d2t", None)
         dtype = target.get_input_embeddings().weight.dtype
         self.weights = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in tensors.items()}
         self.embedding = self.weights.get("embed_tokens.weight", target.get_input_embeddings().weight.detach())
@@ -281,15 +290,20 @@ class ReferenceDraft:
 
     @torch.no_grad()
     def block_logits(self, features: Tensor, anchor: int, n: int) -> Tensor:
-        """Logits [b - 1, V] in float32: row k predicts the token at position n + k (block rows 1..b-1)."""
-        return F.linear(self.block_hidden(features, anchor, n)[1:], self.head).float()
+        """Logits [b - 1, V] in float32: row k predicts the token at position n + k.
+
+        They are of block rows 1 .. b - 1, or of 0 .. b - 2 of a draft that samples from the anchor.
+        """
+        rows = self.block_hidden(features, anchor, n)[self.first :][: self.block_size - 1]
+        return F.linear(rows, self.head).float()
 
     def propose(self, features: Tensor, anchor: int, n: int) -> list[int]:
         """The b - 1 drafted tokens for positions n .. n + b - 2."""
-        return self.block_logits(features, anchor, n).argmax(dim=-1).tolist()
+        best = self.block_logits(features, anchor, n).argmax(dim=-1).tolist()
+        return [token + (0 if self.offsets is None else int(self.offsets[token])) for token in best]
 
     def _attention(self, x: Tensor, layer: int, positions: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
-        """Every block row over all of the context and all of the block: no mask at all."""
+        """Every block row over the context and the block, as far as its layer lets it look."""
         name = f"layers.{layer}.self_attn"
         q = self._linear(x, f"{name}.q_proj").view(len(x), self.heads, self.head_dim)
         q = self._rope(self._norm(q, f"{name}.q_norm").transpose(0, 1), positions)
@@ -297,6 +311,12 @@ class ReferenceDraft:
         k = torch.cat([context[0], k_block], dim=1).repeat_interleave(self.heads // self.kv_heads, dim=0)
         v = torch.cat([context[1], v_block], dim=1).repeat_interleave(self.heads // self.kv_heads, dim=0)
         scores = q @ k.transpose(1, 2) * self.head_dim**-0.5
+        for row, own in enumerate(positions.tolist()):
+            for token in range(k.shape[1]):
+                ahead = self.causal[layer] and token > own
+                far = self.windows[layer] is not None and abs(token - own) >= self.windows[layer]
+                if ahead or far:
+                    scores[:, row, token] = -math.inf
         out = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
         return self._linear(out.transpose(0, 1).reshape(len(x), -1), f"{name}.o_proj")
 

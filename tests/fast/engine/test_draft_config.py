@@ -79,7 +79,14 @@ def build(pair: Pair, block_size: int | None = None) -> Engine:
         {"num_target_layers": NO, "vocab_size": NO},
         {"layer_types": NO, "use_sliding_window": NO, "sliding_window": None},
         {"use_sliding_window": False, "sliding_window": 4096},
-        {"is_causal": None, "quantization_config": None, "final_logit_softcapping": None},
+        {"use_sliding_window": NO, "sliding_window": 2048},
+        {"block_size": 16, "dflash_config.block_size": 8},
+        {"num_target_layers": NO, "dflash_config.num_target_layers": 4},
+        {"is_causal": False, "dflash_config.causal": True},
+        {"is_causal": None, "quantization_config": None, "final_logit_softcapping": 30.0, "logit_scale": 0.25},
+        {"partial_rotary_factor": 0.25, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        {"attn_output_gate": True, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
+        {"jetspec_config": None, "use_swa": False, "attention_sink_bias": False, "sample_from_anchor": False},
         {"model_type": NO, "architectures": NO},
         {"torch_dtype": NO, "dtype": "float32"},
     ],
@@ -158,16 +165,33 @@ def test_more_taps_than_draft_layers_are_fine(pair, target):
 # Refusals
 
 VARIANTS: list[tuple[Json, str]] = [
-    ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
-    ({"use_sliding_window": True}, "sliding_window"),
-    ({"use_sliding_window": NO, "sliding_window": 2048}, "sliding_window"),
-    ({"is_causal": False}, "is_causal"),
-    ({"is_causal": True}, "is_causal"),
-    ({"dflash_config.is_causal": False}, "is_causal"),
-    ({"dflash_config.conv_kernel_size": 4}, "conv_kernel_size"),
-    ({"dflash_config.selector_top_k": 8}, "selector_top_k"),
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types has 'linear_attention'"),
+    ({"layer_types": ["full_attention"]}, "layer_types must name num_hidden_layers = 2"),
+    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"use_sliding_window": NO, "layer_types": NO, "sliding_window": 2048}, "sliding_window"),
+    ({"layer_types": NO, "dflash_config.swa_window_size": 2048}, "sliding_window"),
+    ({"use_swa": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9}, "use_swa"),
+    ({"dflash_config.use_swa": True}, "sliding_window"),
+    ({"is_causal": "no"}, "is_causal"),
+    ({"dflash_config.causal": 1}, "causal"),
+    ({"sample_from_anchor": "yes"}, "sample_from_anchor"),
+    ({"dflash_config.conv_kernel_size": 4}, "conv_kernel_size = 4 is of DFlash2"),
+    ({"dflash_config.selector_top_k": 8}, "selector_top_k = 8 is of DFlash2"),
+    ({"output_multiplier": 0.19}, "output_multiplier .*DFlash2"),
+    ({"markov_rank": 256}, "markov_rank .*DSpark"),
+    ({"dflash_config.shift_label": True}, "shift_label .*Domino"),
+    ({"jetspec_config": {"tree": 4}}, "jetspec_config .*JetSpec"),
+    ({"attention_sink_bias": True}, "attention_sink_bias .*sinks"),
+    ({"attention_value_scale": 0.6}, "attention_value_scale .*sinks"),
     ({"mlp_bias": True}, "mlp_bias"),
-    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"logit_scale": -2.0}, "logit_scale"),
+    ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
+    ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+    ({"speculators_model_type": "eagle3"}, "'eagle3'"),
+    ({"speculators_model_type": "dspark", "transformer_layer_config": {}}, "'dspark'"),
+    ({"architectures": ["DFlash2DraftModel"]}, "architectures"),
+    ({"architectures": ["MuseGlimmerAssistantModel"]}, "architectures"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"num_experts": 8}, "num_experts"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -184,7 +208,8 @@ MISFITS: list[tuple[Json, str]] = [
     ({"target_hidden_size": 64}, "target_hidden_size is 64, .* 32"),
     ({"num_target_layers": 5}, "num_target_layers is 5, .* 4"),
     ({"vocab_size": 96}, "vocab_size is 96, .* 97"),
-    ({"draft_vocab_size": 32}, "draft_vocab_size is 32, .* 97"),
+    ({"draft_vocab_size": 98}, "draft_vocab_size is 98, .* 97"),
+    ({"hidden_size": 64, "target_hidden_size": 48}, "target_hidden_size is 48, .* 32"),
     ({"dflash_config.target_layer_ids": [2, 1]}, "target_layer_ids .*ascend"),
     ({"dflash_config.target_layer_ids": [1, 1]}, "target_layer_ids .*ascend"),
     ({"dflash_config.target_layer_ids": [-1, 1]}, r"target_layer_ids .*0\.\.2"),
@@ -200,7 +225,6 @@ MISFITS: list[tuple[Json, str]] = [
     ({"block_size": NO}, "block_size; give --num-speculative-tokens"),
     ({"block_size": 1}, "block_size"),
     ({"block_size": "16"}, "block_size"),
-    ({"block_size": 8, "dflash_config.block_size": 4}, "block_size is 8 .* 4"),
     ({"rope_theta": "abc"}, "rope_theta"),
     ({"rope_scaling": "x"}, "rope_scaling"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps"),
@@ -255,6 +279,20 @@ def test_a_target_that_would_run_wrongly_is_refused_by_field(pair, changes, name
 # Files
 
 
+VARIANT_TENSORS = {
+    "layers__0__attention_conv__base_kernel": "DFlash2",
+    "candidate_selector__predecessor_codebook": "DFlash2",
+    "markov_head__w1": "DSpark",
+    "confidence_head__proj__weight": "DSpark",
+    "logit_head__markov__weight": "DSpark",
+    "prefix_gru__weight_ih_l0": "Domino",
+    "layers__0__self_attn__sinks": "sinks",
+    "layers__0__self_attn__attention_sink_bias": "sinks",
+    "aux_hidden_norms__0__weight": "a norm for each tap",
+    "encoder__fc__weight": "Muse-Glimmer",
+}
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Pair:
     """A pair of the test's own, to be damaged."""
@@ -295,14 +333,14 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(own):
 
 @pytest.mark.parametrize(
     "tensor",
-    ["d2t", "layers__0__self_attn__q_proj__bias", "layers__0__conv__weight", "selector__weight", "fc__bias"],
+    ["layers__0__self_attn__q_proj__bias", "layers__0__gate__weight", "fc__bias", *VARIANT_TENSORS],
 )
 def test_a_draft_with_tensors_of_another_variant_is_refused_before_any_weight_is_read(own, tensor):
     """Run without them it would say the right text, and lose its acceptance silently."""
     edit(own.draft, **{tensor: torch.zeros(4)})
     read: list[str] = []
     config = EngineConfig(own.target, own.draft, device="cpu", dtype="float32", max_model_len=64)
-    with pytest.raises(UnsupportedError, match=tensor.replace("__", ".")):
+    with pytest.raises(UnsupportedError, match=f"{tensor.replace('__', '.')} .*{VARIANT_TENSORS.get(tensor, '')}"):
         build_engine(config, on_progress=lambda stage, done, total: read.append(stage))
     assert not read
 
@@ -353,8 +391,14 @@ def test_a_config_that_is_missing_or_no_object_is_named(own, where, content):
 def test_a_refusal_by_config_comes_before_any_weight_is_read(own):
     (own.target / "model.safetensors").write_bytes(b"not weights")
     raw = read_config(own.draft)
-    (own.draft / "config.json").write_text(json.dumps(changed(raw, {"is_causal": False})))
-    with pytest.raises(UnsupportedError, match="is_causal"):
+    (own.draft / "config.json").write_text(json.dumps(changed(raw, {"jetspec_config": {"tree": 4}})))
+    with pytest.raises(UnsupportedError, match="jetspec_config"):
+        build(own)
+
+
+def test_an_embedding_of_the_mask_in_a_file_of_its_own_is_refused(own):
+    (own.draft / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match="mask_embedding"):
         build(own)
 
 

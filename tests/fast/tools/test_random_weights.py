@@ -35,6 +35,9 @@ class Counted:
         self.total += tensor.numel()
         return tensor
 
+    def get_indices(self, name: str, *shape: int) -> torch.Tensor:
+        raise NotImplementedError(name)
+
     def skip(self, name: str) -> None: ...
 
     def close(self) -> None: ...

@@ -1,0 +1,183 @@
+"""A draft of every dialect drafts what the dense, unpaged reference drafts, token for token over whole answers."""
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine.build.decoder_config import target_config
+from app.engine.build.draft_config import draft_config
+from app.engine.build.engine import Engine
+from app.engine.schedule.batch import Batch
+from app.messages import Request
+from tests.fast.engine.dialects import DIALECTS, WINDOW, Dialect
+from tests.fast.engine.draft_mistakes import with_masks, with_taps_off_by_one
+from tests.fast.engine.lossless import make_engine
+from tests.fast.engine.pairs import Pair
+from tests.fast.engine.reference import ReferenceDraft, features, load_target
+
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Drafts after some tokens."""
+
+    token_ids: list[int]
+    drafts: list[int]
+
+
+def drafted_by(engine: Engine, requests: list[Request]) -> list[Drafted]:
+    """Run requests, and return all that was drafted."""
+    seen: list[Drafted] = []
+    drafter, launch = engine.core.runner.forward.drafter, engine.core.launch
+    propose = drafter.propose
+    proposed: list[Any] = []
+
+    def recorded(*args: Any) -> Any:
+        proposed.append(drafts := propose(*args))
+        return drafts
+
+    def launched(batch: Batch) -> Any:
+        anchored = [list(rows.seq.token_ids) for rows in batch.decodes if rows.num_drafts]
+        pending = launch(batch)
+        if anchored:
+            seen.extend(map(Drafted, anchored, proposed[-1].tolist()))
+        return pending
+
+    drafter.propose, engine.core.launch = recorded, launched
+    engine.core.run(requests)
+    return seen
+
+
+def share_of_right_drafts(blocks: list[Drafted], pair: Pair) -> float:
+    draft = ReferenceDraft(pair.draft, load_target(pair.target))
+    right, total = 0, 0
+    for block in blocks:
+        context, anchor = block.token_ids[:-1], block.token_ids[-1]
+        wanted = draft.propose(features(draft.target, context, draft.taps), anchor, len(block.token_ids))
+        right += sum(a == b for a, b in zip(wanted, block.drafts, strict=True))
+        total += len(wanted)
+    return right / total
+
+
+def requests(count: int, max_tokens: int, *, shared: int = 0) -> list[Request]:
+    """Prompts on both sides of the window; the first `shared` tokens of all are the same."""
+    rng = random.Random(3)
+    head = tuple(rng.randrange(97) for _ in range(shared))
+    lengths = (2 * WINDOW + 5, 3, WINDOW, 40)
+    return [
+        Request(str(i), head + tuple(rng.randrange(97) for _ in range(lengths[i % 4])), max_tokens)
+        for i in range(count)
+    ]
+
+
+def engine_of(pair: Pair, **settings: Any) -> Engine:
+    sizes = {"max_model_len": 100, "page_size": 4, "max_num_seqs": 3} | settings
+    return make_engine(pair.target, pair.draft, **sizes)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_drafts_are_the_references_over_whole_answers(tmp_path, name: str):
+    """Contexts are longer than the window, cross pages, and are prefilled in chunks beside decoding rows."""
+    pair = DIALECTS[name].make(tmp_path)
+    blocks = drafted_by(engine_of(pair, max_num_batched_tokens=29), requests(3, 14))
+    assert len(blocks) > 20 and max(len(block.token_ids) for block in blocks) > 3 * WINDOW
+    assert len({tuple(block.drafts) for block in blocks}) > 10
+    assert share_of_right_drafts(blocks, pair) == 1.0
+
+
+SLIDING = DIALECTS["one sliding layer, causal inside the block"]
+
+
+def test_drafts_are_the_references_after_preemption_and_prefix_hits(tmp_path):
+    pair = SLIDING.make(tmp_path)
+    engine = engine_of(pair, kv_pages=40, max_num_seqs=4)
+    blocks = drafted_by(engine, requests(4, 16, shared=17))
+    assert engine.core.scheduler.num_preemptions > 0
+    assert engine.core.scheduler.prefix_cache_hits > 0
+    assert share_of_right_drafts(blocks, pair) == 1.0
+
+
+# Each mistake leaves the text right, and is found by the comparison above.
+
+
+def window_off_by(change: int) -> Callable[[Engine], None]:
+    return lambda engine: with_masks(engine, lambda mask: mask._replace(window=mask.window and mask.window + change))
+
+
+def d2t_as_ids(engine: Engine) -> None:
+    model = engine.core.runner.forward.drafter.model
+    model.target_ids -= torch.arange(len(model.target_ids), dtype=torch.int32)
+
+
+def without_k_bias(engine: Engine) -> None:
+    engine.core.runner.forward.drafter.context.kv_bias.zero_()
+
+
+def from_masks(engine: Engine) -> None:
+    model = engine.core.runner.forward.drafter.model
+    model.config = type(model.config)(
+        **{name: getattr(model.config, name) for name in model.config.__dataclass_fields__ if name[:6] != "sample"}
+    )
+
+
+MISTAKES: list[tuple[str, Callable[[Engine], None]]] = [
+    ("one sliding layer, causal inside the block", window_off_by(1)),
+    ("one sliding layer, causal inside the block", window_off_by(-1)),
+    ("one sliding layer, causal inside the block", lambda e: with_masks(e, lambda m: m._replace(causal=False))),
+    ("one sliding layer, causal inside the block", lambda e: with_masks(e, lambda m: m._replace(causal=True))),
+    ("one sliding layer, causal inside the block", lambda e: with_masks(e, lambda m: m._replace(window=None))),
+    (
+        "sliding and not causal, by is_causal",
+        lambda e: with_masks(e, lambda m: m._replace(causal=m.window is not None)),
+    ),
+    ("use_swa", lambda e: with_masks(e, lambda m: m._replace(window=None))),
+    ("biases, sliding", without_k_bias),
+    ("reduced vocabulary", d2t_as_ids),
+    ("speculators", with_taps_off_by_one),
+    ("sample from anchor", from_masks),
+]
+
+
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES)
+def test_a_mistake_in_a_dialect_is_found(tmp_path, name: str, mistake: Callable[[Engine], None]):
+    pair = DIALECTS[name].make(tmp_path)
+    engine = engine_of(pair)
+    mistake(engine)
+    share = share_of_right_drafts(drafted_by(engine, requests(2, 12)), pair)
+    print(f"{share:.0%} of the drafts are right")
+    assert share < 0.95
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_the_text_with_a_draft_is_the_text_without(tmp_path, name: str):
+    pair = DIALECTS[name].make(tmp_path)
+    wanted = requests(3, 14)
+    plain = make_engine(pair.target, None, max_model_len=100, page_size=4, max_num_seqs=3).core.run(wanted)
+    assert engine_of(pair).core.run(wanted) == plain
+
+
+def test_an_unknown_key_is_told_by_its_name_and_known_noise_is_not(tmp_path, caplog):
+    pair = Dialect({"colour": "red", "dflash_config.warmth": 3, "attn_output_gate": True, "_note": 1}).make(tmp_path)
+    raw, target = (json.loads((folder / "config.json").read_text()) for folder in (pair.draft, pair.target))
+    with caplog.at_level(logging.WARNING):
+        draft_config(raw, target_config(target))
+    (message,) = caplog.messages
+    assert message.endswith("colour, dflash_config.warmth")
+
+
+def test_the_report_of_a_draft_has_all_that_was_read(tmp_path, caplog):
+    pair = DIALECTS["speculators"].make(tmp_path)
+    with caplog.at_level(logging.INFO):
+        report = engine_of(pair).draft.report()
+    assert report["masks"] == f"1 causal, window {WINDOW}; 1 bidirectional"
+    assert (report["layers"], report["taps"], report["vocabulary"]) == ("2", "0,1,2 of 32", "32 of 97")
+    assert (report["mask_token"], report["dtype"], report["rope"]) == ("96", "float32", "default, theta 10000")
+    (line,) = [message for message in caplog.messages if message.startswith("draft: ")]
+    assert all(f"{name} {value}" in line for name, value in report.items())
