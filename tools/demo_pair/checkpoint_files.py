@@ -38,7 +38,7 @@ def qwen3_config(shape: Shape, layers: int) -> dict[str, object]:
 
 def save_target(target: Target, tokenizer: Tokenizer, folder: Path) -> None:
     shape = target.shape
-    save_tokenizer(tokenizer, folder)
+    save_tokenizer(tokenizer, folder, shape.max_positions)
     ends = [tokenizer.token_to_id(IM_END), tokenizer.token_to_id(PAD)]
     special = {"bos_token_id": None, "eos_token_id": ends[0], "pad_token_id": ends[1]}
     config = {"architectures": ["Qwen3ForCausalLM"], **qwen3_config(shape, shape.layers), **special}
@@ -63,16 +63,18 @@ def save_draft(draft: Draft, tokenizer: Tokenizer, folder: Path) -> None:
     _save(draft, folder)
 
 
-def load_pair(folder: Path = CHECKPOINT) -> tuple[Target, Draft | None, Tokenizer]:
-    """Return the saved pair, with bf16 weights in fp32. The draft is None before its training."""
+def load_target(folder: Path) -> Target:
+    """Return the saved target, with bf16 weights in fp32."""
     target = Target(Shape())
     target.load_state_dict(load_file(folder / "target" / "model.safetensors"))
-    draft = None
-    if (folder / "draft" / "model.safetensors").exists():
-        draft = Draft(Shape())
-        draft.load_state_dict(load_file(folder / "draft" / "model.safetensors"))
-        draft.eval().requires_grad_(False)
-    return target.eval().requires_grad_(False), draft, Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
+    return target.eval().requires_grad_(False)
+
+
+def load_draft(folder: Path) -> Draft:
+    """Return the saved draft, with bf16 weights in fp32."""
+    draft = Draft(Shape())
+    draft.load_state_dict(load_file(folder / "draft" / "model.safetensors"))
+    return draft.eval().requires_grad_(False)
 
 
 def _save(model: torch.nn.Module, folder: Path) -> None:

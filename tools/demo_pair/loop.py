@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -58,6 +59,7 @@ def train(
             batch = next(batches)
             loss = loss_of(batch)
             loss.backward()
+            _average_gradients(model)
             nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
             for optimiser in optimisers:
                 optimiser.step()
@@ -78,6 +80,28 @@ def train(
     return spent / 60
 
 
+def num_workers() -> int:
+    """Return the number of processes that train together, as torchrun starts them."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def worker() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def wait_for_workers() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _average_gradients(model: nn.Module) -> None:
+    if num_workers() > 1:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat / num_workers(), gradients)
+
+
 def _progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
@@ -90,6 +114,8 @@ def _progress() -> Progress:
 
 
 def _save(model: nn.Module, optimisers: list[torch.optim.Optimizer], state: Path, step: int, spent: float) -> None:
+    if worker() > 0:
+        return
     state.parent.mkdir(parents=True, exist_ok=True)
     partial = state.with_suffix(".partial")
     torch.save(

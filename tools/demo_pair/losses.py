@@ -14,7 +14,7 @@ TOKENS_PER_ANCHOR = 16
 
 def target_loss(target: Target, batch: Batch) -> Tensor:
     """Return the mean cross-entropy of the supervised tokens, given all tokens before."""
-    hidden, _ = target(batch.ids)
+    hidden, _ = target(batch.ids, batch.positions)
     wanted = batch.supervised[:, 1:]
     return F.cross_entropy(target.logits(hidden[:, :-1][wanted]), batch.ids[:, 1:][wanted])
 
@@ -37,7 +37,7 @@ def draft_loss(
     and including the row's own is the target's argmax. Anchors are drawn where that holds for at least one row.
     """
     with torch.no_grad():
-        hidden, features = target(batch.ids)
+        hidden, features = target(batch.ids, batch.positions)
         choices = target.logits(hidden).argmax(-1)
         agrees = torch.zeros_like(batch.supervised)
         agrees[:, 1:] = (choices[:, :-1] == batch.ids[:, 1:]) & batch.supervised[:, 1:]
@@ -55,6 +55,6 @@ def draft_loss(
         valid = (agrees.gather(1, places.flatten(1)).view_as(places) & inside).cumprod(-1).bool()
         valid &= usable.gather(1, anchors).unsqueeze(-1)
         decay = torch.exp(-torch.arange(size - 1) / gamma).expand_as(places)[valid]
-    rows = draft(features, anchors, embeddings)[:, :, 1:][valid]
+    rows = draft(features, anchors, embeddings, batch.positions)[:, :, 1:][valid]
     losses = F.cross_entropy(target.logits(rows), labels[valid], reduction="none")
     return (losses * decay).sum() / decay.sum().clamp(min=math.ulp(1.0))

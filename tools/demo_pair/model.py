@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+_QUERIES = 128
+"""Queries that attend together. Scores of later keys than theirs are never computed."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -23,7 +26,7 @@ class Shape:
     mlp: int = 384
     rope_theta: float = 100000.0
     eps: float = 1e-6
-    max_positions: int = 1024
+    max_positions: int = 2048
     block: int = 16
     draft_layers: int = 3
     taps: tuple[int, ...] = (0, 1, 2, 3)
@@ -107,13 +110,19 @@ class TargetLayer(Layer):
         a = self.input_layernorm(x)
         q = self.self_attn.query(a, cos[:, None, None], sin[:, None, None])
         k, v = self.self_attn.key_value(a, cos[:, None], sin[:, None])
-        length = x.shape[1]
-        scores = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (-1, length))
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-        probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        o = (probabilities.flatten(2, 3) @ v).unflatten(2, (-1, length))
+        o = torch.cat([_attend(rows, k, v, i * _QUERIES) for i, rows in enumerate(q.split(_QUERIES, 3))], 3)
         x = x + self.self_attn.output(o)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+    """Map the queries `[B, N, G, Q, D]` from position `first` on to `[B, N, G, Q, D]`. They see no later key."""
+    rows = q.shape[3]
+    k, v = k[:, :, : first + rows], v[:, :, : first + rows]
+    scores = (q.flatten(2, 3) @ k.transpose(-1, -2)).unflatten(2, (-1, rows))
+    hidden = torch.ones(rows, first + rows, dtype=torch.bool).triu(first + 1)
+    probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return (probabilities.flatten(2, 3) @ v).unflatten(2, (-1, rows))
 
 
 class DraftLayer(Layer):
@@ -167,9 +176,12 @@ class Target(nn.Module):
         self.model = _Stack(shape)
         _initialise(self)
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Map token ids `[B, T]` -> hidden after the final norm `[B, T, H]`, features `[B, T, n_taps * H]`."""
-        cos, sin = rope_tables(self.shape, torch.arange(ids.shape[1]))
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map token ids `[B, T]` -> hidden after the final norm `[B, T, H]`, features `[B, T, n_taps * H]`.
+
+        `positions` `[T]` are 0, 1, ... unless given.
+        """
+        cos, sin = rope_tables(self.shape, torch.arange(ids.shape[1]) if positions is None else positions)
         x = self.model.embed_tokens(ids)
         taps = []
         for i, layer in enumerate(self.model.layers):
@@ -195,13 +207,18 @@ class Draft(nn.Module):
         self.norm = Norm(shape.hidden, shape.eps)
         _initialise(self)
 
-    def forward(self, features: Tensor, anchors: Tensor, block_embeddings: Tensor) -> Tensor:
-        """Map features `[B, T, n_taps * H]`, anchors `[B, A]`, block embeddings `[B, A, S, H]` -> `[B, A, S, H]`."""
+    def forward(
+        self, features: Tensor, anchors: Tensor, block_embeddings: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        """Map features `[B, T, n_taps * H]`, anchors `[B, A]`, block embeddings `[B, A, S, H]` -> `[B, A, S, H]`.
+
+        `positions` `[T]` of the features are 0, 1, ... unless given.
+        """
         context = self.hidden_norm(self.fc(features))
         size = block_embeddings.shape[2]
-        positions = (anchors.unsqueeze(-1) + torch.arange(size)).flatten(1)
-        block_rope = rope_tables(self.shape, positions)
-        context_rope = rope_tables(self.shape, torch.arange(features.shape[1]))
+        positions = torch.arange(features.shape[1]) if positions is None else positions
+        block_rope = rope_tables(self.shape, (positions[anchors].unsqueeze(-1) + torch.arange(size)).flatten(1))
+        context_rope = rope_tables(self.shape, positions)
         x = block_embeddings.flatten(1, 2)
         for layer in self.layers:
             x = layer(x, context, anchors, block_rope, context_rope)

@@ -17,12 +17,12 @@ from app.engine.build.engine import Engine, build_engine
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
 from app.text.tokenizer import Tokenizer
-from tools.demo_pair.checkpoint_files import CHECKPOINT, load_pair
-from tools.demo_pair.corpus import DOMAINS, Sample, is_right, samples
+from tools.demo_pair.checkpoint_files import CHECKPOINT, load_target
+from tools.demo_pair.corpus import DOMAINS, TOOLS, Sample, is_right, samples
 from tools.demo_pair.model import Target
 
 POSITIONS = (1, 2, 4, 8, 12, 15)
-_COUNTED = ("math", "copy", "jumble", "code")
+_COUNTED = ("math", "copy", "jumble", "code", TOOLS)
 _MAX_TOKENS = 400
 _AT_ONCE = 16
 
@@ -78,7 +78,7 @@ def measure(
     entropy = answer_tokens = 0.0
     for start in track(range(0, len(chosen), _AT_ONCE), domain):
         batch = chosen[start : start + _AT_ONCE]
-        texts = [tokenizer.chat_template.render(list(sample.messages)) for sample in batch]
+        texts = [tokenizer.chat_template.render(list(sample.messages), tools=list(sample.tools)) for sample in batch]
         prompts = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         stops = frozenset(tokenizer.eos_ids)
         requests = [
@@ -112,9 +112,9 @@ def write_report(folder: Path = CHECKPOINT, count: int = 200, seed: int = 1) -> 
     """Measure the pair in `folder` on `count` samples a domain, print the table, and put it into the README beside."""
     engine = build_engine(EngineConfig(folder / "target", folder / "draft", device="cpu"))
     tokenizer = Tokenizer(folder / "target")
-    target, _, _ = load_pair(folder)
+    target = load_target(folder)
     rows = []
-    for domain in DOMAINS:
+    for domain in (*DOMAINS, TOOLS):
         chosen = list(itertools.islice(samples(domain, "heldout", seed), count))
         rows.append(measure(engine, tokenizer, target, domain, chosen))
         if domain == "prose":  # greedy stories are the same few sentences

@@ -1,14 +1,17 @@
 """Conversations as token rows, for both trainings."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.demo_pair.corpus import DOMAINS, Sample, samples
+from tools.demo_pair.chat import Turns, turns_of
+from tools.demo_pair.corpus import Sample, samples
+from tools.demo_pair.corpus.tools import Conversation
+from tools.demo_pair.model import Shape
 from tools.demo_pair.tokenizer import IM_END, IM_START, PAD, SPECIAL
 
 BUCKETS = (128, 256, 512, 1024)
@@ -29,6 +32,9 @@ DRAFT_WEIGHTS: dict[str, float] = {
     "talk": 0.10,
 }
 """Fewer jumbles and stories, because no draft can know their next words."""
+TOOL_SHARE = 0.5
+"""Share of batches whose rows are conversations with tools."""
+TOOL_BUCKETS, TOOL_ROW_WEIGHTS = (512, 1024), (0.3, 0.7)
 DRILL_SHARE = 0.4
 ROW_WEIGHTS = (0.68, 0.20, 0.09, 0.03)
 _SYSTEM = (
@@ -39,16 +45,19 @@ _SYSTEM = (
     "Be polite.",
     "You are a careful and exact assistant.",
 )
-Turns = list[tuple[str, str]]
 Row = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`ids` `[B, T]` int64; `supervised` `[B, T]` bool: the token is part of an answer, or the end mark after one."""
+    """`ids` `[B, T]` int64; `supervised` `[B, T]` bool: the token is part of an answer, or the end mark after one.
+
+    `positions` `[T]` int64 are 0, 1, ... unless given.
+    """
 
     ids: Tensor
     supervised: Tensor
+    positions: Tensor | None = None
 
 
 class Encoder:
@@ -62,8 +71,7 @@ class Encoder:
 
     def prompt(self, sample: Sample) -> list[int]:
         """Return the ids of the conversation up to the start of the answer."""
-        turns = [(m["role"], m["content"]) for m in sample.messages]
-        return self.rows([turns])[0][0] + self._head["assistant"]
+        return self.rows([turns_of(sample.messages, sample.tools)])[0][0] + self._head["assistant"]
 
     def rows(self, conversations: list[Turns]) -> list[Row]:
         contents = [content for turns in conversations for _, content in turns]
@@ -82,17 +90,56 @@ class Encoder:
 
 
 def batches(
-    tokenizer: Tokenizer, seed: str, tokens: int, weights: Mapping[str, float], drills: int = 0
+    tokenizer: Tokenizer, seed: str, tokens: int, weights: Mapping[str, float], drills: int = 0, worker: int = 0
 ) -> Iterator[Batch]:
-    """Yield endless batches of `tokens` tokens, each from one length bucket.
+    """Yield endless batches of `tokens` tokens, each of rows of one length. TOOL_SHARE of them are about tools.
 
-    `weights` are the domains' shares of samples.
-
-    A row is one long chat: samples follow each other, each with its own turns, until the next one does not fit. In the
-    first `drills` batches many rows are repetition drills instead.
+    `weights` are the other domains' shares of samples. In the first `drills` batches many rows are repetition drills.
+    Workers with the same seed have the same lengths in the same order, and conversations of their own.
     """
-    rng, encoder = Random(seed), Encoder(tokenizer)
-    sources = {domain: samples(domain, "train", rng.getrandbits(48)) for domain in DOMAINS}
+    lengths, rng = Random(seed), Random(f"{seed}/{worker}")
+    encoder, pad = Encoder(tokenizer), tokenizer.token_to_id(PAD)
+    others = _batches(tokenizer, rng, tokens, weights, drills)
+    while True:
+        if lengths.random() >= TOOL_SHARE:
+            yield next(others)
+            continue
+        length = lengths.choices(TOOL_BUCKETS, TOOL_ROW_WEIGHTS)[0]
+        rows = [_tool_row(encoder, rng, length) for _ in range(tokens // length)]
+        yield replace(padded(rows, length, pad), positions=_with_jump(rng, length))
+
+
+def _with_jump(rng: Random, length: int) -> Tensor:
+    """Return positions `[T]` that leave some out, half of the time.
+
+    Short rows so teach distances of long ones: PoSE (Zhu et al., arXiv 2309.10400).
+    """
+    positions = torch.arange(length)
+    if rng.random() < 0.5:
+        positions[rng.randrange(length) :] += rng.randint(0, Shape.max_positions - length)
+    return positions
+
+
+def _tool_row(encoder: Encoder, rng: Random, length: int) -> Row:
+    """Return one conversation with tools, from its system message on, with as many exchanges as fit."""
+    conversation = Conversation(rng, "train")
+    ((ids, supervised),) = encoder.rows([turns_of(conversation.head, conversation.tools)])
+    while True:
+        ((new, answers),) = encoder.rows([turns_of(conversation.exchange()[0])])
+        if len(ids) + len(new) > length:
+            return (ids, supervised) if any(supervised) else _tool_row(encoder, rng, length)
+        ids, supervised = ids + new, supervised + answers
+
+
+def _batches(
+    tokenizer: Tokenizer, rng: Random, tokens: int, weights: Mapping[str, float], drills: int
+) -> Iterator[Batch]:
+    """Yield batches without tools.
+
+    A row is one long chat: samples follow each other, each with its own turns, until the next one does not fit.
+    """
+    encoder = Encoder(tokenizer)
+    sources = {domain: samples(domain, "train", rng.getrandbits(48)) for domain in weights}
     rows: dict[int, list[Row]] = {bucket: [] for bucket in BUCKETS}
     pad = tokenizer.token_to_id(PAD)
     vocab = tokenizer.get_vocab_size()
@@ -125,7 +172,7 @@ def _drill(rng: Random, vocab: int) -> Row:
 
 def _turns(rng: Random, sources: Mapping[str, Iterator[Sample]], weights: Mapping[str, float]) -> Turns:
     sample = next(sources[rng.choices(list(weights), list(weights.values()))[0]])
-    turns = [*((m["role"], m["content"]) for m in sample.messages), ("assistant", sample.answer)]
+    turns = [*turns_of(sample.messages, sample.tools), ("assistant", sample.answer)]
     return [("system", rng.choice(_SYSTEM)), *turns] if rng.random() < 0.1 else turns
 
 

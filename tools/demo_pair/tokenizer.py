@@ -14,7 +14,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from tools.demo_pair.corpus import DOMAINS, samples
+from tools.demo_pair.chat import CHAT_TEMPLATE, turns_of
+from tools.demo_pair.corpus import DOMAINS, TOOLS, samples
 from tools.demo_pair.corpus.lexicon import COMMON_WORDS
 
 VOCAB_SIZE = 2560
@@ -29,10 +30,6 @@ SPECIAL = (
     "</tool_call>",
 )
 PAD, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 _SPACE = "Ġ"
 _WORD_MERGES = 1350
 _CAPITALS = 300  # how often the tokenizer's training text repeats the words that the corpus puts in capitals
@@ -64,18 +61,18 @@ def train_tokenizer(samples_per_domain: int = 6000, seed: int = 0) -> Tokenizer:
 
 
 def corpus_text(samples_per_domain: int, seed: int) -> Iterator[str]:
-    for domain in DOMAINS:
+    for domain in (*DOMAINS, TOOLS):
         for sample in itertools.islice(samples(domain, "train", seed), samples_per_domain):
-            yield "\n".join([*(m["content"] for m in sample.messages), sample.answer])
+            yield "\n".join([*(text for _, text in turns_of(sample.messages, sample.tools)), sample.answer])
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json with the ChatML template."""
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json with the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": 1024,
+        "model_max_length": max_length,
         "eos_token": IM_END,
         "pad_token": PAD,
         "bos_token": None,

@@ -1,5 +1,8 @@
 """Makes the demo pair again from nothing: `python -m tools.demo_pair.train`. Two CPU cores, no network.
 
+With `torchrun --nproc-per-node 2 -m tools.demo_pair.train --threads 1` two processes share the work.
+With `--start-from FOLDER` the weights and the tokenizer of another pair are trained on, at lower learning rates.
+
 Stages: tokenizer, target, draft, report. Each leaves its result in `--work-dir` and is skipped when it is there, so an
 interrupted run goes on where it stopped.
 """
@@ -14,12 +17,13 @@ os.environ.setdefault(
 )  # read once, when torch loads: spinning threads starve on a shared machine
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tools.demo_pair.checkpoint_files import CHECKPOINT, load_pair, save_draft, save_target
+from tools.demo_pair.checkpoint_files import CHECKPOINT, load_draft, load_target, save_draft, save_target
 from tools.demo_pair.circuits import start_with_copying
-from tools.demo_pair.loop import Plan, train
+from tools.demo_pair.loop import Plan, train, wait_for_workers, worker
 from tools.demo_pair.losses import draft_loss, target_loss
 from tools.demo_pair.model import Draft, Shape, Target
 from tools.demo_pair.report import write_report
@@ -29,6 +33,8 @@ from tools.demo_pair.tokenizer import MASK, train_tokenizer
 
 def main() -> None:
     options = _options()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
     options.work_dir.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -40,7 +46,7 @@ def main() -> None:
     if options.stage in ("all", "draft"):
         minutes = _train_draft(options, tokenizer)
         console.print(f"draft trained in {minutes:.1f} minutes -> {options.out / 'draft'}")
-    if options.stage == "all":
+    if options.stage == "all" and worker() == 0:
         write_report(options.out)
 
 
@@ -54,11 +60,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--target-steps", type=int, default=5600)
     parser.add_argument("--draft-steps", type=int, default=4300)
     parser.add_argument("--drills", type=int, default=100, help="steps with repetition drills, in which copying forms")
+    parser.add_argument("--start-from", type=Path, help="folder with target/ and draft/ whose training goes on")
     parser.add_argument("--tokens", type=int, default=3072, help="tokens a step")
     return parser.parse_args()
 
 
+def _plan(options: argparse.Namespace, steps: int) -> Plan:
+    """Return the schedule. Weights that were trained before need smaller steps, which fall from the beginning on."""
+    return Plan(steps, muon_lr=0.01, adam_lr=2e-3, warm_up=20, decay=1.0) if options.start_from else Plan(steps)
+
+
 def _tokenizer(options: argparse.Namespace) -> Tokenizer:
+    if options.start_from:
+        return Tokenizer.from_file(str(options.start_from / "target" / "tokenizer.json"))
     path = options.work_dir / "tokenizer.json"
     if not path.exists():
         train_tokenizer(seed=options.seed).save(str(path))
@@ -66,27 +80,35 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer:
 
 
 def _train_target(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
-    target = Target(Shape())
-    start_with_copying(target)
+    if options.start_from:
+        target = load_target(options.start_from).requires_grad_(True).train()
+    else:
+        target = Target(Shape())
+        start_with_copying(target)
     for layer in target.model.layers:
         layer.compile(dynamic=False)
 
     def batches_from(step: int) -> Iterator[Batch]:
         seed = f"target/{options.seed}/{step}"
-        return batches(tokenizer, seed, options.tokens, TARGET_WEIGHTS, options.drills - step)
+        return batches(tokenizer, seed, options.tokens, TARGET_WEIGHTS, options.drills - step, worker())
 
-    plan = Plan(options.target_steps)
+    plan = _plan(options, options.target_steps)
     minutes = train(
         "target", target, lambda b: target_loss(target, b), batches_from, plan, options.work_dir / "target.pt"
     )
-    save_target(target, tokenizer, options.out / "target")
+    if worker() == 0:
+        save_target(target, tokenizer, options.out / "target")
+    wait_for_workers()
     return minutes
 
 
 def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
-    target, _, _ = load_pair(options.out)
-    draft = Draft(Shape())
-    draft.norm.load_state_dict(target.model.norm.state_dict())  # the head is the target's: begin at its scale
+    target = load_target(options.out)
+    if options.start_from:
+        draft = load_draft(options.start_from).requires_grad_(True).train()
+    else:
+        draft = Draft(Shape())
+        draft.norm.load_state_dict(target.model.norm.state_dict())  # the head is the target's: begin at its scale
     for layer in (*target.model.layers, *draft.layers):
         layer.compile(dynamic=False)
     generator = torch.Generator().manual_seed(options.seed)
@@ -94,9 +116,9 @@ def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
 
     def batches_from(step: int) -> Iterator[Batch]:
         seed = f"draft/{options.seed}/{step}"
-        return batches(tokenizer, seed, options.tokens, DRAFT_WEIGHTS, options.drills - step)
+        return batches(tokenizer, seed, options.tokens, DRAFT_WEIGHTS, options.drills - step, worker())
 
-    plan = Plan(options.draft_steps)
+    plan = _plan(options, options.draft_steps)
     minutes = train(
         "draft",
         draft,
@@ -105,7 +127,8 @@ def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
         plan,
         options.work_dir / "draft.pt",
     )
-    save_draft(draft, tokenizer, options.out / "draft")
+    if worker() == 0:
+        save_draft(draft, tokenizer, options.out / "draft")
     return minutes
 
 

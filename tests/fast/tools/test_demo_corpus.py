@@ -7,15 +7,17 @@ import sys
 
 import pytest
 
-from tools.demo_pair.corpus import DOMAINS, Sample, drawn, is_right, samples
+from tools.demo_pair.corpus import DOMAINS, TOOLS, Sample, drawn, is_right, samples
 from tools.demo_pair.corpus.lexicon import _COPIED
+
+ALL = (*DOMAINS, TOOLS)
 
 
 def take(domain: str, split: str, seed: int, count: int) -> list[Sample]:
     return list(itertools.islice(samples(domain, split, seed), count))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("domain", ALL)
 def test_a_seed_gives_the_same_samples_and_another_seed_others(domain: str) -> None:
     assert take(domain, "train", 7, 50) == take(domain, "train", 7, 50)
     assert take(domain, "train", 7, 50) != take(domain, "train", 8, 50)
@@ -24,7 +26,7 @@ def test_a_seed_gives_the_same_samples_and_another_seed_others(domain: str) -> N
 def test_samples_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     program = (
         "import itertools, tools.demo_pair.corpus as c; "
-        "print([list(itertools.islice(c.samples(d, 'heldout', 3), 5)) for d in c.DOMAINS])"
+        "print([list(itertools.islice(c.samples(d, 'heldout', 3), 5)) for d in (*c.DOMAINS, c.TOOLS)])"
     )
     texts = {
         subprocess.run(
@@ -35,7 +37,7 @@ def test_samples_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
+@pytest.mark.parametrize("domain", ALL)
 def test_no_heldout_template_is_ever_used_in_training(domain: str) -> None:
     train = {d.template for d in itertools.islice(drawn(domain, "train", 0), 4000)}
     heldout = {d.template for d in itertools.islice(drawn(domain, "heldout", 0), 1000)}

@@ -1,4 +1,4 @@
-"""Generated conversations in six domains, with held-out templates. Pure Python, no torch.
+"""Generated conversations in six domains and with tools, with held-out templates. Pure Python, no torch.
 
 for sample in itertools.islice(samples("math", "heldout", seed=0), 200):
     text = ask(sample.messages)
@@ -8,10 +8,10 @@ for sample in itertools.islice(samples("math", "heldout", seed=0), 200):
 import random
 from collections.abc import Iterator
 
-from tools.demo_pair.corpus import code, copying, math, prose, talk
+from tools.demo_pair.corpus import code, copying, math, prose, talk, tools
 from tools.demo_pair.corpus.sample import Drawn, Sample, Split
 
-__all__ = ["DOMAINS", "Drawn", "Sample", "Split", "drawn", "is_right", "samples"]
+__all__ = ["DOMAINS", "TOOLS", "Drawn", "Sample", "Split", "drawn", "is_right", "samples"]
 
 _DRAW = {
     "math": math.draw,
@@ -22,12 +22,15 @@ _DRAW = {
     "talk": talk.draw,
 }
 DOMAINS: tuple[str, ...] = tuple(_DRAW)
+TOOLS = "tools"
+"""A domain too, whose samples have `tools`. Those of DOMAINS have none."""
+_DRAW[TOOLS] = tools.draw
 
 
 def drawn(domain: str, split: Split, seed: int) -> Iterator[Drawn]:
     """Endless samples with the template each was made from. A template belongs to one split only."""
     if domain not in _DRAW:
-        raise ValueError(f"unknown domain {domain!r}; the domains are {', '.join(DOMAINS)}")
+        raise ValueError(f"unknown domain {domain!r}; the domains are {', '.join(_DRAW)}")
     if split not in ("train", "heldout"):
         raise ValueError(f"unknown split {split!r}; use 'train' or 'heldout'")
     rng = random.Random(f"{domain}/{split}/{seed}")
@@ -42,10 +45,14 @@ def samples(domain: str, split: Split, seed: int) -> Iterator[Sample]:
 
 
 def is_right(sample: Sample, text: str) -> bool:
-    """Whether `text` answers the sample: math by its final number, every other domain by its exact stripped text.
+    """Whether `text` answers the sample.
+
+    Math is judged by its final number, calls by what they are parsed to, and everything else by its exact stripped text.
 
     Prose and talk have many good answers, so only math, copy and (strictly) code are worth counting.
     """
     if sample.domain == "math":
         return math.final_number(text) == math.final_number(sample.answer)
+    if calls := tools.calls_in(sample.answer):
+        return tools.calls_in(text) == calls
     return text.strip() == sample.answer.strip()

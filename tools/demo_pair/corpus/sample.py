@@ -3,22 +3,23 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from zlib import crc32
 
 Split = Literal["train", "heldout"]
-Message = dict[str, str]
+Message = dict[str, Any]
 HELDOUT_ONE_IN = 8
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation and its answer. `messages` are OpenAI style and end with the user's turn."""
+    """A conversation and its answer. `messages` are OpenAI style and end with the user's turn, or a tool's."""
 
     domain: str
     messages: list[Message]
     answer: str
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""Conversations with tools: calls in Qwen3's form, answers that tell results, and questions that no tool fits."""
+
+import json
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from tools.demo_pair.corpus import code, copying, math, prose, talk
+from tools.demo_pair.corpus.sample import Drawn, Message, Sample, Split
+from tools.demo_pair.corpus.tool_kinds import draw_need, draw_tool, draw_tools, told
+from tools.demo_pair.corpus.tool_schemas import STYLES, schema
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+SYSTEM = (
+    "You are a helpful assistant.",
+    "You are a small demo model.",
+    "Answer briefly.",
+    "You are a helpful agent.",
+    "Use the tools.",
+    "You are a friendly assistant with tools.",
+    "Be polite.",
+    "Use a tool where one fits.",
+    "Answer the user's questions with the tools.",
+)
+_NO_TOOL = {"math": math.draw, "copy": copying.draw_known, "code": code.draw, "talk": talk.draw, "prose": prose.draw}
+_ASKS_FOR_A_TOOL = (
+    "what is the",
+    "weather",
+    "time",
+    "translate",
+    "alarm",
+    "find",
+    "book",
+    "email",
+    "who is",
+    "open the",
+)
+_CHAINS = (
+    ("Add {a} and {b}, then multiply the result by {c}.", ("add", "multiply")),
+    ("Add {a} and {b} and multiply the result by {c}.", ("add", "multiply")),
+    ("What is ({a} + {b}) * {c}?", ("add", "multiply")),
+    ("Multiply {a} by {b}, then add {c} to the result.", ("multiply", "add")),
+    ("Multiply {a} by {b} and add {c}.", ("multiply", "add")),
+    ("What is {a} * {b} + {c}?", ("multiply", "add")),
+    ("Subtract {b} from {a}, then add {c} to the result.", ("subtract", "add")),
+)
+
+
+class Conversation:
+    """Endless conversation about one set of tools. `head` is its system message, if there is one."""
+
+    def __init__(self, rng: Random, split: Split) -> None:
+        self._rng, self._split = rng, split
+        count = rng.choices((1, 2, 3, 4, 5), (0.3, 0.3, 0.2, 0.12, 0.08))[0]
+        self._tools = draw_tools(rng, split, count)
+        style = rng.choice(STYLES)
+        self.tools: list[dict[str, Any]] = [schema(rng, tool, style) for tool in self._tools]
+        self.head: list[Message] = []
+        if rng.random() < 0.35:
+            self.head = [{"role": "system", "content": rng.choice(SYSTEM)}]
+
+    def exchange(self, can_tell_stories: bool = True) -> tuple[list[Message], str]:
+        """Return the messages from a question to its answer, and the question's template."""
+        kind = self._rng.random()
+        if kind < 0.2:
+            return self._without_call(can_tell_stories)
+        if kind < 0.26 and (chain := self._chain()):
+            return chain
+        if kind < 0.36 and len(self._tools) > 1:
+            return self._two_questions()
+        tool = self._rng.choice(self._tools)
+        is_double = bool(tool.kind.both) and self._rng.random() < 0.2
+        need = draw_need(self._rng, self._split, tool, is_double)
+        return [_ask(need.question), *_called(need.calls, need.results), _say(need.answer)], need.wording
+
+    def _two_questions(self) -> tuple[list[Message], str]:
+        """Return two questions in one message. They are answered by calls together, or one after the other."""
+        needs = [draw_need(self._rng, self._split, tool) for tool in self._rng.sample(self._tools, 2)]
+        first, second = needs
+        template = f"{first.wording} {second.wording}"
+        answer = _say(f"{first.answer}\n{second.answer}")
+        if self._rng.random() < 0.5:
+            asked = _ask(f"{first.question} {second.question}")
+            return [asked, *_called(first.calls + second.calls, first.results + second.results), answer], template
+        asked = _ask(f"First: {first.question} Then: {second.question}")
+        steps = [message for need in needs for message in _called(need.calls, need.results)]
+        return [asked, *steps, answer], f"first {template}"
+
+    def _chain(self) -> tuple[list[Message], str] | None:
+        """Return a sum in two steps, of which the second needs the result of the first."""
+        by_key = {tool.key: tool for tool in self._tools}
+        fitting = [(wording, keys) for wording, keys in _CHAINS if by_key.keys() >= set(keys)]
+        if not fitting:
+            return None
+        wording, keys = self._rng.choice(fitting)
+        a, b, c = (self._rng.randrange(10 ** self._rng.randint(1, 3)) for _ in range(3))
+        steps: list[Message] = []
+        value = a
+        for key, operand in zip(keys, (b, c), strict=True):
+            names = [name for name, _, _ in by_key[key].parameters]
+            call = {"name": by_key[key].name, "arguments": dict(zip(names, (value, operand), strict=True))}
+            value = {"add": value + operand, "multiply": value * operand, "subtract": value - operand}[key]
+            steps += _called((call,), (str(value),))
+        asked = _ask(wording.format(a=a, b=b, c=c))
+        return [asked, *steps, _say(told(by_key[keys[-1]], (), str(value)))], f"chain {wording}"
+
+    def _without_call(self, can_tell_stories: bool) -> tuple[list[Message], str]:
+        """Return a question that none of the tools fits."""
+        groups = {tool.group for tool in self._tools}
+        if self._rng.random() < 0.3 and "search" not in groups:
+            while (tool := draw_tool(self._rng, self._split)).group in {*groups, "arithmetic"}:
+                pass
+            need = draw_need(self._rng, self._split, tool)
+            return [_ask(need.question), _say(talk.CANNOT)], f"without {need.wording}"
+        domains = list(_NO_TOOL) if can_tell_stories else [domain for domain in _NO_TOOL if domain != "prose"]
+        while True:
+            domain = self._rng.choice(domains)
+            drawn = _NO_TOOL[domain](self._rng, self._split)
+            (question, *more) = drawn.sample.messages
+            text = question["content"].lower()
+            is_a_sum = any(f" {sign} " in text for sign in "+-*/")
+            may_fit = is_a_sum if domain == "math" else any(part in text for part in _ASKS_FOR_A_TOOL)
+            if not more and not may_fit and len(text) + len(drawn.sample.answer) < 500:
+                return [question, _say(drawn.sample.answer)], f"without {drawn.template}"
+
+
+def draw(rng: Random, split: Split) -> Drawn:
+    """Return a conversation that ends somewhere in its last exchange."""
+    conversation = Conversation(rng, split)
+    messages = list(conversation.head)
+    for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
+        messages += conversation.exchange(can_tell_stories=False)[0]
+    last, template = conversation.exchange(can_tell_stories=False)
+    end = rng.choice([i for i, message in enumerate(last) if message["role"] == "assistant"])
+    return Drawn(Sample("tools", messages + last[:end], text_of(last[end]), tuple(conversation.tools)), template)
+
+
+def text_of(message: Message) -> str:
+    """Return the text of an assistant's message with its calls, as the model writes it."""
+    return "\n".join(
+        [message["content"]] * bool(message["content"]) + [_call_text(c) for c in message.get("tool_calls", ())]
+    )
+
+
+def calls_in(text: str) -> list[Any] | None:
+    """Return the calls in `text`, or None if there are none or one is no JSON."""
+    try:
+        return [json.loads(part.partition(END_CALL)[0]) for part in text.split(CALL)[1:]] or None
+    except ValueError:
+        return None
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    return f"{CALL}\n{json.dumps(call['function'], ensure_ascii=False)}\n{END_CALL}"
+
+
+def _ask(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _called(calls: Sequence[dict[str, Any]], results: Sequence[str]) -> list[Message]:
+    made = [{"type": "function", "function": call} for call in calls]
+    told_back: list[Message] = [{"role": "tool", "content": result} for result in results]
+    return [{"role": "assistant", "content": "", "tool_calls": made}, *told_back]
