@@ -1,12 +1,15 @@
 """The page at `/` in a real browser: input, display and messages."""
 
+import json
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from app.text.parsers import qwen3
 from tests.browser.chromium import BINARY, Tab, browser, new_tab
 from tests.fast.api.served import Server, serving
+from tests.fast.api.templates import CALL, WEATHER, serving_template
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no chromium on this machine")
 
@@ -297,13 +300,79 @@ def test_no_horizontal_scrolling_at_360_pixels(page, server):
     page.resize(360, 740)
     plan(server, "x" * 200)
     check(page, "#compare")
-    page.run("document.querySelector('details').open = true")
+    page.run("document.querySelectorAll('details').forEach((found) => { found.open = true })")
     ask(page, "y" * 200)
     wait_done(page)
     boxes = "['html', '#log', 'aside'].map((box) => document.querySelector(box))"
     assert page.run(f"{boxes}.map((box) => box.scrollWidth <= box.clientWidth)") == [True, True, True]
     first, second = page.run("[...document.querySelectorAll('.answer')].map((box) => box.getBoundingClientRect().top)")
     assert second > first
+
+
+def is_shown(tab: Tab, selector: str) -> bool:
+    return tab.run(f"document.querySelector({selector!r}).checkVisibility()")
+
+
+def test_on_a_phone_figures_and_legend_are_folded_and_the_answer_has_480_pixels(page, server):
+    page.resize(375, 740)
+    plan(server, *["a\n" * 10] * 10)
+    ask(page, "go")
+    wait_done(page)
+    page.until("document.querySelector('#log').scrollTop > 0")
+    top, bottom = page.run(
+        "(([answer, log]) => [Math.max(answer.top, log.top), Math.min(answer.bottom, log.bottom)])"
+        "(['.answer', '#log'].map((box) => document.querySelector(box).getBoundingClientRect()))"
+    )
+    assert bottom - top >= 480
+    folded = ("#figures", "#bars", ".legend")
+    assert [is_shown(page, box) for box in folded] == [False, False, False]
+    assert text(page, "#brief") == "20.10 tokens a verify step"
+    check(page, "#brief")
+    assert [is_shown(page, box) for box in folded] == [True, True, True]
+    page.resize(1200, 800)
+    page.until("document.querySelector('#panel').open")
+    assert [is_shown(page, box) for box in (*folded, "#brief")] == [True, True, True, False]
+
+
+def test_verify_step_is_explained_before_the_first_answer_and_beside_the_figures(page, server):
+    assert "verify step" in text(page, "#welcome")
+    plan(server, "abcd", "ef")
+    ask(page, "go")
+    wait_done(page)
+    assert "tokens a verify step" in text(page, ".meta")
+    assert "verify step one pass of the model" in text(page, ".legend")
+
+
+def test_a_call_is_shown_as_a_call_and_what_is_typed_next_is_its_result(tab, model_folder, tmp_path):
+    with serving_template(model_folder, tmp_path / "qwen", tool_family=qwen3.FAMILY) as server:
+        tab.resize(375, 740)
+        tab.open(f"{server.url}/")
+        tab.until("!document.querySelector('#send').disabled")
+        tab.run(f"document.querySelector('#tools').value = {json.dumps(json.dumps([WEATHER]))}")
+        calls = "".join(CALL.replace("{}", json.dumps({"city": city})) for city in ("Bern", "Oslo"))
+        plan(server, calls)
+        ask(tab, "weather?")
+        wait_done(tab)
+        assert texts(tab, ".call") == ['weather({"city": "Bern"})', 'weather({"city": "Oslo"})']
+        assert "tool_call" not in text(tab, "#log")
+        assert '"weather"' in server.text(server.script.see("Submit")["token_ids"])
+        assert tab.run("document.querySelector('#prompt').placeholder") == "Result of weather"
+        plan(server, "Sun and rain.")
+        ask(tab, "sun")
+        ask(tab, "rain")
+        tab.until("document.querySelector('#log').textContent.includes('Sun and rain.')")
+        wait_done(tab)
+        prompt = server.text(server.script.see("Submit")["token_ids"])
+        first, second = re.findall(r"<tool_response>\n(.*)\n</tool_response>", prompt)
+        assert (first, second) == ("sun", "rain")
+        assert tab.run("document.querySelector('#prompt').placeholder") == "Ask something"
+
+
+def test_tools_that_are_no_json_are_not_sent(page, server):
+    set_field(page, "#tools", "[{")
+    ask(page, "go")
+    page.until("document.querySelector('#status').textContent === 'Tools: this is no JSON'")
+    assert page.run("document.querySelector('#prompt').value") == "go"
 
 
 def test_dark_and_light_follow_the_system(page):
