@@ -14,6 +14,7 @@ from torch import Tensor
 
 from app.engine.backend import accelerator
 from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation, refuse_sinks
+from app.engine.backend.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
@@ -135,7 +136,33 @@ class NpuBackend(Backend):
         return F.linear(torch_npu.npu_swiglu(F.linear(x, gate_up)), down)
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
-        raise UnsupportedError("--device npu: a target with experts is not supported yet")
+        """Return memory of [E, in, out], seen as [E, out, in], because `npu_grouped_matmul` reads that order (N35)."""
+        return like.new_empty(num_experts, in_features, out_features).transpose(1, 2)
+
+    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+        """Return `Backend.moe`. The rows of each expert are counted on the device, so a graph can hold it."""
+        num_experts = config.num_experts
+        shares, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
+            router_logits(x, weights), k=config.num_experts_per_tok, renorm=int(config.norm_topk_prob)
+        )
+        rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
+            x,
+            chosen,
+            active_num=chosen.numel(),
+            expert_num=num_experts,
+            expert_tokens_num_type=1,
+            expert_tokens_num_flag=True,
+            active_expert_range=[0, num_experts],
+        )
+        hidden = _grouped(rows, weights.gate_up, weights.gate_up_bias, counts)
+        if config.swiglu_limit is None:
+            hidden = torch_npu.npu_swiglu(hidden)
+        else:
+            hidden = torch_npu.npu_clipped_swiglu(
+                hidden, alpha=SWIGLU_ALPHA, limit=config.swiglu_limit, bias=1.0, interleaved=False
+            )
+        out = _grouped(hidden, weights.down, weights.down_bias, counts)
+        return torch_npu.npu_moe_token_unpermute(out, places, probs=shares.to(out.dtype))
 
     def high_half(self, x: Tensor) -> Tensor:
         """Return `Backend.high_half` without a shift, because shifts run on the device's host processor (N32)."""
@@ -176,3 +203,17 @@ class NpuBackend(Backend):
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         return accelerator.peak_memory(run, torch_npu.npu)
+
+
+def _grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Return rows [R, in], sorted by expert, times weight [E, out, in] of their expert. `counts` [E] int64 are rows."""
+    (out,) = torch_npu.npu_grouped_matmul(
+        [rows],
+        [weight.transpose(1, 2)],
+        bias=None if bias is None else [bias.float()],
+        group_list=counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+    )
+    return out

@@ -257,6 +257,73 @@ def _rotary(hold: _Holder, call: Mapping[str, Any]) -> None:
         hold("N21", call.get("layout", "BSND") == "TND", f"layout {call.get('layout', 'BSND')!r}, not 'TND'")
 
 
+def _gating(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, k = call["x"], call.get("k", 1)
+    fits = x.dim() == 2 and x.is_contiguous() and x.dtype == torch.float32 and 0 < k <= min(x.shape[1], 1024)
+    hold("N33", fits, f"{k} of logits {x.dtype} {_shape(x)}, not of contiguous float32 [T, E]")
+
+
+def _init_routing(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, chosen, experts = call["x"], call["expert_idx"], call.get("expert_num", -1)
+    fits = x.dim() == chosen.dim() == 2 and len(x) == len(chosen) and chosen.dtype == torch.int32
+    hold("N34", fits and x.is_contiguous(), f"rows {_shape(x)} with experts {chosen.dtype} {_shape(chosen)}")
+    given = {name: call.get(name) for name in ("expert_tokens_num_type", "expert_tokens_num_flag", "active_num")}
+    wanted = {"expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_num": chosen.numel()}
+    hold("N34", given == wanted, f"given are {given}, not {wanted}")
+    hold("N34", call.get("active_expert_range") == [0, experts], f"active_expert_range, not [0, {experts}]")
+    others = (call.get("drop_pad_mode", 0), call.get("quant_mode", -1), call.get("row_idx_type", 0))
+    hold("N34", others == (0, -1, 0), f"drop_pad_mode, quant_mode, row_idx_type are {others}")
+
+
+def _init_routing_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+    chosen, experts = call["expert_idx"], call["expert_num"]
+    if chosen.numel():
+        hold("N34", 0 <= int(chosen.min()) <= int(chosen.max()) < experts, f"ids {chosen.tolist()} of {experts}")
+
+
+def _grouped_matmul(hold: _Holder, call: Mapping[str, Any]) -> None:
+    (x, *more), (weight, *weights) = call["x"], call["weight"]
+    fits = not more and not weights and x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1]
+    hold("N35", fits, f"x {_shape(x)} with weight {_shape(weight)}, not one [R, in] and one [E, in, out]")
+    hold("N35", x.is_contiguous() and weight.is_contiguous(), "x or weight is not contiguous")
+    hold("N35", max(x.shape[1], weight.shape[2]) < 65536, f"an inner axis of {_shape(weight)} is above 65535")
+    hold("N35", x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}")
+    counts = call.get("group_list")
+    fits = isinstance(counts, Tensor) and counts.dtype == torch.int64 and tuple(counts.shape) == (len(weight),)
+    hold("N35", fits and len(weight) > 1, f"group_list is {_kind(counts)}, not int64 [{len(weight)}] of two or more")
+    modes = (call.get("split_item", 0), call.get("group_type"), call.get("group_list_type", 0))
+    hold("N35", modes == (2, 0, 1), f"split_item, group_type, group_list_type are {modes}")
+    for bias in call.get("bias") or ():
+        wanted = (len(weight), weight.shape[2])
+        hold("N35", bias.dtype == torch.float32 and tuple(bias.shape) == wanted, f"bias {bias.dtype} {_shape(bias)}")
+
+
+def _grouped_matmul_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+    counts, rows = call["group_list"], len(call["x"][0])
+    hold("N35", int(counts.min()) >= 0 and int(counts.sum()) == rows, f"{counts.tolist()} rows of {rows}")
+
+
+def _unpermute(hold: _Holder, call: Mapping[str, Any]) -> None:
+    rows, places, shares = call["permuted_tokens"], call["sorted_indices"], call.get("probs")
+    fits = rows.dim() == 2 and places.dtype == torch.int32 and tuple(places.shape) == (len(rows),)
+    hold("N36", fits, f"rows {_shape(rows)} at {places.dtype} {_shape(places)}")
+    fits = shares is not None and shares.dim() == 2 and shares.numel() == len(rows) and shares.dtype == rows.dtype
+    hold("N36", fits, f"probs {_kind(shares)} for {len(rows)} rows of {rows.dtype}")
+
+
+def _unpermute_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+    places = call["sorted_indices"]
+    whole = torch.arange(len(places), dtype=places.dtype, device=places.device)
+    hold("N36", torch.equal(places.sort().values, whole), f"places {places.tolist()} are no permutation")
+
+
+def _clipped_swiglu(hold: _Holder, call: Mapping[str, Any]) -> None:
+    x, dim = call["x"], call.get("dim", -1)
+    fits = x.shape[dim] % 2 == 0 and x.is_contiguous()
+    hold("N37", fits, f"x {_shape(x)} is not contiguous with an even axis {dim}")
+    hold("N37", call.get("interleaved", True) is False, "interleaved was left True")
+
+
 _ATTENTION = ("npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace")
 _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     **dict.fromkeys(_ATTENTION, _attention),
@@ -267,11 +334,19 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_swiglu": _swiglu,
     "npu_rotary_mul": _rotary,
     "npu_apply_rotary_pos_emb": _rotary,
+    "npu_moe_gating_top_k_softmax_v2": _gating,
+    "npu_moe_init_routing_v2": _init_routing,
+    "npu_grouped_matmul": _grouped_matmul,
+    "npu_moe_token_unpermute": _unpermute,
+    "npu_clipped_swiglu": _clipped_swiglu,
 }
 _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any], bool], None]] = {
     "npu_fused_infer_attention_score": _attention_values,
     "npu_scatter_pa_kv_cache": _write_kv_values,
     "npu_scatter_nd_update_": _scatter_values,
+    "npu_moe_init_routing_v2": _init_routing_values,
+    "npu_grouped_matmul": _grouped_matmul_values,
+    "npu_moe_token_unpermute": _unpermute_values,
 }
 
 

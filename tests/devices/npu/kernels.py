@@ -165,6 +165,97 @@ def swiglu(input: Tensor, dim: int = -1) -> Tensor:
     return (F.silu(first) * second).to(input.dtype)
 
 
+def clipped_swiglu(
+    x: Tensor,
+    *,
+    group_index: Tensor | None = None,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> Tensor:
+    """(second + bias) * first * sigmoid(alpha * first) of both halves, clipped, the first one from above only."""
+    if group_index is not None or interleaved:
+        raise NotImplementedError(f"no CPU reference for {group_index=}, {interleaved=}")
+    first, second = x.float().chunk(2, dim)
+    first, second = first.clamp(max=limit), second.clamp(-limit, limit)
+    return (first * torch.sigmoid(alpha * first) * (second + bias)).to(x.dtype)
+
+
+def moe_gating_top_k_softmax_v2(
+    x: Tensor, *, k: int = 1, finished: Tensor | None = None, renorm: int = 0, output_softmax: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [T, E]: (weights [T, k], experts [T, k] int32, nothing). renorm 1 takes the softmax over the k."""
+    if finished is not None or output_softmax:
+        raise NotImplementedError(f"no CPU reference for {finished=}, {output_softmax=}")
+    values, experts = (x.float() if renorm else x.float().softmax(-1)).topk(k, -1)
+    return (values.softmax(-1) if renorm else values).to(x.dtype), experts.int(), torch.empty(0, dtype=torch.float32)
+
+
+def moe_init_routing_v2(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    active_num: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+    **others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of x [T, H] and experts [T, k]: (rows [T * k, H] sorted by expert, the place [T * k] int32 of each pair among
+    them, rows [E] int64 of each expert, a scale that is not defined)."""
+    modes = (drop_pad_mode, expert_tokens_num_type, expert_tokens_num_flag, quant_mode, row_idx_type)
+    given = [name for name, it in others.items() if it not in (None, -1)]
+    if modes != (0, 1, True, -1, 0) or given or tuple(active_expert_range) != (0, expert_num):
+        raise NotImplementedError(f"no CPU reference for {modes=}, {given=}, {active_expert_range=}")
+    flat = expert_idx.flatten().long()
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(order).index_put_((order,), torch.arange(len(order)))
+    scale = torch.full((len(order),), torch.nan)
+    return x[order // expert_idx.shape[1]], places.int(), flat.bincount(minlength=expert_num), scale
+
+
+def grouped_matmul(
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    *,
+    bias: Sequence[Tensor] | None = None,
+    group_list: Tensor | None = None,
+    split_item: int = 0,
+    group_type: int | None = None,
+    group_list_type: int = 0,
+    act_type: int = 0,
+    **others: Any,
+) -> list[Tensor]:
+    """One x [R, in], whose next group_list[e] rows are multiplied by weight [E, in, out] of e: one [R, out]."""
+    given = [name for name, it in others.items() if it is not None]
+    modes = (split_item, group_type, group_list_type, act_type)
+    if modes != (2, 0, 1, 0) or given or group_list is None or not len(x) == len(weight) == 1:
+        raise NotImplementedError(f"no CPU reference for {modes=}, {given=}")
+    parts = x[0].float().split(group_list.tolist())
+    out = torch.cat([part @ weight[0][e].float() + (bias[0][e] if bias else 0) for e, part in enumerate(parts)])
+    return [out.to(x[0].dtype)]
+
+
+def moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """[T, H]: row t is the sum over j of probs[t, j] * permuted_tokens[sorted_indices[t * k + j]]."""
+    if probs is None or padded_mode:
+        raise NotImplementedError(f"no CPU reference for {probs=}, {padded_mode=}")
+    pairs = permuted_tokens[sorted_indices.long()].float().unflatten(0, probs.shape)
+    return (pairs * probs.float().unsqueeze(-1)).sum(1).to(permuted_tokens.dtype)
+
+
 KERNELS = {
     "npu_fused_infer_attention_score": fused_infer_attention_score,
     "npu_fused_infer_attention_score.out": fused_infer_attention_score_out,
@@ -177,4 +268,9 @@ KERNELS = {
     "npu_apply_rotary_pos_emb": apply_rotary_pos_emb,
     "npu_swiglu": swiglu,
     "npu_format_cast": format_cast,
+    "npu_clipped_swiglu": clipped_swiglu,
+    "npu_moe_gating_top_k_softmax_v2": moe_gating_top_k_softmax_v2,
+    "npu_moe_init_routing_v2": moe_init_routing_v2,
+    "npu_grouped_matmul": grouped_matmul,
+    "npu_moe_token_unpermute": moe_token_unpermute,
 }

@@ -39,7 +39,9 @@ SHAPE = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "taps": (1, 9, 17, 2
 HEAD = f"| a decode step, {LAYERS} + {DRAFT_LAYERS} layers | operators | graphs | updates | copies | waits |"
 _ALL = LAYERS + DRAFT_LAYERS
 FEWEST = f"The fewest that fused operators allow: {len(FUSED)} a layer, {len(FUSED) * _ALL} for {_ALL} layers."
-WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs")
+EXPERTS = "experts, "
+"""Prefix of a way whose target has experts in all of its layers."""
+WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs", "experts, eager", "experts, graphs")
 
 
 def main() -> None:
@@ -53,7 +55,8 @@ def main() -> None:
 
 def rows(folder: Path, way: str) -> str:
     """Return the rows of a greedy step and of a drawn one."""
-    pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, **SHAPE)
+    experts = 8 if way.startswith(EXPERTS) else 0
+    pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, experts=experts, **SHAPE)
     draft = {"draft": None} if way.startswith("plain") else {}
     core = engine(pair, enforce_eager=way.endswith("eager"), **draft)
     return "\n".join(row(core, way, temperature) for temperature in (0.0, 0.7))

@@ -70,6 +70,30 @@ def rotary_both() -> dict[str, Any]:
     return {"query": new(3, 4, 128), "key": new(3, 2, 128), **tables}
 
 
+def gating() -> dict[str, Any]:
+    return {"x": normal(3, 8, dtype=torch.float32).to("npu:0"), "k": 2, "renorm": 1}
+
+
+def routing() -> dict[str, Any]:
+    counted = {"expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [0, 8]}
+    chosen = ints(0, 7, 2, 0, 3, 7).view(3, 2)
+    return {"x": new(3, 64), "expert_idx": chosen, "active_num": 6, "expert_num": 8, **counted}
+
+
+def grouped() -> dict[str, Any]:
+    modes = {"split_item": 2, "group_type": 0, "group_list_type": 1}
+    return {"x": [new(6, 64)], "weight": [new(3, 64, 32)], "group_list": ints(1, 0, 5).long(), **modes}
+
+
+def unpermute() -> dict[str, Any]:
+    places = ints(3, 0, 5, 4, 1, 2)
+    return {"permuted_tokens": new(6, 64), "sorted_indices": places, "probs": new(3, 2)}
+
+
+def clipped() -> dict[str, Any]:
+    return {"x": new(3, 64), "interleaved": False}
+
+
 OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     attention: "npu_fused_infer_attention_score",
     draft_attention: "npu_fused_infer_attention_score",
@@ -80,6 +104,11 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     swiglu: "npu_swiglu",
     rotary: "npu_rotary_mul",
     rotary_both: "npu_apply_rotary_pos_emb",
+    gating: "npu_moe_gating_top_k_softmax_v2",
+    routing: "npu_moe_init_routing_v2",
+    grouped: "npu_grouped_matmul",
+    unpermute: "npu_moe_token_unpermute",
+    clipped: "npu_clipped_swiglu",
 }
 
 
@@ -159,6 +188,31 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N20", rotary, "a table in float32", on("r1", Tensor.float)),
     ("N20", rotary, "pairs side by side", with_(rotary_mode="interleave")),
     ("N21", rotary_both, "layout left out", lambda call: call.pop("layout")),
+    ("N33", gating, "logits in bfloat16", on("x", Tensor.bfloat16)),
+    ("N33", gating, "more than there are", with_(k=9)),
+    ("N34", routing, "experts of int64", on("expert_idx", Tensor.long)),
+    ("N34", routing, "a row without experts", on("expert_idx", lambda it: it[:2])),
+    ("N34", routing, "ends instead of counts", with_(expert_tokens_num_type=0)),
+    ("N34", routing, "no counts", lambda call: call.pop("expert_tokens_num_flag")),
+    ("N34", routing, "too few active rows", with_(active_num=5)),
+    ("N34", routing, "some experts only", with_(active_expert_range=[0, 4])),
+    ("N34", routing, "places as the scatter writes them", with_(row_idx_type=1)),
+    ("N34", routing, "an expert that does not exist", with_(expert_idx=ints(0, 8, 2, 0, 3, 7).view(3, 2))),
+    ("N35", grouped, "a weight as linear takes it", on("weight", lambda it: [it[0].transpose(1, 2).contiguous()])),
+    ("N35", grouped, "a strided weight", on("weight", lambda it: [new(3, 32, 64).transpose(1, 2)])),
+    ("N35", grouped, "a weight in float32", on("weight", lambda it: [it[0].float()])),
+    ("N35", grouped, "counts of int32", on("group_list", Tensor.int)),
+    ("N35", grouped, "counts read as ends", with_(group_list_type=0)),
+    ("N35", grouped, "counts that leave rows out", with_(group_list=ints(1, 0, 4).long())),
+    ("N35", grouped, "one expert", lambda call: call.update(weight=[new(1, 64, 32)], group_list=ints(6).long())),
+    ("N35", grouped, "a bias in bfloat16", with_(bias=[new(3, 32)])),
+    ("N35", grouped, "a weight that is too wide", with_(weight=[new(3, 64, 65536)])),
+    ("N36", unpermute, "places of int64", on("sorted_indices", Tensor.long)),
+    ("N36", unpermute, "a place twice", with_(sorted_indices=ints(3, 0, 5, 4, 1, 1))),
+    ("N36", unpermute, "weights in float32", on("probs", Tensor.float)),
+    ("N36", unpermute, "no weights", lambda call: call.pop("probs")),
+    ("N37", clipped, "gate and up by turns", lambda call: call.pop("interleaved")),
+    ("N37", clipped, "a strided input", with_(x=new(64, 4).t())),
 ]
 
 
