@@ -186,7 +186,7 @@ def clipped_swiglu(
 def moe_gating_top_k_softmax_v2(
     x: Tensor, *, k: int = 1, finished: Tensor | None = None, renorm: int = 0, output_softmax: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [T, E]: (weights [T, k], experts [T, k] int32, nothing). renorm 1 takes the softmax over the k."""
+    """Return (weights [T, k], experts [T, k] int32, nothing) of logits [T, E]. renorm 1 takes the softmax over the k."""
     if finished is not None or output_softmax:
         raise NotImplementedError(f"no CPU reference for {finished=}, {output_softmax=}")
     values, experts = (x.float() if renorm else x.float().softmax(-1)).topk(k, -1)
@@ -207,8 +207,11 @@ def moe_init_routing_v2(
     row_idx_type: int = 0,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of x [T, H] and experts [T, k]: (rows [T * k, H] sorted by expert, the place [T * k] int32 of each pair among
-    them, rows [E] int64 of each expert, a scale that is not defined)."""
+    """Return (rows, places, counts, a scale that is not defined) of x [T, H] and experts [T, k].
+
+    The rows [T * k, H] are sorted by expert, and places [T * k] int32 are where each pair is among them. Counts [E]
+    int64 are the rows of each expert.
+    """
     modes = (drop_pad_mode, expert_tokens_num_type, expert_tokens_num_flag, quant_mode, row_idx_type)
     given = [name for name, it in others.items() if it not in (None, -1)]
     if modes != (0, 1, True, -1, 0) or given or tuple(active_expert_range) != (0, expert_num):
