@@ -132,6 +132,12 @@ def check_length(folder: Path, max_model_len: int | None) -> None:
         )
 
 
+def count_numbers(folder: Path) -> int:
+    """Return how many numbers the folder's tensors hold. Raises CheckpointError like `tensor_files`."""
+    headers = [_read_header(file)[0] for file in set(tensor_files(folder).values())]
+    return sum(math.prod(tensor["shape"]) for header in headers for tensor in header.values())
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Return tensor name -> the file that holds it. A single file goes before an index, like in Transformers.
 

@@ -70,6 +70,8 @@ class RandomWeights:
     """
 
     names: Iterable[str] = ()
+    num_bytes = 0
+    """Unknown, so a model that does not fit is found out while it is made."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress) -> None:
         self._model = folder.name

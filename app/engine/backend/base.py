@@ -300,7 +300,7 @@ class Backend(ABC):
         """Return (free, total) bytes of the device."""
 
     def retain_allocator_memory(self) -> None:
-        """Let the allocator keep the memory that a step frees. Called once all lasting memory is allocated."""
+        """Let the allocator keep the memory that is freed, because both loading and every step take it again."""
         return
 
     @abstractmethod

@@ -149,7 +149,6 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         )
         return FaultTolerantCore(scheduler, runner, overlap=_overlaps(runner))
 
-    backend.retain_allocator_memory()
     _warm_up(core(Policy(block_size)), sizes, on_progress)
     costs = None
     if config.verify == "auto" and block_size > 1:
@@ -171,6 +170,8 @@ def _load(
     draft_weights = opened(config.draft, "draft") if config.draft else None
     if draft_shape and draft_weights:
         check_tensor_names(draft_weights.names, biases=draft_shape.decoder.qkv_bias)
+    _check_memory(config, backend, target_weights, draft_weights)
+    backend.retain_allocator_memory()
     target = family(shape, target_weights, backend, draft_shape.target_layer_ids if draft_shape else ())
     target_weights.close()
     if draft_shape is None or draft_weights is None:
@@ -178,6 +179,18 @@ def _load(
     draft = DFlashModel(draft_shape, draft_weights, backend, target.embedding, target.lm_head)
     draft_weights.close()
     return target, draft
+
+
+def _check_memory(config: EngineConfig, backend: Backend, target: Weights, draft: Weights | None) -> None:
+    """Raise UnsupportedError with both numbers if the weights are larger than the memory that is free."""
+    sizes = {config.target: target.num_bytes} | ({config.draft: draft.num_bytes} if config.draft and draft else {})
+    needed, (free, _) = sum(sizes.values()), backend.memory()
+    if needed > free:
+        listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
+        raise UnsupportedError(
+            f"the weights take {needed >> 20} MiB in this dtype ({listed}), but {free >> 20} MiB are free on "
+            f"{backend.device}: free some, or give a smaller model or a narrower --dtype"
+        )
 
 
 def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from app.config.checkpoint import CheckpointError, tensor_files
+from app.config.checkpoint import CheckpointError, count_numbers, tensor_files
 from app.engine.errors import UnsupportedError
 from app.engine.models.weights import Weights
 
@@ -42,6 +42,11 @@ class SafetensorsWeights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors in the engine's dtype."""
+        return count_numbers(self._folder) * self._dtype.itemsize
 
     def get(self, name: str, *shape: int) -> Tensor:
         tensor = self._stored(name, shape)

@@ -14,6 +14,11 @@ class Weights(Protocol):
     @property
     def names(self) -> Iterable[str]: ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors in the engine's dtype."""
+        ...
+
     def get(self, name: str, *shape: int) -> Tensor:
         """Return a tensor on the device, in the engine's dtype. Raises UnsupportedError if its shape is another."""
         ...

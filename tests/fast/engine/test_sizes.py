@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from app.engine.backend.base import Defaults
 from app.engine.build.config import MIN_MODEL_LEN, Sizes, settle_pages, settle_sizes
@@ -196,3 +197,19 @@ def test_a_dtype_that_is_slow_on_a_cpu_is_warned_of_once(
     assert [record.levelname for record in caplog.records if "float16 is slow" in record.message] == [
         "WARNING"
     ] * warned
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 4), ("bfloat16", 2)])
+def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_any_is_read(
+    pair: Pair, dtype: str, bytes_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    parts = [load_file(folder / "model.safetensors") for folder in (pair.target, pair.draft)]
+    needed = bytes_each * sum(tensor.numel() for part in parts for tensor in part.values())
+    config = EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, kv_cache_memory=1 << 20)
+    monkeypatch.setattr(cpu_backend.CpuBackend, "memory", lambda self: (needed - 1, 1 << 40))
+    with pytest.raises(UnsupportedError) as caught:
+        build_engine(config, on_progress=lambda stage, done, total: read.append(stage))
+    told = str(caught.value)
+    assert f"take {needed >> 20} MiB" in told and f"{needed - 1 >> 20} MiB are free on cpu" in told
+    assert str(pair.target) in told and str(pair.draft) in told and not read
