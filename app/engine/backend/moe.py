@@ -78,14 +78,22 @@ def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
     pairs in the order of their weights, so it has no order of the batch in it.
     """
     shares, chosen = route(router_logits(x, weights), config)
-    k, flat = config.num_experts_per_tok, chosen.flatten()
-    order = flat.argsort(stable=True)
-    experts = flat[order]
-    ends = torch.searchsorted(experts, torch.arange(1, config.num_experts + 1, device=x.device)).to(torch.int32)
+    k = config.num_experts_per_tok
+    order, experts, ends = by_expert(chosen, config.num_experts)
     hidden = grouped(x[order // k], weights.gate_up, weights.gate_up_bias, ends, experts)
     out = grouped(gated(hidden, config), weights.down, weights.down_bias, ends, experts)
     pairs = torch.empty_like(out).index_copy_(0, order, out)
     return (pairs.view(-1, k, out.shape[1]) * shares.to(out.dtype).unsqueeze(2)).sum(dim=1)
+
+
+def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (pairs int64 [T * k] sorted by expert, the expert of each, the ends int32 [E] of each expert's pairs).
+
+    Pair t * k + j is of row t and of its expert `chosen[t, j]`.
+    """
+    experts, order = chosen.flatten().sort(stable=True)
+    following = torch.arange(1, num_experts + 1, device=chosen.device, dtype=chosen.dtype)
+    return order, experts, torch.searchsorted(experts, following, out_int32=True)
 
 
 def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, experts: Tensor) -> Tensor:

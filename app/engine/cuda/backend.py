@@ -12,13 +12,16 @@ from torch import Tensor
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation, refuse_sinks
 from app.engine.backend.graph import Graph
-from app.engine.cuda import inputs, rows
+from app.engine.backend.moe import ExpertWeights, MoeConfig
+from app.engine.cuda import experts, inputs, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 
 HEAD_DIMS = (16, 32, 64, 128)
+FEW_ROWS = 16
+"""Rows an expert, on average, up to which our kernel is used: those of its tile, so each weight is read about once."""
 
 
 class CudaBackend(TorchCudaBackend):
@@ -77,6 +80,13 @@ class CudaBackend(TorchCudaBackend):
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return F.linear(rows.silu_mul(F.linear(x, gate_up)), down)
+
+    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+        """Return `Backend.moe`. PyTorch's grouped product takes bfloat16 alone, and serves many rows of an expert."""
+        num_pairs = len(x) * config.num_experts_per_tok
+        if x.dtype == torch.bfloat16 and num_pairs > FEW_ROWS * config.num_experts:
+            return super().moe(x, weights, config)
+        return experts.mixture(x, weights, config)
 
     def qkv_into_kv(
         self,

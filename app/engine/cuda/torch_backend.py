@@ -8,6 +8,7 @@ from torch import Tensor
 from app.engine.backend import accelerator
 from app.engine.backend.base import Defaults
 from app.engine.backend.torch import TorchBackend
+from app.engine.errors import UnsupportedError
 
 
 class TorchCudaBackend(TorchBackend):
@@ -24,6 +25,13 @@ class TorchCudaBackend(TorchBackend):
             # On Hopper cuDNN's attention makes a plan for each new length, which takes 25 to 70 ms (docs/cuda.md).
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256)
+
+    def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
+        """Return `Backend.empty_experts`. Raises UnsupportedError for a dtype that PyTorch's product does not take."""
+        if self.on_gpu and not self.captures and like.dtype != torch.bfloat16:
+            dtype = str(like.dtype).removeprefix("torch.")
+            raise UnsupportedError(f"--dtype {dtype}: experts on a GPU without Triton are computed in bfloat16")
+        return super().empty_experts(like, num_experts, out_features, in_features)
 
     def upload(self, host: Tensor, to: Tensor) -> None:
         if self.on_gpu:

@@ -23,6 +23,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.backend.moe import ExpertWeights, MoeConfig
+from app.engine.cuda import experts
 from app.engine.cuda.backend import CudaBackend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
@@ -34,6 +36,11 @@ MORE_ATTENTION += [(32, 8, 64, torch.float16), (32, 8, 128, torch.float32)]
 """(heads, KV heads, head size, type) of models that are not among TARGETS."""
 MASKS = [AttentionMask(causal=True), AttentionMask(causal=False)]
 WINDOWED = [AttentionMask(causal, 2048) for causal in (True, False)]
+EXPERTS = {
+    2048: MoeConfig(128, 8, intermediate_size=768, norm_topk_prob=True),
+    2880: MoeConfig(32, 4, intermediate_size=2880, norm_topk_prob=True, has_bias=True, swiglu_limit=7.0),
+}
+"""Hidden size -> experts of Qwen3-30B-A3B and of gpt-oss-20b."""
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -119,6 +126,18 @@ def launch_more(backend: CudaBackend) -> None:
                 backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask)
 
 
+def launch_experts() -> None:
+    for hidden, moe in EXPERTS.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            count, inner = moe.num_experts, moe.intermediate_size
+            shapes = [(count, 2 * inner, hidden), (count, hidden, inner)]
+            gate_up, down, *biases = (empty(*shape, dtype=dtype) for shape in (*shapes, *(s[:2] for s in shapes)))
+            router, router_bias = (empty(*shape, dtype=torch.float32) for shape in ((count, hidden), (count,)))
+            weights = ExpertWeights(router, gate_up, down, *((router_bias, *biases) if moe.has_bias else ()))
+            for rows in (1, 16, 256):
+                experts.mixture(empty(rows, hidden, dtype=dtype), weights, moe)
+
+
 def resources(kernel: Any) -> dict[str, Any]:
     """Resources of the compiled kernel, read by cuobjdump from the cubin: bytes, and registers of a thread."""
     with NamedTemporaryFile(suffix=".cubin") as file:
@@ -146,6 +165,7 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
             launch_all(TARGETS[model], backend)
         else:
             launch_more(backend)
+            launch_experts()
         while compiled:
             kernel = compiled.pop()
             if kernel.hash not in seen:

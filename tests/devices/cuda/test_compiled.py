@@ -15,7 +15,9 @@ SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on sm_90."""
 REGISTERS = 65536
 """Limits of a multiprocessor."""
-KERNELS = "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin".split()
+KERNELS = (
+    "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin route expert_rows".split()
+)
 
 
 @pytest.fixture(scope="module", params=[["qwen3-8b"], pytest.param(list(TARGETS), marks=pytest.mark.slow)], ids=len)

@@ -1,0 +1,218 @@
+"""A mixture of experts in Triton, for few rows an expert: the choice of experts, and both products of their MLPs.
+
+Pairs of a row and an expert are sorted by expert. A tile has up to BLOCK_M pairs of one expert, so a weight is read
+once for all of them. The number of tiles follows from tensor shapes, so a graph can hold a launch. A spare tile ends
+at once.
+
+Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from app.engine.backend.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, by_expert, router_logits
+from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+
+BLOCK_M = 16
+"""Pairs of a tile: the least number of rows of Triton's matrix product."""
+
+
+def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+    """Return `Backend.moe`."""
+    shares, chosen = routed(router_logits(x, weights), config)
+    order, _, ends = by_expert(chosen, config.num_experts)
+    num_pairs, inner, hidden = chosen.numel(), config.intermediate_size, x.shape[1]
+    gated = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
+    _launch(x, weights.gate_up, weights.gate_up_bias, gated, order, ends, shares, config, gate=True)
+    out = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
+    _launch(gated, weights.down, weights.down_bias, out, order, ends, shares, config, gate=False)
+    return out.view(-1, config.num_experts_per_tok, hidden).sum(dim=1)
+
+
+def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
+    """Return (weights fp32, experts int32), each [T, k], like `backend.moe.route`. The first of equal ones is taken."""
+    num_rows, num_experts = logits.shape
+    k = config.num_experts_per_tok
+    shares = torch.empty(num_rows, k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
+    lines = lines_of_a_program(num_rows, on_gpu=4)
+    route[triton.cdiv(num_rows, lines),](
+        logits,
+        shares,
+        chosen,
+        num_rows,
+        EXPERTS=num_experts,
+        TOP_K=k,
+        NORMED=config.norm_topk_prob,
+        LINES=lines,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(k),
+        num_warps=4,
+    )
+    return shares, chosen
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    shares: Tensor,
+    config: MoeConfig,
+    *,
+    gate: bool,
+) -> None:
+    num_pairs, columns = out.shape
+    # Each expert that has pairs may have one tile that is not full.
+    tiles = min(num_pairs, min(num_pairs, config.num_experts) + num_pairs // BLOCK_M)
+    block_n = triton.next_power_of_2(columns) if INTERPRETED else 32 if gate else 64
+    expert_rows[tiles, triton.cdiv(columns, block_n)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        order,
+        ends,
+        shares,
+        IN=x.shape[1],
+        OUT=columns,
+        TOP_K=config.num_experts_per_tok,
+        EXPERTS=config.num_experts,
+        GATE=gate,
+        HAS_BIAS=bias is not None,
+        LIMIT=config.swiglu_limit or 0.0,
+        ALPHA=SWIGLU_ALPHA,
+        UPCAST=INTERPRETED,
+        BLOCK_E=triton.next_power_of_2(config.num_experts),
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=block_n,
+        BLOCK_K=triton.next_power_of_2(x.shape[1]) if INTERPRETED else 64,
+        num_warps=4,
+        num_stages=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def route(
+    logits_ptr,
+    share_ptr,
+    chosen_ptr,
+    num_lines,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMED: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Find the TOP_K largest of EXPERTS logits, and their softmax, for LINES rows."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    experts, slots = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    inside = (line < num_lines)[:, None] & (experts < EXPERTS)
+    left = tl.load(logits_ptr + line.to(tl.int64)[:, None] * EXPERTS + experts, mask=inside, other=float("-inf"))
+    is_lost = tl.sum((left != left).to(tl.int32), 1) > 0
+    highest = tl.where((line < num_lines) & (is_lost == 0), tl.max(left, 1), 0.0)
+    total = tl.sum(tl.exp(left - highest[:, None]), 1)
+    shares = tl.zeros([LINES, BLOCK_K], tl.float32)
+    chosen = tl.zeros([LINES, BLOCK_K], tl.int32)
+    for i in tl.static_range(TOP_K):
+        best = tl.max(left, 1)
+        first = tl.min(tl.where(left == best[:, None], experts, BLOCK_E), 1)
+        first = tl.minimum(first, EXPERTS - 1)  # NaN equals nothing, and experts must exist
+        shares = tl.where(slots == i, tl.exp(best - highest)[:, None], shares)
+        chosen = tl.where(slots == i, first[:, None], chosen)
+        left = tl.where(experts == first[:, None], float("-inf"), left)
+    if NORMED:
+        total = tl.sum(shares, 1)
+    total = tl.where(line < num_lines, tl.where(is_lost, float("nan"), total), 1.0)
+    at, kept = line.to(tl.int64)[:, None] * TOP_K + slots, (line < num_lines)[:, None] & (slots < TOP_K)
+    tl.store(share_ptr + at, shares / total[:, None], mask=kept)
+    tl.store(chosen_ptr + at, chosen, mask=kept)
+
+
+@triton.jit
+def expert_rows(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    ends_ptr,
+    share_ptr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Compute BLOCK_N columns of a tile of pairs.
+
+    With GATE a pair reads the row that it is of, and its place among the sorted pairs gets the SwiGLU. Without, a pair
+    reads its place, and its output times its weight goes to the pair's own row, [T, TOP_K] in order.
+    """
+    tile = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
+    starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
+    tiles = tl.where(experts < EXPERTS, tl.cdiv(ends - starts, BLOCK_M), 0)
+    last_tiles = tl.cumsum(tiles, 0)
+    expert = tl.sum(((last_tiles <= tile) & (experts < EXPERTS)).to(tl.int32), 0)
+    if expert >= EXPERTS:
+        return
+    own = experts == expert
+    start = tl.sum(tl.where(own, starts, 0), 0)
+    end = tl.sum(tl.where(own, ends, 0), 0)
+    first = start + (tile - tl.sum(tl.where(own, last_tiles - tiles, 0), 0)) * BLOCK_M
+    place = first + tl.arange(0, BLOCK_M)
+    is_row = place < end
+    pair = tl.load(order_ptr + place, mask=is_row, other=0)
+    source = pair // TOP_K if GATE else place.to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < OUT
+    rows = expert.to(tl.int64) * (2 * OUT if GATE else OUT) + columns
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in range(0, IN, BLOCK_K):
+        dims = block + tl.arange(0, BLOCK_K)
+        inside = dims < IN
+        x = tl.load(x_ptr + source[:, None] * IN + dims[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
+        at, kept = rows[None, :] * IN + dims[:, None], is_column[None, :] & inside[:, None]
+        weight = tl.load(weight_ptr + at, mask=kept, other=0.0)
+        if UPCAST:
+            x = x.to(tl.float32)
+            weight = weight.to(tl.float32)
+        acc += tl.dot(x, weight, input_precision="tf32x3")
+        if GATE:
+            weight = tl.load(weight_ptr + at + OUT * IN, mask=kept, other=0.0)
+            if UPCAST:
+                weight = weight.to(tl.float32)
+            up += tl.dot(x, weight, input_precision="tf32x3")
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rows, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if GATE:
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + rows + OUT, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if LIMIT > 0.0:
+            acc = tl.minimum(acc, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+            acc = acc / (1.0 + tl.exp(-ALPHA * acc)) * up
+        else:
+            acc = acc / (1.0 + tl.exp(-acc)) * up
+        to = place.to(tl.int64)
+    else:
+        acc *= tl.load(share_ptr + pair, mask=is_row, other=0.0)[:, None]
+        to = pair
+    kept = is_row[:, None] & is_column[None, :]
+    tl.store(out_ptr + to[:, None] * OUT + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)

@@ -1,0 +1,118 @@
+"""Experts on our kernels, in the interpreter: the reference's mixture, row by row, in every dtype."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import app.engine.build.engine as build
+from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture, route
+from app.engine.cuda import experts
+from app.engine.cuda.backend import CudaBackend
+from tests.fast.engine.flat_request import flat_request
+from tests.fast.engine.lossless import make_engine, run_engine
+from tests.fast.engine.pairs import make_pair
+
+torch.set_num_threads(1)
+
+MOE = MoeConfig(num_experts=6, num_experts_per_tok=3, intermediate_size=24, norm_topk_prob=True)
+HIDDEN = 40
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def made(moe: MoeConfig, rows: int, dtype: torch.dtype) -> tuple[Tensor, ExpertWeights]:
+    generator = torch.Generator().manual_seed(rows)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+    count, inner = moe.num_experts, moe.intermediate_size
+    tensors = [
+        normal(count, HIDDEN),
+        normal(count, 2 * inner, HIDDEN).to(dtype),
+        normal(count, HIDDEN, inner).to(dtype),
+    ]
+    biases = (
+        [normal(count), normal(count, 2 * inner).to(dtype), normal(count, HIDDEN).to(dtype)] if moe.has_bias else []
+    )
+    return torch.randn(rows, HIDDEN, generator=generator).to(dtype), ExpertWeights(*tensors, *biases)
+
+
+def wide(weights: ExpertWeights) -> ExpertWeights:
+    names = ("router", "gate_up", "down", "router_bias", "gate_up_bias", "down_bias")
+    tensors = (getattr(weights, name) for name in names)
+    return ExpertWeights(*(None if tensor is None else tensor.float() for tensor in tensors))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"norm_topk_prob": False}, {"num_experts_per_tok": 1}, {"has_bias": True, "swiglu_limit": 0.5}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("rows", [1, 30])
+def test_a_mixture_is_the_reference(rows: int, dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    """With 30 rows some experts have more than one tile of pairs."""
+    moe = replace(MOE, **changes)
+    x, weights = made(moe, rows, dtype)
+    found, wanted = experts.mixture(x, weights, moe), mixture(x.float(), wide(weights), moe)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), wanted, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def test_all_rows_may_have_the_same_experts() -> None:
+    x, weights = made(MOE, 1, torch.float32)
+    alike = x.expand(40, -1).contiguous()
+    torch.testing.assert_close(experts.mixture(alike, weights, MOE), mixture(alike, weights, MOE), atol=1e-5, rtol=1e-5)
+
+
+def test_the_first_of_equal_experts_is_taken_and_a_row_of_nan_has_experts_that_exist() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0, 0.0], [torch.nan] * 6, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    shares, chosen = experts.routed(logits, MOE)
+    assert chosen[0].tolist() == [1, 2, 4] and chosen[2].tolist() == [5, 4, 3]
+    assert shares[1].isnan().all() and 0 <= int(chosen[1].min()) <= int(chosen[1].max()) < 6
+    torch.testing.assert_close(shares[2], route(logits[2:], MOE)[0][0])
+
+
+def test_a_row_of_nan_reaches_no_other_row() -> None:
+    x, weights = made(MOE, 30, torch.float32)
+    wanted = mixture(x, weights, MOE)
+    x[7] = torch.nan
+    found = experts.mixture(x, weights, MOE)
+    others = [i for i in range(30) if i != 7]
+    assert found[7].isnan().all()
+    torch.testing.assert_close(found[others], wanted[others], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "is_ours"), [(32, True), (33, False)])
+def test_many_bfloat16_rows_go_through_pytorchs_grouped_product(
+    monkeypatch: pytest.MonkeyPatch, rows: int, is_ours: bool
+) -> None:
+    moe = replace(MOE, num_experts_per_tok=3)
+    x, weights = made(moe, rows, torch.bfloat16)
+    called = []
+    monkeypatch.setattr(experts, "mixture", lambda *_: called.append(1))
+    CudaBackend(torch.device("cpu")).moe(x, weights, moe)
+    assert bool(called) == is_ours
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_dflash_changes_no_token_on_our_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
+) -> None:
+    shape: dict[str, Any] = {"num_layers": 2, "draft_layers": 1, "taps": (0,), "own_head": True, "num_kv_heads": 1}
+    pair = make_pair(tmp_path, seed=19, vocab_size=5, experts=4, **shape)
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16, "kv_cache_memory": 1 << 20}
+    prompts = [tuple(i * i % 3 for i in range(19)), (1, 2)]
+    requests = [flat_request(f"r{i}", prompt, max_tokens=9 - i) for i, prompt in enumerate(prompts)]
+    wanted = run_engine(make_engine(pair.target, None, **sizes), requests).texts
+    monkeypatch.setattr(build, "make_backend", lambda device, **_: CudaBackend(torch.device(device)))
+    monkeypatch.setattr(build, "check_attention", lambda *_: None)
+    monkeypatch.setattr(build, "_warm_up", lambda *_: None)
+    wishes = {"enforce_eager": True} if enforce_eager else {"enforce_eager": False, "max_graphs": 2}
+    run = run_engine(make_engine(pair.target, pair.draft, **sizes | wishes), requests)
+    assert run.texts == wanted
+    assert run.acceptance_length > 1.2
