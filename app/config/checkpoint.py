@@ -99,7 +99,7 @@ def check_files(folder: Path, need_tokenizer: bool) -> None:
             f"{folder / 'config.json'}: neither `architectures` nor `model_type` is given, so it is no model's "
             "config.json; give the folder of a Hugging Face model"
         )
-    is_draft = "dflash_config" in config
+    is_draft = "dflash_config" in config or "speculators_model_type" in config
     if need_tokenizer and is_draft:
         raise CheckpointError(f"{folder} is a DFlash draft: give it as --draft-model, and the model it is for as MODEL")
     if not need_tokenizer and not is_draft:

@@ -61,15 +61,23 @@ def test_a_whole_checkpoint_passes_in_shards(sharded: Path) -> None:
     check_files(sharded, need_tokenizer=True)
 
 
-def test_a_draft_needs_no_tokenizer(folder: Path) -> None:
+DRAFTS = [
+    '{"model_type": "qwen3", "dflash_config": {}}',
+    '{"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "transformer_layer_config": {}}',
+]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_needs_no_tokenizer(folder: Path, draft: str) -> None:
     (folder / "tokenizer.json").unlink()
     assert "tokenizer.json" in refusal(folder)
-    (folder / "config.json").write_text('{"model_type": "qwen3", "dflash_config": {}}')
+    (folder / "config.json").write_text(draft)
     check_files(folder, need_tokenizer=False)
 
 
-def test_a_draft_given_as_the_model_is_told_apart(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "qwen3", "dflash_config": {}}')
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_given_as_the_model_is_told_apart(folder: Path, draft: str) -> None:
+    (folder / "config.json").write_text(draft)
     (folder / "tokenizer.json").unlink()
     told = refusal(folder)
     assert "is a DFlash draft" in told and "--draft-model" in told and "tokenizer" not in told

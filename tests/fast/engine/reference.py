@@ -311,12 +311,11 @@ class ReferenceDraft:
         k = torch.cat([context[0], k_block], dim=1).repeat_interleave(self.heads // self.kv_heads, dim=0)
         v = torch.cat([context[1], v_block], dim=1).repeat_interleave(self.heads // self.kv_heads, dim=0)
         scores = q @ k.transpose(1, 2) * self.head_dim**-0.5
-        for row, own in enumerate(positions.tolist()):
-            for token in range(k.shape[1]):
-                ahead = self.causal[layer] and token > own
-                far = self.windows[layer] is not None and abs(token - own) >= self.windows[layer]
-                if ahead or far:
-                    scores[:, row, token] = -math.inf
+        behind = positions[:, None] - torch.arange(k.shape[1])
+        if self.causal[layer]:
+            scores[:, behind < 0] = -math.inf
+        if self.windows[layer] is not None:
+            scores[:, behind.abs() >= self.windows[layer]] = -math.inf
         out = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
         return self._linear(out.transpose(0, 1).reshape(len(x), -1), f"{name}.o_proj")
 

@@ -2,9 +2,8 @@
 
 import json
 import logging
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,68 +12,14 @@ import torch
 from app.engine.build.decoder_config import target_config
 from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import Engine
-from app.engine.schedule.batch import Batch
-from app.messages import Request
+from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.dialects import DIALECTS, WINDOW, Dialect
 from tests.fast.engine.draft_mistakes import with_masks, with_taps_off_by_one
-from tests.fast.engine.lossless import make_engine
+from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
+from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import Pair
-from tests.fast.engine.reference import ReferenceDraft, features, load_target
 
 torch.set_num_threads(1)
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """Drafts after some tokens."""
-
-    token_ids: list[int]
-    drafts: list[int]
-
-
-def drafted_by(engine: Engine, requests: list[Request]) -> list[Drafted]:
-    """Run requests, and return all that was drafted."""
-    seen: list[Drafted] = []
-    drafter, launch = engine.core.runner.forward.drafter, engine.core.launch
-    propose = drafter.propose
-    proposed: list[Any] = []
-
-    def recorded(*args: Any) -> Any:
-        proposed.append(drafts := propose(*args))
-        return drafts
-
-    def launched(batch: Batch) -> Any:
-        anchored = [list(rows.seq.token_ids) for rows in batch.decodes if rows.num_drafts]
-        pending = launch(batch)
-        if anchored:
-            seen.extend(map(Drafted, anchored, proposed[-1].tolist()))
-        return pending
-
-    drafter.propose, engine.core.launch = recorded, launched
-    engine.core.run(requests)
-    return seen
-
-
-def share_of_right_drafts(blocks: list[Drafted], pair: Pair) -> float:
-    draft = ReferenceDraft(pair.draft, load_target(pair.target))
-    right, total = 0, 0
-    for block in blocks:
-        context, anchor = block.token_ids[:-1], block.token_ids[-1]
-        wanted = draft.propose(features(draft.target, context, draft.taps), anchor, len(block.token_ids))
-        right += sum(a == b for a, b in zip(wanted, block.drafts, strict=True))
-        total += len(wanted)
-    return right / total
-
-
-def requests(count: int, max_tokens: int, *, shared: int = 0) -> list[Request]:
-    """Prompts on both sides of the window; the first `shared` tokens of all are the same."""
-    rng = random.Random(3)
-    head = tuple(rng.randrange(97) for _ in range(shared))
-    lengths = (2 * WINDOW + 5, 3, WINDOW, 40)
-    return [
-        Request(str(i), head + tuple(rng.randrange(97) for _ in range(lengths[i % 4])), max_tokens)
-        for i in range(count)
-    ]
 
 
 def engine_of(pair: Pair, **settings: Any) -> Engine:
@@ -86,7 +31,7 @@ def engine_of(pair: Pair, **settings: Any) -> Engine:
 def test_drafts_are_the_references_over_whole_answers(tmp_path, name: str):
     """Contexts are longer than the window, cross pages, and are prefilled in chunks beside decoding rows."""
     pair = DIALECTS[name].make(tmp_path)
-    blocks = drafted_by(engine_of(pair, max_num_batched_tokens=29), requests(3, 14))
+    blocks = drafted_by(engine_of(pair, max_num_batched_tokens=29), requests_about_the_window(3, 14))
     assert len(blocks) > 20 and max(len(block.token_ids) for block in blocks) > 3 * WINDOW
     assert len({tuple(block.drafts) for block in blocks}) > 10
     assert share_of_right_drafts(blocks, pair) == 1.0
@@ -98,10 +43,39 @@ SLIDING = DIALECTS["one sliding layer, causal inside the block"]
 def test_drafts_are_the_references_after_preemption_and_prefix_hits(tmp_path):
     pair = SLIDING.make(tmp_path)
     engine = engine_of(pair, kv_pages=40, max_num_seqs=4)
-    blocks = drafted_by(engine, requests(4, 16, shared=17))
+    blocks = drafted_by(engine, requests_about_the_window(4, 16, shared=17))
     assert engine.core.scheduler.num_preemptions > 0
     assert engine.core.scheduler.prefix_cache_hits > 0
     assert share_of_right_drafts(blocks, pair) == 1.0
+
+
+def test_drafts_from_graphs_are_the_references(tmp_path):
+    """Layers of both masks are in one graph, and each replay plans both."""
+    pair = SLIDING.make(tmp_path)
+    engine = engine_of(pair, enforce_eager=False, max_graphs=4)
+    assert engine.core.runner.graphs.has_draft
+    assert share_of_right_drafts(drafted_by(engine, requests_about_the_window(3, 14)), pair) == 1.0
+
+
+@pytest.mark.parametrize("name", ["one sliding layer, causal inside the block", "sliding and not causal, by is_causal"])
+def test_a_step_launched_ahead_drafts_the_same(tmp_path, name: str):
+    """Its lengths are on the device alone. Wrong drafts would only show in how many are accepted."""
+    pair = DIALECTS[name].make(tmp_path, **LUCKY, taps=(1, 2))
+
+    def tokens_of_steps(engine: Engine) -> list[int]:
+        counts: list[int] = []
+        for request in requests_about_the_window(2, 20):
+            request = replace(request, token_ids=tuple(token % 5 for token in request.token_ids))
+            engine.core.run([request], lambda step: counts.extend(len(delta.token_ids) for delta in step.deltas))
+        return counts
+
+    sizes = {"max_num_seqs": 2, "max_model_len": 100, "page_size": 4}
+    with device_lengths():
+        ahead = make_engine(pair.target, pair.draft, enforce_eager=False, max_graphs=2, **sizes)
+    assert ahead.core.overlap
+    found = tokens_of_steps(ahead)
+    assert found == tokens_of_steps(make_engine(pair.target, pair.draft, **sizes))
+    assert len(set(found)) > 1
 
 
 # Each mistake leaves the text right, and is found by the comparison above.
@@ -150,7 +124,7 @@ def test_a_mistake_in_a_dialect_is_found(tmp_path, name: str, mistake: Callable[
     pair = DIALECTS[name].make(tmp_path)
     engine = engine_of(pair)
     mistake(engine)
-    share = share_of_right_drafts(drafted_by(engine, requests(2, 12)), pair)
+    share = share_of_right_drafts(drafted_by(engine, requests_about_the_window(2, 12)), pair)
     print(f"{share:.0%} of the drafts are right")
     assert share < 0.95
 
@@ -158,7 +132,7 @@ def test_a_mistake_in_a_dialect_is_found(tmp_path, name: str, mistake: Callable[
 @pytest.mark.parametrize("name", DIALECTS)
 def test_the_text_with_a_draft_is_the_text_without(tmp_path, name: str):
     pair = DIALECTS[name].make(tmp_path)
-    wanted = requests(3, 14)
+    wanted = requests_about_the_window(3, 14)
     plain = make_engine(pair.target, None, max_model_len=100, page_size=4, max_num_seqs=3).core.run(wanted)
     assert engine_of(pair).core.run(wanted) == plain
 
