@@ -133,9 +133,14 @@ def check_length(folder: Path, max_model_len: int | None) -> None:
 
 
 def count_numbers(folder: Path) -> int:
-    """Return how many numbers the folder's tensors hold. Raises CheckpointError like `tensor_files`."""
+    """Return how many numbers the folder's tensors hold, two in a byte of mxfp4. Raises CheckpointError like
+    `tensor_files`."""
     headers = [_read_header(file)[0] for file in set(tensor_files(folder).values())]
-    return sum(math.prod(tensor["shape"]) for header in headers for tensor in header.values())
+    return sum(
+        math.prod(tensor["shape"]) * (2 if name.endswith("_blocks") else 1)
+        for header in headers
+        for name, tensor in header.items()
+    )
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -22,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("dense Qwen3", "qwen3.Qwen3"),
     "qwen3_moe": Family("Qwen3 with experts", "qwen3_moe.Qwen3Moe"),
     "llama": Family("Llama 3", "llama.Llama"),
+    "gpt_oss": Family("gpt-oss", "gpt_oss.GptOss"),
     "qwen2": Family("Qwen2 and Qwen2.5", "qwen2.Qwen2"),
 }
 """By the `model_type` of a target's config.json."""

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.exhaustive.live import load_transformers
+from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.lossless import LUCKY, Case, Comparison, Subject, assert_lossless, cap, random_prompts
-from tests.fast.engine.pairs import FAMILIES, make_pair
+from tests.fast.engine.pairs import FAMILIES, GPT_OSS, make_pair
+from tests.fast.engine.reference import teacher_forced
 
 torch.set_num_threads(1)
 CASES = [
@@ -17,9 +21,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("shape", FAMILIES)
+SHAPES = FAMILIES | {"gpt-oss": GPT_OSS}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_text_with_dflash_is_text_without_is_transformers(tmp_path: Path, shape: str) -> None:
-    pair = make_pair(tmp_path, **LUCKY | FAMILIES[shape])
+    pair = make_pair(tmp_path, **LUCKY | SHAPES[shape])
     subject = Subject(shape, pair.target, pair.draft, random_prompts(pair.vocab_size, 50), load_transformers)
     total = subject.compare(list(subject.plain(Case())), Case())
     verified = emitted = 0
@@ -41,3 +48,22 @@ def test_a_family_read_as_another_is_caught(tmp_path: Path) -> None:
     config = pair.target / "config.json"
     config.write_text(config.read_text().replace('"factor": 8.0', '"factor": 1.0'))
     assert subject.compare(texts, Case()) != Comparison(subject.compare(texts, Case()).tokens)
+
+
+def test_mxfp4_is_the_checkpoint_that_transformers_dequantises(tmp_path: Path) -> None:
+    packed = random_checkpoint(tmp_path / "packed", **GPT_OSS | {"mxfp4": True})
+    plain = random_checkpoint(tmp_path / "plain", **GPT_OSS)
+    tensors, wanted = (load_file(folder.folder / "model.safetensors") for folder in (packed, plain))
+    for name in wanted:
+        if name.endswith(("gate_up_proj", "down_proj")):
+            numbers = convert_moe_packed_tensors(
+                tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"), dtype=torch.float32
+            )
+            assert numbers.shape == wanted[name].shape
+            tensors[name] = numbers.contiguous()
+    save_file(tensors, plain.folder / "model.safetensors", metadata={"format": "pt"})
+    text = packed.prompts[1]
+    feeder = Feeder(packed.engine())
+    assert_logits_close(
+        feeder.logits(feeder.feed_whole(text, 7)), teacher_forced(load_transformers(plain.folder), text)
+    )

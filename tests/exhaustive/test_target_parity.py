@@ -19,11 +19,11 @@ from tests.fast.engine.feeder import (
     random_checkpoint,
 )
 from tests.fast.engine.lossless import demo_folder, demo_prompts
-from tests.fast.engine.pairs import FAMILIES
+from tests.fast.engine.pairs import FAMILIES, GPT_OSS
 from tests.fast.engine.reference import features, greedy, teacher_forced
 
 CHUNKS = (1, 4, 7, None)
-MORE_SHAPES: dict[str, dict] = SHAPES | FAMILIES | EXPERTS
+MORE_SHAPES: dict[str, dict] = SHAPES | FAMILIES | EXPERTS | {"gpt-oss": GPT_OSS}
 BF16 = 1.5
 """Times Transformers' own error, RMS over all logits, against fp32 on the same (bf16) weights."""
 

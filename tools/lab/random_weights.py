@@ -15,6 +15,7 @@ from torch import Tensor
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
 from app.engine.build.loader import Progress
+from app.engine.errors import UnsupportedError
 
 BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."
 
@@ -96,6 +97,9 @@ class RandomWeights:
 
     def get_indices(self, name: str, *shape: int) -> Tensor:
         raise NotImplementedError(f"random weights have no {name}")
+
+    def packed(self, name: str, *shape: int) -> Tensor:
+        raise UnsupportedError(f"{name}: no random bytes are made")
 
     def skip(self, name: str) -> None:
         return

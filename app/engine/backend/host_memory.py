@@ -1,19 +1,18 @@
 """Memory of the machine, or of the container, of this process."""
 
 import math
+import mmap
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 """The container's own cgroup, version 2."""
-_CACHE_LINE = 64
 
 
 def host_memory() -> tuple[int, int]:
@@ -32,12 +31,10 @@ def host_memory() -> tuple[int, int]:
 def zeros_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros whose pages the system maps when they are first written, because writing 4 GiB takes seconds.
 
-    NumPy allocates with calloc. The data begins at a cache line of 64 bytes, like torch's own.
+    The allocator would write zeros to memory that was used before.
     """
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + _CACHE_LINE, np.uint8)
-    begin = -memory.ctypes.data % _CACHE_LINE
-    return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(*shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 def _number(file: Path, pattern: str) -> int | None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation, refuse_sinks
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
 from app.engine.backend.host_memory import host_memory
 
 MAX_SCORES = 1 << 24
@@ -78,21 +78,20 @@ class TorchBackend(Backend):
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        refuse_sinks(sinks)
-        return self.attend(q_thd, kv, meta.plans[mask])
+        return self.attend(q_thd, kv, meta.plans[mask], sinks)
 
-    def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call]) -> Tensor:
+    def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call], sinks: Tensor | None = None) -> Tensor:
         """Return attention `[T, heads, D]` by `calls`."""
         if len(calls) == 1 and calls[0].places is None:
-            return self._attend(q_thd, kv, calls[0])
+            return self._attend(q_thd, kv, calls[0], sinks)
         o = torch.empty_like(q_thd)
         for call in calls:
             if call.places is None:
-                o[call.rows] = self._attend(q_thd[call.rows], kv, call)
+                o[call.rows] = self._attend(q_thd[call.rows], kv, call, sinks)
                 continue
             padded = q_thd.new_zeros(call.num_pieces * call.max_q, *q_thd.shape[1:])
             padded[call.places] = q_thd[call.rows]
-            o[call.rows] = self._attend(padded, kv, call)[call.places]
+            o[call.rows] = self._attend(padded, kv, call, sinks)[call.places]
         return o
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
@@ -132,7 +131,7 @@ class TorchBackend(Backend):
         """Return 0 without running: the host's allocator counts no peak."""
         return 0
 
-    def _attend(self, q_thd: Tensor, kv: LayerKv, call: Call) -> Tensor:
+    def _attend(self, q_thd: Tensor, kv: LayerKv, call: Call, sinks: Tensor | None) -> Tensor:
         """Return o for padded q, both `[S * Q, heads, D]`."""
         heads, dim, kv_heads = q_thd.shape[1], q_thd.shape[2], kv.k.shape[2]
         group = heads // kv_heads
@@ -140,7 +139,10 @@ class TorchBackend(Backend):
         # The query heads of a KV head become rows of one matrix, so K and V are not repeated.
         q = q_thd.reshape(call.num_pieces, call.max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(call.num_pieces, kv_heads, group * call.max_q, dim)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
+        if sinks is None:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
+        else:
+            o = _attention_with_sinks(q, k, v, call.mask, sinks.view(kv_heads, group).repeat_interleave(call.max_q, 1))
         o = o.view(call.num_pieces, kv_heads, group, call.max_q, dim)
         return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
@@ -184,6 +186,19 @@ class TorchBackend(Backend):
         to = torch.empty_like(host, device=self.device)
         self.upload(host, to)
         return to
+
+
+def _attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
+    """Return attention [S, kv_heads, G * Q, D] whose softmax has a logit more in each row, `sinks` [kv_heads, G * Q].
+
+    The softmax is in fp32, and the logit's own share is dropped (gpt-oss, arXiv 2508.10925).
+    """
+    scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    sinks = sinks.expand(scores.shape[0], -1, -1).unsqueeze(3)
+    shares = torch.cat((scores, sinks), dim=3).softmax(dim=3)[..., :-1]
+    return shares.to(v.dtype) @ v
 
 
 def _gather(pool: Tensor, call: Call) -> Tensor:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def target_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the sizes in a target's config.json. Raises UnsupportedError for what its class would run wrongly."""
     family = target_class(raw)
-    config = decoder_config(raw, "target", family.supports)
-    return replace(config, qkv_bias=True) if family.qkv_bias else config
+    return family.refine(decoder_config(raw, "target", family.supports), raw)
 
 
 def decoder_config(raw: Mapping[str, Any], where: str, supports: frozenset[str] = frozenset()) -> DecoderConfig:

@@ -56,6 +56,12 @@ class SafetensorsWeights:
             raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
         return tensor.to(self._device, self._dtype)
 
+    def packed(self, name: str, *shape: int) -> Tensor:
+        tensor = self._stored(name, shape)
+        if tensor.dtype != torch.uint8:
+            raise UnsupportedError(f"{self._folder}: tensor {name} is {tensor.dtype}, not bytes")
+        return tensor.to(self._device)
+
     def get_indices(self, name: str, *shape: int) -> Tensor:
         tensor = self._stored(name, shape)
         if tensor.dtype not in (torch.int32, torch.int64):

@@ -32,16 +32,17 @@ def moe_config(raw: Mapping[str, Any], where: str) -> MoeConfig | None:
     normed = raw.get("norm_topk_prob", False)
     if type(normed) is not bool:
         raise UnsupportedError(f"{where}: norm_topk_prob must be true or false, found {normed!r}")
+    size_field = "moe_intermediate_size" if "moe_intermediate_size" in raw else "intermediate_size"
     moe = MoeConfig(
         num_experts=count,
         num_experts_per_tok=positive(raw, "num_experts_per_tok", where),
-        intermediate_size=positive(raw, "moe_intermediate_size", where),
+        intermediate_size=positive(raw, size_field, where),
         norm_topk_prob=normed,
         dense_layers=tuple(i for i in range(num_layers) if i in dense or (i + 1) % every),
     )
     if moe.num_experts_per_tok > count:
         raise UnsupportedError(f"{where}: num_experts_per_tok {moe.num_experts_per_tok} of {count} experts")
-    for field in ("hidden_size", "moe_intermediate_size"):
+    for field in ("hidden_size", size_field):
         if raw[field] % ALIGNMENT:
             raise UnsupportedError(f"{where}: {field} {raw[field]} is no multiple of {ALIGNMENT}")
     return moe

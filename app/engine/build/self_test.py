@@ -16,8 +16,10 @@ TOLERANCE = 0.02
 
 
 def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, rows: int, dtype: torch.dtype) -> None:
-    """Run attention, causal, bidirectional and under the masks of `decoder`, for two sequences of `rows` rows on
-    scattered pages. A window is narrowed until it hides tokens of every row of the second sequence.
+    """Run attention, causal, bidirectional and under the masks of `decoder`, with its sinks if any.
+
+    Two sequences of `rows` rows lie on scattered pages. A window is narrowed until it hides tokens of every row of the
+    second sequence.
 
     Raises UnsupportedError if the result is another attention. A draft under a causal mask would give right text and
     no speed.
@@ -40,6 +42,8 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
         backend.write_kv(k, v, pool.layers[0], slot_mapping.to(backend.device, torch.int32))
         contexts.append((k.float(), v.float()))
     q = random(2 * rows, decoder.num_heads)
+    sinks = torch.linspace(-1, 2, decoder.num_heads) if decoder.sinks else None
+    on_device = None if sinks is None else sinks.to(backend.device)
 
     masks = [AttentionMask(causal=True), AttentionMask(causal=False), *decoder.masks]
     for mask in dict.fromkeys(mask._replace(window=mask.window and min(mask.window, page_size)) for mask in masks):
@@ -49,9 +53,9 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
         )
         meta = AttentionMetadata(query_start_loc, lengths, page_table, [rows, rows], host_seq_lens, page_size)
         meta.plans[mask] = backend.plan_attention(meta, mask, decoder.num_heads // decoder.num_kv_heads)
-        got = backend.attention(q, pool.layers[0], meta, mask).float()
+        got = backend.attention(q, pool.layers[0], meta, mask, on_device).float()
         parts = torch.split(q.float(), rows)
-        want = torch.cat([_dense(part, *kv, mask) for part, kv in zip(parts, contexts, strict=True)])
+        want = torch.cat([_dense(part, *kv, mask, sinks) for part, kv in zip(parts, contexts, strict=True)])
         error = float((got - want).abs().max() / want.abs().max())
         if not error < TOLERANCE:
             raise UnsupportedError(
@@ -60,7 +64,7 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
             )
 
 
-def _dense(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, mask: AttentionMask) -> Tensor:
+def _dense(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, mask: AttentionMask, sinks: Tensor | None) -> Tensor:
     """Return one sequence's attention in fp32. Its rows are the last of its tokens."""
     group = q_thd.shape[1] // k_thd.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (q_thd, k_thd, v_thd))
@@ -73,4 +77,6 @@ def _dense(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, mask: AttentionMask) -> 
     if mask.window is not None:
         hidden |= distance.abs() >= mask.window
     scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
-    return (scores.softmax(dim=-1) @ v.repeat_interleave(group, dim=0)).transpose(0, 1)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(q.device)[:, None, None].expand(-1, rows, 1)), dim=2)
+    return (scores.softmax(dim=-1)[:, :, :tokens] @ v.repeat_interleave(group, dim=0)).transpose(0, 1)

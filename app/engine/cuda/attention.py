@@ -7,7 +7,7 @@ Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
 
 from dataclasses import dataclass
-from math import log2
+from math import e, log2
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
 
+LOG2_E = tl.constexpr(log2(e))
 TILE_ROWS = 16
 """Query rows that share a tile, so one pass over K and V. Each of them adds `group` lines to the tile."""
 MIN_DOT = 16
@@ -71,7 +72,14 @@ def geometry(
     )
 
 
-def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, at: Geometry) -> Tensor:
+def paged_attention(
+    q_thd: Tensor,
+    kv: LayerKv,
+    meta: AttentionMetadata,
+    mask: AttentionMask,
+    at: Geometry,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return `Backend.attention`. The kernel reads the lengths of `meta` on the device when it runs."""
     num_rows, heads, dim = q_thd.shape
     page_size, kv_heads = kv.k.shape[1:3]
@@ -91,9 +99,10 @@ def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: A
         meta.query_start_loc,
         meta.seq_lens,
         meta.page_table,
+        sinks,
         num_seqs,
         table_width,
-        dim**-0.5 * log2(torch.e),
+        dim**-0.5 * LOG2_E.value,
         GROUP=group,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -102,6 +111,7 @@ def paged_attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: A
         SPLITS=at.splits,
         CAUSAL=mask.causal,
         WINDOW=mask.window or 0,
+        SINKS=sinks is not None,
         UPCAST=INTERPRETED,
         BLOCK_M=max(MIN_DOT, triton.next_power_of_2(at.rows * group)),
         BLOCK_N=at.tokens,
@@ -126,6 +136,7 @@ def attend(
     cu_q_ptr,
     kv_len_ptr,
     table_ptr,
+    sink_ptr,
     num_seqs,
     table_width,
     scale,
@@ -137,6 +148,7 @@ def attend(
     SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -147,7 +159,7 @@ def attend(
     A tile has ROWS query rows of one sequence by the GROUP query heads of a KV head. Line m is query row m // GROUP,
     head m % GROUP. With one part the kernel writes o. With more parts it writes o of each part in fp32, and `lse`, the
     base-2 logarithm of the part's sum of weights. `lse` is -inf if a row sees no token of the part. WINDOW is 0 without
-    a window.
+    a window. With SINKS each line's sum begins with a weight that has no value, in the first part.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS == 1:
@@ -194,6 +206,9 @@ def attend(
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS and split == 0:
+        highest = tl.load(sink_ptr + kv_head * GROUP + lines % GROUP) * LOG2_E
+        total += 1.0
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_width
     columns = tl.arange(0, BLOCK_N)

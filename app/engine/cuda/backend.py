@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation, refuse_sinks
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
 from app.engine.backend.graph import Graph
 from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.cuda import experts, inputs, rows
@@ -63,8 +63,7 @@ class CudaBackend(TorchCudaBackend):
     ) -> Tensor:
         if meta.plans[mask] is not None:
             return super().attention(q_thd, kv, meta, mask, sinks)
-        refuse_sinks(sinks)
-        return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta))
+        return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta), sinks)
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
         """Return the shape of the launch. It follows from tensor shapes alone, so a graph can hold it."""

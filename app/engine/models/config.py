@@ -48,7 +48,7 @@ class RopeConfig:
 class DecoderConfig:
     """Sizes of a target or a draft. `dtype` is the checkpoint's own name of it, like "bfloat16".
 
-    `masks` are of each layer's attention.
+    `masks` are of each layer's attention. With `sinks` each head has a logit without a value in its softmax.
     `max_position_embeddings` is the longest context, after RoPE scaling. `moe` is None if every layer has a dense MLP.
     """
 
@@ -67,6 +67,7 @@ class DecoderConfig:
     masks: tuple[AttentionMask, ...]
     qkv_bias: bool = False
     o_bias: bool = False
+    sinks: bool = False
     moe: MoeConfig | None = None
 
     def moe_of(self, layer: int) -> MoeConfig | None:

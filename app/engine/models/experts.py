@@ -4,11 +4,12 @@ from torch import Tensor
 
 from app.engine.backend.base import Backend
 from app.engine.backend.moe import ExpertWeights, MoeConfig
+from app.engine.models.mxfp4 import dequantised
 from app.engine.models.weights import Weights
 
 
 def load_experts(moe: MoeConfig, hidden: int, weights: Weights, prefix: str, backend: Backend) -> ExpertWeights:
-    """Return the router and the experts under `prefix`, stored one by one or all in `experts.gate_up_proj`.
+    """Return the router and the experts under `prefix`, stored one by one, all in `experts.gate_up_proj`, or in mxfp4.
 
     Each tensor is copied and dropped before the next is read. So a load takes at most one tensor more than its result.
     """
@@ -16,7 +17,10 @@ def load_experts(moe: MoeConfig, hidden: int, weights: Weights, prefix: str, bac
     router = weights.get(f"{prefix}.{moe.router_name}.weight", count, hidden)
     gate_up = backend.empty_experts(router, count, 2 * inner, hidden)
     down = backend.empty_experts(router, count, hidden, inner)
-    if f"{prefix}.experts.gate_up_proj" in weights:
+    if f"{prefix}.experts.gate_up_proj_blocks" in weights:
+        _copy_mxfp4(gate_up, "gate_up_proj", moe, weights, prefix)
+        _copy_mxfp4(down, "down_proj", moe, weights, prefix)
+    elif f"{prefix}.experts.gate_up_proj" in weights:
         _copy_fused(gate_up, "gate_up_proj", moe, weights, prefix)
         _copy_fused(down, "down_proj", moe, weights, prefix)
     else:
@@ -45,6 +49,17 @@ def _copy_fused(to: Tensor, name: str, moe: MoeConfig, weights: Weights, prefix:
     stored = weights.get(f"{prefix}.experts.{name}", count, *shape)
     stored = stored.transpose(1, 2) if moe.input_first else stored
     to.copy_(_gate_first(stored, moe) if name == "gate_up_proj" else stored)
+
+
+def _copy_mxfp4(to: Tensor, name: str, moe: MoeConfig, weights: Weights, prefix: str) -> None:
+    """Copy the experts into `to` [E, out, in], one expert's numbers at a time, from blocks that are [E, out, in]."""
+    count, out_features, in_features = to.shape
+    blocks_of_row = -(-in_features // 32)
+    blocks = weights.packed(f"{prefix}.experts.{name}_blocks", count, out_features, blocks_of_row, 16)
+    scales = weights.packed(f"{prefix}.experts.{name}_scales", count, out_features, blocks_of_row)
+    for expert in range(count):
+        numbers = dequantised(blocks[expert : expert + 1], scales[expert : expert + 1], to.dtype)
+        to[expert] = (_gate_first(numbers, moe) if name == "gate_up_proj" else numbers)[0]
 
 
 def _gate_first(stored: Tensor, moe: MoeConfig) -> Tensor:

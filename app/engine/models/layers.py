@@ -70,6 +70,7 @@ class Attention(nn.Module):
         self.o = frozen(backend.pack_weight(weights.get(f"{prefix}.o_proj.weight", hidden, q_size)))
         optional("qkv_bias", lambda: fused("bias"), given=config.qkv_bias)
         optional("o_bias", lambda: weights.get(f"{prefix}.o_proj.bias", hidden), given=config.o_bias)
+        optional("sinks", lambda: weights.get(f"{prefix}.sinks", config.num_heads).float(), given=config.sinks)
         optional("q_norm", lambda: reordered(weights.get(f"{prefix}.q_norm.weight", dim), order), given=qk_norm)
         optional("k_norm", lambda: reordered(weights.get(f"{prefix}.k_norm.weight", dim), order), given=qk_norm)
         self._mask = mask
@@ -95,7 +96,8 @@ class Attention(nn.Module):
         norms = weights["q_norm"], weights["k_norm"]
         q = backend.qkv_into_kv(qkv, *norms, self._eps, rows.rotation, kv, rows.slot_mapping)
         parts = q.split_with_sizes([sum(meta.query_lens) for meta in rows.groups])
-        o = [backend.attention(part, kv, meta, self._mask) for part, meta in zip(parts, rows.groups, strict=True)]
+        how = self._mask, weights["sinks"]
+        o = [backend.attention(part, kv, meta, *how) for part, meta in zip(parts, rows.groups, strict=True)]
         return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), weights["o"], weights["o_bias"])
 
 

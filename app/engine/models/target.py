@@ -1,6 +1,7 @@
 """The base class of all targets: a causal decoder that hands out the residual stream after chosen layers."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,16 @@ class Target(nn.Module):
 
     qk_norm: ClassVar[bool] = False
     """True if RMSNorm is applied to each q and k head before RoPE."""
-    qkv_bias: ClassVar[bool] = False
-    """True if q, k and v have biases that no key of a config.json names."""
     supports: ClassVar[frozenset[str]] = frozenset()
     """Fields of variants in a config.json that this class implements itself; others are refused."""
+
+    @classmethod
+    def refine(cls, config: DecoderConfig, raw: Mapping[str, Any]) -> DecoderConfig:
+        """Return the config with what the family knows, and no key that all families share says.
+
+        Raises UnsupportedError for a key of the family's own that would be run wrongly.
+        """
+        return config
 
     def __init__(
         self, config: DecoderConfig, weights: Weights, backend: Backend, target_layer_ids: tuple[int, ...] = ()

@@ -28,6 +28,10 @@ class Weights(Protocol):
         shape."""
         ...
 
+    def packed(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of bytes (uint8) on the device. Raises UnsupportedError like `get`."""
+        ...
+
     def skip(self, name: str) -> None:
         """Accept a tensor that may be in the file and is not needed."""
         ...

@@ -28,6 +28,7 @@ class Paged:
     garbage: float = math.nan
     extra_columns: int = 1
     window: int | None = None
+    sinks: Tensor | None = None
     q: Tensor = field(init=False)
     kv: LayerKv = field(init=False)
     meta: AttentionMetadata = field(init=False)
@@ -70,6 +71,8 @@ class Paged:
                 own = len(k) - len(q) + i
                 after = own + 1 if self.causal else len(k)
                 seen = [t for t in range(after) if self.window is None or abs(t - own) < self.window]
-                weights = (torch.einsum("hd,thd->ht", q[i], k[seen]) / math.sqrt(self.dim)).softmax(dim=-1)
-                rows.append(torch.einsum("ht,thd->hd", weights, v[seen]))
+                scores = torch.einsum("hd,thd->ht", q[i], k[seen]) / math.sqrt(self.dim)
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks.double()[:, None]), dim=1)
+                rows.append(torch.einsum("ht,thd->hd", scores.softmax(dim=-1)[:, : len(seen)], v[seen]))
         return torch.stack(rows)

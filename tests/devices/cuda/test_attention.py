@@ -41,7 +41,7 @@ def backend() -> CudaBackend:
 
 def attended(case: Paged, backend: CudaBackend, **changed: int) -> torch.Tensor:
     at = replace(backend.geometry(case.q, case.kv, case.meta), **changed)
-    return paged_attention(case.q, case.kv, case.meta, case.mask, at)
+    return paged_attention(case.q, case.kv, case.meta, case.mask, at, case.sinks)
 
 
 def check(case: Paged, backend: CudaBackend, **changed: int) -> None:
@@ -70,6 +70,14 @@ def test_a_row_sees_its_window_by_absolute_positions(backend, window, causal):
         case = Paged(*lengths, causal=causal, window=window)
         check(case, backend)
         check(case, backend, splits=4, tokens=16)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_sink_takes_its_share_once_however_tokens_are_split(backend, splits, window):
+    sinks = torch.tensor([-30.0, 0.5, 2.0, 4.0])
+    for lengths in ([1, 16, 3, 7], [70, 90, 3, 64]), ([1, 1, 0], [5, 130, 0]):
+        check(Paged(*lengths, window=window, sinks=sinks), backend, splits=splits, tokens=16)
 
 
 def test_tokens_behind_every_rows_window_are_not_read(backend):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 Json = dict[str, Any]
-Family = Literal["qwen3", "llama", "qwen2"]
+Family = Literal["qwen3", "llama", "qwen2", "gpt_oss"]
 Tensors = dict[str, torch.Tensor]
 
 LLAMA3: Json = {
@@ -34,6 +34,14 @@ FAMILIES: dict[str, Json] = {
     "Qwen3, yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
 }
 """Arguments of `make_pair` for a target of each dense family."""
+GPT_OSS: Json = {
+    "family": "gpt_oss", "biases": True, "rope_theta": 150000, "experts": 8, "experts_per_tok": 3,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
+GPT_OSS_WINDOW = 8
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,7 @@ def make_pair(
     own_embedding: bool = False,
     own_head: bool = False,
     eos_token_id: int | list[int] | None = None,
+    mxfp4: bool = False,
     experts: int = 0,
     experts_per_tok: int = 2,
     expert_size: int = 16,
@@ -92,7 +101,8 @@ def make_pair(
 ) -> Pair:
     """Write `folder/target`, of a family, and `folder/draft` (DFlash v1).
 
-    With `experts` the target is a Qwen3MoeForCausalLM, and `fused_experts` stores those of a layer in one tensor.
+    With `experts` the target is a Qwen3MoeForCausalLM or a GptOssForCausalLM. `fused_experts` and `mxfp4` say how those
+    of a layer are stored.
 
     `mask_token_id` defaults to the last id of the vocabulary. `name_taps=False` leaves `target_layer_ids` out of the
     draft's config, so `taps` must be the default ones. `own_embedding` and `own_head` give the draft an embedding
@@ -128,12 +138,25 @@ def make_pair(
         "num_hidden_layers": num_layers,
         "tie_word_embeddings": tied,
     }
-    if family != "qwen3":
+    if family == "gpt_oss":
+        target_config |= {
+            "model_type": family,
+            "architectures": ["GptOssForCausalLM"],
+            "num_local_experts": experts,
+            "num_experts_per_tok": experts_per_tok,
+            "sliding_window": GPT_OSS_WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
+            "swiglu_limit": 2.0,
+        }
+        del target_config["use_sliding_window"]
+        if mxfp4:
+            target_config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    elif family != "qwen3":
         target_config |= {"model_type": family, "architectures": [f"{family.capitalize()}ForCausalLM"]}
         left_out = {"head_dim"} if head_dim * num_heads == hidden_size else set()
         left_out |= {"attention_bias"} if family == "qwen2" else set()
         target_config = {name: value for name, value in target_config.items() if name not in left_out}
-    if experts:
+    if experts and family == "qwen3":
         target_config |= {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -168,7 +191,12 @@ def make_pair(
         )
         if experts and i not in dense_layers:
             layer = {name: tensor for name, tensor in layer.items() if ".mlp." not in name}
-            layer |= _experts(draw, f"model.layers.{i}.mlp.", hidden_size, experts, expert_size, fused=fused_experts)
+            mlp = f"model.layers.{i}.mlp."
+            if family == "gpt_oss":
+                layer |= _gpt_oss_experts(draw, mlp, hidden_size, experts, intermediate_size, mxfp4=mxfp4)
+                layer[f"model.layers.{i}.self_attn.sinks"] = draw.normal(num_heads, std=2.0)
+            else:
+                layer |= _experts(draw, mlp, hidden_size, experts, expert_size, fused=fused_experts)
         if family != "qwen3":
             layer = {
                 name: tensor for name, tensor in layer.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))
@@ -266,10 +294,30 @@ def _experts(draw: _Draw, prefix: str, hidden: int, experts: int, inner: int, *,
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
+def _gpt_oss_experts(draw: _Draw, prefix: str, hidden: int, experts: int, inner: int, *, mxfp4: bool) -> Tensors:
+    tensors = {
+        "router.weight": draw.linear(experts, hidden, gain=2.0),
+        "router.bias": draw.normal(experts, std=0.5),
+        "experts.gate_up_proj": draw.normal(experts, hidden, 2 * inner, std=1.5 * hidden**-0.5),
+        "experts.gate_up_proj_bias": draw.normal(experts, 2 * inner, std=0.5),
+        "experts.down_proj": draw.normal(experts, inner, hidden, std=1.5 * inner**-0.5),
+        "experts.down_proj_bias": draw.normal(experts, hidden, std=0.5),
+    }
+    for name in ("experts.gate_up_proj", "experts.down_proj") if mxfp4 else ():
+        _, columns, rows = tensors.pop(name).shape
+        size = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*size, 16), generator=draw.generator).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(122, 126, size, generator=draw.generator).to(torch.uint8)
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
 def _write(folder: Path, config: dict[str, Any], tensors: Tensors, dtype: torch.dtype, shards: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    tensors = {
+        name: (tensor if tensor.dtype == torch.uint8 else tensor.to(dtype)).contiguous()
+        for name, tensor in tensors.items()
+    }
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return

@@ -64,6 +64,7 @@ class Ragged:
     garbage: float = GARBAGE
     extra_columns: int = 0
     window: int | None = None
+    sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
         generator = seeded(self.seed)
@@ -108,14 +109,16 @@ class Ragged:
                 for head in range(self.heads):
                     kv_head = head // (self.heads // self.kv_heads)
                     keys, values = k[seen, kv_head].double(), v[seen, kv_head].double()
-                    weights = (keys @ q[row, head].double() / math.sqrt(self.dim)).softmax(dim=0)
-                    heads.append(weights @ values)
+                    scores = keys @ q[row, head].double() / math.sqrt(self.dim)
+                    if self.sinks is not None:
+                        scores = torch.cat((scores, self.sinks[head : head + 1].double()))
+                    heads.append(scores.softmax(dim=0)[: len(seen)] @ values)
                 out.append(torch.stack(heads))
         return torch.stack(out).float()
 
     def run(self, backend: TorchBackend) -> Tensor:
         self.meta.plans[self.mask] = backend.plan_attention(self.meta, self.mask, self.heads // self.kv_heads)
-        return backend.attention(torch.cat(self.q), self.kv, self.meta, self.mask)
+        return backend.attention(torch.cat(self.q), self.kv, self.meta, self.mask, self.sinks)
 
     @property
     def calls(self) -> list[Call]:
@@ -125,6 +128,8 @@ class Ragged:
         torch.testing.assert_close(self.run(backend), self.expected(), atol=2e-5, rtol=2e-5)
 
 
+SINKS = torch.tensor([-30.0, 0.5, 2.0, 4.0])
+"""Logits of four heads: one without weight, and one that takes most of it."""
 LENGTHS = {
     "one whole prompt": ([7], [7]),
     "one block over its context": ([5], [22]),
@@ -138,6 +143,13 @@ LENGTHS = {
     "chunks of prompts": ([12, 3, 7], [12, 20, 8]),
     "a sequence without rows": ([4, 1, 0], [9, 30, 0]),
 }
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_a_sink_takes_its_share_of_every_rows_softmax(backend, lengths, window):
+    Ragged(*lengths, window=window, sinks=SINKS).check(backend)
+    assert not torch.allclose(Ragged(*lengths, sinks=SINKS).run(backend), Ragged(*lengths).run(backend))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])

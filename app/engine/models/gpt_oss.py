@@ -1,0 +1,47 @@
+"""gpt-oss (arXiv 2508.10925): gpt-oss-20b, gpt-oss-120b."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from app.engine.backend.base import AttentionMask
+from app.engine.backend.moe import SWIGLU_ALPHA
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
+from app.engine.models.target import Target
+
+
+class GptOss(Target):
+    """Decoder with a sink for each head, sliding and full layers by turns, and experts with biases and clipped SwiGLU.
+
+    Experts are stored in mxfp4, or as [E, in, out] in 16 bits. Rows of gate and up alternate.
+    """
+
+    supports = frozenset({"sliding_window", "layer_types", "num_experts", "quantization_config"})
+
+    @classmethod
+    def refine(cls, config: DecoderConfig, raw: Mapping[str, Any]) -> DecoderConfig:
+        quantization = raw.get("quantization_config") or {}
+        known = {
+            "quant_method": (quantization.get("quant_method", "mxfp4"), "mxfp4"),
+            "swiglu_alpha": (raw.get("swiglu_alpha", SWIGLU_ALPHA), SWIGLU_ALPHA),
+            "experts": (config.moe is not None, True),
+        }
+        for field, (found, wanted) in known.items():
+            if found != wanted:
+                raise UnsupportedError(f"target: {field} = {found!r} is not supported for gpt_oss; only {wanted!r} is")
+        assert config.moe is not None
+        moe = replace(
+            config.moe,
+            norm_topk_prob=True,  # a softmax over the chosen experts alone
+            has_bias=True,
+            swiglu_limit=float(raw.get("swiglu_limit", 7.0)),
+            router_name="router",
+            interleaved=True,
+            input_first=True,
+        )
+        masks = config.masks
+        if raw.get("layer_types") is None:
+            window = raw.get("sliding_window", 128)
+            masks = tuple(AttentionMask(True, None if i % 2 else window) for i in range(config.num_layers))
+        return replace(config, moe=moe, masks=masks, sinks=True)
