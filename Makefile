@@ -5,6 +5,7 @@
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
 #   make test | make check                                the fast tests; lint, types and import rules
 #   make test-all | make proof                            every test but the slow ones; those too, to docs/proof.md
+#   make test-clients                                     real clients in .venv-clients (part of `make test-all`), to docs/clients.md
 #   make golden                                           the texts of Transformers, to tests/golden
 #   make audit                                            known holes in the installed packages, by PyPI's advisories
 #   make test-images                                      the images built and run, to docs/images.md: root and docker.io
@@ -26,6 +27,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
+CLIENTS_STAMP := .venv-clients/.installed
 NPU := .venv-npu/bin
 NPU_STAMP := .venv-npu/.installed
 NPU_TORCH := torch==2.13.0 torch_npu==2.13.0
@@ -35,7 +37,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Takes a value from make's command line only, because conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench test test-rest test-all golden test-npu-if-possible test-npu npu-launches check prose proof soak test-images audit
+.PHONY: serve bench test test-rest test-all golden test-clients clients-if-possible test-npu-if-possible test-npu npu-launches check prose proof soak test-images audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -59,10 +61,21 @@ test: $(DEV_STAMP)
 
 test-rest: export SLICE = -m "not slow"
 test-rest: $(DEV_STAMP)
+	@$(MAKE) --no-print-directory clients-if-possible
 	$(BIN)/python -m pytest tests -m "not fast and not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu-if-possible
 
 test-all: test test-rest
+
+# The tests of the clients alone, one after the other, and the page's table.
+test-clients: $(DEV_STAMP)
+	@$(MAKE) --no-print-directory $(CLIENTS_STAMP)
+	$(BIN)/python -m tests.clients --report docs/clients.md $(ARGS)
+
+# With CI set the clients' tests must run. Otherwise a machine without a network goes on, and prints that they were left out.
+clients-if-possible:
+	@if $(MAKE) --no-print-directory $(CLIENTS_STAMP); then :; elif test -n "$$CI"; then exit 1; \
+	else echo '*** THE CLIENTS CANNOT BE INSTALLED HERE: NO REAL CLIENT WAS TESTED ***' >&2; fi
 
 # A test of `make test-rest` makes the texts again and compares.
 golden: $(DEV_STAMP)
@@ -90,6 +103,7 @@ npu-launches: $(NPU_STAMP)
 	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.devices.npu.launches
 
 proof: $(DEV_STAMP)
+	@$(MAKE) --no-print-directory clients-if-possible
 	$(BIN)/python -m pytest tests
 	@$(MAKE) --no-print-directory test-npu-if-possible
 	$(BIN)/python -m tests.proof $(ARGS)
@@ -130,6 +144,15 @@ $(STAMP): pyproject.toml
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@
+
+# uv takes 15 to 60 s here, and pip 6 minutes, for two environments of 120 packages each. It has settings of its own for mirrors.
+$(CLIENTS_STAMP): $(wildcard tests/clients/*.txt tests/clients/node/*)
+	@for name in openai2 openai3; do \
+	  $(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-clients/$$name && \
+	  $(BIN)/uv pip install --python .venv-clients/$$name/bin/python --requirement tests/clients/$$name.txt || exit 1; done
+	@mkdir -p .venv-clients/node && cp tests/clients/node/* .venv-clients/node
+	@.venv-clients/openai2/bin/npm ci --silent --prefix .venv-clients/node
 	@touch $@
 
 $(NPU_STAMP):

@@ -22,7 +22,7 @@ FOLDERS = {
     "devices/cuda": "gpu_interp",
     "devices/npu": "npu",
     "server": "server",
-    "clients": "server",
+    "clients": "clients",
     "browser": "browser",
     "deploy": "deploy",
     "exhaustive": "exhaustive",
