@@ -56,8 +56,27 @@ ACCELERATOR = {
     16: (11.2, 13.5, 13.4, 13.9, 13.6, 16.1, 13.9, 18.4),
     32: (11.5, 13.7, 13.9, 15.6, 14.3, 18.1, 15.0, 32.0),
 }
-MACHINES = {"measured": TIMED, "compiled": COMPILED, "accelerator": ACCELERATOR}
-PREFILL_MS = {"measured": 0.12, "compiled": 0.07, "accelerator": 0.03}
+
+
+def experts_ms(seqs: int, blocks: int, rows: int, drafts: int) -> float:
+    """Milliseconds where a row of the target takes 8 of 128 experts, and a step reads each expert that a row takes.
+
+    The experts' weights are 12 of the 15 ms that reading all of the target takes.
+    """
+    target_rows = seqs + drafts
+    touched = 1 - (1 - 8 / 128) ** target_rows
+    return 3.0 + 12.0 * touched + 0.01 * target_rows + (1.0 + 0.004 * blocks * rows if blocks else 0.0)
+
+
+def timed_experts(n: int) -> tuple[float, ...]:
+    return tuple(
+        experts_ms(n, shape.drafting, shape.block, shape.drafting * (shape.rows - 1)) for shape in shapes(n, BLOCK)
+    )
+
+
+EXPERTS = {n: timed_experts(n) for n in TIMED}
+MACHINES = {"measured": TIMED, "compiled": COMPILED, "accelerator": ACCELERATOR, "experts": EXPERTS}
+PREFILL_MS = {"measured": 0.12, "compiled": 0.07, "accelerator": 0.03, "experts": 0.05}
 """Cost of a prompt's token, which no decision changes."""
 MISSED = {
     ("compiled", "jumble", 4): (0.87, 0.97),
@@ -95,7 +114,8 @@ class Replay:
     """Tokens per millisecond of a load at a concurrency. Names of sequences are never used twice."""
 
     def __init__(self, machine: str, policy: Policy, seed: int = 0) -> None:
-        self._costs, self._prefill_ms = costs(machine), PREFILL_MS[machine]
+        self._step_ms = experts_ms if machine == "experts" else costs(machine).step_ms
+        self._prefill_ms = PREFILL_MS[machine]
         self._policy = policy
         self._random = Random(seed)
         self._names = itertools.count()
@@ -129,7 +149,7 @@ class Replay:
                 del running[name]
                 self._policy.forget(name)
             tokens += emitted
-        ms = float(self._costs.step_ms(*work))
+        ms = float(self._step_ms(*work))
         self._policy.record_time(*work, ms * self._random.lognormvariate(0, STEP_NOISE), prefilled=prefilled)
         return ms, tokens
 

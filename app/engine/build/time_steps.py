@@ -3,6 +3,8 @@
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from app.engine.build.cost_table import Shape, cost_table, shapes
 from app.engine.build.memory import pages_of, verify_batch
 from app.engine.dflash.costs import CostTable
 from app.engine.schedule.batch import Batch
+from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner
 
 MAX_SECONDS = 10
@@ -101,11 +104,28 @@ def _step(shape: Shape, sizes: Sizes) -> Batch:
     return batch
 
 
+def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
+    """Return a step whose rows have different tokens, like those of text, in the place of anchors and drafts.
+
+    Rows of one token have the same experts, so a target with experts would read few of them, and a wide step would look
+    too cheap.
+    """
+    target = inputs.target
+    token_ids = _varied_tokens(runner.forward.target.config.vocab_size, len(target.token_ids))
+    inputs.target = replace(target, token_ids=token_ids, token_source=np.arange(len(token_ids), dtype=np.int32))
+    return inputs
+
+
+@cache
+def _varied_tokens(vocab_size: int, count: int) -> NDArray[np.int32]:
+    return np.random.default_rng(0).integers(vocab_size, size=count, dtype=np.int32)
+
+
 def _timed(runner: ModelRunner, batch: Batch) -> float:
     """Return the milliseconds of a step that follows others like it, like in serving. A slow one follows none."""
     for _ in range(_IN_A_ROW):
         begun = time.perf_counter()
-        runner.launch(runner.layout.build(batch)).read()
+        runner.launch(_with_varied_tokens(runner, runner.layout.build(batch))).read()
         ms = 1000 * (time.perf_counter() - begun)
         if ms > _SLOW_MS:
             break

@@ -1,15 +1,21 @@
 """A start is timed for at most ten seconds, by a clock of its own: no real time is asserted."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from app.engine.build import time_steps
 from app.engine.build.config import Sizes
 from app.engine.build.cost_table import Shape
 from app.engine.build.time_steps import MAX_SECONDS, measure_costs
 from app.engine.dflash.costs import CostTable
+from app.engine.models.target import Target
+from tests.fast.engine.lossless import make_engine
+from tests.fast.engine.pairs import make_pair
 
 SIZES = Sizes(block_size=16, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=512, page_size=16)
 
@@ -39,6 +45,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> CostTable:
     runner = SimpleNamespace(launch=machine.launch, layout=SimpleNamespace(build=lambda shape: shape))
     monkeypatch.setattr(time_steps, "time", machine)
     monkeypatch.setattr(time_steps, "_step", lambda shape, sizes: shape)
+    monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)
     return measure_costs(runner, SIZES, 64, lambda done, total: machine.progress.append((done, total)))  # type: ignore[arg-type]
 
 
@@ -94,3 +101,26 @@ def test_progress_says_how_many_seconds_are_left(monkeypatch: pytest.MonkeyPatch
     measured(monkeypatch, machine)
     assert machine.progress[0] == (0, 10) and machine.progress.index((10, 10)) == len(machine.progress) - 1
     assert machine.progress == sorted(machine.progress) and len({done for done, _ in machine.progress}) > 5
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_rows_of_a_timed_step_have_different_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
+) -> None:
+    """Rows of one token have the same experts. Anchors of made-up sequences are alike, and so are their drafts."""
+    seen: list[tuple[int, int]] = []  # rows, and different tokens
+    forward = Target.forward
+
+    def noted(self: Target, token_ids: Tensor, *rest: Any) -> Any:
+        seen.append((len(token_ids), len(token_ids.unique())))
+        return forward(self, token_ids, *rest)
+
+    pair = make_pair(tmp_path, experts=8, num_layers=2, taps=(0,), draft_layers=1)
+    monkeypatch.setattr(time_steps, "MAX_SECONDS", 0.5)
+    engine = make_engine(
+        pair.target, pair.draft, verify=1, max_num_seqs=2, enforce_eager=enforce_eager, max_model_len=64
+    )
+    monkeypatch.setattr(Target, "forward", noted)
+    measure_costs(engine.core.runner, engine.sizes, 8)
+    of_whole_blocks = [different for rows, different in seen if rows == 8]
+    assert of_whole_blocks and min(of_whole_blocks) >= 7, seen
