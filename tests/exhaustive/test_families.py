@@ -21,7 +21,7 @@ CASES = [
 ]
 
 
-SHAPES = FAMILIES | {"gpt-oss": GPT_OSS}
+SHAPES = FAMILIES | {"gpt-oss": GPT_OSS, "Qwen3 with experts": {"seed": 22, "experts": 8}}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -107,7 +107,7 @@ def _step(shape: Shape, sizes: Sizes) -> Batch:
 def _with_varied_tokens(runner: ModelRunner, inputs: StepInputs) -> StepInputs:
     """Return a step whose rows have different tokens, like those of text, in the place of anchors and drafts.
 
-    Rows of one token have the same experts, so a target with experts would read few of them, and a wide step would look
+    Rows of one token have the same experts. A target with experts would read few of them, and a wide step would look
     too cheap.
     """
     target = inputs.target
