@@ -1,14 +1,15 @@
 """Wishes for an engine, and facts about a loaded one. The standard library alone, like `app.messages`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about a loaded engine, for the start-up table, /v1/models and the checks before admission.
+    """Facts about a loaded engine, for the start-up table, /v1/models, /server_info and the checks before admission.
 
-    Without a draft model `draft` is None, `block_size` is 1 and `taps` is empty.
+    Without a draft model `draft` is None, `block_size` is 1, and `taps` and `draft_config` are empty. `draft_config` is
+    what was read from the draft's config.json, for people.
     """
 
     target: str
@@ -23,6 +24,7 @@ class EngineInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     vocab_size: int
+    draft_config: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

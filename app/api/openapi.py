@@ -1,6 +1,6 @@
 """Text of /openapi.json. The routes read their bodies themselves, so their models and answers are named here."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
@@ -18,6 +18,7 @@ from app.api.schemas import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from app.engine_config import EngineInfo
 
 _REFS = "#/components/schemas/{model}"
 _STATUSES = {
@@ -140,6 +141,7 @@ _Tokens = _shape(
 )
 _Text = _shape("Text", prompt=str)
 _Version = _shape("Version", version=str)
+_EngineInfo = _shape("EngineInfoBody", **get_type_hints(EngineInfo))
 _Success = _shape("Success", success=Literal[True])
 _Progress = _shape("Progress", stage=str, done=int, total=int)
 _State = _shape("State", status=str, reason=(str, ""), progress=(_Progress | None, None))
@@ -186,6 +188,14 @@ HEALTH: dict[str, Any] = {
     "summary": "Health of the engine",
     "response_class": Response,
     "responses": {503: {"model": _State, "description": "Loading or dead"}},
+}
+SERVER_INFO: dict[str, Any] = {
+    "summary": "Sizes of the engine, and what was read from the draft's config.json",
+    "responses": {
+        200: {"model": _EngineInfo},
+        401: {"model": _ErrorBody, "description": _STATUSES[401]},
+        503: {"model": _State, "description": "Loading or dead"},
+    },
 }
 METRICS: dict[str, Any] = {"summary": "Metrics for Prometheus", "response_class": PlainTextResponse}
 

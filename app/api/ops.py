@@ -1,6 +1,6 @@
 """Probes, metrics and the one change that operators and orchestrators may make."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -37,6 +37,13 @@ async def health(request: Request) -> Response:
     """Return 200 without a body while the engine works or drains, and 503 while it loads or is dead."""
     state = services_of(request).engine.state
     return Response() if state.phase in ("ready", "draining") else _described(state, 503)
+
+
+@router.get("/server_info", **openapi.SERVER_INFO)
+async def server_info(request: Request) -> Response:
+    """Return the facts about the loaded engine and its draft, or 503 until it was loaded."""
+    state = services_of(request).engine.state
+    return _described(state, 503) if state.info is None else json_response(asdict(state.info))
 
 
 @router.get("/metrics", **openapi.METRICS)

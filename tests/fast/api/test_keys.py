@@ -31,6 +31,7 @@ CLOSED = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/version"),
+    ("GET", "/server_info"),
     ("GET", "/metrics"),
     ("GET", "/nothing/here"),
     ("GET", "//health"),

@@ -238,6 +238,15 @@ def test_models_can_be_asked_for_while_the_model_loads(own_server):
     assert response.status_code == 503 and response.headers["retry-after"]
 
 
+def test_the_facts_of_the_engine_and_of_its_draft_are_told_once_it_is_loaded(own_server):
+    response = own_server.http.get("/server_info")
+    assert (response.status_code, response.json()["status"]) == (503, "loading")
+    own_server.script.ready()
+    own_server.reach("ready")
+    found = own_server.http.get("/server_info").json()
+    assert found == own_server.script.info and found["draft_config"]["masks"].startswith("1 causal, window 2048")
+
+
 def test_the_version_is_that_of_the_package(server):
     answer = server.http.get("/version").json()
     assert answer == {"version": version("dflash-server")}

@@ -21,10 +21,10 @@ class Drafted:
 
 
 def drafted_by(engine: Engine, requests: list[Request]) -> list[Drafted]:
-    """Run requests, and return all that was drafted, operator by operator or from graphs."""
+    """Run requests, and return all that was drafted: operator by operator, compiled or from graphs."""
     seen: list[Drafted] = []
     runner, launch = engine.core.runner, engine.core.launch
-    graphs, propose = getattr(runner, "graphs", None), runner.forward.drafter.propose
+    graphs, propose = getattr(runner, "graphs", None), runner.forward.draft
     proposed: list[Any] = []
 
     def recorded(*args: Any) -> Any:
@@ -39,7 +39,7 @@ def drafted_by(engine: Engine, requests: list[Request]) -> list[Drafted]:
             seen.extend(map(Drafted, anchored, drafts.tolist()))
         return pending
 
-    runner.forward.drafter.propose, engine.core.launch = recorded, launched
+    runner.forward.draft, engine.core.launch = recorded, launched
     engine.core.run(requests)
     return seen
 
