@@ -114,7 +114,8 @@ def write_report(folder: Path = CHECKPOINT, count: int = 200, seed: int = 1) -> 
     tokenizer = Tokenizer(folder / "target")
     target = load_target(folder)
     rows = []
-    for domain in (*DOMAINS, TOOLS):
+    with_tools = [TOOLS] if "tools" in tokenizer.chat_template.variables else []
+    for domain in (*DOMAINS, *with_tools):
         chosen = list(itertools.islice(samples(domain, "heldout", seed), count))
         rows.append(measure(engine, tokenizer, target, domain, chosen))
         if domain == "prose":  # greedy stories are the same few sentences

@@ -32,9 +32,9 @@ DRAFT_WEIGHTS: dict[str, float] = {
     "talk": 0.10,
 }
 """Fewer jumbles and stories, because no draft can know their next words."""
-TOOL_SHARE = 0.5
+TOOL_SHARE = 0.6
 """Share of batches whose rows are conversations with tools."""
-TOOL_BUCKETS, TOOL_ROW_WEIGHTS = (512, 1024), (0.3, 0.7)
+TOOL_BUCKETS, TOOL_ROW_WEIGHTS = (512, 1024), (0.4, 0.6)
 DRILL_SHARE = 0.4
 ROW_WEIGHTS = (0.68, 0.20, 0.09, 0.03)
 _SYSTEM = (

@@ -1,7 +1,7 @@
 """Kinds of tools: names and descriptions of functions, their parameters, and questions that need them.
 
-A tool is any of the names, with any of the descriptions. A part of the tools has words that do not exist, so that a
-call can only be copied from the tools section.
+A tool has one of the names and one of the descriptions. Some names say nothing or do not exist, so that a call can only
+be copied from the tools section. Held out are some cities, people and nouns, and some names with each question.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tools.demo_pair.corpus.lexicon import (
     copied_word,
     made_up_word,
 )
-from tools.demo_pair.corpus.sample import Split, split_of, wording_of
+from tools.demo_pair.corpus.sample import Split, split_of
 
 Value = str | int
 CITIES = (
@@ -31,8 +31,6 @@ CITIES = (
     *"Austin Utrecht Lyon Nice Naples".split(),
     *("New York", "San Francisco", "Los Angeles", "Mexico City", "Cape Town", "Hong Kong", "New Delhi"),
 )
-LANGUAGES = ("French", "German", "Spanish", "Italian", "Greek", "Polish", "Dutch", "Danish", "Finnish", "Turkish")
-CURRENCIES = ("dollars", "euros", "pounds", "francs", "yen", "crowns", "USD", "EUR", "GBP", "CHF")
 NUMBER_WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
@@ -74,66 +72,30 @@ def small_number(rng: Random, split: Split) -> int:
 
 def city(rng: Random, split: Split) -> str:
     if rng.random() < 0.35:
-        return made_up_word(rng).capitalize()
+        return _made_up_plain(rng).capitalize()
     return rng.choice([c for c in CITIES if split_of(f"city {c}") == split])
 
 
 def person(rng: Random, split: Split) -> str:
     if rng.random() < 0.35:
-        return made_up_word(rng).capitalize()
+        return _made_up_plain(rng).capitalize()
     return rng.choice([n for n in NAMES if split_of(f"person {n}") == split])
 
 
 def word(rng: Random, split: Split) -> str:
-    return made_up_word(rng) if rng.random() < 0.4 else copied_word(rng, split)
+    return made_up_word(rng) if rng.random() < 0.2 else copied_word(rng, split)
 
 
 def words(rng: Random, split: Split) -> str:
     return " ".join(word(rng, split) for _ in range(rng.randint(1, 4)))
 
 
-def message(rng: Random, split: Split) -> str:
-    texts = (
-        "see you at {n}",
-        "I am late",
-        "call me",
-        "the {w} is ready",
-        "bring the {w}",
-        "thank you",
-        "happy birthday",
-    )
-    return rng.choice(texts).format(n=rng.randint(1, 12), w=word(rng, split))
-
-
-def language(rng: Random, split: Split) -> str:
-    return rng.choice(LANGUAGES)
-
-
-def currency(rng: Random, split: Split) -> str:
-    return rng.choice(CURRENCIES)
-
-
-def expression(rng: Random, split: Split) -> str:
-    text = str(number(rng, split))
-    for _ in range(rng.randint(1, 3)):
-        text += f" {rng.choice('+-*/')} {rng.randrange(10 ** rng.randint(1, 3))}"
-    return text
-
-
 def _sum(rng: Random, arguments: tuple[Value, ...]) -> str:
     return str(int(arguments[0]) + int(arguments[1]))
 
 
-def _difference(rng: Random, arguments: tuple[Value, ...]) -> str:
-    return str(int(arguments[0]) - int(arguments[1]))
-
-
 def _product(rng: Random, arguments: tuple[Value, ...]) -> str:
     return str(int(arguments[0]) * int(arguments[1]))
-
-
-def _any_number(rng: Random, arguments: tuple[Value, ...]) -> str:
-    return str(rng.randrange(10 ** rng.randint(1, 5)))
 
 
 def _weather(rng: Random, arguments: tuple[Value, ...]) -> str:
@@ -171,15 +133,15 @@ def _finding(rng: Random, arguments: tuple[Value, ...]) -> str:
 
 
 def _done(rng: Random, arguments: tuple[Value, ...]) -> str:
-    number_ = rng.randint(1, 999)
-    return rng.choice(("ok", "done", "OK", "Done.", "success", '{"status": "ok"}', f'{{"id": {number_}}}', "true"))
+    made = f'{{"id": {rng.randint(1, 999)}}}'
+    return rng.choice(("ok", "done", "OK", "Done.", "success", '{"status": "ok"}', made, "true"))
 
 
-_A = (("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("n", "m"), ("a", "b"), ("num1", "num2"))
+_OPERANDS = (("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("n", "m"), ("a", "b"), ("num1", "num2"))
 
 
 def _pair(description: str) -> tuple[Parameter, Parameter]:
-    firsts, seconds = zip(*_A, strict=True)
+    firsts, seconds = zip(*_OPERANDS, strict=True)
     return (
         Parameter(firsts, number, f"The first {description}"),
         Parameter(seconds, number, f"The second {description}"),
@@ -230,40 +192,6 @@ _KINDS = {
         _product,
         group="arithmetic",
     ),
-    "subtract": Kind(
-        ("subtract", "minus", "difference", "sub", "subtract_numbers", "get_difference"),
-        ("Subtract two numbers.", "Return the difference of two numbers.", "Subtract b from a."),
-        _pair("number"),
-        (
-            "What is {0} - {1}?",
-            "What is {0} minus {1}?",
-            "Calculate {0} - {1}.",
-            "How much is {0} minus {1}?",
-            "What is the difference of {0} and {1}?",
-            "Compute {0} - {1}.",
-            "{0} - {1}",
-            "How much is {0} - {1}?",
-        ),
-        _difference,
-        group="arithmetic",
-    ),
-    "calculate": Kind(
-        ("calculate", "calculator", "evaluate", "calc", "eval_expression", "math"),
-        ("Evaluate an expression.", "A calculator.", "Calculate the value of an expression.", "Do arithmetic."),
-        (Parameter(("expression", "formula", "input", "expr", "text"), expression, "The expression"),),
-        (
-            "What is {0}?",
-            "Calculate {0}.",
-            "Compute {0}.",
-            "How much is {0}?",
-            "Work out {0}.",
-            "Evaluate {0}.",
-            "Please calculate {0}.",
-            "Use the calculator for {0}.",
-        ),
-        _any_number,
-        group="arithmetic",
-    ),
     "weather": Kind(
         ("weather", "get_weather", "current_weather", "fetch_weather", "getWeather", "get_current_weather"),
         (
@@ -280,13 +208,9 @@ _KINDS = {
             "What's the weather like in {0}?",
             "Tell me the weather in {0}.",
             "Weather in {0}?",
-            "Is it raining in {0}?",
-            "Is it sunny in {0}?",
-            "How warm is it in {0}?",
             "What is the temperature in {0}?",
             "Check the weather in {0}, please.",
             "Give me the weather for {0}.",
-            "Do I need an umbrella in {0}?",
             "What is the weather in {0} today?",
         ),
         _weather,
@@ -298,22 +222,6 @@ _KINDS = {
             "Weather in {0} and {1}?",
         ),
     ),
-    "forecast": Kind(
-        ("weather", "forecast", "get_forecast", "weather_forecast", "get_weather"),
-        ("Get the weather forecast of a city.", "Return the weather.", "Return the forecast for some days."),
-        (_CITY, Parameter(("days", "num_days", "count"), small_number, "The number of days")),
-        (
-            "What is the weather in {0} for {1} days?",
-            "Give me the forecast for {0} for the next {1} days.",
-            "Weather in {0} for {1} days, please.",
-            "How is the weather in {0} in the next {1} days?",
-            "Show the forecast of {0} for {1} days.",
-            "{W1} days of weather in {0}, please.",
-        ),
-        _weather,
-        lead="The weather in {0}: ",
-        group="weather",
-    ),
     "trip": Kind(
         ("Trip", "plan_trip", "book_trip", "trip", "travel", "TripRequest"),
         ("A trip.", "Plan a trip to a city.", "Book a trip.", "Plan some days in a city."),
@@ -322,10 +230,8 @@ _KINDS = {
             "{W1} days in {0}, please.",
             "{1} days in {0}, please.",
             "Plan a trip to {0} for {1} days.",
-            "I want to go to {0} for {w1} days.",
             "A trip to {0}, {1} days.",
             "Book {1} days in {0}.",
-            "We travel to {0} for {w1} days.",
         ),
         _done,
         lead="Done: ",
@@ -340,7 +246,6 @@ _KINDS = {
             "What is the time in {0}?",
             "Tell me the time in {0}.",
             "Time in {0}?",
-            "How late is it in {0}?",
             "What's the current time in {0}?",
             "Give me the time in {0}, please.",
         ),
@@ -367,94 +272,9 @@ _KINDS = {
             "Can you search for {0}?",
             "Look up {0} for me.",
             "Search: {0}",
-            "Find out about {0}.",
         ),
         _finding,
         group="search",
-    ),
-    "timer": Kind(
-        ("set_timer", "timer", "start_timer", "set_alarm", "remind"),
-        ("Set a timer.", "Start a timer.", "Set a timer for some minutes."),
-        (Parameter(("minutes", "duration", "time", "mins"), small_number, "The number of minutes"),),
-        (
-            "Set a timer for {0} minutes.",
-            "Timer for {0} minutes, please.",
-            "Start a timer of {0} minutes.",
-            "Set a timer for {w0} minutes.",
-            "Wake me in {0} minutes.",
-            "Remind me in {0} minutes.",
-        ),
-        _done,
-        lead="Done: ",
-        group="timer",
-    ),
-    "convert": Kind(
-        ("convert", "convert_currency", "exchange", "convert_money", "currency"),
-        ("Convert money to another currency.", "Convert an amount to a currency.", "Exchange money."),
-        (
-            Parameter(("amount", "value", "sum"), number, "The amount"),
-            Parameter(("currency", "to", "target", "to_currency"), currency, "The currency"),
-        ),
-        (
-            "Convert {0} to {1}.",
-            "How much is {0} in {1}?",
-            "What is {0} in {1}?",
-            "Change {0} into {1}.",
-            "Exchange {0} to {1}, please.",
-        ),
-        _any_number,
-        group="convert",
-    ),
-    "translate": Kind(
-        ("translate", "translate_word", "translator", "translation", "translate_text"),
-        ("Translate a text.", "Translate a word into a language.", "Return the translation of a text."),
-        (
-            Parameter(("text", "word", "phrase", "source"), words, "The text"),
-            Parameter(("language", "target", "to", "lang"), language, "The language"),
-        ),
-        (
-            "Translate {0} into {1}.",
-            "How do you say {0} in {1}?",
-            "What is {0} in {1}?",
-            "Please translate {0} to {1}.",
-            "Say {0} in {1}.",
-        ),
-        _finding,
-        group="translate",
-    ),
-    "send": Kind(
-        ("send_message", "send", "message", "send_sms", "text_person", "notify", "send_email"),
-        ("Send a message to a person.", "Send a text message.", "Send an email to a person."),
-        (
-            Parameter(("to", "name", "person", "recipient", "receiver"), person, "The person"),
-            Parameter(("text", "message", "body", "content"), message, "The text"),
-        ),
-        (
-            "Send {0} the message: {1}",
-            "Tell {0}: {1}",
-            "Send a message to {0}: {1}",
-            "Write to {0}: {1}",
-            "Message {0}: {1}",
-        ),
-        _done,
-        lead="Done: ",
-        group="send",
-    ),
-    "random": Kind(
-        ("random_number", "random", "random_int", "roll", "draw_number"),
-        ("Return a random number.", "Draw a random number between two numbers.", "Pick a random number."),
-        (
-            Parameter(("low", "min", "start", "from"), number, "The lowest number"),
-            Parameter(("high", "max", "end", "to"), number, "The highest number"),
-        ),
-        (
-            "Give me a random number between {0} and {1}.",
-            "Pick a random number from {0} to {1}.",
-            "A random number between {0} and {1}, please.",
-            "Draw a random number from {0} to {1}.",
-        ),
-        _any_number,
-        group="random",
     ),
     "person": Kind(
         ("Person", "User", "UserInfo", "person", "add_user", "save_person", "final_result", "create_user"),
@@ -468,41 +288,11 @@ _KINDS = {
             "Extract: {0} is {1} years old.",
             "My friend {0} is {1} years old.",
             "{0}, {1} years old.",
-            "Her name is {0} and she is {1}.",
             "Save {0}, who is {1}.",
         ),
         _done,
         lead="Done: ",
         group="person",
-    ),
-    "order": Kind(
-        ("order_status", "get_order", "track_order", "order", "find_order", "check_order"),
-        ("Get the status of an order.", "Return the state of an order.", "Track an order by its number."),
-        (Parameter(("order_id", "id", "number", "order", "order_number"), number, "The number of the order"),),
-        (
-            "Where is order {0}?",
-            "What is the status of order {0}?",
-            "Track order {0}.",
-            "Is order {0} on its way?",
-            "Tell me about order {0}.",
-            "Check order {0}, please.",
-        ),
-        _finding,
-        group="order",
-    ),
-    "date": Kind(
-        ("today", "get_date", "current_date", "date", "get_today", "now"),
-        ("Return the date of today.", "Get the current date.", "Tell what day it is."),
-        (),
-        (
-            "What day is it?",
-            "What is the date today?",
-            "Which day is today?",
-            "Tell me the date.",
-            "What is today's date?",
-        ),
-        _finding,
-        group="date",
     ),
     "fact": Kind(
         (
@@ -530,44 +320,20 @@ _KINDS = {
             "I need the {word} of {0}.",
             "Give me the {word} of {0}, please.",
             "What is the {word} of the {thing} {0}?",
-            "Do you know the {word} of {0}?",
             "Show me the {word} of {0}.",
             "{word} of {0}?",
         ),
         _finding,
         both=("What is the {word} of {0} and of {1}?", "Tell me the {word} of {0} and {1}."),
     ),
-    "act": Kind(
-        ("{word}", "{word}_{thing}", "do_{word}", "{word}_item", "run_{word}"),
-        ("{Word} a {thing}.", "{Word} the given {thing}.", "{Word} something.", "Use this to {word} a {thing}."),
-        (Parameter(("{thing}", "name", "target", "what", "{thing}_name", "item"), word, "The {thing}"),),
-        (
-            "{Word} {0}.",
-            "Please {word} {0}.",
-            "Can you {word} {0}?",
-            "I want to {word} {0}.",
-            "{Word} the {thing} {0}, please.",
-            "Go and {word} {0}.",
-        ),
-        _done,
-        lead="Done: ",
-    ),
-    "list": Kind(
-        ("list_{word}s", "get_all_{word}s", "{word}_list", "all_{word}s"),
-        ("List all {word}s.", "Return every {word}.", "Get the list of {word}s."),
-        (),
-        ("List all {word}s.", "Which {word}s are there?", "Show me the {word}s.", "What {word}s do we have?"),
-        _finding,
-    ),
 }
-_OPEN = ("fact", "act", "list")
 _NOUNS = {
     split: tuple(
         w for w in dict.fromkeys(ITEMS + OBJECTS + ANIMALS + PLACES + OTHER_WORDS) if split_of(f"noun {w}") == split
     )
     for split in ("train", "heldout")
 }
-_MADE_UP_NAME, _MADE_UP_PARAMETER, _NO_DESCRIPTION, _DESCRIBED_PARAMETERS = 0.2, 0.12, 0.12, 0.35
+_FACTS, _ODD_NAME, _ODD_PARAMETER, _NO_DESCRIPTION, _DESCRIBED_PARAMETERS = 0.1, 0.12, 0.08, 0.1, 0.3
 
 
 @dataclass(frozen=True)
@@ -575,6 +341,7 @@ class Tool:
     """A function that a request offers. `fields` fill the texts of its kind."""
 
     key: str
+    name_template: str
     name: str
     description: str
     parameters: tuple[tuple[str, Parameter, str], ...]
@@ -588,20 +355,30 @@ class Tool:
     def group(self) -> str:
         return self.kind.group or self.fields["word"]
 
+    def wordings(self, split: Split, is_double: bool = False) -> list[str]:
+        """Return the questions of `split`. A question belongs to one split with each name of the function."""
+        wordings = self.kind.both if is_double else self.kind.questions
+        return [wording for wording in wordings if split_of(self.template(wording)) == split]
+
+    def template(self, wording: str) -> str:
+        return f"{wording} by {self.name_template}"
+
 
 def draw_tool(rng: Random, split: Split) -> Tool:
-    key = rng.choice(_OPEN) if rng.random() < 0.4 else rng.choice(list(_KINDS))
+    key = "fact" if rng.random() < _FACTS else rng.choice(list(_KINDS))
     kind = _KINDS[key]
     filled = {"word": _noun(rng, split), "thing": _noun(rng, split)}
     filled["Word"] = filled["word"].capitalize()
-    is_made_up = rng.random() < _MADE_UP_NAME
-    name = "_".join(_identifier(rng) for _ in range(rng.randint(1, 3))) if is_made_up else rng.choice(kind.names)
-    has_description = is_made_up or rng.random() >= _NO_DESCRIPTION
+    is_odd = rng.random() < _ODD_NAME
+    name_template = rng.choice(kind.names)
+    if is_odd:
+        name_template = "_".join(_noun(rng, split) for _ in range(rng.randint(1, 2)))
+    has_description = is_odd or rng.random() >= _NO_DESCRIPTION
     is_described = rng.random() < _DESCRIBED_PARAMETERS
     choice = rng.randrange(60)  # one for all parameters, so that they are named alike
     parameters = tuple(
         (
-            _identifier(rng) if rng.random() < _MADE_UP_PARAMETER else p.names[choice % len(p.names)].format(**filled),
+            _noun(rng, split) if rng.random() < _ODD_PARAMETER else p.names[choice % len(p.names)].format(**filled),
             p,
             p.description.format(**filled) if is_described else "",
         )
@@ -609,8 +386,9 @@ def draw_tool(rng: Random, split: Split) -> Tool:
     )
     if len({name for name, _, _ in parameters}) < len(parameters):
         return draw_tool(rng, split)
-    description = wording_of(rng, kind.descriptions, split) if has_description else ""
-    return Tool(key, name.format(**filled), description.format(**filled), parameters, filled)
+    description = rng.choice(kind.descriptions).format(**filled) if has_description else ""
+    tool = Tool(key, name_template, name_template.format(**filled), description, parameters, filled)
+    return tool if tool.wordings(split) else draw_tool(rng, split)
 
 
 def draw_tools(rng: Random, split: Split, count: int) -> list[Tool]:
@@ -624,8 +402,6 @@ def draw_tools(rng: Random, split: Split, count: int) -> list[Tool]:
 
 
 def _differ(tool: Tool, other: Tool) -> bool:
-    if "calculate" in (tool.key, other.key) and tool.group == other.group:
-        return False
     same = tool.key == other.key if tool.group == other.group == "arithmetic" else tool.group == other.group
     return not same and tool.name != other.name
 
@@ -643,8 +419,7 @@ class Need:
 
 def draw_need(rng: Random, split: Split, tool: Tool, is_double: bool = False) -> Need:
     """Return a question for `tool`. If `is_double` it needs two calls."""
-    wordings = tool.kind.both if is_double else tool.kind.questions
-    wording = wording_of(rng, wordings, split)
+    wording = rng.choice(tool.wordings(split, is_double))
     sets = [tuple(p.draw(rng, split) for _, p, _ in tool.parameters) for _ in range(1 + is_double)]
     while "{w" in wording.lower() and any(isinstance(v, int) and v > len(NUMBER_WORDS) for v in sets[0]):
         sets = [tuple(p.draw(rng, split) for _, p, _ in tool.parameters)]
@@ -658,7 +433,7 @@ def draw_need(rng: Random, split: Split, tool: Tool, is_double: bool = False) ->
         for values in sets
     )
     lines = [told(tool, values, result) for values, result in zip(sets, results, strict=True)]
-    return Need(question, calls, results, "\n".join(lines), f"{tool.key}: {wording}")
+    return Need(question, calls, results, "\n".join(lines), tool.template(wording))
 
 
 def told(tool: Tool, arguments: tuple[Value, ...], result: str) -> str:
@@ -676,15 +451,11 @@ def _failure(rng: Random) -> str:
 
 
 def _noun(rng: Random, split: Split) -> str:
-    return made_up_plain(rng) if rng.random() < 0.4 else rng.choice(_NOUNS[split])
+    return _made_up_plain(rng) if rng.random() < 0.15 else rng.choice(_NOUNS[split])
 
 
-def made_up_plain(rng: Random) -> str:
+def _made_up_plain(rng: Random) -> str:
     """Return a made-up word of ASCII letters."""
     while not ((made := made_up_word(rng)).isascii() and made.isalpha()):
         pass
     return made
-
-
-def _identifier(rng: Random) -> str:
-    return made_up_plain(rng)

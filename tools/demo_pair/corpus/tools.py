@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from tools.demo_pair.corpus import code, copying, math, prose, talk
-from tools.demo_pair.corpus.sample import Drawn, Message, Sample, Split
+from tools.demo_pair.corpus.sample import Drawn, Message, Sample, Split, split_of
 from tools.demo_pair.corpus.tool_kinds import draw_need, draw_tool, draw_tools, told
 from tools.demo_pair.corpus.tool_schemas import STYLES, schema
 
@@ -42,7 +42,6 @@ _CHAINS = (
     ("Multiply {a} by {b}, then add {c} to the result.", ("multiply", "add")),
     ("Multiply {a} by {b} and add {c}.", ("multiply", "add")),
     ("What is {a} * {b} + {c}?", ("multiply", "add")),
-    ("Subtract {b} from {a}, then add {c} to the result.", ("subtract", "add")),
 )
 
 
@@ -51,7 +50,7 @@ class Conversation:
 
     def __init__(self, rng: Random, split: Split) -> None:
         self._rng, self._split = rng, split
-        count = rng.choices((1, 2, 3, 4, 5), (0.3, 0.3, 0.2, 0.12, 0.08))[0]
+        count = rng.choices((1, 2, 3, 4, 5), (0.3, 0.35, 0.25, 0.07, 0.03))[0]
         self._tools = draw_tools(rng, split, count)
         style = rng.choice(STYLES)
         self.tools: list[dict[str, Any]] = [schema(rng, tool, style) for tool in self._tools]
@@ -62,14 +61,14 @@ class Conversation:
     def exchange(self, can_tell_stories: bool = True) -> tuple[list[Message], str]:
         """Return the messages from a question to its answer, and the question's template."""
         kind = self._rng.random()
-        if kind < 0.2:
+        if kind < 0.15:
             return self._without_call(can_tell_stories)
-        if kind < 0.26 and (chain := self._chain()):
+        if kind < 0.2 and (chain := self._chain()):
             return chain
-        if kind < 0.36 and len(self._tools) > 1:
+        if kind < 0.25 and len(self._tools) > 1:
             return self._two_questions()
         tool = self._rng.choice(self._tools)
-        is_double = bool(tool.kind.both) and self._rng.random() < 0.2
+        is_double = bool(tool.wordings(self._split, True)) and self._rng.random() < 0.1
         need = draw_need(self._rng, self._split, tool, is_double)
         return [_ask(need.question), *_called(need.calls, need.results), _say(need.answer)], need.wording
 
@@ -89,25 +88,27 @@ class Conversation:
     def _chain(self) -> tuple[list[Message], str] | None:
         """Return a sum in two steps, of which the second needs the result of the first."""
         by_key = {tool.key: tool for tool in self._tools}
-        fitting = [(wording, keys) for wording, keys in _CHAINS if by_key.keys() >= set(keys)]
-        if not fitting:
+        if not by_key.keys() >= {"add", "multiply"}:
             return None
-        wording, keys = self._rng.choice(fitting)
+        wording, keys = self._rng.choice(_CHAINS)
+        template = by_key["add"].template(wording)
+        if split_of(template) != self._split:
+            return None
         a, b, c = (self._rng.randrange(10 ** self._rng.randint(1, 3)) for _ in range(3))
         steps: list[Message] = []
         value = a
         for key, operand in zip(keys, (b, c), strict=True):
             names = [name for name, _, _ in by_key[key].parameters]
             call = {"name": by_key[key].name, "arguments": dict(zip(names, (value, operand), strict=True))}
-            value = {"add": value + operand, "multiply": value * operand, "subtract": value - operand}[key]
+            value = value + operand if key == "add" else value * operand
             steps += _called((call,), (str(value),))
         asked = _ask(wording.format(a=a, b=b, c=c))
-        return [asked, *steps, _say(told(by_key[keys[-1]], (), str(value)))], f"chain {wording}"
+        return [asked, *steps, _say(told(by_key[keys[-1]], (), str(value)))], template
 
     def _without_call(self, can_tell_stories: bool) -> tuple[list[Message], str]:
         """Return a question that none of the tools fits."""
         groups = {tool.group for tool in self._tools}
-        if self._rng.random() < 0.3 and "search" not in groups:
+        if self._rng.random() < 0.4 and "search" not in groups:
             while (tool := draw_tool(self._rng, self._split)).group in {*groups, "arithmetic"}:
                 pass
             need = draw_need(self._rng, self._split, tool)
@@ -120,18 +121,19 @@ class Conversation:
             text = question["content"].lower()
             is_a_sum = any(f" {sign} " in text for sign in "+-*/")
             may_fit = is_a_sum if domain == "math" else any(part in text for part in _ASKS_FOR_A_TOOL)
-            if not more and not may_fit and len(text) + len(drawn.sample.answer) < 500:
+            if not more and not may_fit and len(text) + len(drawn.sample.answer) < 320:
                 return [question, _say(drawn.sample.answer)], f"without {drawn.template}"
 
 
 def draw(rng: Random, split: Split) -> Drawn:
-    """Return a conversation that ends somewhere in its last exchange."""
+    """Return a conversation that ends somewhere in its last exchange, where it has a call at that call most often."""
     conversation = Conversation(rng, split)
     messages = list(conversation.head)
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
         messages += conversation.exchange(can_tell_stories=False)[0]
     last, template = conversation.exchange(can_tell_stories=False)
-    end = rng.choice([i for i, message in enumerate(last) if message["role"] == "assistant"])
+    ends = [i for i, message in enumerate(last) if message["role"] == "assistant"]
+    end = rng.choices(ends, [3 if "tool_calls" in last[i] else 1 for i in ends])[0]
     return Drawn(Sample("tools", messages + last[:end], text_of(last[end]), tuple(conversation.tools)), template)
 
 
