@@ -60,6 +60,7 @@ def serve(arguments: Sequence[str]) -> int:
     from app.config.checkpoint import check_files, check_length, resolve
     from app.config.flags import parse_flags
     from app.config.sources import load_config
+    from app.config.tensor_headers import check_draft_tensors, check_target_tensors
     from app.config.torch_build import check_torch_build
 
     config = load_config(parse_flags(arguments))
@@ -68,11 +69,13 @@ def serve(arguments: Sequence[str]) -> int:
     target = resolve(config.model, "target")
     check_files(target, need_tokenizer=True)
     check_length(target, config.max_model_len)
+    check_target_tensors(target)
     draft = None
     draft_name = config.draft_model or ("demo" if config.model == "demo" else None)
     if config.speculation and draft_name:
         draft = resolve(draft_name, "draft")
         check_files(draft, need_tokenizer=False)
+        check_draft_tensors(draft, target)
     else:
         reason = "no --draft-model" if config.speculation else "--no-speculation"
         print(f"{config.model} decodes plainly, without drafts: {reason}", file=sys.stderr)

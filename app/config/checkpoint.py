@@ -93,7 +93,7 @@ def _owner(name: str) -> str:
 
 def check_files(folder: Path, need_tokenizer: bool) -> None:
     """Raise CheckpointError unless the folder's config, weights and (if needed) tokenizer are there and whole."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if not config.get("architectures") and not config.get("model_type"):
         raise CheckpointError(
             f"{folder / 'config.json'}: neither `architectures` nor `model_type` is given, so it is no model's "
@@ -122,7 +122,7 @@ def check_files(folder: Path, need_tokenizer: bool) -> None:
 
 def check_length(folder: Path, max_model_len: int | None) -> None:
     """Raise CheckpointError for a --max-model-len that the folder's config.json does not have."""
-    config = _read_json(folder / "config.json") if max_model_len else {}
+    config = read_json(folder / "config.json") if max_model_len else {}
     limit = config.get("max_position_embeddings")
     is_scaled = config.get("rope_scaling") or config.get("rope_parameters")  # which the engine reads
     if max_model_len and isinstance(limit, int) and not is_scaled and not 2 <= max_model_len <= limit:
@@ -143,6 +143,13 @@ def count_numbers(folder: Path) -> int:
     )
 
 
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return tensor name -> shape. Raises CheckpointError like `tensor_files`."""
+    files = tensor_files(folder)
+    headers = {file: _read_header(file)[0] for file in set(files.values())}
+    return {name: headers[file][name]["shape"] for name, file in files.items()}
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Return tensor name -> the file that holds it. A single file goes before an index, like in Transformers.
 
@@ -159,7 +166,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             f"{folder}: no weights; looked for {single.name} and {index.name}{pickled}; give a folder or a revision "
             "with safetensors"
         )
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no `weight_map` that says which shard holds a tensor; {_AGAIN}")
     shards = sorted({str(shard) for shard in weight_map.values()})
@@ -243,7 +250,8 @@ def _are_sizes(sizes: Any) -> TypeGuard[list[int]]:
     return isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises CheckpointError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

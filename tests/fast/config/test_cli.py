@@ -58,7 +58,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     module = ModuleType("app.api.server")
     module.run = stand_in.run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "app.api.server", module)
-    monkeypatch.setattr("app.config.checkpoint.check_files", lambda folder, need_tokenizer: None)
+    for check in (
+        "checkpoint.check_files",
+        "tensor_headers.check_target_tensors",
+        "tensor_headers.check_draft_tensors",
+    ):
+        monkeypatch.setattr(f"app.config.{check}", lambda folder, *more, **named: None)
     return stand_in
 
 

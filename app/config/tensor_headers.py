@@ -1,0 +1,111 @@
+"""Shapes of tensors against config.json, told before the server listens, from headers alone.
+
+The engine checks every tensor again when it reads it. The tensors here are those that all families share. A config.json
+without plain sizes is left to the engine, which refuses its fields by name.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from app.config.checkpoint import CheckpointError, read_json, tensor_shapes
+
+_OWN_MLP = ("num_experts", "num_local_experts")
+"""Keys of families whose layers have no dense MLP, or not all of them."""
+
+
+def check_target_tensors(target: Path) -> None:
+    """Raise CheckpointError for a tensor of the target that is missing or has another shape than its config wants."""
+    config = read_json(target / "config.json")
+    shapes = _shapes(target)
+    vocab, hidden = _size(config, "vocab_size"), _size(config, "hidden_size")
+    if not vocab or not hidden:
+        return
+    wanted = dict(_decoder(config))
+    wanted["embed_tokens.weight"] = [vocab, hidden]
+    if not config.get("tie_word_embeddings"):
+        wanted["lm_head.weight"] = [vocab, hidden]
+    _compare(target, shapes, wanted)
+
+
+def check_draft_tensors(draft: Path, target: Path) -> None:
+    """Raise CheckpointError for a draft of another target, or for a tensor as in `check_target_tensors`."""
+    raw, of_target = read_json(draft / "config.json"), read_json(target / "config.json")
+    layers = raw.get("transformer_layer_config")  # in the speculators format
+    config = {**layers, **raw} if isinstance(layers, Mapping) else raw
+    inner = raw.get("dflash_config")
+    inner = inner if isinstance(inner, Mapping) else {}
+
+    def stated(name: str) -> int | None:
+        return _size(inner, name) or _size(config, name)
+
+    shapes = _shapes(draft)
+    target_hidden = stated("target_hidden_size") or stated("hidden_size")
+    fits = {
+        "vocab_size": (stated("vocab_size"), _size(of_target, "vocab_size")),
+        "num_target_layers": (stated("num_target_layers"), _size(of_target, "num_hidden_layers")),
+        "target_hidden_size": (target_hidden, _size(of_target, "hidden_size")),
+    }
+    for field, (found, wanted) in fits.items():
+        if found and wanted and found != wanted:
+            field = field if stated(field) else "hidden_size"
+            raise CheckpointError(
+                f"{draft}: {field} is {found}, but the target {target} has {wanted}; give the draft that was made for "
+                "this target"
+            )
+    hidden = _size(config, "hidden_size")
+    if not hidden or not target_hidden:
+        return
+    wanted_shapes = {**dict(_decoder(config)), "hidden_norm.weight": [hidden]}
+    taps = inner.get("target_layer_ids") or config.get("target_layer_ids") or raw.get("aux_hidden_state_layer_ids")
+    if isinstance(taps, list):
+        wanted_shapes["fc.weight"] = [hidden, len(taps) * target_hidden]
+    _compare(draft, shapes, wanted_shapes)
+
+
+def _decoder(config: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
+    """Yield the tensors of layers and the last norm with their shapes, none if the config lacks a size."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    hidden, num_layers, heads, inner = (_size(config, name) for name in names)
+    if not hidden or not num_layers or not heads or not inner:
+        return
+    kv_heads = _size(config, "num_key_value_heads") or heads
+    head_dim = _size(config, "head_dim") or hidden // heads
+    attention, kv = heads * head_dim, kv_heads * head_dim
+    layer = {
+        "input_layernorm": [hidden],
+        "post_attention_layernorm": [hidden],
+        "self_attn.q_proj": [attention, hidden],
+        "self_attn.k_proj": [kv, hidden],
+        "self_attn.v_proj": [kv, hidden],
+        "self_attn.o_proj": [hidden, attention],
+    }
+    if not any(config.get(name) for name in _OWN_MLP):
+        layer |= {"mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden], "mlp.down_proj": [hidden, inner]}
+    for number in range(num_layers):
+        for name, shape in layer.items():
+            yield f"layers.{number}.{name}.weight", shape
+    yield "norm.weight", [hidden]
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    return {name.removeprefix("model."): shape for name, shape in tensor_shapes(folder).items()}
+
+
+def _compare(folder: Path, shapes: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
+    if missing := [name for name in wanted if name not in shapes]:
+        raise CheckpointError(
+            f"{folder}: tensor {missing[0]} is missing, one of {len(missing)} that config.json wants; download it again"
+        )
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{folder}: tensor {name} has shape {shapes[name]}, but config.json wants {shape}; config.json and "
+                "weights are of different models"
+            )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int | None:
+    """Return a positive number of the config, or None."""
+    value = config.get(name)
+    return value if type(value) is int and value > 0 else None

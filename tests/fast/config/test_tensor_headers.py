@@ -1,0 +1,115 @@
+"""A tensor that is missing or of another width, and a draft of another target, are told before the server listens."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from app import cli
+from app.config.checkpoint import DEMO, CheckpointError
+from app.config.tensor_headers import check_draft_tensors, check_target_tensors
+from tests.fast.engine.pairs import make_pair
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tied": True},
+    "biases": {"biases": True},
+    "shards": {"shards": 2},
+    "prefix": {"draft_prefix": "model."},
+    "taps by default": {"name_taps": False, "taps": (1,), "num_layers": 4, "draft_layers": 1},
+    "own embedding and head": {"own_embedding": True, "own_head": True},
+    "experts": {"experts": 4},
+    "fused experts": {"experts": 4, "fused_experts": True, "dense_layers": (1,)},
+    "llama": {"family": "llama"},
+    "qwen2": {"family": "qwen2"},
+    "gpt_oss": {"family": "gpt_oss", "experts": 4},
+}
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_that_the_engine_loads_passes(tmp_path: Path, name: str) -> None:
+    pair = make_pair(tmp_path, **PAIRS[name])
+    check_target_tensors(pair.target)
+    check_draft_tensors(pair.draft, pair.target)
+
+
+def test_the_demo_pair_passes() -> None:
+    check_target_tensors(DEMO / "target")
+    check_draft_tensors(DEMO / "draft", DEMO / "target")
+
+
+def test_a_draft_in_the_speculators_format_passes_and_is_compared(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path)
+    file = pair.draft / "config.json"
+    config = json.loads(file.read_text())
+    ids = [tap + 1 for tap in config.pop("dflash_config")["target_layer_ids"]]
+    own = {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": ids, "transformer_layer_config": config}
+    file.write_text(json.dumps(own))
+    check_draft_tensors(pair.draft, pair.target)
+    file.write_text(json.dumps(own | {"aux_hidden_state_layer_ids": [*ids, 4]}))
+    with pytest.raises(CheckpointError, match=r"tensor fc\.weight has shape"):
+        check_draft_tensors(pair.draft, pair.target)
+
+
+def change_tensors(folder: Path, change: Change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def narrow(name: str) -> Change:
+    return lambda tensors: tensors.update({name: tensors[name][:-1]})
+
+
+@pytest.mark.parametrize(
+    ("role", "change", "why"),
+    [
+        ("target", lambda t: t.pop("model.layers.3.mlp.up_proj.weight"), "layers.3.mlp.up_proj.weight is missing"),
+        ("target", lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
+        ("target", lambda t: t.pop("model.norm.weight"), "norm.weight is missing"),
+        ("target", narrow("model.embed_tokens.weight"), "embed_tokens.weight has shape [96, 32]"),
+        ("target", narrow("model.layers.2.self_attn.k_proj.weight"), "self_attn.k_proj.weight has shape [31, 32]"),
+        ("target", narrow("model.layers.0.mlp.down_proj.weight"), "down_proj.weight has shape [31, 64]"),
+        ("draft", lambda t: t.pop("fc.weight"), "fc.weight is missing"),
+        ("draft", narrow("hidden_norm.weight"), "hidden_norm.weight has shape [31]"),
+        ("draft", narrow("layers.1.self_attn.o_proj.weight"), "o_proj.weight has shape [31, 64]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_tensor_is_named_with_both_shapes(tmp_path: Path, role: str, change: Change, why: str) -> None:
+    pair = make_pair(tmp_path)
+    change_tensors(tmp_path / role, change)
+    with pytest.raises(CheckpointError) as caught:
+        check_target_tensors(pair.target)
+        check_draft_tensors(pair.draft, pair.target)
+    assert why in str(caught.value) and str(tmp_path / role) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "sizes"),
+    [
+        ("vocab_size", {"vocab_size": 101}),
+        ("num_target_layers", {"num_layers": 6}),
+        ("hidden_size", {"hidden_size": 64}),
+    ],
+)
+def test_a_draft_of_another_target_is_told_by_the_field(
+    tmp_path: Path, field: str, sizes: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair, other = make_pair(tmp_path / "own"), make_pair(tmp_path / "other", **sizes)
+    (pair.target / "tokenizer.json").write_text("{}")
+    assert cli.main(["serve", str(pair.target), "--draft-model", str(other.draft), "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error: ") == said.count("\n") == 1
+    assert f"{field} is {next(iter(sizes.values()))}, but the target" in said
+
+
+def test_a_config_without_sizes_is_left_to_the_engine(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path)
+    (pair.target / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "32"}))
+    check_target_tensors(pair.target)
+    check_draft_tensors(pair.draft, pair.target)
