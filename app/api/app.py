@@ -12,7 +12,8 @@ from app.api.services import Services
 from app.client.client import EngineClient
 from app.config.settings import Config
 from app.metrics import Metrics
-from app.text.parsers import THINK, family_for
+from app.text.parsers import family_for, reasoning_for
+from app.text.parsers.reasoning import ReasoningParser
 from app.text.tokenizer import Tokenizer
 
 ROUTERS = (chat.router, completions.router, responses.router, tokenize.router, models.router, ops.router, page.router)
@@ -51,12 +52,14 @@ def create_app(services: Services) -> ASGIApp:
 def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> Services:
     """Return the settings' Services. A parser set to `auto` follows the chat template."""
     source = tokenizer.chat_template.source or ""
+    reasoning = reasoning_for(config.reasoning_parser, source)
     return Services(
         engine,
         tokenizer,
         config.served_model_name or [config.model],
         metrics,
-        reasoning=THINK in source if config.reasoning_parser == "auto" else config.reasoning_parser != "none",
+        reasoning=reasoning is not None,
+        reasoning_parser=reasoning or ReasoningParser,
         tool_family=family_for(config.tool_call_parser, source),
         refuse_strict=config.strict_tools == "refuse",
         template_kwargs=config.default_chat_template_kwargs,

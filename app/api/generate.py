@@ -26,7 +26,6 @@ from app.client.request_stream import RequestStream
 from app.engine_config import EngineInfo
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import END_THINK, OutputParser
-from app.text.parsers.reasoning import ReasoningParser
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +155,7 @@ def _choice(
         reasons = call.services.reasoning and body.separate_reasoning is not False
         family = call.services.tool_family if body.offered_tools else None
         parser = OutputParser(
-            ReasoningParser(prompt.in_reasoning) if reasons else None,
+            call.services.reasoning_parser(prompt.in_reasoning) if reasons else None,
             family.parser() if family else None,
             shows_reasoning=body.include_reasoning is not False,
         )

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from app.api.errors import bad_request, clip, model_not_found
 from app.api.middleware import sent_key
 from app.client.client import EngineClient
 from app.metrics import Metrics
-from app.text.parsers import Family
+from app.text.parsers import Family, Reasoning
+from app.text.parsers.reasoning import ReasoningParser
 from app.text.tokenizer import Tokenizer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -22,11 +23,12 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 class Services:
     """Parts of one server. `model_names` are the values that `model` may have; answers bear the first.
 
-    `reasoning` and the tool calls of `tool_family` are parsed out of chat answers. `refuse_strict` answers
-    strict functions with 400. `template_kwargs` are chat_template_kwargs of requests without their own. `log_prompts`
-    lets prompts into the log. A request gets `request_timeout` seconds; 0 is no end. With `api_keys`, a request outside
-    OPEN_PATHS must have one of all keys, and clients are known by their keys, not by their addresses. With
-    `admin_keys`, a request that changes the server must have one of these. `allowed_origins` are for CORS.
+    `reasoning` (by `reasoning_parser`) and the tool calls of `tool_family` are parsed out of chat answers.
+    `refuse_strict` answers strict functions with 400. `template_kwargs` are chat_template_kwargs of requests without
+    their own. `log_prompts` lets prompts into the log. A request gets `request_timeout` seconds; 0 is no end. With
+    `api_keys`, a request outside OPEN_PATHS must have one of all keys, and clients are known by their keys, not by
+    their addresses. With `admin_keys`, a request that changes the server must have one of these. `allowed_origins` are
+    for CORS.
     `num_unread_bytes` counts the bytes of the bodies that have not arrived whole. While the server `is_leaving`, /ready
     says 503, and requests are still taken.
     """
@@ -36,6 +38,7 @@ class Services:
     model_names: list[str]
     metrics: Metrics
     reasoning: bool = False
+    reasoning_parser: Callable[[bool], Reasoning] = ReasoningParser
     tool_family: Family | None = None
     refuse_strict: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

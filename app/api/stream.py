@@ -21,8 +21,7 @@ from app.client.client import EngineClient
 from app.client.request_stream import RequestStream
 from app.messages import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
-from app.text.parsers import OutputParser, Parsed, ToolCall
-from app.text.parsers.reasoning import ReasoningParser
+from app.text.parsers import OutputParser, Parsed, Reasoning, ToolCall
 
 KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5
@@ -62,7 +61,7 @@ class Choice:
         return self._num_before_content if self._reasoning and self._reasoning.has_reasoned else 0
 
     @property
-    def _reasoning(self) -> ReasoningParser | None:
+    def _reasoning(self) -> Reasoning | None:
         return self.parser.reasoning
 
     @property

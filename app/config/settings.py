@@ -111,10 +111,14 @@ class Config(BaseModel):
         CHAT, {}, 'JSON for requests that send no chat_template_kwargs: {"enable_thinking": false}', metavar="JSON"
     )
     reasoning_parser: ParserName = setting(
-        CHAT, "auto", "auto | none | qwen3: <think> to reasoning_content; auto looks into the chat template"
+        CHAT,
+        "auto",
+        "auto | none | qwen3 | harmony: thinking to reasoning_content; auto looks into the chat template",
     )
     tool_call_parser: ToolParserName = setting(
-        CHAT, "auto", "auto | none | qwen3 | llama3_json: calls to tool_calls; auto looks into the chat template"
+        CHAT,
+        "auto",
+        "auto | none | qwen3 | llama3_json | harmony: calls to tool_calls; auto as above",
     )
 
     strict_tools: Literal["accept", "refuse"] = setting(

@@ -1,17 +1,31 @@
 """Parsers of output: reasoning, and the tool calls of each family of models."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from app.text.parsers import llama3_json, qwen3
-from app.text.parsers.base import CallParser, Family, Parsed, ToolCall
+from app.text.parsers import harmony, llama3_json, qwen3
+from app.text.parsers.base import CallParser, Family, Parsed, Reasoning, ToolCall
+from app.text.parsers.harmony import HarmonyReasoning
 from app.text.parsers.reasoning import END_THINK, THINK, ReasoningParser
 
-__all__ = ["END_THINK", "FAMILIES", "MARKS", "THINK", "Family", "OutputParser", "Parsed", "ToolCall", "family_for"]
+__all__ = [
+    "END_THINK",
+    "FAMILIES",
+    "MARKS",
+    "THINK",
+    "Family",
+    "OutputParser",
+    "Parsed",
+    "Reasoning",
+    "ToolCall",
+    "family_for",
+    "reasoning_for",
+]
 
 FAMILIES = (
     qwen3.FAMILY,
     llama3_json.FAMILY,
+    harmony.FAMILY,
 )
 _AFTER_CALL = re.compile(r"(?<=[>}])")
 MARKS = (THINK, END_THINK, *(mark for family in FAMILIES for mark in family.marks))
@@ -23,6 +37,13 @@ def family_for(name: str, template: str) -> Family | None:
     return next(filter(suits, FAMILIES), None)
 
 
+def reasoning_for(name: str, template: str) -> Callable[[bool], Reasoning] | None:
+    """Return the maker of reasoning parsers that is called `name`, or None. With "auto" the chat template decides."""
+    if name == "harmony" or (name == "auto" and harmony.fits(template)):
+        return HarmonyReasoning
+    return ReasoningParser if name == "qwen3" or (name == "auto" and THINK in template) else None
+
+
 class OutputParser:
     """Parser of one output into reasoning, content and tool calls, each if there is a parser of it.
 
@@ -32,7 +53,7 @@ class OutputParser:
 
     def __init__(
         self,
-        reasoning: ReasoningParser | None = None,
+        reasoning: Reasoning | None = None,
         calls: CallParser | None = None,
         shows_reasoning: bool = True,
     ) -> None:

@@ -43,6 +43,26 @@ class Parsed(NamedTuple):
         return [cls.joined(group) for group in groups if group]
 
 
+class Reasoning(Protocol):
+    """Parser of one output into reasoning and content. `has_reasoned` if there was reasoning."""
+
+    has_reasoned: bool
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the certain reasoning and the certain content of this piece."""
+
+    @property
+    def is_before_content(self) -> bool:
+        """True until the content has begun."""
+
+    @property
+    def num_withheld(self) -> int:
+        """The number of characters that were pushed and may still be shown."""
+
+    def finish(self) -> tuple[str, str]:
+        """Return the held reasoning and content at the end of the output."""
+
+
 class CallParser(Protocol):
     """Parser of one output without its reasoning. The concatenated results depend on the text alone.
 
@@ -66,6 +86,7 @@ class Family:
 
     `marks` are tags that must stay in the text, even if they are special tokens. `fits(source)` is true of a chat
     template that teaches this format. `opening` begins a call, up to the function's name. `key` names the arguments.
+    `behind_name` is what stands between a name and its arguments, in a format whose calls are no JSON object.
     """
 
     name: str
@@ -74,6 +95,7 @@ class Family:
     fits: Callable[[str], bool]
     opening: str
     key: str
+    behind_name: str = ""
 
     def prefix(self, function: str | None) -> str:
         """Return the beginning of a call of `function`, or of any function.
@@ -82,6 +104,8 @@ class Family:
         """
         if function is None:
             return self.opening
+        if self.behind_name:
+            return f"{self.opening}{function}{self.behind_name}"
         return f'{self.opening}{json.dumps(function, ensure_ascii=False)[1:-1]}", "{self.key}":'
 
 

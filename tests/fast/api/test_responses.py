@@ -228,8 +228,13 @@ def test_items_do_not_depend_on_where_a_step_ends(server, stream):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_texts_and_calls_keep_their_order_in_every_family(family):
-    opening, end = {"qwen3": ("<tool_call>", "</tool_call>")}.get(family.name, ("<|python_tag|>", ""))
-    call = f'{opening}{{"name": "f", "{family.key}": {{"a": {{"b": "}}"}}}}}}{end}'
+    json = f'{{"name": "f", "{family.key}": {{"a": {{"b": "}}"}}}}}}'
+    opening, inner, end = {
+        "qwen3": ("<tool_call>", json, "</tool_call>"),
+        "llama3_json": ("<|python_tag|>", json, ""),
+        "harmony": ("<|channel|>commentary to=functions.", 'f<|message|>{"a": {"b": "}"}}', "<|call|>"),
+    }[family.name]
+    call = f"{opening}{inner}{end}"
     text = f"One {call}two {{}} <b>{call}{opening}{{"
     one_step, many_steps = OutputParser(calls=family.parser()), OutputParser(calls=family.parser())
     whole = Parsed.in_order([*one_step.push_in_order(text), one_step.finish()])

@@ -89,7 +89,7 @@ def test_a_call_is_given_by_the_piece_that_closes_it():
     assert parser.push("}") == Parsed(tool_calls=(F_CALL,))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda family: family.name)
 @pytest.mark.parametrize("name", ["weather", 'a "b"\\ é'])
 def test_a_forced_call_is_one_that_the_parser_reads(family, name):
     endings = {"qwen3": "}\n</tool_call>", "llama3_json": "}"}
@@ -106,5 +106,10 @@ def test_the_prefixes_are_the_families_own_wording():
     assert [family.prefix("f") for family in FAMILIES] == [
         '<tool_call>\n{"name": "f", "arguments":',
         '{"name": "f", "parameters":',
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
     ]
-    assert [family.prefix(None) for family in FAMILIES] == ['<tool_call>\n{"name": "', '{"name": "']
+    assert [family.prefix(None) for family in FAMILIES] == [
+        '<tool_call>\n{"name": "',
+        '{"name": "',
+        "<|channel|>commentary to=functions.",
+    ]

@@ -1,0 +1,165 @@
+"""Harmony, the format of gpt-oss: messages on channels. Analysis is reasoning, commentary to a function a call."""
+
+import json
+import re
+from enum import Enum, auto
+
+from app.text.parsers.base import Family, Parsed, ToolCall, num_held, read_call
+
+CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+_ENDS = END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_OPENING = f"{CHANNEL}commentary to=functions."
+_HEADERS = (CHANNEL, START, MESSAGE, "to=")
+_END = re.compile("|".join(map(re.escape, (*_ENDS, START))))
+
+
+class _Kind(Enum):
+    HEADER = auto()
+    REASONING = auto()
+    CALL = auto()
+    CONTENT = auto()
+
+
+class HarmonyReasoning:
+    """Parser of messages into reasoning and content, in the place of a ReasoningParser.
+
+    Marks and headers are dropped, but those of a call, which begin it in the content. An output without a header is
+    content: it goes on with a message that the prompt has begun.
+    """
+
+    def __init__(self, starts_in_reasoning: bool = False) -> None:
+        self._kind = _Kind.HEADER
+        self._tail = ""  # a header, or maybe the beginning of a mark
+        self._is_first = True
+        self.has_reasoned = False
+        self._has_content = False
+
+    @property
+    def is_before_content(self) -> bool:
+        """True until content or a call has begun."""
+        return not self._has_content
+
+    @property
+    def num_withheld(self) -> int:
+        """The number of characters that were pushed and may still be shown."""
+        return len(self._tail)
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the certain reasoning and the certain content of this piece."""
+        text, self._tail = self._tail + text, ""
+        shown: dict[_Kind, list[str]] = {_Kind.REASONING: [], _Kind.CONTENT: []}
+        while text:
+            if self._kind is _Kind.HEADER:
+                text = self._read_header(text, shown[_Kind.CONTENT])
+            else:
+                text = self._read_body(text, shown)
+        return "".join(shown[_Kind.REASONING]), "".join(shown[_Kind.CONTENT])
+
+    def finish(self) -> tuple[str, str]:
+        """Return the held reasoning and content at the end of the output. A header without a message is dropped."""
+        text, self._tail = self._tail, ""
+        if self._kind is _Kind.HEADER:
+            return "", "" if text.lstrip().startswith((CHANNEL, START)) else text
+        return (text, "") if self._kind is _Kind.REASONING else ("", text)
+
+    def _read_header(self, text: str, content: list[str]) -> str:
+        """Read up to the message. Return the rest of the text."""
+        header, found, rest = text.partition(MESSAGE)
+        first = text.lstrip()
+        if self._is_first and first and not any(first.startswith(h) or h.startswith(first) for h in _HEADERS):
+            self._begin(_Kind.CONTENT)
+            return text
+        if not found:
+            self._tail = text
+            return ""
+        recipient = _RECIPIENT.search(header)
+        if recipient:
+            self._begin(_Kind.CALL)
+            content.append(f"{_OPENING}{recipient[1]}{MESSAGE}")
+        else:
+            channel = header.partition(CHANNEL)[2].lstrip()
+            self._begin(_Kind.REASONING if channel.startswith("analysis") else _Kind.CONTENT)
+        return rest
+
+    def _begin(self, kind: _Kind) -> None:
+        self._kind, self._is_first = kind, False
+        self.has_reasoned |= kind is _Kind.REASONING
+        self._has_content |= kind is not _Kind.REASONING
+
+    def _read_body(self, text: str, shown: dict[_Kind, list[str]]) -> str:
+        """Read up to the end of the message, or to what may become one. Return the rest of the text."""
+        to = shown[_Kind.REASONING if self._kind is _Kind.REASONING else _Kind.CONTENT]
+        end = _END.search(text)
+        if end is None:
+            cut = len(text) - num_held(text, *_ENDS, START)
+            to.append(text[:cut])
+            self._tail = text[cut:]
+            return ""
+        to.append(text[: end.start()])
+        if self._kind is _Kind.CALL:
+            to.append(CALL)
+        self._kind = _Kind.HEADER
+        return text[end.end() :]
+
+
+class HarmonyCalls:
+    """Parser of content into text and calls, which begin with the header of commentary to a function."""
+
+    def __init__(self) -> None:
+        self._tail = ""  # a call that is being written, or maybe the beginning of its header
+
+    def push(self, text: str) -> Parsed:
+        text, self._tail = self._tail + text, ""
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        while text:
+            before, opening, call = text.partition(_OPENING)
+            cut = len(before) - (0 if opening else num_held(before, _OPENING))
+            content.append(before[:cut])
+            written, end, rest = call.partition(CALL)
+            if not end:
+                self._tail = before[cut:] + opening + call
+                break
+            self._end_call(written, end, content, calls)
+            text = rest
+        return Parsed("".join(content), "", tuple(calls))
+
+    @property
+    def num_withheld(self) -> int:
+        return len(self._tail)
+
+    def finish(self) -> Parsed:
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        text, self._tail = self._tail, ""
+        if text.startswith(_OPENING):
+            self._end_call(text.removeprefix(_OPENING), "", content, calls)
+        else:
+            content.append(text)
+        return Parsed("".join(content), "", tuple(calls))
+
+    def _end_call(self, written: str, end: str, content: list[str], calls: list[ToolCall]) -> None:
+        header, found, arguments = written.partition(MESSAGE)
+        name = re.match(r"[^\s<]+", header)
+        call = read_call(json.dumps({"name": name[0], "arguments": arguments})) if found and name else None
+        if call is None:
+            content.append(_OPENING + written + end)
+        else:
+            calls.append(call)
+
+
+def fits(source: str) -> bool:
+    """Return True for a chat template that writes messages on channels."""
+    return CHANNEL in source and START in source and MESSAGE in source
+
+
+FAMILY = Family(
+    "harmony",
+    HarmonyCalls,
+    (CHANNEL, MESSAGE, START, CONSTRAIN, *_ENDS),
+    fits,
+    opening=_OPENING,
+    key="arguments",
+    behind_name=f" {CONSTRAIN}json{MESSAGE}",
+)

@@ -1,0 +1,96 @@
+"""gpt-oss's messages on channels: reasoning, content and calls, however the text is cut."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.text.parsers import FAMILIES, OutputParser, Parsed, ToolCall, family_for, reasoning_for
+from app.text.parsers.harmony import FAMILY, HarmonyCalls, HarmonyReasoning
+from app.text.parsers.reasoning import ReasoningParser
+
+ANALYSIS = "<|channel|>analysis<|message|>Let me think.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>It is 4."
+CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Bern > 1"}'
+WEATHER = ToolCall("get_weather", '{"city": "Bern > 1"}')
+FRAGMENTS = [
+    "<|start|>", "assistant", "<|channel|>", "analysis", "final", "commentary", " to=functions.f", " <|constrain|>json",
+    "<|message|>", "<|end|>", "<|call|>", '{"a": 1}', "text", "<", "<|", " ", "\n", "é",
+]  # fmt: skip
+
+
+def parse(pieces: list[str]) -> Parsed:
+    parser = OutputParser(HarmonyReasoning(), HarmonyCalls())
+    return Parsed.joined([*map(parser.push, pieces), parser.finish()])
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (ANALYSIS + FINAL, "Let me think.", "It is 4.", []),
+        (ANALYSIS + FINAL + "<|return|>", "Let me think.", "It is 4.", []),
+        (FINAL.removeprefix("<|start|>assistant"), "", "It is 4.", []),
+        (f"{ANALYSIS}<|start|>assistant{CALL}<|call|>", "Let me think.", "", [WEATHER]),
+        (f"{ANALYSIS}<|start|>assistant{CALL}", "Let me think.", "", [WEATHER]),
+        (f"{CALL}<|call|><|start|>assistant{CALL}", "", "", [WEATHER, WEATHER]),
+        (' to=functions.f<|channel|>commentary json<|message|>{"x": 1}', "", "", [ToolCall("f", '{"x": 1}')]),
+        (
+            "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant" + CALL,
+            "",
+            "I look it up.",
+            [WEATHER],
+        ),
+        ("<|channel|>analysis<|message|>Still thinking", "Still thinking", "", []),
+        ("<|channel|>analysis<|message|>a < b <|en", "a < b <|en", "", []),
+        ("<|channel|>final<|message|>", "", "", []),
+        ("<|channel|>fin", "", "", []),
+        ("and so on, as the prompt began.", "", "and so on, as the prompt began.", []),
+        ("", "", "", []),
+    ],
+)
+def test_channels_become_reasoning_content_and_calls(text, reasoning, content, calls):
+    assert parse([text]) == Parsed(content, reasoning, tuple(calls))
+
+
+def test_a_call_whose_arguments_are_no_object_is_content():
+    broken = CALL.replace('{"city": "Bern > 1"}', "[1]")
+    parsed = parse([broken])
+    assert parsed.tool_calls == () and "[1]" in parsed.content and "get_weather" in parsed.content
+
+
+@settings(max_examples=200)
+@given(
+    text=st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), cuts=st.lists(st.integers(0, 200), max_size=8)
+)
+def test_results_do_not_depend_on_how_the_text_is_cut(text, cuts):
+    ends = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+    assert parse([text[a:b] for a, b in itertools.pairwise(ends)]) == parse([text])
+    assert parse(list(text)) == parse([text])
+
+
+def test_text_is_shown_as_soon_as_it_is_certain():
+    reader = HarmonyReasoning()
+    assert reader.is_before_content and not reader.has_reasoned
+    assert reader.push("<|channel|>analysis<|message|>I th") == ("I th", "") and reader.has_reasoned
+    assert reader.push("ink.<|e") == ("ink.", "") and reader.num_withheld == 3
+    assert reader.push("nd|><|start|>assistant<|channel|>final<|message|>So") == ("", "So")
+    assert not reader.is_before_content
+
+
+def test_a_forced_call_is_one_that_the_parser_reads():
+    for prefix, text in (
+        (FAMILY.prefix("get_weather"), '{"city": "Bern > 1"}'),
+        (FAMILY.prefix(None), 'get_weather <|constrain|>json<|message|>{"city": "Bern > 1"}'),
+    ):
+        parser = OutputParser(HarmonyReasoning(), HarmonyCalls())
+        parsed = Parsed.joined([parser.begin_call(prefix), parser.push(text), parser.finish()])
+        assert parsed == Parsed("", "", (WEATHER,))
+
+
+def test_the_template_chooses_it():
+    template = "<|start|>system<|message|>{{ messages }}<|end|><|start|>assistant<|channel|>"
+    assert family_for("auto", template) is FAMILY and reasoning_for("auto", template) is HarmonyReasoning
+    assert family_for("harmony", "") is FAMILY and FAMILY in FAMILIES
+    assert reasoning_for("auto", "<think>") is ReasoningParser
+    assert reasoning_for("auto", "") is None and reasoning_for("none", template) is None
