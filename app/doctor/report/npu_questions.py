@@ -225,7 +225,7 @@ def order_of_heads(backend: Backend, extent: Extent) -> Result:
     }
 
 
-def planned(call: Attention) -> AttentionPlan:
+def planned(call: Attention) -> "AttentionPlan":
     """Return the operator's arguments in a planned call."""
     plan: AttentionPlan = call.meta.plans[call.mask]
     return plan
