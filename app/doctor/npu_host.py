@@ -48,13 +48,19 @@ CHIPS = ("Ascend910B", "Ascend910_93")
 
 OPERATORS = {
     "npu_fused_infer_attention_score": "query key value atten_mask actual_seq_lengths actual_seq_lengths_kv "
-    "block_table num_heads num_key_value_heads scale input_layout sparse_mode block_size",
+    "block_table num_heads num_key_value_heads scale pre_tokens next_tokens input_layout sparse_mode block_size",
     "npu_scatter_pa_kv_cache": "key value key_cache value_cache slot_mapping cache_mode",
     "npu_scatter_nd_update_": "input indices updates",
     "npu_rms_norm": "input gamma epsilon",
     "npu_add_rms_norm": "x1 x2 gamma epsilon",
     "npu_rotary_mul": "input r1 r2",
     "npu_swiglu": "input",
+    "npu_clipped_swiglu": "x alpha limit bias interleaved",
+    "npu_moe_gating_top_k_softmax_v2": "x k renorm",
+    "npu_moe_init_routing_v2": "x expert_idx active_num expert_num expert_tokens_num_type expert_tokens_num_flag "
+    "active_expert_range",
+    "npu_grouped_matmul": "x weight bias group_list split_item group_type group_list_type",
+    "npu_moe_token_unpermute": "permuted_tokens sorted_indices probs",
 }
 """Operators that NpuBackend calls, with the arguments that it passes."""
 

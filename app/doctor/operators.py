@@ -7,6 +7,7 @@ integers must be equal.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from math import isnan
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from app.doctor.probes import Finding, failed, ok
 from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.backend.torch import TorchBackend
 from app.engine.build.self_test import TOLERANCE
 from app.engine.sampling.sampler import Sampler
@@ -31,6 +33,8 @@ NUMBER_BYTES = 2
 WINDOW = 100
 """Tokens that a row of sliding attention sees. It is no multiple of a page, so pages are cut."""
 HINT = "do not serve on it; with versions that belong together, report this output"
+
+EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
 
 Call = Callable[[], Any]
 """Runs the operator. Tensors of the result are compared, in a tuple or alone."""
@@ -105,6 +109,7 @@ class Extent:
     tolerance: float = TOLERANCE
     hidden: int = 4096
     intermediate: int = 12288
+    experts: MoeConfig = EXPERTS
     vocab: int = 151936
     num_rows: tuple[int, ...] = (1, 16, 257)
     layers: int = 5
@@ -195,6 +200,8 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         add("add_rms_norm", _add_rms_norm, n, hidden, tolerance=rounding, moved=4 * n * row_bytes)
         add("linear", _linear, n, hidden, inner, tolerance=rounding, moved=weight_bytes)
         add("gated_mlp", _gated_mlp, n, hidden, inner, tolerance=loose, moved=3 * weight_bytes)
+        moe = partial(_moe, moe=extent.experts)
+        add("moe", moe, n, hidden, tolerance=loose)
         add("argmax", _argmax, n, vocab)
         for _, kv, d in extent.heads:
             add("write_kv", _write_kv, n, kv, d, page)
@@ -301,6 +308,19 @@ def _gated_mlp(at: Inputs, rows: int, hidden: int, inner: int) -> Call:
     gate_up, down = at.normal(2 * inner, hidden), at.normal(hidden, inner)
     x = at.normal(rows, hidden, scale=hidden**-0.5)
     return lambda: at.backend.gated_mlp(x, gate_up, down)
+
+
+def _moe(at: Inputs, rows: int, hidden: int, moe: MoeConfig) -> Call:
+    count, inner = moe.num_experts, moe.intermediate_size
+
+    def packed(out_features: int, in_features: int) -> Tensor:
+        values = at.normal(count, out_features, in_features, scale=in_features**-0.5)
+        return at.backend.empty_experts(values, count, out_features, in_features).copy_(values)
+
+    router = at.normal(count, hidden, scale=hidden**-0.5).float()
+    weights = ExpertWeights(router, packed(2 * inner, hidden), packed(hidden, inner))
+    x = at.normal(rows, hidden)
+    return lambda: at.backend.moe(x, weights, moe)
 
 
 def _linear(at: Inputs, rows: int, hidden: int, width: int) -> Call:

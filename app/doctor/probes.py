@@ -28,6 +28,7 @@ OPERATORS = (
     "add_rms_norm",
     "rope",
     "gated_mlp",
+    "moe",
 )
 MEMORY_SHARE = 0.9
 """The default of --memory-utilization."""

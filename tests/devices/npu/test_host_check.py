@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from app.doctor import npu_host as host_check
 from app.doctor import operators, probes
 from app.doctor.probes import Finding, Probe, ok
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
+from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.npu.backend import NpuBackend
 
 
@@ -186,6 +188,9 @@ class Wrong(NpuBackend):
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return super().gated_mlp(x, gate_up, down) * float("nan")
+
+    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+        return super().moe(x, weights, replace(config, norm_topk_prob=False))
 
 
 @pytest.mark.parametrize("name", [name for name in probes.OPERATORS if "attention" not in name])
