@@ -71,19 +71,19 @@ def small_number(rng: Random, split: Split) -> int:
 
 
 def city(rng: Random, split: Split) -> str:
-    if rng.random() < 0.35:
+    if rng.random() < 0.5:
         return _made_up_plain(rng).capitalize()
     return rng.choice([c for c in CITIES if split_of(f"city {c}") == split])
 
 
 def person(rng: Random, split: Split) -> str:
-    if rng.random() < 0.35:
+    if rng.random() < 0.5:
         return _made_up_plain(rng).capitalize()
     return rng.choice([n for n in NAMES if split_of(f"person {n}") == split])
 
 
 def word(rng: Random, split: Split) -> str:
-    return made_up_word(rng) if rng.random() < 0.2 else copied_word(rng, split)
+    return made_up_word(rng) if rng.random() < 0.35 else copied_word(rng, split)
 
 
 def words(rng: Random, split: Split) -> str:
