@@ -10,6 +10,7 @@ class EngineInfo:
 
     Without a draft model `draft` is None, `block_size` is 1, and `taps` and `draft_config` are empty. `draft_config` is
     what was read from the draft's config.json, for people.
+    A hybrid target has `state_bytes` of recurrent state beside the KV, and no prefix cache.
     """
 
     target: str
@@ -25,6 +26,7 @@ class EngineInfo:
     max_num_batched_tokens: int
     vocab_size: int
     draft_config: dict[str, str] = field(default_factory=dict)
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

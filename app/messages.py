@@ -104,10 +104,10 @@ class StepStats:
     """State of the engine after a step. `kind` is "prefill", "decode" or "mixed", or "idle" if there was no step.
 
     `seconds` are wall-clock time, from the end of the step before if this one was in flight by then. `num_decoding`
-    sequences decoded in the step, and `num_drafting` of them verified drafts. Pages leave out the scratch pages. All
-    other numbers count since the start. `prefix_cache_queries` are prompt tokens of admitted requests, and
-    `prefix_cache_hits` those found in the cache. `num_not_finite` requests ended because of logits that were not
-    finite, and `num_faults` because of exceptions.
+    sequences decoded in the step, and `num_drafting` of them verified drafts. Pages leave out the scratch pages. Only a
+    hybrid target has state slots. All other numbers count since the start. `prefix_cache_queries` are prompt tokens of
+    admitted requests, and `prefix_cache_hits` those found in the cache. `num_not_finite` requests ended because of
+    logits that were not finite, and `num_faults` because of exceptions.
     """
 
     kind: str
@@ -123,6 +123,8 @@ class StepStats:
     num_drafting: int = 0
     num_not_finite: int = 0
     num_faults: int = 0
+    used_state_slots: int = 0
+    num_state_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

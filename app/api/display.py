@@ -81,6 +81,9 @@ def ready_table(info: EngineInfo) -> Table:
         table.add_row("taps", ", ".join(str(tap) for tap in info.taps))
     tokens = info.num_pages * info.page_size
     table.add_row("KV", f"{info.num_pages:,} pages of {info.page_size} = {tokens:,} tokens")
+    if info.state_bytes:
+        state = f"{info.state_bytes / 2**20:,.0f} MiB of recurrent state for {info.max_num_seqs} requests"
+        table.add_row("state", f"{state}; no prefix cache, so cached_tokens is 0")
     table.add_row("limits", f"{info.max_model_len:,} tokens a request, {info.max_num_seqs} requests at once")
     return table
 

@@ -24,6 +24,8 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("Llama 3", "llama.Llama"),
     "gpt_oss": Family("gpt-oss", "gpt_oss.GptOss"),
     "qwen2": Family("Qwen2 and Qwen2.5", "qwen2.Qwen2"),
+    "qwen3_5": Family("dense Qwen3.5, 3.6 and 3.8", "qwen3_5.Qwen3_5"),
+    "qwen3_5_text": Family("the text part of these", "qwen3_5.Qwen3_5"),
 }
 """By the `model_type` of a target's config.json."""
 

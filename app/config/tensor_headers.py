@@ -82,6 +82,8 @@ def _decoder(config: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
     }
     if not any(config.get(name) for name in _OWN_MLP):
         layer |= {"mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden], "mlp.down_proj": [hidden, inner]}
+    if "linear_num_value_heads" in config:  # a hybrid: few layers have attention, and its queries are twice as wide
+        layer = {name: shape for name, shape in layer.items() if not name.startswith("self_attn.")}
     for number in range(num_layers):
         for name, shape in layer.items():
             yield f"layers.{number}.{name}.weight", shape

@@ -132,6 +132,12 @@ class FaultTolerantScheduler(Scheduler):
         elif self.fault and self._num_in_row >= MAX_FAULTS_IN_ROW:
             raise self.fault
 
+    def recompute(self, batch: Batch) -> None:
+        """Preempt the running sequences of a batch, the newest first, because their recurrent states are lost."""
+        lost = {rows.seq for rows in batch.rows}
+        for seq in [seq for seq in reversed(self.running) if seq in lost]:
+            self._preempt(seq)
+
     def discard_ahead(self) -> None:
         """Note that a step ahead failed, or will not be read. It may have written some of its KV."""
         self.unclean |= self.in_flight
@@ -258,9 +264,16 @@ class FaultTolerantCore(EngineCore):
         try:
             result = step.pending.read()
         except Exception as error:
-            self._ahead = None
+            ahead, self._ahead = self._ahead, None
             self._rollback(error)
             self._has_failed = True
+            if ahead and self.scheduler.states.num_slots:
+                # The step ahead has committed rows of this one to recurrent states, so this one cannot run again. From
+                # now on no step is ahead, so the next failure can be isolated.
+                logger.warning("a step failed behind which another was launched; its requests are recomputed")
+                self.overlap = False
+                self.scheduler.recompute(step.batch)
+                return dropped
             return dropped + self._isolate(step.batch, error)
         return dropped + self.scheduler.commit(step.batch, result)
 

@@ -186,6 +186,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         vocab_size=engine.target.vocab_size,
         draft_config=draft.report() if draft else {},
+        state_bytes=engine.states.nbytes if engine.states else 0,
     )
 
 

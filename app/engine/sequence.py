@@ -18,7 +18,8 @@ class Sequence:
     prefilling, or recomputing after a preemption. `pages` are int32, in the order of the tokens they hold. `batch_slot`
     is its row in arrays of max_num_seqs while it runs, else -1. `num_cached` counts the prompt tokens that were cached
     at its first admission, and `num_found` the tokens on pages found at its last one. A `cacheable` sequence finds and
-    publishes pages. It `is_sound` if all KV on its pages is known to be finite.
+    publishes pages. It `is_sound` if all KV on its pages is known to be finite. `state_slot` has its recurrent state,
+    and `next_state_slot` gets it behind the chunk that runs now; both are 0 without one.
     """
 
     request: Request
@@ -29,6 +30,8 @@ class Sequence:
     pages: "array[int]" = field(default_factory=lambda: array("i"))
     num_cached: int | None = None
     num_found: int = 0
+    state_slot: int = 0
+    next_state_slot: int = 0
     cacheable: bool = True
     is_sound: bool = False
     _digests: list[bytes] = field(default_factory=list)

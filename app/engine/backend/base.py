@@ -87,6 +87,8 @@ class Backend(ABC):
     device_side_lengths = False
     """True if attention in a graph reads lengths from the device at each replay. Lengths on the host may then be too
     small, so a step is launched before the step in flight is read."""
+    runs_recurrent_layers = False
+    """True if layers with a recurrent state were proved to be right on this device."""
     memory_is_host = False
     """True if the device has no memory of its own, so other processes share it and no allocator measures a peak."""
     can_wait_cheaply = False

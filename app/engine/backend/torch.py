@@ -64,6 +64,7 @@ class TorchBackend(Backend):
 
     defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
     allows_empty_sequences = True
+    runs_recurrent_layers = True
     memory_is_host = True
     can_wait_cheaply = True
     max_gathered_tokens = MAX_GATHERED_TOKENS

@@ -87,5 +87,5 @@ def settle_pages(config: EngineConfig, sizes: Sizes, kv_bytes: int, token_bytes:
 
 
 def bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of K and V of one token in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Return the bytes of K and V of one token in all layers with attention."""
+    return 2 * config.num_kv_layers * config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from app.engine.backend.base import AttentionMask
 from app.engine.build.fields import number, positive
+from app.engine.build.hybrid_config import attention_fields, gated_delta_config, text_part
 from app.engine.build.moe_config import moe_config, num_experts
 from app.engine.build.rope_config import rope_config
 from app.engine.errors import UnsupportedError
@@ -29,6 +31,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def target_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the sizes in a target's config.json. Raises UnsupportedError for what its class would run wrongly."""
     family = target_class(raw)
+    if family.is_hybrid:
+        text = text_part(raw)
+        config = decoder_config(attention_fields(text), "target", family.supports)
+        return replace(config, gated_delta=gated_delta_config(text))
     return family.refine(decoder_config(raw, "target", family.supports), raw)
 
 

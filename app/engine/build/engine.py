@@ -17,6 +17,7 @@ from app.engine.build.draft_keys import check_tensor_names
 from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
 from app.engine.build.self_test import check_attention
+from app.engine.build.states import check_recurrent, make_states
 from app.engine.build.time_steps import measure_costs
 from app.engine.compile.steps import compiled_forward
 from app.engine.core import EngineCore
@@ -30,10 +31,12 @@ from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.registry import target_class
 from app.engine.models.rope import RotaryTable
+from app.engine.models.state_pool import StatePool
 from app.engine.models.target import Target
 from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
+from app.engine.schedule.state_slots import StateSlots
 from app.engine.step.forward import Forward
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
@@ -57,7 +60,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded engine and its settled sizes. `draft` is None for a target alone."""
+    """A loaded engine and its settled sizes. `draft` is None for a target alone, `states` for one that is no hybrid."""
 
     core: EngineCore
     sizes: Sizes
@@ -65,6 +68,7 @@ class Engine:
     dtype: str
     target: DecoderConfig
     draft: DFlashConfig | None
+    states: StatePool | None
 
 
 def build_engine(
@@ -90,6 +94,8 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     shape, draft_shape = target_config(raw), None
     if config.compile and shape.moe:
         raise UnsupportedError(f"--compile: a target with experts is not supported yet ({config.target})")
+    if shape.gated_delta:
+        check_recurrent(config, backend)
     if config.draft is not None:
         draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
         logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft_shape.report().items()))
@@ -115,12 +121,14 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     sampler = Sampler(shape.vocab_size, backend)
     counts = TokenCounts(sizes.max_num_seqs, shape.vocab_size, backend)
     max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
-    layout = Layout(sizes.page_size, backend.separate_prefill)
+    layout = Layout(sizes.page_size, backend.separate_prefill, hybrid=shape.gated_delta is not None)
+    states = make_states(shape, sizes, dtype, backend)
 
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
         rotaries = [RotaryTable(d.rope, d.head_dim, length, dtype, backend) for d in decoders]
-        pools = [KvPool(d, num_pages, sizes.page_size, dtype, backend) for d in decoders]
+        memory = sizes.page_size, dtype, backend
+        pools = [KvPool(d, num_pages, *memory, states if d is shape else None) for d in decoders]
         shared = sampler, backend, sizes.page_size, max_rows
         if config.compile:
             forward = compiled_forward(target, draft, pools, rotaries, *shared, partial(on_progress, "compile"))
@@ -129,7 +137,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
             forward = Forward(target, pools[0], rotaries[0], *shared, drafter)
         return ModelRunner(forward, backend, counts, layout, pools)
 
-    kv_bytes = _kv_bytes(config, sizes, backend, runner_over, graphs=graph_sizes is not None)
+    kv_bytes = _kv_bytes(config, sizes, backend, runner_over, states, graphs=graph_sizes is not None)
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     runner = runner_over(num_pages)
@@ -144,8 +152,9 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=sizes.max_model_len,
             block_size=block_size,
-            prefix_caching=config.prefix_caching,
+            prefix_caching=config.prefix_caching and states is None,
             policy=policy,
+            states=StateSlots(states.num_slots) if states else None,
         )
         return FaultTolerantCore(scheduler, runner, overlap=_overlaps(runner))
 
@@ -154,7 +163,8 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     if config.verify == "auto" and block_size > 1:
         costs = measure_costs(runner, sizes, num_pages, partial(on_progress, "timing steps"))
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
-    return Engine(core(policy), sizes, str(backend.device), str(dtype).removeprefix("torch."), shape, draft_shape)
+    name = str(dtype).removeprefix("torch.")
+    return Engine(core(policy), sizes, str(backend.device), name, shape, draft_shape, states)
 
 
 def _load(
@@ -253,7 +263,13 @@ def _overlaps(runner: ModelRunner) -> bool:
 
 
 def _kv_bytes(
-    config: EngineConfig, sizes: Sizes, backend: Backend, runner_over: Callable[[int], ModelRunner], *, graphs: bool
+    config: EngineConfig,
+    sizes: Sizes,
+    backend: Backend,
+    runner_over: Callable[[int], ModelRunner],
+    states: StatePool | None,
+    *,
+    graphs: bool,
 ) -> int:
     """Return the bytes for KV: as many as were asked for, or the rest beside the weights and the widest step.
 
@@ -263,6 +279,8 @@ def _kv_bytes(
     if not backend.memory_is_host:
         step = step_memory(runner_over, backend, sizes) * (1 + graphs)
     free, total = backend.memory()
+    if states and backend.memory_is_host:  # a host counts memory when it is first written
+        free -= states.nbytes
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory + step > free:
             beside = f" beside {step >> 20} MiB for a step of {sizes.max_num_batched_tokens} rows" if step else ""

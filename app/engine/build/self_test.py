@@ -28,7 +28,8 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
     width = -(-host_seq_lens[1] // page_size)
     pages = torch.arange(2 * width) + SCRATCH_PAGES
     tables = torch.stack((pages[1::2].flip(0), pages[::2]))
-    pool = KvPool(replace(decoder, num_layers=1), 2 * width + SCRATCH_PAGES, page_size, dtype, backend)
+    one_layer = replace(decoder, num_layers=1, gated_delta=None)
+    pool = KvPool(one_layer, 2 * width + SCRATCH_PAGES, page_size, dtype, backend)
     noise = torch.Generator().manual_seed(0)
 
     def random(num_rows: int, heads: int) -> Tensor:

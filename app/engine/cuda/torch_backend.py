@@ -14,6 +14,7 @@ from app.engine.errors import UnsupportedError
 class TorchCudaBackend(TorchBackend):
     """Backend with PyTorch's operators, pinned copies and the GPU's own memory. On a CPU it is for tests."""
 
+    runs_recurrent_layers = False
     memory_is_host = False
     can_wait_cheaply = False
 

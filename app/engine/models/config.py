@@ -45,6 +45,28 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    """Sizes of the Gated DeltaNet layers, whose numbers are `layers`. Each head of q and k serves several of v."""
+
+    layers: tuple[int, ...]
+    conv_kernel: int
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: those of q, k and v."""
+        return 2 * self.num_k_heads * self.k_head_dim + self.num_v_heads * self.v_head_dim
+
+    @property
+    def input_width(self) -> int:
+        """Return the numbers that a row puts into the recurrence: the channels, and two gates a head."""
+        return self.channels + 2 * self.num_v_heads
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """Sizes of a target or a draft. `dtype` is the checkpoint's own name of it, like "bfloat16".
 
@@ -69,7 +91,13 @@ class DecoderConfig:
     o_bias: bool = False
     sinks: bool = False
     moe: MoeConfig | None = None
+    gated_delta: GatedDeltaConfig | None = None
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of a layer, or None if it has a dense MLP."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Return the number of layers with attention. The others keep a recurrent state in place of KV."""
+        return self.num_layers - (len(self.gated_delta.layers) if self.gated_delta else 0)

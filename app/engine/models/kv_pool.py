@@ -1,27 +1,38 @@
 """The KV memory of one model: the tensors that page ids index."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from app.engine.backend.base import Backend, LayerKv
 from app.engine.models.config import DecoderConfig
+from app.engine.models.state_pool import StatePool
 
 
 class KvPool:
-    """K and V of all layers, each [layers, pages, page_size, kv_heads, head_dim], zeroed once.
+    """K and V of all layers with attention, each [layers, pages, page_size, kv_heads, head_dim], zeroed once.
 
-    `layers[i]` is what attention of layer i reads. `all_layers` is the same memory seen as one pool of
+    `layers[i]` is the memory of layer i: its KV, or its part of `states`. `all_layers` is all KV seen as one pool of
     layers * pages pages, for a write to every layer at once.
     """
 
     def __init__(
-        self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, backend: Backend
+        self,
+        config: DecoderConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        backend: Backend,
+        states: StatePool | None = None,
     ) -> None:
-        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        num_layers, recurrent = config.num_kv_layers, states.layers if states else {}
+        shape = (num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         k, v = (backend.zeros(shape, dtype) for _ in range(2))
-        self.layers = [LayerKv(k[i], v[i]) for i in range(config.num_layers)]
+        kv = map(LayerKv, k, v)
+        self.layers: list[Any] = [recurrent.get(i) or next(kv) for i in range(config.num_layers)]
         self.all_layers = LayerKv(k.flatten(0, 1), v.flatten(0, 1))
-        first_slots = torch.arange(config.num_layers, dtype=torch.int32) * (num_pages * page_size)
+        first_slots = torch.arange(num_layers, dtype=torch.int32) * (num_pages * page_size)
         self._first_slots = first_slots.to(backend.device)
 
     def slots_in_all_layers(self, slot_mapping: Tensor) -> Tensor:

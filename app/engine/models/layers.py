@@ -15,6 +15,7 @@ from app.engine.backend.moe import MoeConfig
 from app.engine.models.config import DecoderConfig
 from app.engine.models.experts import load_experts
 from app.engine.models.rope import head_order, reordered
+from app.engine.models.state_pool import RecurrentRows
 from app.engine.models.weights import Weights
 
 
@@ -32,12 +33,13 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor]:
 class StepRows:
     """The T rows of one forward, which all layers read: their rotation, and their slots [T] int32.
 
-    Each of `groups` is one attention call over the next rows in order.
+    Each of `groups` is one attention call over the next rows in order. `recurrent` is there if the target is a hybrid.
     """
 
     rotation: Rotation
     slot_mapping: Tensor
     groups: list[AttentionMetadata]
+    recurrent: RecurrentRows | None = None
 
 
 class Attention(nn.Module):
@@ -91,6 +93,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         """Return the output projection [T, H] of attention over `kv`, after the rows' own K and V are written there."""
+        weights = parameters_of(self)
+        return self._backend.linear(self.attend(x, rows, kv), weights["o"], weights["o_bias"])
+
+    def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
+        """Return the heads [T, heads * D] that `forward` projects."""
         backend, weights = self._backend, parameters_of(self)
         qkv = backend.linear(x, weights["qkv"], weights["qkv_bias"]).view(x.shape[0], -1, self._head_dim)
         norms = weights["q_norm"], weights["k_norm"]
@@ -98,7 +105,7 @@ class Attention(nn.Module):
         parts = q.split_with_sizes([sum(meta.query_lens) for meta in rows.groups])
         how = self._mask, weights["sinks"]
         o = [backend.attention(part, kv, meta, *how) for part, meta in zip(parts, rows.groups, strict=True)]
-        return backend.linear((o[0] if len(o) == 1 else torch.cat(o)).flatten(1), weights["o"], weights["o_bias"])
+        return (o[0] if len(o) == 1 else torch.cat(o)).flatten(1)
 
 
 class DecoderLayer(nn.Module):
@@ -117,7 +124,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.attention = Attention(config, weights, f"{prefix}.self_attn", backend, mask, qk_norm=qk_norm)
+        self.attention = self.make_attention(config, weights, prefix, backend, mask, qk_norm=qk_norm)
         self._mixture = (moe, load_experts(moe, hidden, weights, f"{prefix}.mlp", backend)) if moe else None
         if moe is None:
             gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
@@ -127,6 +134,19 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = frozen(weights.get(f"{prefix}.post_attention_layernorm.weight", hidden))
         self._eps = config.rms_norm_eps
         self._backend = backend
+
+    def make_attention(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        prefix: str,
+        backend: Backend,
+        mask: AttentionMask,
+        *,
+        qk_norm: bool,
+    ) -> nn.Module:
+        """Return the part that mixes rows. Families override this."""
+        return Attention(config, weights, f"{prefix}.self_attn", backend, mask, qk_norm=qk_norm)
 
     def enter(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (the normed input of `forward`, the residual stream before this layer), each [T, H]."""

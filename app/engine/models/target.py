@@ -24,6 +24,9 @@ class Target(nn.Module):
 
     qk_norm: ClassVar[bool] = False
     """True if RMSNorm is applied to each q and k head before RoPE."""
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    is_hybrid: ClassVar[bool] = False
+    """True if some layers keep a recurrent state in place of KV."""
     supports: ClassVar[frozenset[str]] = frozenset()
     """Fields of variants in a config.json that this class implements itself; others are refused."""
 
@@ -44,7 +47,7 @@ class Target(nn.Module):
         self.target_layer_ids = target_layer_ids
         self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, weights, f"layers.{i}", backend, mask, qk_norm=self.qk_norm, moe=config.moe_of(i))
+            self.layer_class(config, weights, f"layers.{i}", backend, mask, qk_norm=self.qk_norm, moe=config.moe_of(i))
             for i, mask in enumerate(config.masks)
         )
         self.norm = frozen(weights.get("norm.weight", hidden))

@@ -6,6 +6,7 @@ from collections import deque
 from app.engine.dflash.policy import Policy
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import OutOfPages, PagePool
+from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import Sequence
 from app.messages import FinishReason, Request, SpecStep, StepStats, TokenDelta
 
@@ -37,8 +38,10 @@ class Scheduler:
         block_size: int,
         prefix_caching: bool = True,
         policy: Policy | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         self.pool = pool
+        self.states = states or StateSlots()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -79,6 +82,8 @@ class Scheduler:
             num_drafting=num_drafting,
             num_not_finite=self.num_not_finite,
             num_faults=self.num_faults,
+            used_state_slots=self.states.num_used,
+            num_state_slots=self.states.num_slots,
         )
 
     def add(self, request: Request) -> None:
@@ -126,6 +131,7 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             seq.batch_slot = self._free_batch_slots.pop()
+            self.states.take(seq)
             batch.prefills.append(self._chunk(seq, budget))
             budget -= batch.prefills[-1].count
         return batch
@@ -184,6 +190,8 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
         count = min(seq.num_tokens - seq.num_computed, budget)
+        if seq.num_computed:
+            self.states.take_next(seq)
         return ScheduledSequence(seq, seq.num_computed, count, seq.num_computed + count == seq.num_tokens)
 
     def _may_admit(self, seq: Sequence) -> bool:
@@ -227,6 +235,7 @@ class Scheduler:
 
     def _commit_rows(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
         """Take the rows' tokens into their sequence. A prefill chunk before the last yields none."""
+        self.states.commit(rows.seq)
         if not rows.needs_logits:
             rows.seq.num_computed = rows.end
             self._publish(rows)
@@ -282,6 +291,7 @@ class Scheduler:
             self.running.remove(seq)
             self._free_batch_slots.append(seq.batch_slot)
             seq.batch_slot = -1
+        self.states.release(seq)
         self._free_pages(seq)
 
     def _free_pages(self, seq: Sequence) -> None:

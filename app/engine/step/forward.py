@@ -16,6 +16,7 @@ from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable
+from app.engine.models.state_pool import PromptChunk, RecurrentRows, SequenceRows
 from app.engine.models.target import Target
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.sampler import Sampler
@@ -44,6 +45,15 @@ class DraftTensors(NamedTuple):
     rows: AttentionInputs
 
 
+class RecurrentTensors(NamedTuple):
+    """RecurrentInputs on the device."""
+
+    slots: Tensor
+    next_slots: Tensor
+    num_decodes: int
+    width: int
+
+
 class TargetTensors(NamedTuple):
     """TargetInputs on the device. `logits_indices` is None if all rows are."""
 
@@ -55,6 +65,7 @@ class TargetTensors(NamedTuple):
     draft_index: Tensor
     prev_rows: Tensor
     groups: list[AttentionInputs]
+    recurrent: RecurrentTensors | None
 
 
 class TargetOutput(NamedTuple):
@@ -108,7 +119,11 @@ class Forward:
         groups = [self._rows(group, rest[5 * i : 5 * i + 5], decoder) for i, group in enumerate(inputs.groups)]
         every_row = len(logits_indices) == len(token_ids)
         logits = None if every_row else logits_indices, logits_start, num_drafts, draft_index
-        return TargetTensors(token_ids, source, *logits, prev_rows, groups)
+        recurrent = None
+        if inputs.recurrent is not None:
+            slots, next_slots = rest[-2:]
+            recurrent = RecurrentTensors(slots, next_slots, inputs.recurrent.num_decodes, inputs.recurrent.width)
+        return TargetTensors(token_ids, source, *logits, prev_rows, groups, recurrent)
 
     def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
         """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
@@ -150,7 +165,9 @@ class Forward:
         """Run token ids [T] through the target's layers. If all choices are `greedy`, they may be made here."""
         parts = [self._positions_and_slots(rows) for rows in inputs.groups]
         positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        rows = StepRows(self.rotary.at(positions), slot_mapping, [rows.meta for rows in inputs.groups])
+        recurrent = None if inputs.recurrent is None else self._recurrent_rows(inputs.recurrent, inputs.groups)
+        metas = [rows.meta for rows in inputs.groups]
+        rows = StepRows(self.rotary.at(positions), slot_mapping, metas, recurrent)
         hidden, features = self.target.forward(token_ids, rows, self._pool)
         if inputs.logits_indices is not None:
             hidden = hidden[inputs.logits_indices]
@@ -164,6 +181,34 @@ class Forward:
     def _drafter(self) -> DFlashDrafter:
         assert self.drafter is not None, "a batch with drafts came to a runner without a drafter"
         return self.drafter
+
+    def _recurrent_rows(self, inputs: RecurrentTensors, groups: list[AttentionInputs]) -> RecurrentRows:
+        """Return the rows of decoding sequences together, and those of each prompt alone."""
+        decodes, chunks, done = None, [], 0
+        for group in groups:
+            ends = group.meta.query_start_loc
+            starts, counts = group.position_offsets + ends[:-1], ends.diff()
+            first, done = done, done + len(starts)
+            slots, next_slots = (x[first:done].long() for x in (inputs.slots, inputs.next_slots))
+            if first < inputs.num_decodes:
+                rows, places = self._padded(group, inputs.width)
+                decodes = SequenceRows(slots, starts, counts.clamp(max=inputs.width), rows, places)
+                continue
+            for i, count in enumerate(group.meta.query_lens):
+                one, rows = slice(i, i + 1), self.row_numbers[:count]
+                own = SequenceRows(slots[one], starts[one], counts[one], rows[None], rows)
+                chunks.append(PromptChunk(own, next_slots[one]))
+        return RecurrentRows(decodes, chunks)
+
+    def _padded(self, group: AttentionInputs, width: int) -> tuple[Tensor, Tensor]:
+        """Return (row [S, width] at each place, place of each row [R]) for sequences of at most `width` rows.
+
+        A place without a row has that of a neighbour, and so does a padding row behind the width.
+        """
+        firsts, num_rows = group.meta.query_start_loc[:-1], len(group.seq_ids)
+        rows = (firsts[:, None] + self.row_numbers[:width]).clamp(max=num_rows - 1)
+        in_sequence = self.row_numbers[:num_rows] - firsts[group.seq_ids]
+        return rows, group.seq_ids * width + in_sequence.clamp(max=width - 1)
 
     def _rows(self, group: RowGroup, tensors: Sequence[Tensor], decoder: DecoderConfig) -> AttentionInputs:
         seq_ids, position_offsets, query_start_loc, seq_lens, page_table = tensors

@@ -130,7 +130,8 @@ class StepGraphs:
         return _Captured(self._backend.capture(run, [tensors.rows.meta]), packed, tensors.rows)
 
     def _capture_target(self, seqs: int, rows: int) -> tuple[_Captured, TargetTensors]:
-        inputs = self._pad_target(padding.empty_target(), seqs, rows)
+        hybrid = self._forward.target.config.gated_delta is not None
+        inputs = self._pad_target(padding.empty_target(hybrid=hybrid), seqs, rows)
         packed = Packed(inputs.arrays, self._backend)
         tensors = self._forward.target_tensors(inputs, packed)
         (group,) = tensors.groups
@@ -162,4 +163,6 @@ class StepGraphs:
         return padding.pad_draft(inputs, blocks, rows, self._pages, self._scratch_pages)
 
     def _pad_target(self, inputs: TargetInputs, seqs: int, rows: int) -> TargetInputs:
-        return padding.pad_target(inputs, seqs, rows, self._pages, self._scratch_pages)
+        return padding.pad_target(
+            inputs, seqs, rows, self._pages, self._scratch_pages, block_size=self.draft_columns + 1
+        )

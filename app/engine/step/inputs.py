@@ -51,6 +51,19 @@ class DraftInputs:
 
 
 @dataclass(slots=True)
+class RecurrentInputs:
+    """Slots [S] of a step's recurrent states: a chunk of a prompt reads `slots` and writes `next_slots`.
+
+    The first `num_decodes` sequences decode, with at most `width` rows each.
+    """
+
+    slots: Ints
+    next_slots: Ints
+    num_decodes: int
+    width: int
+
+
+@dataclass(slots=True)
 class TargetInputs:
     """The target's T rows. `token_ids` [T] has 0 where a draft belongs. `token_source` [T] is where a row's token is:
     among `token_ids` at its own number, or at T + its place in the flattened drafts.
@@ -58,7 +71,7 @@ class TargetInputs:
     `logits_indices` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
     `logits_start[i] ...`, one and then one per draft. `draft_index[i]` is its row in the drafts, 0 if it has none.
     `prev_rows[i]` is its row in the result of the step in flight, which moves its anchor and its start, or -1. The last
-    sequence of a padded step is padding, and has no entry there.
+    sequence of a padded step is padding, and has no entry there. `recurrent` is there if the target is a hybrid.
     """
 
     token_ids: Ints
@@ -69,12 +82,14 @@ class TargetInputs:
     draft_index: Ints
     prev_rows: Ints
     groups: list[RowGroup]
+    recurrent: RecurrentInputs | None = None
 
     @property
     def arrays(self) -> list[Ints]:
         logits = [self.logits_indices, self.logits_start, self.num_drafts, self.draft_index]
         own = [self.token_ids, self.token_source, *logits, self.prev_rows]
-        return own + [array for group in self.groups for array in group.arrays]
+        states = [self.recurrent.slots, self.recurrent.next_slots] if self.recurrent else []
+        return own + [array for group in self.groups for array in group.arrays] + states
 
 
 @dataclass(slots=True)
@@ -97,20 +112,24 @@ class Layout:
     """Arrangement of arrays that a runner reads.
 
     Prefill chunks are a group of their own if `separate_prefill`. With graphs drafts lie in `draft_columns`, and blocks
-    are widened to one of the captured `block_widths`.
+    are widened to one of the captured `block_widths`. `hybrid` targets get the slots of their recurrent state.
     """
 
     page_size: int
     separate_prefill: bool = True
     draft_columns: int | None = None
     block_widths: tuple[int, ...] = ()
+    hybrid: bool = False
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
         rows = next((width for width in self.block_widths if width >= batch.block_rows), batch.block_rows)
-        return build(
+        inputs = build(
             batch, self.page_size, rows, draft_columns=self.draft_columns, separate_prefill=self.separate_prefill
         )
+        if self.hybrid:
+            inputs.target.recurrent = _recurrent_inputs(batch)
+        return inputs
 
 
 def build(
@@ -152,6 +171,15 @@ def build(
     sampled = [SampledSequence(*each) for each in zip(sampling, logits_start, draft_index, strict=True)]
     keys = [share.seq.key for share in batch.decodes]
     return StepInputs(target, draft, sampling_rows(sampled), keys, bool(batch.prefills))
+
+
+def _recurrent_inputs(batch: Batch) -> RecurrentInputs:
+    slots = [share.seq.state_slot for share in batch.rows]
+    next_slots = [share.seq.next_state_slot or share.seq.state_slot for share in batch.rows]
+    width = max((share.count for share in batch.decodes), default=0)
+    return RecurrentInputs(
+        np.array(slots, dtype=np.int32), np.array(next_slots, dtype=np.int32), len(batch.decodes), width
+    )
 
 
 def _token_ids(shares: list[ScheduledSequence]) -> Ints:

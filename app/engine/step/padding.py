@@ -5,13 +5,14 @@ from itertools import accumulate
 import numpy as np
 
 from app.engine.arrays import Ints
-from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
+from app.engine.step.inputs import DraftInputs, RecurrentInputs, RowGroup, TargetInputs
 
 
-def empty_target() -> TargetInputs:
+def empty_target(*, hybrid: bool) -> TargetInputs:
     """Return inputs without rows, to be padded."""
     none = np.zeros(0, dtype=np.int32)
-    return TargetInputs(none, none, none, none, none, none, none, [_no_rows()])
+    recurrent = RecurrentInputs(none, none, 0, 0) if hybrid else None
+    return TargetInputs(none, none, none, none, none, none, none, [_no_rows()], recurrent)
 
 
 def empty_draft() -> DraftInputs:
@@ -19,11 +20,13 @@ def empty_draft() -> DraftInputs:
     return DraftInputs([], none, none, _no_rows())
 
 
-def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int) -> TargetInputs:
+def pad_target(
+    inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int, block_size: int
+) -> TargetInputs:
     """Return the rows of a decode step as `rows` rows of `seqs` + 1 sequences, with page tables `pages` wide.
 
     Each missing sequence becomes one padding row, and the last sequence has all other padding rows, if any. They write
-    to the scratch pages, each row to a slot of its own.
+    to the scratch pages, each row to a slot of its own. No sequence has more than `block_size` rows.
     """
     (group,) = inputs.groups
     num_rows, num_seqs = len(inputs.token_ids), len(group.query_lens)
@@ -44,6 +47,7 @@ def pad_target(inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_p
         draft_index=_grown(inputs.draft_index, batch_slots),
         prev_rows=_grown(inputs.prev_rows, seqs, -1),
         groups=[_pad_group(group, padding, pages, scratch_pages)],
+        recurrent=_pad_recurrent(inputs.recurrent, batch_slots, min(block_size, rows - seqs + 1)),
     )
 
 
@@ -53,6 +57,13 @@ def pad_draft(inputs: DraftInputs, blocks: int, rows: int, pages: int, scratch_p
     group = _pad_group(inputs.group, padding, pages, scratch_pages)
     anchors, prev_rows = _grown(inputs.anchors, blocks), _grown(inputs.prev_rows, blocks, -1)
     return DraftInputs(inputs.request_ids, anchors, prev_rows, group)
+
+
+def _pad_recurrent(inputs: RecurrentInputs | None, seqs: int, width: int) -> RecurrentInputs | None:
+    """Return the slots of `seqs` sequences with at most `width` rows each. Padding ones share the scratch slot."""
+    if inputs is None:
+        return None
+    return RecurrentInputs(_grown(inputs.slots, seqs), _grown(inputs.next_slots, seqs), seqs, width)
 
 
 def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:

@@ -62,8 +62,10 @@ def make_engine(target: Path, draft: Path | None = None, *, kv_pages: int | None
 
 def _kv_bytes_per_token(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text())
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    layers = sum(kind != "linear_attention" for kind in kinds)
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    return 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+    return 2 * 4 * layers * config["num_key_value_heads"] * head_dim
 
 
 # Prompts

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,11 +147,13 @@ def _bytes_per_token(pair: Pair) -> int:
     total = 0
     for folder in (pair.target, pair.draft):
         shape = _read_json(folder / "config.json")
-        total += 2 * 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+        kinds = shape.get("layer_types") or ["full_attention"] * shape["num_hidden_layers"]
+        layers = sum(kind != "linear_attention" for kind in kinds)
+        total += 2 * 4 * layers * shape["num_key_value_heads"] * shape["head_dim"]
     return total
 
 
-def _read_json(path: Path) -> dict[str, int]:
+def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 

@@ -1,0 +1,95 @@
+"""The Gated DeltaNet layer (arXiv 2412.06464) in the place of attention. Its state rolls back with refused drafts."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.engine.backend.base import Backend
+from app.engine.models.config import DecoderConfig
+from app.engine.models.gated_delta import delta_rule, last_rows, short_conv
+from app.engine.models.layers import StepRows, frozen, parameters_of
+from app.engine.models.state_pool import LayerState, PromptChunk, SequenceRows, State
+from app.engine.models.weights import Weights
+
+
+class GatedDeltaNet(nn.Module):
+    """Projections, short convolution, delta rule and gated norm. The recurrence is in fp32.
+
+    A step of decoding commits the accepted rows of the step before, and verifies its own without a change of the state.
+    Of a verified row the layer keeps its inputs in the engine's dtype: what enters the convolution, and both gates. To
+    commit them it runs them again, because they take a fraction of the memory of a state for each row.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend) -> None:
+        super().__init__()
+        shape = config.gated_delta
+        assert shape is not None, "a config with Gated DeltaNet layers has their sizes"
+        hidden, values = config.hidden_size, shape.num_v_heads * shape.v_head_dim
+        sizes = {"qkv": shape.channels, "b": shape.num_v_heads, "a": shape.num_v_heads, "z": values}
+        projections = [weights.get(f"{prefix}.in_proj_{name}.weight", size, hidden) for name, size in sizes.items()]
+        self.in_proj = frozen(backend.pack_weight(torch.cat(projections)))
+        self.out_proj = frozen(backend.pack_weight(weights.get(f"{prefix}.out_proj.weight", hidden, values)))
+        self.conv = frozen(weights.get(f"{prefix}.conv1d.weight", shape.channels, 1, shape.conv_kernel).squeeze(1))
+        self.a_log = frozen(weights.get(f"{prefix}.A_log", shape.num_v_heads).float())
+        self.dt_bias = frozen(weights.get(f"{prefix}.dt_bias", shape.num_v_heads).float())
+        self.norm = frozen(weights.get(f"{prefix}.norm.weight", shape.v_head_dim).float())
+        self._shape = shape
+        self._eps = config.rms_norm_eps
+        self._backend = backend
+
+    def forward(self, x: Tensor, rows: StepRows, memory: LayerState) -> Tensor:
+        """Return the output projection [T, H] of normed rows x [T, H]."""
+        backend, weights, recurrent = self._backend, parameters_of(self), rows.recurrent
+        assert recurrent is not None, "a step of a hybrid target has recurrent rows"
+        inputs, z = backend.linear(x, weights["in_proj"]).tensor_split([self._shape.input_width], dim=1)
+        parts, done = [], 0
+        if recurrent.decodes is not None:
+            done = len(recurrent.decodes.places)
+            parts.append(self._verify(inputs[:done], recurrent.decodes, memory))
+        for chunk in recurrent.chunks:
+            first, done = done, done + len(chunk.rows.places)
+            parts.append(self._prefill(inputs[first:done], chunk, memory))
+        o = torch.cat(parts)
+        o = o * torch.rsqrt(o.square().mean(dim=-1, keepdim=True) + self._eps) * weights["norm"]
+        gated = o.flatten(1) * F.silu(z.float())
+        return backend.linear(gated.to(x.dtype), weights["out_proj"])
+
+    def _verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
+        """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
+        state, inputs = self._committed(step, memory), inputs[step.rows]
+        o, _ = self._advance(inputs, step.counts, state)
+        memory.write(step.slots, state, step.starts)
+        memory.keep(step.slots, inputs)
+        return o.flatten(0, 1)[step.places]
+
+    def _prefill(self, inputs: Tensor, chunk: PromptChunk, memory: LayerState) -> Tensor:
+        """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
+        rows = chunk.rows
+        o, state = self._advance(inputs[rows.rows], rows.counts, self._committed(rows, memory))
+        memory.write(chunk.next_slot, state, rows.starts + rows.counts)
+        return o.flatten(0, 1)
+
+    def _committed(self, step: SequenceRows, memory: LayerState) -> State:
+        """Return the state in front of the sequences' rows."""
+        state, pending, counts = memory.at(step.slots, step.starts)
+        return self._advance(pending, counts, state)[1]
+
+    def _advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state behind the first `counts` [S] rows.
+
+        The other rows may hold anything, and their outputs have no meaning.
+        """
+        weights, shape = parameters_of(self), self._shape
+        is_row = (torch.arange(inputs.shape[1], device=counts.device) < counts[:, None])[..., None]
+        inputs = torch.where(is_row, inputs, 0.0)
+        mixed, b, a = inputs.split_with_sizes([shape.channels, shape.num_v_heads, shape.num_v_heads], dim=2)
+        keys = shape.num_k_heads * shape.k_head_dim
+        q, k, v = short_conv(state.conv, mixed, weights["conv"]).split_with_sizes(
+            [keys, keys, shape.channels - 2 * keys], dim=2
+        )
+        q, k = (part.unflatten(2, (shape.num_k_heads, -1)) for part in (q, k))
+        # A row without decay and beta leaves the state as it is.
+        log_decay = torch.where(is_row, -weights["a_log"].exp() * F.softplus(a.float() + weights["dt_bias"]), 0.0)
+        beta = torch.where(is_row, b.float().sigmoid(), 0.0)
+        o, matrix = delta_rule(q, k, v.unflatten(2, (shape.num_v_heads, -1)), log_decay, beta, state.matrix)
+        return o, State(matrix, last_rows(state.conv, mixed, counts))

@@ -1,0 +1,115 @@
+"""The memory of recurrent layers: a slot for each sequence, and how a step finds its rows there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.engine.models.config import GatedDeltaConfig
+
+Zeros = Callable[[Sequence[int], torch.dtype], Tensor]
+
+SCRATCH_SLOT = 0
+"""Slot of padding sequences. It always begins as zeros, so it stays finite."""
+
+
+class State(NamedTuple):
+    """State of S sequences in one layer: `matrix` [S, Nv, Dk, Dv] fp32, and the last inputs of `conv` [S, K - 1, C]."""
+
+    matrix: Tensor
+    conv: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """Rows of S sequences in a step, for a recurrent layer.
+
+    Sequence i has `counts[i]` rows from position `starts[i]` on. Its state is in `slots[i]` [S] int64. A step's own
+    rows are `rows` [S, W], padded, and row r of the step lies at `places[r]` of S * W.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    counts: Tensor
+    rows: Tensor
+    places: Tensor
+
+
+class PromptChunk(NamedTuple):
+    """Rows of one prompt, whose state goes to `next_slot` [1] int64. The slot that it is read from stays as it is."""
+
+    rows: SequenceRows
+    next_slot: Tensor
+
+
+class RecurrentRows(NamedTuple):
+    """Rows of a step as recurrent layers see them: those of decoding sequences first, then chunks of prompts."""
+
+    decodes: SequenceRows | None
+    chunks: list[PromptChunk]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """Slots of one recurrent layer.
+
+    `matrix` [slots, Nv, Dk, Dv] fp32 and `conv` [slots, K - 1, C] are the state behind the first `num_tokens` [slots]
+    int32 tokens of a sequence. `pending` [slots, b, C + 2 Nv] are the layer's inputs at the rows behind these, which
+    the last step has verified. The next step begins at the first token that was refused. So the number of pending
+    rows to commit is its position less `num_tokens`, and a step that is repeated commits none twice.
+    """
+
+    matrix: Tensor
+    conv: Tensor
+    pending: Tensor
+    num_tokens: Tensor
+
+    def at(self, slots: Tensor, starts: Tensor) -> tuple[State, Tensor, Tensor]:
+        """Return (state, pending rows [S, b, C + 2 Nv], how many of them [S] count) of sequences about to run from
+        positions `starts` [S] on. Position 0 begins with zeros, whatever the slot's last owner has left."""
+        is_new = (starts == 0) | (slots == SCRATCH_SLOT)
+        matrix = self.matrix[slots].masked_fill(is_new[:, None, None, None], 0.0)
+        conv = self.conv[slots].masked_fill(is_new[:, None, None], 0.0)
+        counts = (starts - self.num_tokens[slots]).clamp(0, self.pending.shape[1]).masked_fill(is_new, 0)
+        return State(matrix, conv), self.pending[slots], counts
+
+    def write(self, slots: Tensor, state: State, num_tokens: Tensor) -> None:
+        """Replace the state of slots [S] by the one behind `num_tokens` [S] tokens. Nothing is allocated on the way, so
+        no failure comes between."""
+        num_tokens = num_tokens.to(torch.int32)
+        self.matrix.index_copy_(0, slots, state.matrix)
+        self.conv.index_copy_(0, slots, state.conv)
+        self.num_tokens.index_copy_(0, slots, num_tokens)
+
+    def keep(self, slots: Tensor, inputs: Tensor) -> None:
+        """Keep inputs [S, W, C + 2 Nv] of rows behind the state, until it is known which of them are accepted."""
+        self.pending[:, : inputs.shape[1]].index_copy_(0, slots, inputs)
+
+
+class StatePool:
+    """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, and sequences have the `num_slots` behind it.
+
+    `block_size` is the most rows that a step verifies, and `zeros` makes tensors of a shape and a dtype.
+    """
+
+    def __init__(
+        self, config: GatedDeltaConfig, num_slots: int, block_size: int, dtype: torch.dtype, zeros: Zeros
+    ) -> None:
+        slots = (len(config.layers), num_slots + 1)
+        matrix = zeros((*slots, config.num_v_heads, config.k_head_dim, config.v_head_dim), torch.float32)
+        conv = zeros((*slots, config.conv_kernel - 1, config.channels), dtype)
+        pending = zeros((*slots, block_size, config.input_width), dtype)
+        num_tokens = zeros(slots, torch.int32)
+        layers = zip(matrix, conv, pending, num_tokens, strict=True)
+        self.layers = {i: LayerState(*tensors) for i, tensors in zip(config.layers, layers, strict=True)}
+        self.num_slots = num_slots
+        self.slot_bytes = sum(x[:, 0].nbytes for x in (matrix, conv, num_tokens))
+        """Bytes of a sequence's state in all layers."""
+        self.pending_bytes = pending[:, 0].nbytes
+        """Bytes of a sequence's pending rows in all layers."""
+
+    @property
+    def nbytes(self) -> int:
+        return (self.num_slots + 1) * (self.slot_bytes + self.pending_bytes)

@@ -1,0 +1,107 @@
+"""Tiny random hybrid targets with drafts, in the published file formats of Qwen3.5, as text alone or multimodal."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fast.engine import pairs
+from tests.fast.engine.pairs import Pair, Tensors, make_pair
+
+LAYER_TYPES = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
+
+
+def make_hybrid_pair(
+    folder: Path,
+    *,
+    seed: int = 0,
+    layer_types: tuple[str, ...] = LAYER_TYPES,
+    k_heads: int = 2,
+    v_heads: int = 4,
+    k_dim: int = 8,
+    v_dim: int = 12,
+    multimodal: bool = False,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Pair:
+    """Write `folder/target` (a Qwen3_5ForCausalLM, or a Qwen3_5ForConditionalGeneration) and `folder/draft`.
+
+    `settings` are those of `make_pair`, which makes the draft.
+    """
+    pair = make_pair(folder, seed=seed, num_layers=len(layer_types), tied=tied, dtype=dtype, **settings)
+    config = json.loads((pair.target / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")} | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": list(layer_types),
+        "rope_parameters": rope | {"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": k_heads,
+        "linear_num_value_heads": v_heads,
+        "linear_key_head_dim": k_dim,
+        "linear_value_head_dim": v_dim,
+        "dtype": config["torch_dtype"],
+    }
+    target = tensors_of(config, seed)
+    if multimodal:
+        target = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in target.items()}
+        target |= {"model.visual.patch_embed.proj.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 2)}
+        text = {name: value for name, value in config.items() if name != "tie_word_embeddings"}
+        config = {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "text_config": text,
+            "vision_config": {"model_type": "qwen3_5_vision", "depth": 1},
+            "tie_word_embeddings": tied,
+        }
+    pairs._write(pair.target, config, target, dtype, shards=1)
+    return replace(pair)
+
+
+def tensors_of(config: dict[str, Any], seed: int) -> Tensors:
+    """Return random tensors whose scale makes a mistake visible: states fade within some 10 to 100 tokens."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    draw = pairs._Draw(1000 + seed)
+
+    def norm(size: int) -> torch.Tensor:
+        return draw.norm(size) - 1  # the family multiplies by 1 + weight
+
+    tensors = {"model.embed_tokens.weight": draw.normal(vocab, hidden, std=0.35)}
+    for i, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{i}."
+        layer = pairs._layer(draw, prefix, hidden, inner, heads, kv_heads, dim, False)
+        layer = {name: x - 1 if name.endswith("norm.weight") else x for name, x in layer.items()}
+        if kind == "linear_attention":
+            layer = {name: tensor for name, tensor in layer.items() if ".self_attn." not in name}
+            layer |= _gated_delta(draw, f"{prefix}linear_attn.", config)
+        else:
+            layer[f"{prefix}self_attn.q_proj.weight"] = draw.linear(2 * heads * dim, hidden)
+        tensors |= layer
+    tensors["model.norm.weight"] = norm(hidden)
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = draw.linear(vocab, hidden, gain=2.0)
+    return tensors
+
+
+def _gated_delta(draw: Any, prefix: str, config: dict[str, Any]) -> Tensors:
+    hidden, v_heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = v_heads * config["linear_value_head_dim"]
+    channels = 2 * keys + values
+    tensors = {
+        "in_proj_qkv.weight": draw.linear(channels, hidden),
+        "in_proj_z.weight": draw.linear(values, hidden),
+        "in_proj_b.weight": draw.linear(v_heads, hidden),
+        "in_proj_a.weight": draw.linear(v_heads, hidden),
+        "conv1d.weight": draw.normal(channels, 1, 4, std=0.7),
+        "A_log": draw.normal(v_heads, std=1.0) - 1.0,
+        "dt_bias": draw.normal(v_heads, std=1.0) - 1.0,
+        "norm.weight": draw.norm(config["linear_value_head_dim"]),
+        "out_proj.weight": draw.linear(hidden, values),
+    }
+    return {prefix + name: tensor for name, tensor in tensors.items()}

@@ -1,0 +1,194 @@
+"""Whatever was verified, accepted, dropped, repeated or preempted, the state is that of the sequence's own tokens."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from app.engine.backend.torch import TorchBackend
+from app.engine.build.decoder_config import read_config, target_config
+from app.engine.build.loader import SafetensorsWeights
+from app.engine.models.gated_delta_net import GatedDeltaNet
+from app.engine.models.layers import StepRows
+from app.engine.models.qwen3_5 import TextWeights
+from app.engine.models.state_pool import PromptChunk, RecurrentRows, SequenceRows, StatePool
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
+from tests.fast.engine.hybrid_reference import Delta, HybridReference
+
+torch.set_num_threads(1)
+BLOCK = 6
+NUM_SEQS = 3
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@dataclass
+class Row:
+    """A sequence as the layer sees it: hidden states [T, H] that were committed, and its slots."""
+
+    slot: int
+    next_slot: int = 0
+    tokens: list[Tensor] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        return len(self.tokens)
+
+
+class Layer:
+    """One Gated DeltaNet layer over a pool, beside the reference."""
+
+    def __init__(self, folder: Path) -> None:
+        pair = make_hybrid_pair(folder)
+        self.reference = HybridReference(pair.target)
+        config, cpu = target_config(read_config(pair.target)), torch.device("cpu")
+        backend = TorchBackend(cpu)
+        assert config.gated_delta is not None
+        weights = TextWeights(SafetensorsWeights(pair.target, cpu, torch.float32), config.head_dim)
+        self.net = GatedDeltaNet(config, weights, "layers.0.linear_attn", backend)
+        self.pool = StatePool(config.gated_delta, NUM_SEQS + 1, BLOCK, torch.float32, backend.zeros)
+        self.memory = self.pool.layers[0]
+        self.hidden = config.hidden_size
+        self.draw = torch.Generator().manual_seed(0)
+
+    def rows(self, count: int) -> list[Tensor]:
+        return list(torch.randn(count, self.hidden, generator=self.draw))
+
+    def verify(self, seqs: list[Row], new: list[list[Tensor]]) -> None:
+        """A step of decoding. Its outputs must be those of the sequence's tokens with the new ones behind them."""
+        counts, width = torch.tensor([len(rows) for rows in new]), max(map(len, new))
+        firsts = counts.cumsum(0) - counts
+        rows = (firsts[:, None] + torch.arange(width)).clamp(max=int(counts.sum()) - 1)
+        places = torch.cat([i * width + torch.arange(len(rows)) for i, rows in enumerate(new)])
+        slots, starts = (torch.tensor([getattr(seq, name) for seq in seqs]) for name in ("slot", "start"))
+        step = RecurrentRows(SequenceRows(slots, starts, counts, rows, places), [])
+        found = self.run(step, [row for rows in new for row in rows])
+        for seq, rows, part in zip(seqs, new, found.split(counts.tolist()), strict=True):
+            wanted, _ = self.recomputed([*seq.tokens, *rows])
+            torch.testing.assert_close(part, wanted[seq.start :], **CLOSE)
+
+    def prefill(self, seq: Row, new: list[Tensor]) -> None:
+        """A chunk of a prompt, from the sequence's slot to the next one."""
+        numbers = torch.arange(len(new))
+        one = SequenceRows(
+            torch.tensor([seq.slot]), torch.tensor([seq.start]), torch.tensor([len(new)]), numbers[None], numbers
+        )
+        found = self.run(RecurrentRows(None, [PromptChunk(one, torch.tensor([seq.next_slot or seq.slot]))]), new)
+        torch.testing.assert_close(found, self.recomputed([*seq.tokens, *new])[0][seq.start :], **CLOSE)
+
+    def run(self, recurrent: RecurrentRows, rows: list[Tensor]) -> Tensor:
+        return self.net.forward(torch.stack(rows), StepRows((), torch.empty(0), [], recurrent), self.memory)
+
+    def recomputed(self, tokens: list[Tensor]) -> tuple[Tensor, Delta]:
+        return self.reference._delta_net(torch.stack(tokens), "layers.0.linear_attn", None)
+
+    def check(self, seq: Row) -> None:
+        """Compare the state that the next step begins with."""
+        slots, starts = torch.tensor([seq.slot]), torch.tensor([seq.start])
+        state, pending, counts = self.memory.at(slots, starts)
+        found = self.net._advance(pending, counts, state)[1]
+        if not seq.tokens:
+            assert found.matrix.eq(0).all() and found.conv.eq(0).all()
+            return
+        _, wanted = self.recomputed(seq.tokens)
+        torch.testing.assert_close(found.matrix[0], wanted.matrix, **CLOSE)
+        torch.testing.assert_close(found.conv[0], wanted.inputs, **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory) -> Layer:
+    return Layer(tmp_path_factory.mktemp("hybrid"))
+
+
+WIDTHS = st.lists(st.integers(1, BLOCK), min_size=NUM_SEQS, max_size=NUM_SEQS)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["accept", "drop", "repeat", "repeat in halves", "preempt", "prompt", "prompt again"]),
+        WIDTHS,
+        WIDTHS,
+        st.integers(0, NUM_SEQS - 1),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=15)
+@given(steps=STEPS)
+@torch.inference_mode()
+def test_any_course_of_steps_leaves_the_state_of_the_accepted_tokens(layer: Layer, steps: list):
+    layer.memory.matrix.fill_(torch.nan)  # of owners before
+    layer.memory.conv.fill_(torch.nan)
+    layer.memory.pending.fill_(torch.nan)
+    layer.memory.num_tokens.fill_(9)
+    seqs, spare = [Row(slot) for slot in range(1, NUM_SEQS + 1)], NUM_SEQS + 1
+    for kind, widths, accepted, chosen in steps:
+        new = [layer.rows(width) for width in widths]
+        if kind == "preempt":
+            seqs[chosen].tokens = []
+        elif kind.startswith("prompt"):
+            seq = seqs[chosen]
+            seq.next_slot = spare if seq.tokens else 0
+            for _ in range(2 if kind == "prompt again" else 1):
+                layer.prefill(seq, new[0])
+            if seq.next_slot:
+                spare, seq.slot, seq.next_slot = seq.slot, seq.next_slot, 0
+            seq.tokens += new[0]
+        else:
+            layer.verify(seqs, new)
+            if kind == "repeat":
+                layer.verify(seqs, new)
+            elif kind == "repeat in halves":
+                layer.verify(seqs[:chosen] or seqs[:1], new[:chosen] or new[:1])
+                layer.verify(seqs[chosen:], new[chosen:])
+            if kind != "drop":
+                for seq, rows, count in zip(seqs, new, accepted, strict=True):
+                    seq.tokens += rows[:count]
+        for seq in seqs:
+            layer.check(seq)
+
+
+@pytest.mark.parametrize("accepted", range(1, BLOCK + 1))
+@torch.inference_mode()
+def test_every_accepted_count_is_committed_as_it_is(layer: Layer, accepted: int):
+    seq = Row(1)
+    layer.prefill(seq, prompt := layer.rows(5))
+    seq.tokens += prompt
+    for _ in range(4):
+        layer.verify([seq], [rows := layer.rows(BLOCK)])
+        seq.tokens += rows[:accepted]
+        layer.check(seq)
+
+
+@torch.inference_mode()
+def test_a_slot_that_held_nan_begins_as_zeros(layer: Layer):
+    for tensor in (layer.memory.matrix, layer.memory.conv, layer.memory.pending):
+        tensor.fill_(torch.nan)
+    layer.verify([Row(2), Row(0)], [layer.rows(3), layer.rows(1)])
+    assert layer.memory.matrix[2].isfinite().all()
+
+
+@torch.inference_mode()
+def test_rows_that_are_nan_and_not_accepted_leave_no_trace(layer: Layer):
+    seq = Row(1)
+    layer.prefill(seq, prompt := layer.rows(4))
+    seq.tokens += prompt
+    rows = layer.rows(BLOCK)
+    slots = torch.tensor([1])
+    layer.verify([seq], [rows])
+    layer.memory.pending[slots, 2:] = torch.nan
+    seq.tokens += rows[:2]
+    layer.check(seq)
+    layer.verify([seq], [layer.rows(3)])
+
+
+@torch.inference_mode()
+def test_padding_sequences_stay_finite_on_the_scratch_slot(layer: Layer):
+    layer.memory.matrix.fill_(torch.nan)
+    padding = Row(0, tokens=[])
+    for _ in range(3):
+        layer.verify([padding, padding], [layer.rows(BLOCK), layer.rows(1)])
+    assert layer.memory.matrix[0].isfinite().all()
