@@ -57,6 +57,29 @@ def test_drafts_from_graphs_are_the_references(tmp_path):
     assert share_of_right_drafts(drafted_by(engine, requests_about_the_window(3, 14)), pair) == 1.0
 
 
+class Uncompiled:
+    """Function that `--compile` would hand to inductor, as it is."""
+
+    def __init__(self, name, settings, function, model, pools, examples, folder) -> None:
+        self._function, self._pools = function, list(pools)
+
+    def __call__(self, *arguments):
+        self.was_called = True
+        return self._function(self._pools, *arguments)
+
+
+@pytest.mark.parametrize("name", ["speculators", "sliding and not causal, by is_causal", "sample from anchor"])
+def test_the_python_that_is_compiled_drafts_the_same(tmp_path, monkeypatch, name: str):
+    monkeypatch.setattr("app.engine.compile.steps.Compiled", Uncompiled)
+    monkeypatch.setattr("app.engine.compile.steps.shutil.which", lambda compiler: compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pair = DIALECTS[name].make(tmp_path)
+    engine = engine_of(pair, compile=True)
+    blocks = drafted_by(engine, requests_about_the_window(2, 10))
+    assert engine.core.runner.forward.draft_step.was_called
+    assert share_of_right_drafts(blocks, pair) == 1.0
+
+
 @pytest.mark.parametrize("name", ["one sliding layer, causal inside the block", "sliding and not causal, by is_causal"])
 def test_a_step_launched_ahead_drafts_the_same(tmp_path, name: str):
     """Its lengths are on the device alone. Wrong drafts would only show in how many are accepted."""
