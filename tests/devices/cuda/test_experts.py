@@ -12,6 +12,8 @@ import app.engine.build.engine as build
 from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture, route
 from app.engine.cuda import experts
 from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.torch_backend import TorchCudaBackend
+from app.engine.errors import UnsupportedError
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine, run_engine
 from tests.fast.engine.pairs import make_pair
@@ -97,6 +99,14 @@ def test_many_bfloat16_rows_go_through_pytorchs_grouped_product(
     monkeypatch.setattr(experts, "mixture", lambda *_: called.append(1))
     CudaBackend(torch.device("cpu")).moe(x, weights, moe)
     assert bool(called) == is_ours
+
+
+def test_a_gpu_without_triton_refuses_experts_in_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TorchCudaBackend(torch.device("cpu"))
+    monkeypatch.setattr(backend, "on_gpu", True)
+    with pytest.raises(UnsupportedError, match="--dtype float32: experts on a GPU without Triton"):
+        backend.empty_experts(torch.empty(1), 4, 8, 8)
+    assert backend.empty_experts(torch.empty(1, dtype=torch.bfloat16), 4, 8, 16).shape == (4, 8, 16)
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])

@@ -38,7 +38,7 @@ SIZES = Extent(
     batches=(1, 2),
 )
 KERNELS = (
-    "causal_attention bidirectional_attention sliding_attention rms_norm add_rms_norm gated_mlp qkv_into_kv "
+    "causal_attention bidirectional_attention sliding_attention rms_norm add_rms_norm gated_mlp moe qkv_into_kv "
     "context_into_kv positions_and_slots embed_blocks verify advance_by_accepted"
 ).split()
 

@@ -93,6 +93,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     assert found[7].isnan().all() and not found[[i for i in range(40) if i != 7]].isnan().any()
 
 
+def test_the_host_reads_no_value() -> None:
+    """Tensors without memory have no values, so a graph can hold all of it."""
+    weights = random_weights(MOE)
+    kinds = {"router": torch.float32, "gate_up": torch.bfloat16, "down": torch.bfloat16}
+    bare = ExpertWeights(*(getattr(weights, name).to("meta", dtype) for name, dtype in kinds.items()))
+    out = mixture(torch.empty(5, HIDDEN, dtype=torch.bfloat16, device="meta"), bare, MOE)
+    assert out.shape == (5, HIDDEN) and out.dtype == torch.bfloat16
+
+
 def test_bfloat16_rows_choose_the_experts_that_float32_rows_choose() -> None:
     """Scores of these rows differ by less than bfloat16 tells apart."""
     weights, x = random_weights(MOE), torch.ones(1, HIDDEN)
