@@ -124,7 +124,8 @@ def check_length(folder: Path, max_model_len: int | None) -> None:
     """Raise CheckpointError for a --max-model-len that the folder's config.json does not have."""
     config = read_json(folder / "config.json") if max_model_len else {}
     limit = config.get("max_position_embeddings")
-    is_scaled = config.get("rope_scaling") or config.get("rope_parameters")  # which the engine reads
+    ropes = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    is_scaled = any(not isinstance(rope, dict) or "factor" in rope for rope in ropes)  # which the engine reads
     if max_model_len and isinstance(limit, int) and not is_scaled and not 2 <= max_model_len <= limit:
         raise CheckpointError(
             f"--max-model-len {max_model_len} is outside 2..{limit}: max_position_embeddings in "

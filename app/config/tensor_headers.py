@@ -1,7 +1,7 @@
 """Shapes of tensors against config.json, told before the server listens, from headers alone.
 
 The engine checks every tensor again when it reads it. The tensors here are those that all families share. A config.json
-without plain sizes is left to the engine, which refuses its fields by name.
+without plain sizes, of quantised weights or of another kind of draft is left to the engine, which refuses it by name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ def check_target_tensors(target: Path) -> None:
     config = read_json(target / "config.json")
     shapes = _shapes(target)
     vocab, hidden = _size(config, "vocab_size"), _size(config, "hidden_size")
-    if not vocab or not hidden:
+    if not vocab or not hidden or config.get("quantization_config"):
         return
     wanted = dict(_decoder(config))
     wanted["embed_tokens.weight"] = [vocab, hidden]
@@ -54,7 +54,8 @@ def check_draft_tensors(draft: Path, target: Path) -> None:
                 "this target"
             )
     hidden = _size(config, "hidden_size")
-    if not hidden or not target_hidden:
+    is_v1 = isinstance(layers, Mapping) or raw.get("architectures") == ["DFlashDraftModel"]
+    if not hidden or not target_hidden or not is_v1 or config.get("quantization_config"):
         return
     wanted_shapes = {**dict(_decoder(config)), "hidden_norm.weight": [hidden]}
     taps = inner.get("target_layer_ids") or config.get("target_layer_ids") or raw.get("aux_hidden_state_layer_ids")

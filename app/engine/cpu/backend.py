@@ -78,11 +78,12 @@ class CpuBackend(TorchBackend):
         kv_heads = kv.k.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
         qk = qkv[:, : heads + kv_heads]
-        if q_norm is not None and k_norm is not None:
+        if q_norm is not None:
             qk = qk.div(_rms(qk, eps))
-            qk[:, :heads].mul_(q_norm)
-            qk[:, heads:].mul_(k_norm)
         q, k = qk[:, :heads], qk[:, heads:]
+        if q_norm is not None and k_norm is not None:
+            q.mul_(q_norm)
+            k.mul_(k_norm)
         _as_complex(qk).mul_(rotation[0])
         self.write_kv(k, qkv[:, heads + kv_heads :], kv, slot_mapping)
         return q

@@ -56,6 +56,11 @@ class Target(nn.Module):
             weights.skip("lm_head.weight")
         else:
             self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", vocab, hidden)))
+        for name in weights.names:
+            if name.endswith(
+                "rotary_emb.inv_freq"
+            ):  # RoPE's frequencies, which older files carry and config.json gives
+                weights.skip(name)
         self._backend = backend
 
     def forward(self, token_ids: Tensor, rows: StepRows, pool: KvPool) -> tuple[Tensor, Tensor | None]:

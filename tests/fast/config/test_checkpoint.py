@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,6 +104,20 @@ def test_a_length_that_the_model_does_not_have_is_refused_by_its_config(folder: 
     told = str(caught.value)
     assert f"--max-model-len {length}" in told and "2..1024" in told
     assert "max_position_embeddings" in told and "rope_scaling" in told
+
+
+@pytest.mark.parametrize(
+    ("rope", "passes"),
+    [({"rope_type": "default", "rope_theta": 1e6}, False), ({"rope_type": "yarn", "factor": 4.0}, True)],
+)
+def test_a_longer_length_is_left_to_the_engine_if_rope_is_scaled(
+    folder: Path, rope: dict[str, Any], passes: bool
+) -> None:
+    """Transformers 5 writes rope_parameters into every config.json."""
+    config = {"model_type": "qwen3", "max_position_embeddings": 1024, "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    with nullcontext() if passes else pytest.raises(CheckpointError, match="--max-model-len"):
+        check_length(folder, 4096)
 
 
 @pytest.mark.parametrize("length", [None, 2, 1024])

@@ -108,6 +108,27 @@ def test_a_draft_of_another_target_is_told_by_the_field(
     assert f"{field} is {next(iter(sizes.values()))}, but the target" in said
 
 
+@pytest.mark.parametrize(
+    ("role", "field", "value", "tensor"),
+    [
+        ("target", "quantization_config", {"quant_method": "awq"}, "model.layers.0.mlp.up_proj.weight"),
+        ("draft", "quantization_config", {"quant_method": "awq"}, "layers.0.mlp.up_proj.weight"),
+        ("draft", "architectures", ["MuseGlimmerAssistantModel"], "hidden_norm.weight"),
+    ],
+    ids=str,
+)
+def test_what_the_engine_refuses_by_name_is_not_called_a_missing_tensor(
+    tmp_path: Path, role: str, field: str, value: Any, tensor: str
+) -> None:
+    """Quantised weights and other kinds of drafts have tensors of other names and shapes."""
+    pair = make_pair(tmp_path)
+    change_tensors(tmp_path / role, lambda tensors: tensors.pop(tensor))
+    file = tmp_path / role / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    check_target_tensors(pair.target)
+    check_draft_tensors(pair.draft, pair.target)
+
+
 def test_a_config_without_sizes_is_left_to_the_engine(tmp_path: Path) -> None:
     pair = make_pair(tmp_path)
     (pair.target / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "32"}))

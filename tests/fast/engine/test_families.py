@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from app.config.families import FAMILIES as TABLE
 from app.engine.models.registry import target_class
@@ -33,6 +34,16 @@ def test_logits_and_taps_are_the_references(tmp_path: Path, shape: str) -> None:
     for sequence in (chunked, decoded):
         assert_logits_close(feeder.logits(sequence), teacher_forced(target, text))
         assert_logits_close(feeder.features(sequence), features(target, text, checkpoint.taps))
+
+
+def test_frequencies_in_an_older_file_change_nothing(tmp_path: Path) -> None:
+    """Files of Llama 2 have a tensor of them in each layer."""
+    checkpoint = random_checkpoint(tmp_path, **FAMILIES["Llama 2"])
+    text, file = checkpoint.prompts[1], checkpoint.folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    feeder = Feeder(checkpoint.engine())
+    assert_logits_close(feeder.logits(feeder.feed_whole(text, 7)), teacher_forced(load_target(checkpoint.folder), text))
 
 
 @pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5"])
