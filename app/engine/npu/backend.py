@@ -13,7 +13,7 @@ import torch_npu
 from torch import Tensor
 
 from app.engine.backend import accelerator
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation, refuse_sinks
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
 from app.engine.backend.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
@@ -78,11 +78,12 @@ class NpuBackend(Backend):
         Pages go in as `[pages, page_size, kv_heads * D]`, because the operator would read a 4-D tensor as
         `[pages, kv_heads, page_size, D]` (N6).
         """
-        refuse_sinks(sinks)
         plan: AttentionPlan = meta.plans[mask]
         kv_heads, dim = kv.k.shape[2:]
         if self._attended is not None:
-            self._attended.append((meta, mask))
+            self._attended.append((meta, mask, sinks is not None))
+        if sinks is not None:
+            return self._attention_with_sinks(q_thd, kv, meta, plan, sinks)
         o, _ = torch_npu.npu_fused_infer_attention_score(
             q_thd.contiguous(),
             kv.k.flatten(2),
@@ -94,6 +95,30 @@ class NpuBackend(Backend):
             num_heads=q_thd.shape[1],
             num_key_value_heads=kv_heads,
             scale=dim**-0.5,
+            pre_tokens=plan.pre_tokens,
+            next_tokens=plan.next_tokens,
+            input_layout="TND",
+            sparse_mode=plan.sparse_mode,
+            block_size=meta.page_size,
+        )
+        return o
+
+    def _attention_with_sinks(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, plan: AttentionPlan, sinks: Tensor
+    ) -> Tensor:
+        """Return attention by the operator's second version, which alone takes sinks and has other names (N38)."""
+        o, _ = torch_npu.npu_fused_infer_attention_score_v2(
+            q_thd.contiguous(),
+            kv.k.flatten(2),
+            kv.v.flatten(2),
+            atten_mask=plan.mask,
+            actual_seq_qlen=plan.q_ends,
+            actual_seq_kvlen=plan.host_seq_lens,
+            block_table=meta.page_table,
+            learnable_sink=sinks.to(q_thd.dtype),
+            num_query_heads=q_thd.shape[1],
+            num_key_value_heads=kv.k.shape[2],
+            softmax_scale=q_thd.shape[2] ** -0.5,
             pre_tokens=plan.pre_tokens,
             next_tokens=plan.next_tokens,
             input_layout="TND",

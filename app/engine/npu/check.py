@@ -78,8 +78,8 @@ class Checked(TorchDispatchMode):
 
 def check_lengths(operator: str, kwargs: Mapping[str, Any]) -> None:
     """Check N1 before dispatch, because the dispatcher reads a tensor into a list and waits for the card."""
-    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
-        if operator in _ATTENTION and name in kwargs:
+    for name in ("actual_seq_lengths", "actual_seq_lengths_kv", "actual_seq_qlen", "actual_seq_kvlen"):
+        if operator in (*_ATTENTION, *_ATTENTION_V2) and name in kwargs:
             _Holder(operator, ())("N1", _is_int_list(kwargs[name]), f"{name} is {_kind(kwargs[name])}, not a list[int]")
 
 
@@ -174,6 +174,26 @@ def _attention_values(hold: _Holder, call: Mapping[str, Any], captured: bool) ->
         firsts = table[:, 0].tolist()
         long = [n for n, block in zip(rows, firsts, strict=True) if n > MAX_BLOCK_ROWS and block != SCRATCH_BLOCK]
         hold("N12", not long, f"{long} query rows for one request; a block has at most {MAX_BLOCK_ROWS}")
+
+
+_FIRST_NAMES = {
+    "actual_seq_qlen": "actual_seq_lengths",
+    "actual_seq_kvlen": "actual_seq_lengths_kv",
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+}
+"""Names of the operator's second version, and of the first."""
+
+
+def _attention_v2(hold: _Holder, call: Mapping[str, Any]) -> None:
+    query, sinks = call["query"], call.get("learnable_sink")
+    fits = isinstance(sinks, Tensor) and sinks.dtype == query.dtype and tuple(sinks.shape) == tuple(query.shape[1:2])
+    hold("N38", fits, f"learnable_sink is {_kind(sinks)}, for query {_shape(query)}")
+    _attention(hold, {_FIRST_NAMES.get(name, name): value for name, value in call.items()})
+
+
+def _attention_v2_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
+    _attention_values(hold, {_FIRST_NAMES.get(name, name): value for name, value in call.items()}, captured)
 
 
 @cache
@@ -325,8 +345,10 @@ def _clipped_swiglu(hold: _Holder, call: Mapping[str, Any]) -> None:
 
 
 _ATTENTION = ("npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace")
+_ATTENTION_V2 = ("npu_fused_infer_attention_score_v2", "_npu_fused_infer_attention_score_v2_get_max_workspace")
 _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys(_ATTENTION_V2, _attention_v2),
     "npu_scatter_pa_kv_cache": _write_kv,
     "npu_scatter_nd_update_": _scatter,
     "npu_rms_norm": _rms_norm,
@@ -342,6 +364,7 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
 }
 _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any], bool], None]] = {
     "npu_fused_infer_attention_score": _attention_values,
+    "npu_fused_infer_attention_score_v2": _attention_v2_values,
     "npu_scatter_pa_kv_cache": _write_kv_values,
     "npu_scatter_nd_update_": _scatter_values,
     "npu_moe_init_routing_v2": _init_routing_values,

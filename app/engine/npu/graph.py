@@ -32,8 +32,8 @@ class AttentionPlan:
     next_tokens: int = EVERY_TOKEN
 
 
-Attended = tuple[AttentionMetadata, AttentionMask]
-"""An attention call of a graph: its plan is `meta.plans[mask]` at each replay."""
+Attended = tuple[AttentionMetadata, AttentionMask, bool]
+"""An attention call of a graph: its plan is `meta.plans[mask]` at each replay. True is a call with sinks."""
 
 
 class NpuGraph(Graph):
@@ -60,10 +60,11 @@ class NpuGraph(Graph):
     def replay(self) -> None:
         """Launch, then update the lengths of every attention call. The device begins before the first call (N27)."""
         self._graph.replay()
-        entries = [_lengths(meta.plans[mask]) for meta, mask in self._attended]
+        entries = [_lengths(meta.plans[mask], sinks=sinks) for meta, mask, sinks in self._attended]
         check_update(entries, recorded=len(self._graph.graph_dispatch_mode.graph_dispatch_records))
         self._graph.update(entries)
 
 
-def _lengths(plan: AttentionPlan) -> dict[str, list[int]]:
-    return {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.host_seq_lens}
+def _lengths(plan: AttentionPlan, *, sinks: bool) -> dict[str, list[int]]:
+    names = ("actual_seq_qlen", "actual_seq_kvlen") if sinks else ("actual_seq_lengths", "actual_seq_lengths_kv")
+    return dict(zip(names, (plan.q_ends, plan.host_seq_lens), strict=True))

@@ -44,6 +44,7 @@ def fused_infer_attention_score(
     inner_precise: int = 0,
     block_size: int = 0,
     softmax_lse_flag: bool = False,
+    sinks: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """TND, paged: query [T, heads, D], key and value [blocks, block_size, kv_heads * D] or, in 4-D, [blocks, kv_heads,
@@ -78,7 +79,10 @@ def fused_infer_attention_score(
             own = torch.arange(kv_len - (last - first), kv_len)[:, None]
             token = torch.arange(kv_len)
             scores.masked_fill_((token < own - pre_tokens) | (token > own + next_tokens), -torch.inf)
-        out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(query.dtype)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, last - first, 1)), 2)
+        shares = scores.softmax(-1)[:, :, :kv_len]
+        out[first:last] = torch.einsum("hqk,khd->qhd", shares, v).to(query.dtype)
     return out, torch.empty(0, dtype=torch.float32)
 
 
@@ -92,6 +96,39 @@ def fused_infer_attention_score_out(
 ) -> tuple[Tensor, Tensor]:
     """The same into out[0]; out[1] is a placeholder and stays as it is."""
     out[0].copy_(fused_infer_attention_score(query, key, value, **kwargs)[0])
+    return out[0], out[1]
+
+
+def fused_infer_attention_score_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    learnable_sink: Tensor | None = None,
+    num_query_heads: int = 1,
+    softmax_scale: float = 1.0,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same by other names, and with a logit more for each head, whose share is dropped."""
+    return fused_infer_attention_score(
+        query,
+        key,
+        value,
+        actual_seq_lengths=actual_seq_qlen,
+        actual_seq_lengths_kv=actual_seq_kvlen,
+        sinks=learnable_sink,
+        num_heads=num_query_heads,
+        scale=softmax_scale,
+        **others,
+    )
+
+
+def fused_infer_attention_score_v2_out(
+    query: Tensor, key: Tensor, value: Tensor, *, workspace: Tensor | None = None, out: list[Tensor], **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    out[0].copy_(fused_infer_attention_score_v2(query, key, value, **kwargs)[0])
     return out[0], out[1]
 
 
@@ -263,6 +300,9 @@ KERNELS = {
     "npu_fused_infer_attention_score": fused_infer_attention_score,
     "npu_fused_infer_attention_score.out": fused_infer_attention_score_out,
     "_npu_fused_infer_attention_score_get_max_workspace": get_max_workspace,
+    "npu_fused_infer_attention_score_v2": fused_infer_attention_score_v2,
+    "npu_fused_infer_attention_score_v2.out": fused_infer_attention_score_v2_out,
+    "_npu_fused_infer_attention_score_v2_get_max_workspace": get_max_workspace,
     "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "npu_scatter_nd_update_": scatter_nd_update_,
     "npu_rms_norm": rms_norm,

@@ -36,6 +36,8 @@ FRESH = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", 
 ALLOCATES = {f"aten::{name}" for name in FRESH} | {
     "npu::_npu_fused_infer_attention_score_infer_output",
     "npu::_npu_fused_infer_attention_score_get_max_workspace",
+    "npu::_npu_fused_infer_attention_score_v2_infer_output",
+    "npu::_npu_fused_infer_attention_score_v2_get_max_workspace",
 }
 """Operators that give memory and no numbers."""
 
@@ -155,7 +157,7 @@ class _AsWritten(TorchFunctionMode):
     """Sees a call's arguments before the dispatcher turns them into what the schema asks for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if kwargs and "actual_seq_lengths" in kwargs:
+        if kwargs and ("actual_seq_lengths" in kwargs or "actual_seq_qlen" in kwargs):
             check.check_lengths(getattr(func, "__name__", "").partition(".")[0], kwargs)
         return func(*args, **(kwargs or {}))
 

@@ -24,6 +24,21 @@ _ATTENTION = (
     "int sparse_mode=0, int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
     "int value_antiquant_mode=0, bool softmax_lse_flag=False"
 )
+_SINKS = (
+    "Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, Tensor? key_rope=None, "
+    "Tensor? pse_shift=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None, "
+    "Tensor? block_table=None, Tensor? dequant_scale_query=None, Tensor? dequant_scale_key=None, "
+    "Tensor? dequant_offset_key=None, Tensor? dequant_scale_value=None, Tensor? dequant_offset_value=None, "
+    "Tensor? dequant_scale_key_rope=None, Tensor? quant_scale_out=None, Tensor? quant_offset_out=None, "
+    "Tensor? quant_scale_p=None, Tensor? learnable_sink=None, int num_query_heads=1, int num_key_value_heads=0, "
+    "float softmax_scale=1., int pre_tokens=2147483647, int next_tokens=2147483647, str input_layout='BSH', "
+    "int sparse_mode=0, int block_size=0, int query_quant_mode=0, int key_quant_mode=0, int value_quant_mode=0, "
+    "int inner_precise=0, bool return_softmax_lse=False, int? query_dtype=None, int? key_dtype=None, "
+    "int? value_dtype=None, int? query_rope_dtype=None, int? key_rope_dtype=None, "
+    "int? key_shared_prefix_dtype=None, int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, "
+    "int? dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, "
+    "int? dequant_scale_key_rope_dtype=None, int? out_dtype=None"
+)
 _PAGED_WRITE = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
 
 EXPECTED = [
@@ -32,6 +47,7 @@ EXPECTED = [
     "_npu_fused_infer_attention_score_infer_output(Tensor query, Tensor value, *, str input_layout='BSH', "
     "Tensor? quant_scale2=None, Tensor? block_table=None, int num_heads=1, int num_key_value_heads=0, "
     "bool softmax_lse_flag=False, Tensor? query_rope=None) -> (Tensor, Tensor)",
+    f"npu_fused_infer_attention_score_v2({_SINKS}) -> (Tensor, Tensor)",
     f"npu_scatter_pa_kv_cache({_PAGED_WRITE}Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, "
     "Tensor? seq_lens=None, str? cache_mode='PA_NZ') -> ()",
     "npu_gather_pa_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "

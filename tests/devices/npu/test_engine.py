@@ -18,7 +18,7 @@ from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
-from tests.fast.engine.pairs import FAMILIES, Pair, make_pair
+from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
 
 PAGE = 128
 
@@ -66,11 +66,11 @@ def test_tokens_on_the_null_device_are_the_cpu_engines(
 
 
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5", "Qwen3, biases", "Qwen3, yarn"])
-def test_every_dense_familys_tokens_are_the_cpu_engines(
+@pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5", "Qwen3, biases", "Qwen3, yarn", "gpt-oss"])
+def test_every_familys_tokens_are_the_cpu_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, eager: bool
 ) -> None:
-    pair = make_pair(tmp_path, **FAMILIES[shape] | {"head_dim": 64})
+    pair = make_pair(tmp_path, **(FAMILIES | {"gpt-oss": GPT_OSS})[shape] | {"head_dim": 64})
     wanted = engine(pair, device="cpu").run(requests())
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     with torch.inference_mode(), Numerics(lift=["N7"]):

@@ -38,6 +38,18 @@ def sliding() -> dict[str, Any]:
     return Sequences([3, 16], [140, 20]).arguments(causal=True, window=9)
 
 
+SECOND_NAMES = {
+    "actual_seq_lengths": "actual_seq_qlen",
+    "actual_seq_lengths_kv": "actual_seq_kvlen",
+    "num_heads": "num_query_heads",
+    "scale": "softmax_scale",
+}
+
+
+def sinks() -> dict[str, Any]:
+    return {SECOND_NAMES.get(name, name): value for name, value in sliding().items()} | {"learnable_sink": new(4)}
+
+
 def write() -> dict[str, Any]:
     rows, cache = normal(3, 2, 128).to("npu:0"), new(4, BLOCK, 2, 128)
     slot_mapping = ints(130, 5, 383)
@@ -97,6 +109,7 @@ def clipped() -> dict[str, Any]:
 OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     attention: "npu_fused_infer_attention_score",
     draft_attention: "npu_fused_infer_attention_score",
+    sinks: "npu_fused_infer_attention_score_v2",
     write: "npu_scatter_pa_kv_cache",
     scatter: "npu_scatter_nd_update_",
     norm: "npu_rms_norm",
@@ -213,6 +226,11 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N36", unpermute, "no weights", lambda call: call.pop("probs")),
     ("N37", clipped, "gate and up by turns", lambda call: call.pop("interleaved")),
     ("N37", clipped, "a strided input", with_(x=new(64, 4).t())),
+    ("N38", sinks, "no sinks", lambda call: call.pop("learnable_sink")),
+    ("N38", sinks, "sinks in float32", on("learnable_sink", Tensor.float)),
+    ("N38", sinks, "a sink for each KV head", with_(learnable_sink=new(2))),
+    ("N3", sinks, "more KV than pages", with_(actual_seq_kvlen=[140, 2000])),
+    ("N14", sinks, "no scale", lambda call: call.pop("softmax_scale")),
 ]
 
 
