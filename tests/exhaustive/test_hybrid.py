@@ -38,6 +38,7 @@ SHAPES: dict[str, dict] = {
     "4 v heads to 2": {},
     "every second layer, mha": {"layer_types": ("linear_attention", "full_attention") * 2, "num_kv_heads": 4},
     "3 v heads to each": {"k_heads": 2, "v_heads": 6, "k_dim": 16, "v_dim": 8, "tied": True},
+    "experts": {"experts": 8},
     "attention first": {"layer_types": ("full_attention", *("linear_attention",) * 4), "k_heads": 4},
 }
 pytestmark = pytest.mark.usefixtures("kept")

@@ -28,6 +28,8 @@ class MoeConfig:
     has_bias: bool = False
     """True if router and experts have biases."""
     swiglu_limit: float | None = None
+    shared_size: int = 0
+    """Inner size of an expert that serves every row behind a gate of its own, 0 without one."""
     router_name: str = "gate"
     """Name of the router's tensors in a checkpoint."""
     interleaved: bool = False

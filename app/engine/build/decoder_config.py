@@ -8,7 +8,7 @@ from typing import Any
 
 from app.engine.backend.base import AttentionMask
 from app.engine.build.fields import number, positive
-from app.engine.build.hybrid_config import attention_fields, gated_delta_config, text_part
+from app.engine.build.hybrid_config import attention_fields, gated_delta_config, text_part, with_shared_expert
 from app.engine.build.moe_config import moe_config, num_experts
 from app.engine.build.rope_config import rope_config
 from app.engine.errors import UnsupportedError
@@ -34,7 +34,7 @@ def target_config(raw: Mapping[str, Any]) -> DecoderConfig:
     if family.is_hybrid:
         text = text_part(raw)
         config = decoder_config(attention_fields(text), "target", family.supports)
-        return replace(config, gated_delta=gated_delta_config(text))
+        return with_shared_expert(replace(config, gated_delta=gated_delta_config(text)), text)
     return family.refine(decoder_config(raw, "target", family.supports), raw)
 
 

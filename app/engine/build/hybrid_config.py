@@ -1,11 +1,12 @@
 """Fields of a `config.json` of Qwen3.5's family beyond those of a dense decoder, at the top or in `text_config`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.engine.build.fields import number, positive
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import GatedDeltaConfig
+from app.engine.models.config import DecoderConfig, GatedDeltaConfig
 
 _WHERE = "target"
 _PARTIAL_ROTARY_FACTOR = 0.25
@@ -23,7 +24,23 @@ def attention_fields(text: Mapping[str, Any]) -> dict[str, Any]:
         if text.get(field, wanted) is not wanted:
             raise UnsupportedError(f"{_WHERE}: {field} = {text[field]!r} is not supported yet")
     left = {name: value for name, value in text.items() if name not in ("layer_types", "partial_rotary_factor")}
-    return left | {"rope_parameters": _rope(text)}
+    left |= {"rope_parameters": _rope(text)}
+    if not text.get("num_experts"):
+        return left
+    # Every layer has experts, whose weights always sum to 1, so the size of a dense MLP is that of none.
+    wants: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
+    for field, wanted in wants.items():
+        if text.get(field, wanted) != wanted:
+            raise UnsupportedError(f"{_WHERE}: {field} = {text[field]!r} is not supported yet")
+    return left | {"norm_topk_prob": True, "intermediate_size": text.get("moe_intermediate_size")}
+
+
+def with_shared_expert(config: DecoderConfig, text: Mapping[str, Any]) -> DecoderConfig:
+    """Return the config with the expert that serves every row, if it has experts at all."""
+    if config.moe is None:
+        return config
+    size = positive(text, "shared_expert_intermediate_size", _WHERE)
+    return replace(config, moe=replace(config.moe, shared_size=size))
 
 
 def gated_delta_config(text: Mapping[str, Any]) -> GatedDeltaConfig:

@@ -160,10 +160,15 @@ class DecoderLayer(nn.Module):
         backend, weights = self._backend, parameters_of(self)
         hidden = self.attention.forward(normed, rows, kv)
         normed, residual = backend.add_rms_norm(hidden, residual, weights["post_attention_norm"], self._eps)
+        return self.feed_forward(normed), residual
+
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        """Return the output of the MLP or the experts, [T, H]."""
+        backend, weights = self._backend, parameters_of(self)
         if self._mixture is not None:
             moe, experts = self._mixture
-            return backend.moe(normed, experts, moe), residual
-        return backend.gated_mlp(normed, weights["gate_up"], weights["down"]), residual
+            return backend.moe(normed, experts, moe)
+        return backend.gated_mlp(normed, weights["gate_up"], weights["down"])
 
 
 def add_norm(

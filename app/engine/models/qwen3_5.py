@@ -1,23 +1,56 @@
-"""Qwen3.5, 3.6 and 3.8 dense: three of four layers are Gated DeltaNet, the others gated attention."""
+"""Qwen3.5, 3.6 and 3.8, dense or with experts: three of four layers are Gated DeltaNet, the others gated attention."""
 
-from collections.abc import Iterable
+import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from app.engine.backend.base import AttentionMask, Backend, LayerKv
+from app.engine.backend.moe import MoeConfig
 from app.engine.models.config import DecoderConfig
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, parameters_of
 from app.engine.models.target import Target
 from app.engine.models.weights import Weights
 
+logger = logging.getLogger(__name__)
+
 _OTHER_PARTS = ("visual.", "mtp.")
 """Tensors of the vision tower and of the checkpoint's own drafter. Text alone needs neither."""
 
 
 class HybridLayer(DecoderLayer):
-    """Decoder layer with a Gated DeltaNet, or with gated attention."""
+    """Decoder layer with a Gated DeltaNet or gated attention, and an MLP, or experts of which one serves every row."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        prefix: str,
+        backend: Backend,
+        mask: AttentionMask,
+        *,
+        qk_norm: bool,
+        moe: MoeConfig | None = None,
+    ) -> None:
+        super().__init__(config, weights, prefix, backend, mask, qk_norm=qk_norm, moe=moe)
+        self._has_shared_expert = moe is not None and moe.shared_size > 0
+        if moe is None or not moe.shared_size:
+            return
+        hidden, inner, shared = config.hidden_size, moe.shared_size, f"{prefix}.mlp.shared_expert"
+        gate, up = (weights.get(f"{shared}.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
+        self.shared_gate_up = frozen(backend.pack_weight(torch.cat((gate, up))))
+        self.shared_down = frozen(backend.pack_weight(weights.get(f"{shared}.down_proj.weight", hidden, inner)))
+        self.shared_gate = frozen(backend.pack_weight(weights.get(f"{shared}_gate.weight", 1, hidden)))
+
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        out = super().feed_forward(normed)
+        if not self._has_shared_expert:
+            return out
+        backend, weights = self._backend, parameters_of(self)
+        shared = backend.gated_mlp(normed, weights["shared_gate_up"], weights["shared_down"])
+        return out + torch.sigmoid(backend.linear(normed, weights["shared_gate"])) * shared
 
     def make_attention(
         self,
@@ -70,6 +103,12 @@ class Qwen3_5(Target):
         super().__init__(config, TextWeights(weights, config.head_dim), backend, target_layer_ids)
 
 
+class Qwen3_5Moe(Qwen3_5):
+    """Hybrid decoder whose layers have a mixture of experts and a shared one."""
+
+    supports = frozenset({"num_experts"})
+
+
 class TextWeights:
     """Weights of the text part, under the names and with the meaning that the shared layers expect.
 
@@ -83,16 +122,14 @@ class TextWeights:
         self._gates: dict[str, Tensor] = {}
         is_multimodal = "language_model.embed_tokens.weight" in weights
         self._prefix = "language_model." if is_multimodal else ""
-        for name in list(weights.names):
-            if name.startswith(_OTHER_PARTS):
-                weights.skip(name)
+        others = [name for name in weights.names if name.startswith(_OTHER_PARTS)]
+        for name in others:
+            weights.skip(name)
+        if others:
+            logger.info("target: %d tensors under %s are left out", len(others), " and ".join(_OTHER_PARTS))
 
     def __contains__(self, name: str) -> bool:
         return self._stored(name) in self._weights
-
-    @property
-    def names(self) -> Iterable[str]:
-        return (name.removeprefix(self._prefix) for name in self._weights.names)
 
     def get(self, name: str, *shape: int) -> Tensor:
         if name.endswith(".gate_proj.weight") and "self_attn" in name:
@@ -105,8 +142,9 @@ class TextWeights:
     def skip(self, name: str) -> None:
         self._weights.skip(self._stored(name))
 
-    def close(self) -> None:
-        self._weights.close()
+    def __getattr__(self, name: str) -> Any:
+        """Return what is the same for a part and the whole."""
+        return getattr(self._weights, name)
 
     def _query(self, name: str, size: int, hidden: int) -> Tensor:
         """Return the query rows of a stored q_proj, and keep those of the gate."""

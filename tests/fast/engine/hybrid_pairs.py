@@ -23,6 +23,8 @@ def make_hybrid_pair(
     k_dim: int = 8,
     v_dim: int = 12,
     multimodal: bool = False,
+    experts: int = 0,
+    fused: bool = True,
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
@@ -46,14 +48,24 @@ def make_hybrid_pair(
         "linear_value_head_dim": v_dim,
         "dtype": config["torch_dtype"],
     }
-    target = tensors_of(config, seed)
+    if experts:
+        del config["intermediate_size"]
+        config |= {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        }
+    target = tensors_of(config, seed, fused=fused)
     if multimodal:
         target = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in target.items()}
         target |= {"model.visual.patch_embed.proj.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 2)}
         text = {name: value for name, value in config.items() if name != "tie_word_embeddings"}
         config = {
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "model_type": "qwen3_5",
+            "architectures": [config["architectures"][0].replace("CausalLM", "ConditionalGeneration")],
+            "model_type": config["model_type"].removesuffix("_text"),
             "text_config": text,
             "vision_config": {"model_type": "qwen3_5_vision", "depth": 1},
             "tie_word_embeddings": tied,
@@ -62,9 +74,9 @@ def make_hybrid_pair(
     return replace(pair)
 
 
-def tensors_of(config: dict[str, Any], seed: int) -> Tensors:
+def tensors_of(config: dict[str, Any], seed: int, *, fused: bool) -> Tensors:
     """Return random tensors whose scale makes a mistake visible: states fade within some 10 to 100 tokens."""
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden, inner, vocab = config["hidden_size"], config.get("intermediate_size", 64), config["vocab_size"]
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     draw = pairs._Draw(1000 + seed)
 
@@ -81,6 +93,16 @@ def tensors_of(config: dict[str, Any], seed: int) -> Tensors:
             layer |= _gated_delta(draw, f"{prefix}linear_attn.", config)
         else:
             layer[f"{prefix}self_attn.q_proj.weight"] = draw.linear(2 * heads * dim, hidden)
+        if experts := config.get("num_experts"):
+            layer = {name: tensor for name, tensor in layer.items() if ".mlp." not in name}
+            size, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
+            layer |= pairs._experts(draw, f"{prefix}mlp.", hidden, experts, size, fused=fused)
+            layer |= {
+                f"{prefix}mlp.shared_expert.gate_proj.weight": draw.linear(shared, hidden, gain=1.5),
+                f"{prefix}mlp.shared_expert.up_proj.weight": draw.linear(shared, hidden, gain=1.5),
+                f"{prefix}mlp.shared_expert.down_proj.weight": draw.linear(hidden, shared),
+                f"{prefix}mlp.shared_expert_gate.weight": draw.linear(1, hidden),
+            }
         tensors |= layer
     tensors["model.norm.weight"] = norm(hidden)
     if not config["tie_word_embeddings"]:

@@ -69,13 +69,28 @@ class HybridReference:
                 out, memory = self._attention(normed, f"{name}.self_attn", past[layer])
             x = x + out
             y = self._norm(x, f"{name}.post_attention_layernorm")
-            gate, up = (self._linear(y, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
-            x = x + self._linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
+            x = x + (self._experts if f"{name}.mlp.gate.weight" in self.weights else self._mlp)(y, f"{name}.mlp")
             hidden_states.append(x)
             cache.append(memory)
         hidden_states[-1] = self._norm(x, "norm")
         logits = F.linear(hidden_states[-1], self.head).float()
         return Output(logits[None], tuple(state[None] for state in hidden_states), cache)
+
+    def _mlp(self, x: Tensor, name: str) -> Tensor:
+        gate, up = (self._linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+        return self._linear(F.silu(gate) * up, f"{name}.down_proj")
+
+    def _experts(self, x: Tensor, name: str) -> Tensor:
+        """Row by row, the weighted sum of the experts that the router finds most likely, and the shared one."""
+        gate_up, down = (self.weights[f"{name}.experts.{part}_proj"] for part in ("gate_up", "down"))
+        shares = self._linear(x, f"{name}.gate").softmax(dim=-1)
+        out = torch.sigmoid(self._linear(x, f"{name}.shared_expert_gate")) * self._mlp(x, f"{name}.shared_expert")
+        for t, chosen in enumerate(shares.topk(self.config.num_experts_per_tok).indices.tolist()):
+            for expert in chosen:
+                gate, up = (gate_up[expert] @ x[t]).chunk(2)
+                share = shares[t, expert] / shares[t, chosen].sum()
+                out[t] += share * (down[expert] @ (F.silu(gate) * up))
+        return out
 
     def _delta_net(self, x: Tensor, name: str, past: Delta | None) -> tuple[Tensor, Delta]:
         config, weights = self.config, self.weights

@@ -104,6 +104,27 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_the_same_model(tmp_path: Pa
     assert said[0] == said[1] == {"r": greedy(HybridReference(part.target), prompt_of(12), 16)}
 
 
+@pytest.mark.parametrize("chunk", [7, None])
+def test_experts_and_the_shared_one_give_the_references_rows(tmp_path: Path, chunk: int | None):
+    pair = make_hybrid_pair(tmp_path, seed=3, experts=8)
+    tokens, reference = prompt_of(40), HybridReference(pair.target)
+    feeder = Feeder(make_engine(pair.target, pair.draft, page_size=4, max_model_len=96, max_num_seqs=2))
+    seq = feeder.sequence(tokens)
+    seq.state_slot = 1
+    while seq.num_computed < seq.num_tokens:
+        feeder.feed(prefills=[(seq, chunk or len(tokens))])
+    assert_logits_close(feeder.logits(seq), teacher_forced(reference, tokens))
+    assert_logits_close(feeder.features(seq), features(reference, tokens, pair.taps))
+
+
+def test_experts_one_by_one_or_fused_alone_or_in_a_multimodal_checkpoint_are_the_same_model(tmp_path: Path):
+    shapes: dict[str, dict[str, bool]] = {"fused": {}, "one by one": {"fused": False}, "part": {"multimodal": True}}
+    pairs = {name: make_hybrid_pair(tmp_path / name, experts=8, **shape) for name, shape in shapes.items()}
+    request = Request("r", tuple(prompt_of(12)), 16)
+    said = [make_engine(pair.target, pair.draft, max_model_len=64).core.run([request])["r"] for pair in pairs.values()]
+    assert said == [greedy(HybridReference(pairs["fused"].target), prompt_of(12), 16)] * 3
+
+
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_its_headers_pass_before_the_server_listens(tmp_path: Path, multimodal: bool):
     pair = make_hybrid_pair(tmp_path, multimodal=multimodal)
@@ -360,6 +381,15 @@ def test_states_that_do_not_fit_are_refused_with_the_number(pair: Pair, monkeypa
 # Refusals
 
 
+MOE = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+
+
 def changed(folder: Path, **fields: Any) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text()) | fields
 
@@ -378,7 +408,9 @@ def changed(folder: Path, **fields: Any) -> dict[str, Any]:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling of type 'dynamic'"),
         ({"model_type": "qwen3_next"}, "model_type 'qwen3_next' is not supported yet"),
-        ({"model_type": "qwen3_5_moe"}, "model_type 'qwen3_5_moe' is not supported yet"),
+        ({**MOE, "norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
+        ({**MOE, "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
+        ({**MOE, "shared_expert_intermediate_size": None}, "shared_expert_intermediate_size must be a positive number"),
         ({"text_config": 3}, "text_config must be an object"),
     ],
     ids=lambda value: str(value)[:40],

@@ -187,8 +187,11 @@ def test_rows_that_are_nan_and_not_accepted_leave_no_trace(layer: Layer):
 
 @torch.inference_mode()
 def test_padding_sequences_stay_finite_on_the_scratch_slot(layer: Layer):
-    layer.memory.matrix.fill_(torch.nan)
-    padding = Row(0, tokens=[])
+    """Several share it, at positions behind one another."""
+    for tensor in (layer.memory.matrix, layer.memory.conv, layer.memory.pending):
+        tensor.fill_(torch.nan)
+    numbers = torch.arange(3)
     for _ in range(3):
-        layer.verify([padding, padding], [layer.rows(BLOCK), layer.rows(1)])
+        padding = SequenceRows(torch.zeros(3, dtype=torch.int64), numbers, torch.ones(3), numbers[:, None], numbers)
+        assert layer.run(RecurrentRows(padding, []), layer.rows(3)).isfinite().all()
     assert layer.memory.matrix[0].isfinite().all()
