@@ -286,6 +286,34 @@ def litellm_loop(url: str, model: str, question: str) -> str:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
 
 
+def autogen_agent(url: str, model: str, **options: Any) -> Any:
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    features = dict.fromkeys(("vision", "json_output", "structured_output"), False)
+    info = {"function_calling": True, "family": "unknown", **features}
+    client = OpenAIChatCompletionClient(model=model, base_url=url, api_key="none", model_info=info)
+    return AssistantAgent("guide", client, system_message=None, **options)
+
+
+def autogen(url: str, model: str, question: str) -> Texts:
+    """Ask with the names of speakers, which AutoGen sends by default."""
+    from autogen_agentchat.messages import ModelClientStreamingChunkEvent
+
+    async def both() -> Texts:
+        whole = await autogen_agent(url, model).run(task=question)
+        events = autogen_agent(url, model, model_client_stream=True).run_stream(task=question)
+        pieces = [event.content async for event in events if isinstance(event, ModelClientStreamingChunkEvent)]
+        return [whole.messages[-1].content, "".join(pieces)]
+
+    return asyncio.run(both())
+
+
+def autogen_loop(url: str, model: str, question: str) -> str:
+    agent = autogen_agent(url, model, tools=[get_weather], max_tool_iterations=4)
+    return str(asyncio.run(agent.run(task=question)).messages[-1].content)
+
+
 class Client(NamedTuple):
     """A client. Its environment is a file of requirements, and `package` says its version.
 
@@ -311,6 +339,7 @@ CLIENTS = {
     "smolagents": Client("openai3", "smolagents", smolagents, smolagents_loop, prompt_fits=False),
     "litellm": Client("openai2", "litellm", litellm, litellm_loop),
     "inspect-ai": Client("openai3", "inspect-ai", inspect_ai, inspect_ai_loop),
+    "AutoGen": Client("openai2", "autogen-ext", autogen, autogen_loop),
     "AI SDK": Client("node", "ai"),
 }
 
