@@ -12,21 +12,26 @@ from app.engine.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-_HONOURED = set(
+_IN_EITHER_PLACE = set(
+    """
+    layer_types sliding_window use_sliding_window use_swa swa_window_size is_causal causal block_size target_layer_ids
+    mask_token_id num_target_layers target_hidden_size draft_vocab_size sample_from_anchor logit_scale
+    final_logit_softcapping
+    """.split()
+)
+_AT_THE_TOP = _IN_EITHER_PLACE | set(
     """
     architectures model_type dtype torch_dtype hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act attention_bias mlp_bias tie_word_embeddings
     rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style max_position_embeddings
-    original_max_position_embeddings quantization_config num_experts num_local_experts layer_types sliding_window
-    use_sliding_window use_swa swa_window_size is_causal causal attn_logit_softcapping dflash_config block_size
-    target_layer_ids mask_token_id num_target_layers target_hidden_size draft_vocab_size sample_from_anchor logit_scale
-    final_logit_softcapping
+    original_max_position_embeddings quantization_config num_experts num_local_experts attn_logit_softcapping
+    dflash_config
     """.split()
 )
 _INERT = re.compile(
     r"_.*|transformers_version|auto_map|(bos|eos|pad)_token_id|initializer_range|use_cache|attention_dropout|use_return_dict"
     r"|return_dict|output_(attentions|hidden_states)|id2label|label2id|problem_type|is_encoder_decoder|pretraining_tp"
-    r"|chunk_size_feed_forward|max_window_layers|num_anchors|speculators_version|speculators_config"
+    r"|chunk_size_feed_forward|max_window_layers|(num|max)_anchors|has_no_defaults_at_init|speculators_version|speculators_config"
     # Copied from the config of a hybrid or multimodal target. A draft's layers are Qwen3's, which have none of these.
     r"|partial_rotary_factor|mrope_\w+|attn_output_gate|linear_\w+|full_attention_interval|mamba_ssm_dtype|mtp_\w+"
     r"|decoder_sparse_step|mlp_only_layers|norm_topk_prob|num_experts_per_tok|moe_intermediate_size"
@@ -63,8 +68,9 @@ def plain_config(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: config.json has no dflash_config, so this is no DFlash draft (architectures: "
             f"{raw.get('architectures')})"
         )
-    unknown = [name for name in raw if not _is_known(name, raw[name], where)]
-    unknown += [f"dflash_config.{name}" for name in dflash if not _is_known(name, dflash[name], where)]
+    unknown = [name for name in raw if name not in _AT_THE_TOP and not _is_noise(name, raw[name], where)]
+    inner = (name for name in dflash if name not in _IN_EITHER_PLACE and not _is_noise(name, dflash[name], where))
+    unknown += [f"dflash_config.{name}" for name in inner]
     if unknown:
         logger.warning("%s: config.json has keys that are unknown here and ignored: %s", where, ", ".join(unknown))
     plain = {name: value for name, value in raw.items() if not _INERT.fullmatch(name)}
@@ -90,8 +96,9 @@ def check_tensor_names(names: Iterable[str], *, biases: bool) -> None:
     )
 
 
-def _is_known(name: str, value: Any, where: str) -> bool:
-    if name in _HONOURED or _INERT.fullmatch(name):
+def _is_noise(name: str, value: Any, where: str) -> bool:
+    """Return True for a key that changes nothing. Raises UnsupportedError for one of a dialect."""
+    if _INERT.fullmatch(name):
         return True
     dialect = _dialect(name)
     if dialect and value:

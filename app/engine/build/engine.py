@@ -140,6 +140,12 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     kv_bytes = _kv_bytes(config, sizes, backend, runner_over, states, graphs=graph_sizes is not None)
     token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
+    if draft_shape and (limit := draft_shape.decoder.max_position_embeddings) < sizes.max_model_len:
+        logger.warning(
+            "draft: its config.json allows %d positions, and --max-model-len is %d: few drafts beyond are right",
+            limit,
+            sizes.max_model_len,
+        )
     runner = runner_over(num_pages)
     if graph_sizes:
         graphs = _capture(config, runner.forward, graph_sizes, sizes, partial(on_progress, "graphs"))

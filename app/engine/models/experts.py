@@ -1,5 +1,6 @@
 """Experts of one layer, read into their fused place one tensor after the other."""
 
+import torch
 from torch import Tensor
 
 from app.engine.backend.base import Backend
@@ -32,12 +33,15 @@ def load_experts(moe: MoeConfig, hidden: int, weights: Weights, prefix: str, bac
     router = router.float()
     if not moe.has_bias:
         return ExpertWeights(router, gate_up, down)
+    stored = weights.get(f"{prefix}.experts.gate_up_proj_bias", count, 2 * inner)
+    gate_up_bias = torch.empty_like(stored)
+    _copy_rows(gate_up_bias, stored, interleaved=moe.interleaved)
     return ExpertWeights(
         router,
         gate_up,
         down,
         weights.get(f"{prefix}.{moe.router_name}.bias", count).float(),
-        _gate_first(weights.get(f"{prefix}.experts.gate_up_proj_bias", count, 2 * inner), moe),
+        gate_up_bias,
         weights.get(f"{prefix}.experts.down_proj_bias", count, hidden),
     )
 
@@ -48,7 +52,7 @@ def _copy_fused(to: Tensor, name: str, moe: MoeConfig, weights: Weights, prefix:
     shape = (in_features, out_features) if moe.input_first else (out_features, in_features)
     stored = weights.get(f"{prefix}.experts.{name}", count, *shape)
     stored = stored.transpose(1, 2) if moe.input_first else stored
-    to.copy_(_gate_first(stored, moe) if name == "gate_up_proj" else stored)
+    _copy_rows(to, stored, interleaved=moe.interleaved and name == "gate_up_proj")
 
 
 def _copy_mxfp4(to: Tensor, name: str, moe: MoeConfig, weights: Weights, prefix: str) -> None:
@@ -58,10 +62,16 @@ def _copy_mxfp4(to: Tensor, name: str, moe: MoeConfig, weights: Weights, prefix:
     blocks = weights.packed(f"{prefix}.experts.{name}_blocks", count, out_features, blocks_of_row, 16)
     scales = weights.packed(f"{prefix}.experts.{name}_scales", count, out_features, blocks_of_row)
     for expert in range(count):
-        numbers = dequantised(blocks[expert : expert + 1], scales[expert : expert + 1], to.dtype)
-        to[expert] = (_gate_first(numbers, moe) if name == "gate_up_proj" else numbers)[0]
+        own = slice(expert, expert + 1)
+        numbers = dequantised(blocks[own], scales[own], to.dtype)
+        _copy_rows(to[own], numbers, interleaved=moe.interleaved and name == "gate_up_proj")
 
 
-def _gate_first(stored: Tensor, moe: MoeConfig) -> Tensor:
-    """Return [E, 2I, ...] with the rows of the gate before those of up."""
-    return stored.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if moe.interleaved else stored
+def _copy_rows(to: Tensor, stored: Tensor, *, interleaved: bool) -> None:
+    """Copy [E, out, ...]. Of `interleaved` rows, the even ones are the gate's, and come before those of up."""
+    if not interleaved:
+        to.copy_(stored)
+        return
+    gate, up = to.chunk(2, dim=1)
+    gate.copy_(stored[:, ::2])
+    up.copy_(stored[:, 1::2])

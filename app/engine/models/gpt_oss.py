@@ -35,7 +35,7 @@ class GptOss(Target):
             config.moe,
             norm_topk_prob=True,  # a softmax over the chosen experts alone
             has_bias=True,
-            swiglu_limit=float(raw.get("swiglu_limit", 7.0)),
+            swiglu_limit=7.0 if raw.get("swiglu_limit") is None else float(raw["swiglu_limit"]),
             router_name="router",
             interleaved=True,
             input_first=True,

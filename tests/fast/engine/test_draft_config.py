@@ -402,6 +402,14 @@ def test_an_embedding_of_the_mask_in_a_file_of_its_own_is_refused(own):
         build(own)
 
 
+@pytest.mark.parametrize(("limit", "is_told"), [(63, True), (64, False)])
+def test_a_draft_for_a_shorter_context_is_told_at_the_start(own, caplog, limit, is_told):
+    raw = read_config(own.draft)
+    (own.draft / "config.json").write_text(json.dumps(changed(raw, {"max_position_embeddings": limit})))
+    build(own)
+    assert is_told == any(f"allows {limit} positions, and --max-model-len is 64" in said for said in caplog.messages)
+
+
 def test_a_draft_head_tied_to_its_own_embedding_is_refused(tmp_path):
     pair = make_pair(tmp_path, seed=5, own_embedding=True)
     raw = read_config(pair.draft)

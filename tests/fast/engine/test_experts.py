@@ -151,11 +151,16 @@ def _first_layer(pair: Pair, moe: MoeConfig) -> ExpertWeights:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "tensors"),
-    [({}, torch.float32, 1 / 16), ({}, torch.bfloat16, 1 / 16), ({"fused_experts": True}, torch.float32, 1)],
+    [
+        ({}, torch.float32, 1 / 16),
+        ({}, torch.bfloat16, 1 / 16),
+        ({"fused_experts": True}, torch.float32, 1),
+    ],
     ids=str,
 )
+@pytest.mark.parametrize("interleaved", [False, True])
 def test_loading_takes_little_more_than_the_result(
-    tmp_path: Path, shape: dict[str, Any], dtype: torch.dtype, tensors: float
+    tmp_path: Path, shape: dict[str, Any], dtype: torch.dtype, tensors: float, interleaved: bool
 ) -> None:
     """At most `tensors` of a layer's experts more: of files in another dtype, and over two shards."""
     pair = sparse_pair(tmp_path, shards=2, dtype=torch.bfloat16, **shape)
@@ -163,7 +168,10 @@ def test_loading_takes_little_more_than_the_result(
         weights = SafetensorsWeights(pair.target, CPU, dtype)
         get = weights.get
         weights.get = lambda *asked: live.note(get(*asked))  # type: ignore[method-assign]
-        target = Qwen3Moe(target_config(read_config(pair.target)), weights, TorchBackend(CPU))
+        config = target_config(read_config(pair.target))
+        assert config.moe is not None
+        config = replace(config, moe=replace(config.moe, interleaved=interleaved))
+        target = Qwen3Moe(config, weights, TorchBackend(CPU))
         peak = live.peak
     of_a_layer = 3 * 16 * 64 * 32 * dtype.itemsize
     assert live.now >= 2 * of_a_layer, "the result was counted"
