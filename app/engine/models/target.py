@@ -57,9 +57,7 @@ class Target(nn.Module):
         else:
             self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", vocab, hidden)))
         for name in weights.names:
-            if name.endswith(
-                "rotary_emb.inv_freq"
-            ):  # RoPE's frequencies, which older files carry and config.json gives
+            if name.endswith("rotary_emb.inv_freq"):  # RoPE's frequencies, in files of Llama 2
                 weights.skip(name)
         self._backend = backend
 

@@ -128,8 +128,8 @@ class Forward:
     def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
         """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
 
-        Layers of a mask share a plan.
-        The lengths in the meta itself stay as they were made. In a graph they are those of the capture.
+        Layers of a mask share a plan. The lengths in the meta itself stay as they were made. In a graph they are those
+        of the capture.
         """
         meta, lengths = rows.meta, (group.query_lens, group.host_seq_lens)
         planned = AttentionMetadata(meta.query_start_loc, meta.seq_lens, meta.page_table, *lengths, meta.page_size)
