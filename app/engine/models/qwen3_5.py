@@ -1,7 +1,7 @@
 """Qwen3.5, 3.6 and 3.8, dense or with experts: three of four layers are Gated DeltaNet, the others gated attention."""
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -90,25 +90,6 @@ class GatedAttention(Attention):
         return super().attend(x, rows, kv) * torch.sigmoid(gate)
 
 
-class Qwen3_5(Target):
-    """Hybrid decoder. Its RMSNorms multiply by 1 + weight, and RoPE turns a part of each head."""
-
-    qk_norm = True
-    layer_class = HybridLayer
-    is_hybrid = True
-
-    def __init__(
-        self, config: DecoderConfig, weights: Weights, backend: Backend, target_layer_ids: tuple[int, ...] = ()
-    ) -> None:
-        super().__init__(config, TextWeights(weights, config.head_dim), backend, target_layer_ids)
-
-
-class Qwen3_5Moe(Qwen3_5):
-    """Hybrid decoder whose layers have a mixture of experts and a shared one."""
-
-    supports = frozenset({"num_experts"})
-
-
 class TextWeights:
     """Weights of the text part, under the names and with the meaning that the shared layers expect.
 
@@ -116,10 +97,10 @@ class TextWeights:
     each head in turn; `q_proj` and then `gate_proj` are its parts. Norms get their 1 added.
     """
 
-    def __init__(self, weights: Weights, head_dim: int) -> None:
+    def __init__(self, weights: Weights, config: DecoderConfig) -> None:
         self._weights = weights
-        self._head_dim = head_dim
-        self._gates: dict[str, Tensor] = {}
+        self._config = config
+        self._parts: dict[str, Tensor] = {}
         is_multimodal = "language_model.embed_tokens.weight" in weights
         self._prefix = "language_model." if is_multimodal else ""
         others = [name for name in weights.names if name.startswith(_OTHER_PARTS)]
@@ -132,8 +113,8 @@ class TextWeights:
         return self._stored(name) in self._weights
 
     def get(self, name: str, *shape: int) -> Tensor:
-        if name.endswith(".gate_proj.weight") and "self_attn" in name:
-            return self._gates.pop(name)
+        if name in self._parts:
+            return self._parts.pop(name)
         if name.endswith(".q_proj.weight"):
             return self._query(name, *shape)
         weight = self._weights.get(self._stored(name), *shape)
@@ -149,9 +130,29 @@ class TextWeights:
     def _query(self, name: str, size: int, hidden: int) -> Tensor:
         """Return the query rows of a stored q_proj, and keep those of the gate."""
         stored = self._weights.get(self._stored(name), 2 * size, hidden)
-        query, gate = stored.unflatten(0, (-1, 2, self._head_dim)).unbind(1)
-        self._gates[name.replace(".q_proj.", ".gate_proj.")] = gate.flatten(0, 1)
+        query, gate = stored.unflatten(0, (-1, 2, self._config.head_dim)).unbind(1)
+        self._parts[name.replace(".q_proj.", ".gate_proj.")] = gate.flatten(0, 1)
         return query.flatten(0, 1)
 
     def _stored(self, name: str) -> str:
         return name if name.startswith("lm_head.") else self._prefix + name
+
+
+class Qwen3_5(Target):
+    """Hybrid decoder. Its RMSNorms multiply by 1 + weight, and RoPE turns a part of each head."""
+
+    qk_norm = True
+    layer_class = HybridLayer
+    is_hybrid = True
+    weights_class: ClassVar[type[TextWeights]] = TextWeights
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, backend: Backend, target_layer_ids: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(config, self.weights_class(weights, config), backend, target_layer_ids)
+
+
+class Qwen3_5Moe(Qwen3_5):
+    """Hybrid decoder whose layers have a mixture of experts and a shared one."""
+
+    supports = frozenset({"num_experts"})

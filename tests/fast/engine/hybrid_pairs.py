@@ -25,13 +25,15 @@ def make_hybrid_pair(
     multimodal: bool = False,
     experts: int = 0,
     fused: bool = True,
+    grouped: bool = False,
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Pair:
-    """Write `folder/target` (a Qwen3_5ForCausalLM, or a Qwen3_5ForConditionalGeneration) and `folder/draft`.
+    """Write `folder/target`, a Qwen3_5ForCausalLM, and `folder/draft`.
 
-    `settings` are those of `make_pair`, which makes the draft.
+    With `multimodal` the target is a Qwen3_5ForConditionalGeneration. `experts` make it a Qwen3_5MoeForCausalLM, and
+    `grouped` ones a Qwen3NextForCausalLM of the same weights. `settings` are those of `make_pair`, which makes drafts.
     """
     pair = make_pair(folder, seed=seed, num_layers=len(layer_types), tied=tied, dtype=dtype, **settings)
     config = json.loads((pair.target / "config.json").read_text())
@@ -59,6 +61,9 @@ def make_hybrid_pair(
             "shared_expert_intermediate_size": 24,
         }
     target = tensors_of(config, seed, fused=fused)
+    if grouped:
+        config |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "norm_topk_prob": True}
+        target = _grouped(target, k_heads, v_heads // k_heads)
     if multimodal:
         target = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in target.items()}
         target |= {"model.visual.patch_embed.proj.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 2)}
@@ -127,3 +132,16 @@ def _gated_delta(draw: Any, prefix: str, config: dict[str, Any]) -> Tensors:
         "out_proj.weight": draw.linear(hidden, values),
     }
     return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _grouped(tensors: Tensors, k_heads: int, group: int) -> Tensors:
+    """Return the same model with q, k, v and z of each key head in turn, and b and a likewise."""
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".in_proj_z.weight")]:
+        prefix = name.removesuffix("z.weight")
+        qkv, z, b, a = (found.pop(f"{prefix}{kind}.weight") for kind in ("qkv", "z", "b", "a"))
+        keys = (len(qkv) - len(z)) // 2
+        parts = [x.unflatten(0, (k_heads, -1)) for x in (qkv[:keys], qkv[keys : 2 * keys], qkv[2 * keys :], z)]
+        found[f"{prefix}qkvz.weight"] = torch.cat(parts, dim=1).flatten(0, 1)
+        found[f"{prefix}ba.weight"] = torch.stack([x.view(k_heads, group, -1) for x in (b, a)], dim=1).flatten(0, 2)
+    return found

@@ -118,11 +118,16 @@ def test_experts_and_the_shared_one_give_the_references_rows(tmp_path: Path, chu
 
 
 def test_experts_one_by_one_or_fused_alone_or_in_a_multimodal_checkpoint_are_the_same_model(tmp_path: Path):
-    shapes: dict[str, dict[str, bool]] = {"fused": {}, "one by one": {"fused": False}, "part": {"multimodal": True}}
+    shapes: dict[str, dict[str, bool]] = {
+        "fused": {},
+        "one by one": {"fused": False},
+        "part": {"multimodal": True},
+        "Next": {"grouped": True},
+    }
     pairs = {name: make_hybrid_pair(tmp_path / name, experts=8, **shape) for name, shape in shapes.items()}
     request = Request("r", tuple(prompt_of(12)), 16)
     said = [make_engine(pair.target, pair.draft, max_model_len=64).core.run([request])["r"] for pair in pairs.values()]
-    assert said == [greedy(HybridReference(pairs["fused"].target), prompt_of(12), 16)] * 3
+    assert said == [greedy(HybridReference(pairs["fused"].target), prompt_of(12), 16)] * 4
 
 
 @pytest.mark.parametrize("multimodal", [False, True])
@@ -407,7 +412,7 @@ def changed(folder: Path, **fields: Any) -> dict[str, Any]:
         ({"num_experts": 8}, "num_experts = 8 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling of type 'dynamic'"),
-        ({"model_type": "qwen3_next"}, "model_type 'qwen3_next' is not supported yet"),
+        ({"model_type": "qwen4_exp"}, "model_type 'qwen4_exp' is not supported yet"),
         ({**MOE, "norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
         ({**MOE, "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
         ({**MOE, "shared_expert_intermediate_size": None}, "shared_expert_intermediate_size must be a positive number"),

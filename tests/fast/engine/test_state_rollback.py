@@ -47,7 +47,7 @@ class Layer:
         config, cpu = target_config(read_config(pair.target)), torch.device("cpu")
         backend = TorchBackend(cpu)
         assert config.gated_delta is not None
-        weights = TextWeights(SafetensorsWeights(pair.target, cpu, torch.float32), config.head_dim)
+        weights = TextWeights(SafetensorsWeights(pair.target, cpu, torch.float32), config)
         self.net = GatedDeltaNet(config, weights, "layers.0.linear_attn", backend)
         self.pool = StatePool(config.gated_delta, NUM_SEQS + 1, BLOCK, torch.float32, backend.zeros)
         self.memory = self.pool.layers[0]
