@@ -1,0 +1,83 @@
+"""The time in which a CPU loads a checkpoint of random numbers from a warm page cache, against copying its files."""
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from app.engine.backend.factory import make_backend
+from app.engine.build.decoder_config import target_config
+from app.engine.build.loader import SafetensorsWeights
+from app.engine.models.registry import target_class
+from tools.lab.random_weights import TARGETS, RandomWeights
+
+LAYER_BYTES = 0.1e9
+"""About the bytes of one of the layers below in 16 bits."""
+
+
+class Kept(RandomWeights):
+    """Random weights of which each tensor becomes a file in `to`."""
+
+    def __init__(self, folder: Path, to: Path) -> None:
+        super().__init__(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
+        self._to, self._homes = to, dict[str, str]()
+
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = super().get(name, *shape)
+        self._homes[name] = f"{name}.safetensors"
+        save_file({name: tensor}, self._to / self._homes[name])
+        return tensor
+
+    def close(self) -> None:
+        (self._to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": self._homes}))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the checkpoint, then copy and load it by turns, and print each time and the best ones' ratio."""
+    parser = argparse.ArgumentParser(prog="python -m tools.lab loading", description=__doc__)
+    parser.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint [4]")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(arguments)
+    layers = max(1, round(options.gb * 1e9 / LAYER_BYTES))
+    raw: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": layers, "vocab_size": 32000,
+    }  # fmt: skip
+    with TemporaryDirectory() as folder:
+        kept = Kept(Path("loading"), Path(folder))
+        target_class(raw)(target_config(raw), kept, make_backend("cpu"))
+        kept.close()
+        files = sorted(Path(folder).glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+
+        copied, loaded = [], []
+        for _ in range(options.rounds):
+            start = time.perf_counter()
+            for file in files:
+                shutil.copyfile(file, Path(folder) / "copy")
+            copied.append(time.perf_counter() - start)
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:  # a new one has no memory to use again
+                loaded.append(process.submit(load, Path(folder), raw).result())
+    print(f"{size / 1e9:.1f} GB: copied in {min(copied):.1f} s, loaded in {min(loaded):.1f} s, best of rounds")
+    print(f"loading is {min(copied) / min(loaded):.0%} as fast as copying")
+    return 0
+
+
+def load(folder: Path, raw: dict[str, Any]) -> float:
+    """Return the seconds in which the engine's own code loads the checkpoint, on one thread."""
+    torch.set_num_threads(1)
+    backend = make_backend("cpu")
+    start = time.perf_counter()
+    backend.retain_allocator_memory()
+    weights = SafetensorsWeights(folder, backend.device, torch.bfloat16)
+    target_class(raw)(target_config(raw), weights, backend)
+    weights.close()
+    return time.perf_counter() - start
