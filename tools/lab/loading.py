@@ -43,10 +43,7 @@ class Kept(RandomWeights):
 
 def main(arguments: Sequence[str]) -> int:
     """Write the checkpoint, then copy and load it by turns, and print each time and the best ones' ratio."""
-    parser = argparse.ArgumentParser(prog="python -m tools.lab loading", description=__doc__)
-    parser.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint [4]")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     layers = max(1, round(options.gb * 1e9 / LAYER_BYTES))
     raw: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": layers, "vocab_size": 32000,
@@ -81,3 +78,10 @@ def load(folder: Path, raw: dict[str, Any]) -> float:
     target_class(raw)(target_config(raw), weights, backend)
     weights.close()
     return time.perf_counter() - start
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.lab loading", description=__doc__)
+    parser.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint [4]")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser
