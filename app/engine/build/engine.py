@@ -110,6 +110,8 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
     decoders = [shape, *([draft_shape.decoder] if draft_shape else [])]
     dtype = _dtype(config, shape, backend)
+    if draft_shape and dtype == torch.float16:
+        logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
     for decoder in decoders:
         backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
         check_attention(backend, decoder, sizes.page_size, block_size, dtype)
