@@ -37,6 +37,14 @@ def test_two_servers_in_one_process_share_no_metric():
     assert samples(second)["dflash:generation_tokens_total"] == 0
 
 
+def test_slots_of_recurrent_state_are_a_share_and_0_without_any():
+    metrics, step = Metrics(), output([])
+    metrics.step(step)
+    assert samples(metrics)["dflash:state_slots_usage_perc"] == 0
+    metrics.step(replace(step, stats=replace(step.stats, used_state_slots=3, num_state_slots=12)))
+    assert samples(metrics)["dflash:state_slots_usage_perc"] == 0.25
+
+
 def test_requests_that_went_wrong_are_counted_across_restarts():
     metrics = Metrics()
     for not_finite, dropped in ((1, 0), (2, 3)):

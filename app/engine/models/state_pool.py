@@ -27,7 +27,7 @@ class SequenceRows:
     """Rows of S sequences in a step, for a recurrent layer.
 
     Sequence i has `counts[i]` rows from position `starts[i]` on. Its state is in `slots[i]` [S] int64. A step's own
-    rows are `rows` [S, W], padded, and row r of the step lies at `places[r]` of S * W.
+    rows are `rows` [S, W], padded, and row r of the step lies at `places[r]` of S * W. In a graph shapes are `static`.
     """
 
     slots: Tensor
@@ -35,6 +35,7 @@ class SequenceRows:
     counts: Tensor
     rows: Tensor
     places: Tensor
+    static: bool = False
 
 
 class PromptChunk(NamedTuple):

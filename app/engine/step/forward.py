@@ -52,6 +52,7 @@ class RecurrentTensors(NamedTuple):
     next_slots: Tensor
     num_decodes: int
     width: int
+    static: bool
 
 
 class TargetTensors(NamedTuple):
@@ -122,7 +123,8 @@ class Forward:
         recurrent = None
         if inputs.recurrent is not None:
             slots, next_slots = rest[-2:]
-            recurrent = RecurrentTensors(slots, next_slots, inputs.recurrent.num_decodes, inputs.recurrent.width)
+            host = inputs.recurrent
+            recurrent = RecurrentTensors(slots, next_slots, host.num_decodes, host.width, host.static)
         return TargetTensors(token_ids, source, *logits, prev_rows, groups, recurrent)
 
     def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
@@ -192,7 +194,7 @@ class Forward:
             slots, next_slots = (x[first:done].long() for x in (inputs.slots, inputs.next_slots))
             if first < inputs.num_decodes:
                 rows, places = self._padded(group, inputs.width)
-                decodes = SequenceRows(slots, starts, counts.clamp(max=inputs.width), rows, places)
+                decodes = SequenceRows(slots, starts, counts.clamp(max=inputs.width), rows, places, inputs.static)
                 continue
             for i, count in enumerate(group.meta.query_lens):
                 one, rows = slice(i, i + 1), self.row_numbers[:count]

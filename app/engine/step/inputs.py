@@ -54,13 +54,14 @@ class DraftInputs:
 class RecurrentInputs:
     """Slots [S] of a step's recurrent states: a chunk of a prompt reads `slots` and writes `next_slots`.
 
-    The first `num_decodes` sequences decode, with at most `width` rows each.
+    The first `num_decodes` sequences decode, with at most `width` rows each. In a graph shapes are `static`.
     """
 
     slots: Ints
     next_slots: Ints
     num_decodes: int
     width: int
+    static: bool = False
 
 
 @dataclass(slots=True)

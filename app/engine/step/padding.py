@@ -63,7 +63,7 @@ def _pad_recurrent(inputs: RecurrentInputs | None, seqs: int, width: int) -> Rec
     """Return the slots of `seqs` sequences with at most `width` rows each. Padding ones share the scratch slot."""
     if inputs is None:
         return None
-    return RecurrentInputs(_grown(inputs.slots, seqs), _grown(inputs.next_slots, seqs), seqs, width)
+    return RecurrentInputs(_grown(inputs.slots, seqs), _grown(inputs.next_slots, seqs), seqs, width, static=True)
 
 
 def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:

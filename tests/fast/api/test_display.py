@@ -1,9 +1,26 @@
 """Lines about the start, for people who wait for it."""
 
-from app.api.display import stage_line
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from app.api.display import ready_table, stage_line
+from app.engine_config import EngineInfo
 from app.wire import LoadProgress
 
 
 def test_the_line_of_timing_says_how_many_seconds_are_left() -> None:
     assert stage_line(LoadProgress(1, "timing steps", 3, 10)) == "timing steps, at most 7 s left"
     assert stage_line(LoadProgress(1, "target", 3, 10)) == "target"
+
+
+@pytest.mark.parametrize("state_bytes", [0, 663 << 20])
+def test_the_table_tells_of_recurrent_state_and_of_the_cache_that_is_missing(state_bytes: int) -> None:
+    sizes = {"page_size": 16, "num_pages": 8, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    info = EngineInfo("t", None, "cpu", "float32", 1, [], **sizes, vocab_size=97, state_bytes=state_bytes)
+    shown = Console(file=StringIO(), width=200)
+    shown.print(ready_table(info))
+    text = shown.file.getvalue()  # type: ignore[attr-defined]
+    assert ("663 MiB of recurrent state for 32 requests" in text) == bool(state_bytes)
+    assert ("no prefix cache" in text) == bool(state_bytes)
