@@ -32,6 +32,8 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
             console.print("try:", request, markup=False, highlight=False, soft_wrap=True)
         else:
             logger.info("ready: %s on %s, serving %s at %s", state.info.target, state.info.device, model, url)
+            if state.info.state_bytes:
+                logger.info("state: %s", state_line(state.info))
         while engine.state.phase == "ready":
             await engine.supervisor.next_state()
 
@@ -82,10 +84,15 @@ def ready_table(info: EngineInfo) -> Table:
     tokens = info.num_pages * info.page_size
     table.add_row("KV", f"{info.num_pages:,} pages of {info.page_size} = {tokens:,} tokens")
     if info.state_bytes:
-        state = f"{info.state_bytes / 2**20:,.0f} MiB of recurrent state for {info.max_num_seqs} requests"
-        table.add_row("state", f"{state}; no prefix cache, so cached_tokens is 0")
+        table.add_row("state", state_line(info))
     table.add_row("limits", f"{info.max_model_len:,} tokens a request, {info.max_num_seqs} requests at once")
     return table
+
+
+def state_line(info: EngineInfo) -> str:
+    """Return the memory of a hybrid target's states, and what these targets go without."""
+    size = f"{info.state_bytes / 2**20:,.0f} MiB of recurrent state for {info.max_num_seqs} requests"
+    return f"{size}; no prefix cache, so cached_tokens is 0"
 
 
 def print_error(message: str) -> None:
