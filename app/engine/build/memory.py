@@ -42,6 +42,7 @@ def verify_batch(num_seqs: int, width: int, sizes: Sizes, temperature: float = 0
         place, first = i % sharing, i // sharing * of_block
         start = place * sizes.block_size
         seq = _sequence(start + 1, range(first, first + of_block), temperature)
+        seq.state_slot = i + 1
         batch.decodes.append(ScheduledSequence(seq, start, width, needs_logits=True, num_drafts=width - 1))
     return batch
 

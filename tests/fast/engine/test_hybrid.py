@@ -369,6 +369,16 @@ def test_slots_are_as_many_as_sequences_and_one_for_a_prompt(pair: Pair):
     assert (stats.used_state_slots, stats.num_state_slots) == (0, 6)
 
 
+def test_timed_steps_read_and_write_a_state_for_each_sequence_and_leave_no_trace(
+    pair: Pair, reference: HybridReference
+):
+    engine = make_engine(pair.target, pair.draft, page_size=4, max_model_len=96, max_num_seqs=2, verify="auto")
+    used = [int(memory.num_tokens[slot]) for _, _, memory in recurrent_layers(engine) for slot in (1, 2)]
+    assert all(used), "no step was timed on a slot"
+    asked = requests(2)
+    assert engine.core.run(asked) == said(reference, asked)
+
+
 def test_no_prefix_is_found_because_a_page_has_no_state(pair: Pair):
     engine = make_engine(pair.target, pair.draft, page_size=4, max_model_len=64, prefix_caching=True)
     request = Request("r", tuple(prompt_of(24)), 8)
