@@ -77,7 +77,7 @@ def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
     """Return the weighted sum [T, H] of the outputs of each row's k experts.
 
     Every pair of a row and an expert is a row of two grouped products, sorted by expert. A row's sum is over its own
-    pairs in the order of their weights, so it has no order of the batch in it.
+    pairs in the order of their weights, so it has no order of the batch in it. The sum is in fp32.
     """
     shares, chosen = route(router_logits(x, weights), config)
     k = config.num_experts_per_tok
@@ -85,7 +85,7 @@ def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
     hidden = grouped(x[order // k], weights.gate_up, weights.gate_up_bias, ends, experts)
     out = grouped(gated(hidden, config), weights.down, weights.down_bias, ends, experts)
     pairs = torch.empty_like(out).index_copy_(0, order, out)
-    return (pairs.view(-1, k, out.shape[1]) * shares.to(out.dtype).unsqueeze(2)).sum(dim=1)
+    return (pairs.view(-1, k, out.shape[1]) * shares.unsqueeze(2)).sum(dim=1).to(x.dtype)
 
 
 def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

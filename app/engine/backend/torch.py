@@ -192,8 +192,16 @@ class TorchBackend(Backend):
 def _attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
     """Return attention [S, kv_heads, G * Q, D] whose softmax has a logit more in each row, `sinks` [kv_heads, G * Q].
 
-    The softmax is in fp32, and the logit's own share is dropped (gpt-oss, arXiv 2508.10925).
+    The softmax is in fp32, and the logit's own share is dropped (gpt-oss, arXiv 2508.10925). As many KV heads go at
+    once as have MAX_SCORES together.
     """
+    heads = max(1, MAX_SCORES // (q.shape[0] * q.shape[2] * k.shape[2]))
+    parts = zip(*(x.split(heads, dim=1) for x in (q, k, v, sinks[None])), strict=True)
+    o = [_attention_of_heads(*part, mask=mask) for part in parts]
+    return o[0] if len(o) == 1 else torch.cat(o, dim=1)
+
+
+def _attention_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, mask: Tensor | None) -> Tensor:
     scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

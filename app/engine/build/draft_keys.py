@@ -91,6 +91,8 @@ def check_tensor_names(names: Iterable[str], *, biases: bool) -> None:
         for part in name.split("."):
             if dialect := _dialect(part):
                 raise UnsupportedError(f"draft: tensor {name} is of {dialect}, which is not supported yet")
+    if _BIAS.fullmatch(unknown[0]):
+        raise UnsupportedError(f"draft: tensor {unknown[0]} is a bias, but attention_bias in config.json is not true")
     raise UnsupportedError(
         f"draft: tensor {unknown[0]} (one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
     )

@@ -331,9 +331,15 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(own):
         build(own)
 
 
+def test_a_bias_that_the_config_leaves_out_is_told_with_its_key(own):
+    edit(own.draft, layers__0__self_attn__q_proj__bias=torch.zeros(4))
+    with pytest.raises(UnsupportedError, match=r"q_proj\.bias is a bias, but attention_bias .* is not true"):
+        build(own)
+
+
 @pytest.mark.parametrize(
     "tensor",
-    ["layers__0__self_attn__q_proj__bias", "layers__0__gate__weight", "fc__bias", *VARIANT_TENSORS],
+    ["layers__0__gate__weight", "fc__bias", *VARIANT_TENSORS],
 )
 def test_a_draft_with_tensors_of_another_variant_is_refused_before_any_weight_is_read(own, tensor):
     """Run without them it would say the right text, and lose its acceptance silently."""

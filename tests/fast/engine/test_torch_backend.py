@@ -153,6 +153,17 @@ def test_a_sink_takes_its_share_of_every_rows_softmax(backend, lengths, window):
     assert not torch.allclose(Ragged(*lengths, sinks=SINKS).run(backend), Ragged(*lengths).run(backend))
 
 
+def test_scores_with_sinks_are_of_few_heads_at_once_where_they_are_many(backend, monkeypatch):
+    """PyTorch's own attention keeps no scores. With sinks there are scores of every head that goes at once."""
+    softmaxes = []
+    case = Ragged([4], [9], sinks=SINKS)
+    case.check(backend)
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmaxes.append(x.shape[1]) or torch.softmax(x, dim))
+    whole = case.run(backend)
+    monkeypatch.setattr("app.engine.backend.torch.MAX_SCORES", 2 * 4 * 9)
+    assert torch.equal(case.run(backend), whole) and softmaxes == [2, 1, 1]
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths, causal):
