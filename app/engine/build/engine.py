@@ -94,8 +94,9 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     shape, draft_shape = target_config(raw), None
     if config.compile and shape.moe:
         raise UnsupportedError(f"--compile: a target with experts is not supported yet ({config.target})")
+    dtype = _dtype(config, shape, backend)
     if shape.gated_delta:
-        check_recurrent(config, backend)
+        check_recurrent(config, backend, dtype)
     if config.draft is not None:
         draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
         logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft_shape.report().items()))
@@ -109,7 +110,6 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
     decoders = [shape, *([draft_shape.decoder] if draft_shape else [])]
-    dtype = _dtype(config, shape, backend)
     if draft_shape and dtype == torch.float16:
         logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
     for decoder in decoders:

@@ -16,7 +16,7 @@ from app.engine_config import EngineConfig
 logger = logging.getLogger(__name__)
 
 
-def check_recurrent(config: EngineConfig, backend: Backend) -> None:
+def check_recurrent(config: EngineConfig, backend: Backend, dtype: torch.dtype) -> None:
     """Raise UnsupportedError if a hybrid target cannot run as the user wishes, and say what it does without."""
     if config.compile:
         raise UnsupportedError(f"--compile: a target with recurrent layers is not supported yet ({config.target})")
@@ -24,6 +24,11 @@ def check_recurrent(config: EngineConfig, backend: Backend) -> None:
         raise UnsupportedError(
             f"{backend.device}: a target with recurrent layers is not supported there yet ({config.target}); "
             "give --device cpu"
+        )
+    if dtype != torch.float32:
+        raise UnsupportedError(
+            f"--dtype {str(dtype).removeprefix('torch.')}: a target with recurrent layers runs in float32 alone, "
+            "because a narrower dtype rounds its norms and decays"
         )
     if config.prefix_caching:
         logger.info("prefix cache: off, because a cached prefix has no recurrent state yet")

@@ -243,7 +243,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     scratch_pages = -(-sizes.max_rows // page_size)
     pages = scratch_pages + 40
     seqs, rows = sizes.target(num_seqs, num_rows)
-    padded = padding.pad_target(inputs.target, seqs, rows, pages, scratch_pages)
+    padded = padding.pad_target(inputs.target, seqs, rows, pages, scratch_pages, block_size)
     assert padded.token_ids[:num_rows].tolist() == inputs.target.token_ids.tolist()
     drafts = np.where(
         inputs.target.token_source < num_rows, inputs.target.token_source, inputs.target.token_source + rows - num_rows
