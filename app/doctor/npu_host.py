@@ -49,6 +49,9 @@ CHIPS = ("Ascend910B", "Ascend910_93")
 OPERATORS = {
     "npu_fused_infer_attention_score": "query key value atten_mask actual_seq_lengths actual_seq_lengths_kv "
     "block_table num_heads num_key_value_heads scale pre_tokens next_tokens input_layout sparse_mode block_size",
+    "npu_fused_infer_attention_score_v2": "query key value atten_mask actual_seq_qlen actual_seq_kvlen block_table "
+    "learnable_sink num_query_heads num_key_value_heads softmax_scale pre_tokens next_tokens input_layout sparse_mode "
+    "block_size",
     "npu_scatter_pa_kv_cache": "key value key_cache value_cache slot_mapping cache_mode",
     "npu_scatter_nd_update_": "input indices updates",
     "npu_rms_norm": "input gamma epsilon",

@@ -14,14 +14,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from app.bench.command import guarded, out_folder
+from app.bench.flags import add_out_flag
+from app.bench.table import Table
 from app.engine.backend.factory import make_backend
 from app.engine.build.decoder_config import target_config
 from app.engine.build.loader import SafetensorsWeights
 from app.engine.models.registry import target_class
+from tools.lab.publish import publish
 from tools.lab.random_weights import TARGETS, RandomWeights
 
 LAYER_BYTES = 0.1e9
 """About the bytes of one of the layers below in 16 bits."""
+MEANING = (
+    "The best of rounds by turns: one thread loads the checkpoint with the engine's own code, or copies the files."
+)
 
 
 class Kept(RandomWeights):
@@ -42,8 +49,13 @@ class Kept(RandomWeights):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the checkpoint, then copy and load it by turns, and print each time and the best ones' ratio."""
+    """Write the checkpoint, then copy and load it by turns, and print each time and the ratio of the best ones."""
     options = _parser().parse_args(arguments)
+    return guarded(lambda: bench(options, arguments))
+
+
+def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    to = out_folder(options)
     layers = max(1, round(options.gb * 1e9 / LAYER_BYTES))
     raw: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": layers, "vocab_size": 32000,
@@ -63,9 +75,10 @@ def main(arguments: Sequence[str]) -> int:
             copied.append(time.perf_counter() - start)
             with ProcessPoolExecutor(1, get_context("spawn")) as process:  # a new one has no memory to use again
                 loaded.append(process.submit(load, Path(folder), raw).result())
-    print(f"{size / 1e9:.1f} GB: copied in {min(copied):.1f} s, loaded in {min(loaded):.1f} s, best of rounds")
-    print(f"loading is {min(copied) / min(loaded):.0%} as fast as copying")
-    return 0
+    best = min(copied), min(loaded)
+    row = {"GB": f"{size / 1e9:.1f}", "copied s": f"{best[0]:.1f}", "loaded s": f"{best[1]:.1f}"}
+    table = Table("loading", "Loading", MEANING, [row | {"loading / copying": f"{best[0] / best[1]:.0%}"}])
+    return publish("loading", arguments, [table], to)
 
 
 def load(folder: Path, raw: dict[str, Any]) -> float:
@@ -84,4 +97,5 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.lab loading", description=__doc__)
     parser.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint [4]")
     parser.add_argument("--rounds", type=int, default=3)
+    add_out_flag(parser, "loading.json")
     return parser
