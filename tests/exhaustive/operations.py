@@ -19,6 +19,7 @@ OPERATIONS = [
     "GET /v1/models",
     "GET /v1/models/{name}",
     "GET /version",
+    "GET /server_info",
     "GET /ready",
     "GET /health",
     "GET /live",
