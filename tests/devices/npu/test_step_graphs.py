@@ -245,7 +245,7 @@ def tidy() -> None:
 @pytest.mark.usefixtures("tidy")
 def test_kv_takes_what_the_weights_and_the_widest_step_leave(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     free, total = torch_npu.npu.mem_get_info()
-    held = total - free  # by tests before, in the same process
+    held = total - total // 16 - free  # by tests before, in the same process. The stub's driver has a sixteenth
     monkeypatch.setenv("NPU_STUB_MEMORY", str((96 << 20) + held * 5 // 3))  # of which 60 % leave the same beside it
     pages = []
     for share in (0.6, 0.8):
