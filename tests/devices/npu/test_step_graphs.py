@@ -1,6 +1,5 @@
 """The engine's graphs on the null device have the right updates, fixed addresses and waits of the host."""
 
-import gc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -232,43 +231,6 @@ def test_a_single_entry_for_all_calls_is_refused(pair: Pair, monkeypatch: pytest
         core.run(requests())
 
 
-# Memory
-
-
-@pytest.fixture
-def tidy() -> None:
-    """Nothing of engines before is held."""
-    gc.collect()
-    torch_npu.npu.empty_cache()
-
-
-@pytest.mark.usefixtures("tidy")
-def test_kv_takes_what_the_weights_and_the_widest_step_leave(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, total = torch_npu.npu.mem_get_info()
-    held = total - total // 16 - free  # by tests before, in the same process. The stub's driver has a sixteenth
-    monkeypatch.setenv("NPU_STUB_MEMORY", str((96 << 20) + held * 5 // 3))  # of which 60 % leave the same beside it
-    pages = []
-    for share in (0.6, 0.8):
-        wishes = {"kv_cache_memory": None, "max_num_seqs": 64, "max_num_batched_tokens": 1024}
-        core = engine(pair, **wishes, memory_utilization=share, enforce_eager=True)
-        pages.append(core.scheduler.pool.num_pages)
-        free, total = torch_npu.npu.mem_get_info()
-        assert total - free <= total * share
-        del core
-        gc.collect()
-        torch_npu.npu.empty_cache()
-    assert 0 < pages[0] < pages[1]
-
-
-@pytest.mark.usefixtures("tidy")
-def test_a_step_that_does_not_fit_is_refused_with_the_settings_to_change(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NPU_STUB_MEMORY", str(64 << 20))
-    with pytest.raises(UnsupportedError, match="--max-num-batched-tokens 50000"):
-        engine(pair, kv_cache_memory=None, max_num_seqs=256, max_num_batched_tokens=50_000)
-
-
 def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = NpuBackend.capture
 
@@ -279,15 +241,6 @@ def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(pair: Pair, mo
     monkeypatch.setattr(NpuBackend, "capture", full)
     with pytest.raises(UnsupportedError, match=r"graphs do not fit .* --max-graphs"):
         engine(pair)
-
-
-@pytest.mark.usefixtures("tidy")
-def test_memory_asked_for_that_is_not_there_is_refused_with_the_numbers(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NPU_STUB_MEMORY", str(256 << 20))
-    with pytest.raises(UnsupportedError, match=r"--kv-cache-memory 250MiB .* free on npu:0"):
-        engine(pair, kv_cache_memory=250 << 20)
 
 
 def test_the_backend_says_that_graphs_are_its_way() -> None:
