@@ -30,12 +30,6 @@ class MoeConfig:
     swiglu_limit: float | None = None
     shared_size: int = 0
     """Inner size of an expert that serves every row behind a gate of its own, 0 without one."""
-    router_name: str = "gate"
-    """Name of the router's tensors in a checkpoint."""
-    interleaved: bool = False
-    """True if rows of gate and up alternate in a checkpoint's fused tensor. They are parted when they are loaded."""
-    input_first: bool = False
-    """True if a checkpoint's fused tensors are [E, in, out]. They are turned when they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def target_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the sizes in a target's config.json. Raises UnsupportedError for what its class would run wrongly."""
     family = target_class(raw)
-    if family.is_hybrid:
-        text = text_part(raw)
-        config = decoder_config(attention_fields(text), "target", family.supports)
-        return with_shared_expert(replace(config, gated_delta=gated_delta_config(text)), text)
-    return family.refine(decoder_config(raw, "target", family.supports), raw)
+    if not family.is_hybrid:
+        return family.refine(decoder_config(raw, "target", family.supports), raw)
+    text = text_part(raw)
+    config = decoder_config(attention_fields(text), "target", family.supports)
+    config = with_shared_expert(replace(config, gated_delta=gated_delta_config(text)), text)
+    return family.refine(config, text)
 
 
 def decoder_config(raw: Mapping[str, Any], where: str, supports: frozenset[str] = frozenset()) -> DecoderConfig:

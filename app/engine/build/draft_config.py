@@ -30,7 +30,7 @@ def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int 
     layers = {name: value for name, value in keys.outer.items() if name not in _SLIDING_KEYS}
     layers["final_logit_softcapping"] = None  # it keeps the order of logits, so the best stays the best
     decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, _WHERE)
-    decoder = replace(decoder, masks=_masks(keys, decoder.num_layers))
+    decoder = replace(decoder, masks=_masks(keys, decoder.num_layers), qk_norm=True)
     config = DFlashConfig(
         decoder=decoder,
         block_size=_block_size(keys.get("block_size"), block_size),

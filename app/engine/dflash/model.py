@@ -8,7 +8,7 @@ from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen
-from app.engine.models.weights import Weights
+from app.engine.models.weights import LayerSource, Weights
 
 
 class DFlashModel(nn.Module):
@@ -29,8 +29,7 @@ class DFlashModel(nn.Module):
         self.fc = frozen(backend.pack_weight(weights.get("fc.weight", hidden, features)))
         self.hidden_norm = frozen(weights.get("hidden_norm.weight", hidden))
         self.layers = nn.ModuleList(
-            DecoderLayer(decoder, weights, f"layers.{i}", backend, mask, qk_norm=True)
-            for i, mask in enumerate(decoder.masks)
+            DecoderLayer(LayerSource(i, decoder, weights, backend)) for i in range(decoder.num_layers)
         )
         self.norm = frozen(weights.get("norm.weight", hidden))
         self.embedding, self.lm_head = embedding, lm_head

@@ -70,7 +70,8 @@ class GatedDeltaConfig:
 class DecoderConfig:
     """Sizes of a target or a draft. `dtype` is the checkpoint's own name of it, like "bfloat16".
 
-    `masks` are of each layer's attention. With `sinks` each head has a logit without a value in its softmax.
+    `masks` are of each layer's attention. With `sinks` each head has a logit without a value in its softmax. With
+    `qk_norm` each head of q and k is normed.
     `max_position_embeddings` is the longest context, after RoPE scaling. `moe` is None if every layer has a dense MLP.
     """
 
@@ -90,6 +91,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     sinks: bool = False
+    qk_norm: bool = False
     moe: MoeConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
 

@@ -4,12 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.engine.backend.base import Backend
-from app.engine.models.config import DecoderConfig
 from app.engine.models.gated_delta import delta_rule, last_rows, short_conv
 from app.engine.models.layers import StepRows, frozen, parameters_of
 from app.engine.models.state_pool import LayerState, PromptChunk, SequenceRows, State
-from app.engine.models.weights import Weights
+from app.engine.models.weights import LayerSource
 
 
 class GatedDeltaNet(nn.Module):
@@ -20,21 +18,21 @@ class GatedDeltaNet(nn.Module):
     commit them it runs them again, because they take a fraction of the memory of a state for each row.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, prefix: str, backend: Backend) -> None:
+    def __init__(self, layer: LayerSource) -> None:
         super().__init__()
-        shape = config.gated_delta
+        shape, backend, hidden = layer.config.gated_delta, layer.backend, layer.config.hidden_size
         assert shape is not None, "a config with Gated DeltaNet layers has their sizes"
-        hidden, values = config.hidden_size, shape.num_v_heads * shape.v_head_dim
+        values = shape.num_v_heads * shape.v_head_dim
         sizes = {"qkv": shape.channels, "b": shape.num_v_heads, "a": shape.num_v_heads, "z": values}
-        projections = [weights.get(f"{prefix}.in_proj_{name}.weight", size, hidden) for name, size in sizes.items()]
+        projections = [layer.get(f"linear_attn.in_proj_{name}.weight", size, hidden) for name, size in sizes.items()]
         self.in_proj = frozen(backend.pack_weight(torch.cat(projections)))
-        self.out_proj = frozen(backend.pack_weight(weights.get(f"{prefix}.out_proj.weight", hidden, values)))
-        self.conv = frozen(weights.get(f"{prefix}.conv1d.weight", shape.channels, 1, shape.conv_kernel).squeeze(1))
-        self.a_log = frozen(weights.get(f"{prefix}.A_log", shape.num_v_heads).float())
-        self.dt_bias = frozen(weights.get(f"{prefix}.dt_bias", shape.num_v_heads).float())
-        self.norm = frozen(weights.get(f"{prefix}.norm.weight", shape.v_head_dim).float())
+        self.out_proj = frozen(backend.pack_weight(layer.get("linear_attn.out_proj.weight", hidden, values)))
+        self.conv = frozen(layer.get("linear_attn.conv1d.weight", shape.channels, 1, shape.conv_kernel).squeeze(1))
+        self.a_log = frozen(layer.get("linear_attn.A_log", shape.num_v_heads).float())
+        self.dt_bias = frozen(layer.get("linear_attn.dt_bias", shape.num_v_heads).float())
+        self.norm = frozen(layer.get("linear_attn.norm.weight", shape.v_head_dim).float())
         self._shape = shape
-        self._eps = config.rms_norm_eps
+        self._eps = layer.config.rms_norm_eps
         self._backend = backend
 
     def forward(self, x: Tensor, rows: StepRows, memory: LayerState) -> Tensor:

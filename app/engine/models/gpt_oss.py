@@ -9,6 +9,7 @@ from app.engine.backend.moe import SWIGLU_ALPHA
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.target import Target
+from app.engine.models.weights import ExpertLayout
 
 
 class GptOss(Target):
@@ -17,6 +18,7 @@ class GptOss(Target):
     Experts are stored in mxfp4, or as [E, in, out] in 16 bits. Rows of gate and up alternate.
     """
 
+    expert_layout = ExpertLayout("router", interleaved=True, input_first=True)
     supports = frozenset({"sliding_window", "layer_types", "num_experts", "quantization_config"})
 
     @classmethod
@@ -36,9 +38,6 @@ class GptOss(Target):
             norm_topk_prob=True,  # a softmax over the chosen experts alone
             has_bias=True,
             swiglu_limit=7.0 if raw.get("swiglu_limit") is None else float(raw["swiglu_limit"]),
-            router_name="router",
-            interleaved=True,
-            input_first=True,
         )
         masks = config.masks
         if raw.get("layer_types") is None:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
-from app.engine.backend.moe import MoeConfig
-from app.engine.models.config import DecoderConfig
+from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.models.experts import load_experts
 from app.engine.models.rope import head_order, reordered
 from app.engine.models.state_pool import RecurrentRows
-from app.engine.models.weights import Weights
+from app.engine.models.weights import LayerSource
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
@@ -43,39 +41,35 @@ class StepRows:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention under `mask`. With `qk_norm` RMSNorm is applied to each q and k head before RoPE."""
+    """Grouped-query attention under the layer's mask. With `config.qk_norm` RMSNorm is applied to each q and k head
+    before RoPE."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        prefix: str,
-        backend: Backend,
-        mask: AttentionMask,
-        *,
-        qk_norm: bool,
-    ) -> None:
+    def __init__(self, layer: LayerSource) -> None:
         super().__init__()
+        config, backend = layer.config, layer.backend
         hidden, dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         order = head_order(config.rope, dim, backend)
 
         def fused(kind: str, *columns: int) -> Tensor:
             sizes = (("q", q_size), ("k", kv_size), ("v", kv_size))
-            q, k, v = (weights.get(f"{prefix}.{name}_proj.{kind}", size, *columns) for name, size in sizes)
+            q, k, v = (layer.get(f"self_attn.{name}_proj.{kind}", size, *columns) for name, size in sizes)
             return torch.cat((reordered(q, order), reordered(k, order), v))
+
+        def norm(name: str) -> Tensor:
+            return reordered(layer.get(f"self_attn.{name}.weight", dim), order)
 
         def optional(name: str, make: Callable[[], Tensor], *, given: bool) -> None:
             self.register_parameter(name, frozen(make()) if given else None)
 
         self.qkv = frozen(backend.pack_weight(fused("weight", hidden)))
-        self.o = frozen(backend.pack_weight(weights.get(f"{prefix}.o_proj.weight", hidden, q_size)))
+        self.o = frozen(backend.pack_weight(layer.get("self_attn.o_proj.weight", hidden, q_size)))
         optional("qkv_bias", lambda: fused("bias"), given=config.qkv_bias)
-        optional("o_bias", lambda: weights.get(f"{prefix}.o_proj.bias", hidden), given=config.o_bias)
-        optional("sinks", lambda: weights.get(f"{prefix}.sinks", config.num_heads).float(), given=config.sinks)
-        optional("q_norm", lambda: reordered(weights.get(f"{prefix}.q_norm.weight", dim), order), given=qk_norm)
-        optional("k_norm", lambda: reordered(weights.get(f"{prefix}.k_norm.weight", dim), order), given=qk_norm)
-        self._mask = mask
+        optional("o_bias", lambda: layer.get("self_attn.o_proj.bias", hidden), given=config.o_bias)
+        optional("sinks", lambda: layer.get("self_attn.sinks", config.num_heads).float(), given=config.sinks)
+        optional("q_norm", lambda: norm("q_norm"), given=config.qk_norm)
+        optional("k_norm", lambda: norm("k_norm"), given=config.qk_norm)
+        self._mask = config.masks[layer.index]
         self._q_size = q_size
         self._head_dim = dim
         self._eps = config.rms_norm_eps
@@ -109,44 +103,23 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, gated MLP or `moe`, with the residual carried beside the hidden states."""
+    """Norm, attention, norm, gated MLP or experts, with the residual carried beside the hidden states."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        prefix: str,
-        backend: Backend,
-        mask: AttentionMask,
-        *,
-        qk_norm: bool,
-        moe: MoeConfig | None = None,
-    ) -> None:
+    def __init__(self, layer: LayerSource) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.attention = self.make_attention(config, weights, prefix, backend, mask, qk_norm=qk_norm)
-        self._mixture = (moe, load_experts(moe, hidden, weights, f"{prefix}.mlp", backend)) if moe else None
+        config, moe = layer.config, layer.config.moe_of(layer.index)
+        self.attention = self.make_attention(layer)
+        self._mixture = (moe, load_experts(layer, moe)) if moe else None
         if moe is None:
-            gate, up = (weights.get(f"{prefix}.mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
-            self.gate_up = frozen(backend.pack_weight(torch.cat((gate, up))))
-            self.down = frozen(backend.pack_weight(weights.get(f"{prefix}.mlp.down_proj.weight", hidden, inner)))
-        self.input_norm = frozen(weights.get(f"{prefix}.input_layernorm.weight", hidden))
-        self.post_attention_norm = frozen(weights.get(f"{prefix}.post_attention_layernorm.weight", hidden))
+            self.gate_up, self.down = load_mlp(layer, "mlp", config.intermediate_size)
+        self.input_norm = frozen(layer.get("input_layernorm.weight", config.hidden_size))
+        self.post_attention_norm = frozen(layer.get("post_attention_layernorm.weight", config.hidden_size))
         self._eps = config.rms_norm_eps
-        self._backend = backend
+        self._backend = layer.backend
 
-    def make_attention(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        prefix: str,
-        backend: Backend,
-        mask: AttentionMask,
-        *,
-        qk_norm: bool,
-    ) -> nn.Module:
+    def make_attention(self, layer: LayerSource) -> nn.Module:
         """Return the part that mixes rows. Families override this."""
-        return Attention(config, weights, f"{prefix}.self_attn", backend, mask, qk_norm=qk_norm)
+        return Attention(layer)
 
     def enter(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (the normed input of `forward`, the residual stream before this layer), each [T, H]."""
@@ -169,6 +142,14 @@ class DecoderLayer(nn.Module):
             moe, experts = self._mixture
             return backend.moe(normed, experts, moe)
         return backend.gated_mlp(normed, weights["gate_up"], weights["down"])
+
+
+def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return gate and up in one [2 * inner, H], and down [H, inner], of the gated MLP called `name`."""
+    hidden, pack = layer.config.hidden_size, layer.backend.pack_weight
+    gate, up = (layer.get(f"{name}.{part}_proj.weight", inner, hidden) for part in ("gate", "up"))
+    down = layer.get(f"{name}.down_proj.weight", hidden, inner)
+    return frozen(pack(torch.cat((gate, up)))), frozen(pack(down))
 
 
 def add_norm(

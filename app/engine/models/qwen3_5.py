@@ -1,18 +1,19 @@
 """Qwen3.5, 3.6 and 3.8, dense or with experts: three of four layers are Gated DeltaNet, the others gated attention."""
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from app.engine.backend.base import AttentionMask, Backend, LayerKv
-from app.engine.backend.moe import MoeConfig
+from app.engine.backend.base import Backend, LayerKv
 from app.engine.models.config import DecoderConfig
 from app.engine.models.gated_delta_net import GatedDeltaNet
-from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, parameters_of
+from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, load_mlp, parameters_of
 from app.engine.models.target import Target
-from app.engine.models.weights import Weights
+from app.engine.models.weights import LayerSource, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -23,26 +24,14 @@ _OTHER_PARTS = ("visual.", "mtp.")
 class HybridLayer(DecoderLayer):
     """Decoder layer with a Gated DeltaNet or gated attention, and an MLP, or experts of which one serves every row."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        prefix: str,
-        backend: Backend,
-        mask: AttentionMask,
-        *,
-        qk_norm: bool,
-        moe: MoeConfig | None = None,
-    ) -> None:
-        super().__init__(config, weights, prefix, backend, mask, qk_norm=qk_norm, moe=moe)
-        self._has_shared_expert = moe is not None and moe.shared_size > 0
-        if moe is None or not moe.shared_size:
-            return
-        hidden, inner, shared = config.hidden_size, moe.shared_size, f"{prefix}.mlp.shared_expert"
-        gate, up = (weights.get(f"{shared}.{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
-        self.shared_gate_up = frozen(backend.pack_weight(torch.cat((gate, up))))
-        self.shared_down = frozen(backend.pack_weight(weights.get(f"{shared}.down_proj.weight", hidden, inner)))
-        self.shared_gate = frozen(backend.pack_weight(weights.get(f"{shared}_gate.weight", 1, hidden)))
+    def __init__(self, layer: LayerSource) -> None:
+        super().__init__(layer)
+        moe = layer.config.moe_of(layer.index)
+        self._has_shared_expert = bool(moe and moe.shared_size)
+        if moe and moe.shared_size:
+            self.shared_gate_up, self.shared_down = load_mlp(layer, "mlp.shared_expert", moe.shared_size)
+            gate = layer.get("mlp.shared_expert_gate.weight", 1, layer.config.hidden_size)
+            self.shared_gate = frozen(layer.backend.pack_weight(gate))
 
     def feed_forward(self, normed: Tensor) -> Tensor:
         out = super().feed_forward(normed)
@@ -52,38 +41,19 @@ class HybridLayer(DecoderLayer):
         shared = backend.gated_mlp(normed, weights["shared_gate_up"], weights["shared_down"])
         return out + torch.sigmoid(backend.linear(normed, weights["shared_gate"])) * shared
 
-    def make_attention(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        prefix: str,
-        backend: Backend,
-        mask: AttentionMask,
-        *,
-        qk_norm: bool,
-    ) -> nn.Module:
-        assert config.gated_delta is not None
-        if int(prefix.rpartition(".")[2]) in config.gated_delta.layers:
-            return GatedDeltaNet(config, weights, f"{prefix}.linear_attn", backend)
-        return GatedAttention(config, weights, f"{prefix}.self_attn", backend, mask, qk_norm=qk_norm)
+    def make_attention(self, layer: LayerSource) -> nn.Module:
+        assert layer.config.gated_delta is not None
+        return (GatedDeltaNet if layer.index in layer.config.gated_delta.layers else GatedAttention)(layer)
 
 
 class GatedAttention(Attention):
     """Attention whose heads are multiplied by the sigmoid of a projection of the layer's input."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        prefix: str,
-        backend: Backend,
-        mask: AttentionMask,
-        *,
-        qk_norm: bool,
-    ) -> None:
-        super().__init__(config, weights, prefix, backend, mask, qk_norm=qk_norm)
-        size = config.num_heads * config.head_dim
-        self.gate = frozen(backend.pack_weight(weights.get(f"{prefix}.gate_proj.weight", size, config.hidden_size)))
+    def __init__(self, layer: LayerSource) -> None:
+        super().__init__(layer)
+        config = layer.config
+        gate = layer.get("self_attn.gate_proj.weight", config.num_heads * config.head_dim, config.hidden_size)
+        self.gate = frozen(layer.backend.pack_weight(gate))
 
     def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         gate = self._backend.linear(x, parameters_of(self)["gate"])
@@ -141,10 +111,13 @@ class TextWeights:
 class Qwen3_5(Target):
     """Hybrid decoder. Its RMSNorms multiply by 1 + weight, and RoPE turns a part of each head."""
 
-    qk_norm = True
     layer_class = HybridLayer
     is_hybrid = True
     weights_class: ClassVar[type[TextWeights]] = TextWeights
+
+    @classmethod
+    def refine(cls, config: DecoderConfig, raw: Mapping[str, Any]) -> DecoderConfig:
+        return replace(config, qk_norm=True)
 
     def __init__(
         self, config: DecoderConfig, weights: Weights, backend: Backend, target_layer_ids: tuple[int, ...] = ()

@@ -11,7 +11,7 @@ from app.engine.backend.base import Backend
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen
-from app.engine.models.weights import Weights
+from app.engine.models.weights import ExpertLayout, LayerSource, Weights
 
 
 class Target(nn.Module):
@@ -22,9 +22,8 @@ class Target(nn.Module):
     `target_layer_ids` are zero-based and ascend; feature i is the residual stream after layer target_layer_ids[i].
     """
 
-    qk_norm: ClassVar[bool] = False
-    """True if RMSNorm is applied to each q and k head before RoPE."""
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    expert_layout: ClassVar[ExpertLayout] = ExpertLayout()
     is_hybrid: ClassVar[bool] = False
     """True if some layers keep a recurrent state in place of KV."""
     supports: ClassVar[frozenset[str]] = frozenset()
@@ -47,8 +46,8 @@ class Target(nn.Module):
         self.target_layer_ids = target_layer_ids
         self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
         self.layers = nn.ModuleList(
-            self.layer_class(config, weights, f"layers.{i}", backend, mask, qk_norm=self.qk_norm, moe=config.moe_of(i))
-            for i, mask in enumerate(config.masks)
+            self.layer_class(LayerSource(i, config, weights, backend, self.expert_layout))
+            for i in range(config.num_layers)
         )
         self.norm = frozen(weights.get("norm.weight", hidden))
         if config.tie_word_embeddings:

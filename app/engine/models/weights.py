@@ -1,9 +1,13 @@
 """Weights of a model by name. `build/loader.py` reads them from files."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from app.engine.backend.base import Backend
+from app.engine.models.config import DecoderConfig
 
 
 class Weights(Protocol):
@@ -39,3 +43,35 @@ class Weights(Protocol):
     def close(self) -> None:
         """Let go of the files. Raises UnsupportedError if a tensor is left over."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """Layout of a checkpoint's experts, which loading turns into ours.
+
+    `router` is the name of the router's tensors. In fused tensors rows of gate and up alternate if `interleaved`, and
+    with `input_first` those tensors are [E, in, out].
+    """
+
+    router: str = "gate"
+    interleaved: bool = False
+    input_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """All that a decoder layer is made from: its number, the model's sizes, the checkpoint and the backend."""
+
+    index: int
+    config: DecoderConfig
+    weights: Weights
+    backend: Backend
+    experts: ExpertLayout = ExpertLayout()
+
+    def name(self, suffix: str) -> str:
+        """Return the name of one of the layer's tensors in the checkpoint."""
+        return f"layers.{self.index}.{suffix}"
+
+    def get(self, suffix: str, *shape: int) -> Tensor:
+        """Return one of the layer's tensors, as `Weights.get`."""
+        return self.weights.get(self.name(suffix), *shape)

@@ -20,6 +20,7 @@ from app.engine.build.loader import SafetensorsWeights
 from app.engine.errors import UnsupportedError
 from app.engine.models.experts import load_experts
 from app.engine.models.qwen3_moe import Qwen3Moe
+from app.engine.models.weights import ExpertLayout, LayerSource
 from tests.fast.engine.feeder import EXPERTS, Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.live_bytes import LiveBytes
 from tests.fast.engine.lossless import Case, Subject, assert_lossless, make_engine, random_prompts
@@ -124,9 +125,7 @@ def sparse_pair(folder: Path, **shape: Any) -> Pair:
 @pytest.mark.parametrize("changes", [{"interleaved": True}, {"interleaved": True, "input_first": True}], ids=str)
 def test_every_layout_of_a_checkpoint_is_the_same_experts(tmp_path: Path, changes: dict[str, bool]) -> None:
     one_by_one, fused = (make_pair(tmp_path / str(f), experts=8, fused_experts=f) for f in (False, True))
-    moe = target_config(read_config(one_by_one.target)).moe
-    assert moe is not None
-    loaded = [_first_layer(pair, moe) for pair in (one_by_one, fused)]
+    loaded = [_first_layer(pair) for pair in (one_by_one, fused)]
     file = fused.target / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if ".experts." in name]:
@@ -135,7 +134,7 @@ def test_every_layout_of_a_checkpoint_is_the_same_experts(tmp_path: Path, change
         if changes.get("input_first"):
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
     save_file(tensors, file)
-    loaded.append(_first_layer(fused, replace(moe, **changes)))
+    loaded.append(_first_layer(fused, ExpertLayout(**changes)))
     for other in loaded[1:]:
         assert all(map(torch.equal, (other.router, other.gate_up, other.down), vars_of(loaded[0])))
 
@@ -144,9 +143,10 @@ def vars_of(weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
     return weights.router, weights.gate_up, weights.down
 
 
-def _first_layer(pair: Pair, moe: MoeConfig) -> ExpertWeights:
-    weights = SafetensorsWeights(pair.target, CPU, torch.float32)
-    return load_experts(moe, 32, weights, "layers.0.mlp", TorchBackend(CPU))
+def _first_layer(pair: Pair, layout: ExpertLayout = Qwen3Moe.expert_layout) -> ExpertWeights:
+    config, weights = target_config(read_config(pair.target)), SafetensorsWeights(pair.target, CPU, torch.float32)
+    assert config.moe is not None
+    return load_experts(LayerSource(0, config, weights, TorchBackend(CPU), layout), config.moe)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,8 @@ def test_loading_takes_little_more_than_the_result(
         weights = SafetensorsWeights(pair.target, CPU, dtype)
         get = weights.get
         weights.get = lambda *asked: live.note(get(*asked))  # type: ignore[method-assign]
-        config = target_config(read_config(pair.target))
-        assert config.moe is not None
-        config = replace(config, moe=replace(config.moe, interleaved=interleaved))
-        target = Qwen3Moe(config, weights, TorchBackend(CPU))
+        family = type("Family", (Qwen3Moe,), {"expert_layout": ExpertLayout(interleaved=interleaved)})
+        target = family(target_config(read_config(pair.target)), weights, TorchBackend(CPU))
         peak = live.peak
     of_a_layer = 3 * 16 * 64 * 32 * dtype.itemsize
     assert live.now >= 2 * of_a_layer, "the result was counted"

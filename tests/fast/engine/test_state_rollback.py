@@ -16,6 +16,7 @@ from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import StepRows
 from app.engine.models.qwen3_5 import TextWeights
 from app.engine.models.state_pool import PromptChunk, RecurrentRows, SequenceRows, StatePool
+from app.engine.models.weights import LayerSource
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.hybrid_reference import Delta, HybridReference
 
@@ -48,7 +49,7 @@ class Layer:
         backend = TorchBackend(cpu)
         assert config.gated_delta is not None
         weights = TextWeights(SafetensorsWeights(pair.target, cpu, torch.float32), config)
-        self.net = GatedDeltaNet(config, weights, "layers.0.linear_attn", backend)
+        self.net = GatedDeltaNet(LayerSource(0, config, weights, backend))
         self.pool = StatePool(config.gated_delta, NUM_SEQS + 1, BLOCK, torch.float32, backend.zeros)
         self.memory = self.pool.layers[0]
         self.hidden = config.hidden_size
