@@ -12,7 +12,6 @@ from torch import Tensor
 from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.backend.host_memory import zeros_on_host
 from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
-from app.engine.errors import UnsupportedError
 from app.engine.verify import verify
 
 
@@ -101,6 +100,10 @@ class Backend(ABC):
         """Raise UnsupportedError, which names the setting, if an operator of this device cannot do it."""
         return
 
+    def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
+        """Raise UnsupportedError, which names the size, if `moe` of this device cannot do it."""
+        return
+
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
         """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32.
 
@@ -120,6 +123,10 @@ class Backend(ABC):
         """Return a weight [out, in] of the same shape and values, in the memory order that `linear` reads fastest."""
         return weight
 
+    def pack_sinks(self, sinks: Tensor) -> Tensor:
+        """Return sinks [heads] of the engine's dtype in the dtype that `attention` reads."""
+        return sinks.float()
+
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return what `attention` under `mask` needs of `meta` beyond itself, for `group` query heads to a KV head.
 
@@ -133,9 +140,8 @@ class Backend(ABC):
     ) -> Tensor:
         """Return softmax(q k^T / sqrt(D)) v [T, heads, D] over paged K and V, with grouped-query heads.
 
-        `mask` is one of `meta.plans`. `sinks` [heads] fp32 are logits without a value, one more in each row's softmax.
-        Slots past `seq_lens` may hold any finite number, which must not show in the result. Raises UnsupportedError
-        for sinks that the device has no attention with.
+        `mask` is one of `meta.plans`. `sinks` [heads], packed, are logits without a value, one more in each row's
+        softmax. Slots past `seq_lens` may hold any finite number, which must not show in the result.
         """
 
     @abstractmethod
@@ -166,6 +172,10 @@ class Backend(ABC):
         """Return memory [E, out, in] for experts' weights, with device and dtype of `like`, in the memory order that
         `moe` reads fastest."""
         return like.new_empty(num_experts, out_features, in_features)
+
+    def pack_expert_bias(self, bias: Tensor) -> Tensor:
+        """Return biases [E, out] of the engine's dtype in the dtype that `moe` reads."""
+        return bias
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return the mixture of experts [T, H] of rows [T, H], as `backend.moe.mixture`."""
@@ -308,9 +318,3 @@ class Backend(ABC):
     @abstractmethod
     def peak_memory(self, run: Callable[[], object]) -> int:
         """Return the bytes of the device that `run` takes at its peak, and give back all that is unused afterwards."""
-
-
-def refuse_sinks(sinks: Tensor | None) -> None:
-    """Raise UnsupportedError for sinks, in an attention that has none yet."""
-    if sinks is not None:
-        raise UnsupportedError("attention sinks are not supported on this device yet")

@@ -36,7 +36,7 @@ class MoeConfig:
 class ExpertWeights:
     """Weights of one layer's experts: `router` [E, H] fp32, `gate_up` [E, 2I, H] with the gate first, `down` [E, H, I].
 
-    Biases are [E] fp32, [E, 2I] and [E, H], or None.
+    Biases are [E] fp32, [E, 2I] and [E, H], the latter two by `Backend.pack_expert_bias`, or None.
     """
 
     router: Tensor

@@ -115,6 +115,8 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     for decoder in decoders:
         backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
         check_attention(backend, decoder, sizes.page_size, block_size, dtype)
+    if shape.moe:
+        backend.check_experts(shape.moe, shape.hidden_size)
 
     def opened(folder: Path, stage: str) -> Weights:
         return open_weights(folder, backend.device, dtype, partial(on_progress, stage))

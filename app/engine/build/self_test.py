@@ -44,7 +44,7 @@ def check_attention(backend: Backend, decoder: DecoderConfig, page_size: int, ro
         contexts.append((k.float(), v.float()))
     q = random(2 * rows, decoder.num_heads)
     sinks = torch.linspace(-1, 2, decoder.num_heads) if decoder.sinks else None
-    on_device = None if sinks is None else sinks.to(backend.device)
+    on_device = None if sinks is None else backend.pack_sinks(sinks.to(backend.device, dtype))
 
     masks = [AttentionMask(causal=True), AttentionMask(causal=False), *decoder.masks]
     for mask in dict.fromkeys(mask._replace(window=mask.window and min(mask.window, page_size)) for mask in masks):

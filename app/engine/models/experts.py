@@ -40,8 +40,8 @@ def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
         gate_up,
         down,
         layer.get(f"mlp.{layout.router}.bias", count).float(),
-        gate_up_bias,
-        layer.get("mlp.experts.down_proj_bias", count, hidden),
+        layer.backend.pack_expert_bias(gate_up_bias),
+        layer.backend.pack_expert_bias(layer.get("mlp.experts.down_proj_bias", count, hidden)),
     )
 
 

@@ -66,7 +66,9 @@ class Attention(nn.Module):
         self.o = frozen(backend.pack_weight(layer.get("self_attn.o_proj.weight", hidden, q_size)))
         optional("qkv_bias", lambda: fused("bias"), given=config.qkv_bias)
         optional("o_bias", lambda: layer.get("self_attn.o_proj.bias", hidden), given=config.o_bias)
-        optional("sinks", lambda: layer.get("self_attn.sinks", config.num_heads).float(), given=config.sinks)
+        optional(
+            "sinks", lambda: backend.pack_sinks(layer.get("self_attn.sinks", config.num_heads)), given=config.sinks
+        )
         optional("q_norm", lambda: norm("q_norm"), given=config.qk_norm)
         optional("k_norm", lambda: norm("k_norm"), given=config.qk_norm)
         self._mask = config.masks[layer.index]

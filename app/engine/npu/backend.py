@@ -19,7 +19,15 @@ from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
-from app.engine.npu.rules import HEAD_DIMS, MASK_SIZE, MAX_BLOCK_ROWS, PAGE_SIZE
+from app.engine.npu.rules import (
+    HEAD_DIMS,
+    MASK_SIZE,
+    MAX_AXIS,
+    MAX_BLOCK_ROWS,
+    MAX_TOP_K,
+    MIN_EXPERTS,
+    PAGE_SIZE,
+)
 
 _ROW, _PAGE = (1, 1, HEAD_DIMS[-1]), (1, PAGE_SIZE, 1, HEAD_DIMS[-1])
 
@@ -63,6 +71,24 @@ class NpuBackend(Backend):
         if head_dim not in HEAD_DIMS:
             raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {' and '.join(map(str, HEAD_DIMS))}")
 
+    def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
+        if config.num_experts < MIN_EXPERTS:
+            raise UnsupportedError(
+                f"target: num_experts {config.num_experts}: an NPU's grouped product takes at least {MIN_EXPERTS} (N35)"
+            )
+        sizes = {
+            "num_experts_per_tok": (config.num_experts_per_tok, MAX_TOP_K),
+            "hidden_size": (hidden_size, MAX_AXIS),
+            "twice the experts' intermediate_size": (2 * config.intermediate_size, MAX_AXIS),
+        }
+        for name, (size, most) in sizes.items():
+            if size > most:
+                raise UnsupportedError(f"target: {name} {size}: an NPU's operators take at most {most} (N33, N35)")
+
+    def pack_sinks(self, sinks: Tensor) -> Tensor:
+        """Return them as they are, because the operator takes the dtype of queries (N38)."""
+        return sinks
+
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> AttentionPlan:
         lengths = list(accumulate(meta.query_lens)), list(meta.host_seq_lens)
         if mask.window is not None:
@@ -79,53 +105,26 @@ class NpuBackend(Backend):
         `[pages, kv_heads, page_size, D]` (N6).
         """
         plan: AttentionPlan = meta.plans[mask]
-        kv_heads, dim = kv.k.shape[2:]
         if self._attended is not None:
             self._attended.append((meta, mask, sinks is not None))
-        if sinks is not None:
-            return self._attention_with_sinks(q_thd, kv, meta, plan, sinks)
-        o, _ = torch_npu.npu_fused_infer_attention_score(
-            q_thd.contiguous(),
-            kv.k.flatten(2),
-            kv.v.flatten(2),
-            atten_mask=plan.mask,
-            actual_seq_lengths=plan.q_ends,
-            actual_seq_lengths_kv=plan.host_seq_lens,
-            block_table=meta.page_table,
-            num_heads=q_thd.shape[1],
-            num_key_value_heads=kv_heads,
-            scale=dim**-0.5,
-            pre_tokens=plan.pre_tokens,
-            next_tokens=plan.next_tokens,
-            input_layout="TND",
-            sparse_mode=plan.sparse_mode,
-            block_size=meta.page_size,
-        )
-        return o
-
-    def _attention_with_sinks(
-        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, plan: AttentionPlan, sinks: Tensor
-    ) -> Tensor:
-        """Return attention by the operator's second version, which alone takes sinks and has other names (N38)."""
-        o, _ = torch_npu.npu_fused_infer_attention_score_v2(
-            q_thd.contiguous(),
-            kv.k.flatten(2),
-            kv.v.flatten(2),
-            atten_mask=plan.mask,
-            actual_seq_qlen=plan.q_ends,
-            actual_seq_kvlen=plan.host_seq_lens,
-            block_table=meta.page_table,
-            learnable_sink=sinks.to(q_thd.dtype),
-            num_query_heads=q_thd.shape[1],
-            num_key_value_heads=kv.k.shape[2],
-            softmax_scale=q_thd.shape[2] ** -0.5,
-            pre_tokens=plan.pre_tokens,
-            next_tokens=plan.next_tokens,
-            input_layout="TND",
-            sparse_mode=plan.sparse_mode,
-            block_size=meta.page_size,
-        )
-        return o
+        rows_and_pages = q_thd.contiguous(), kv.k.flatten(2), kv.v.flatten(2)
+        shared = {
+            "atten_mask": plan.mask,
+            "block_table": meta.page_table,
+            "num_key_value_heads": kv.k.shape[2],
+            "pre_tokens": plan.pre_tokens,
+            "next_tokens": plan.next_tokens,
+            "input_layout": "TND",
+            "sparse_mode": plan.sparse_mode,
+            "block_size": meta.page_size,
+            **plan.lengths(sinks=sinks is not None),
+        }
+        heads, scale = q_thd.shape[1], q_thd.shape[2] ** -0.5
+        if sinks is None:
+            attend = torch_npu.npu_fused_infer_attention_score
+            return attend(*rows_and_pages, num_heads=heads, scale=scale, **shared)[0]
+        attend = torch_npu.npu_fused_infer_attention_score_v2  # the first version takes no sinks (N38)
+        return attend(*rows_and_pages, num_query_heads=heads, softmax_scale=scale, learnable_sink=sinks, **shared)[0]
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         """Write K and V. `cache_mode` is passed because the operator's default is another layout (N15)."""
@@ -163,6 +162,10 @@ class NpuBackend(Backend):
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return memory of [E, in, out], seen as [E, out, in], because `npu_grouped_matmul` reads that order (N35)."""
         return like.new_empty(num_experts, in_features, out_features).transpose(1, 2)
+
+    def pack_expert_bias(self, bias: Tensor) -> Tensor:
+        """Return fp32, which `npu_grouped_matmul` reads (N35)."""
+        return bias.float()
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. The rows of each expert are counted on the device, so a graph can hold it."""
@@ -235,7 +238,7 @@ def _grouped(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) 
     (out,) = torch_npu.npu_grouped_matmul(
         [rows],
         [weight.transpose(1, 2)],
-        bias=None if bias is None else [bias.float()],
+        bias=None if bias is None else [bias],
         group_list=counts,
         split_item=2,
         group_type=0,

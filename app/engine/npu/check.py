@@ -17,8 +17,11 @@ from app.engine.npu.rules import (
     EVERY_TOKEN,
     HEAD_DIMS,
     MASK_SIZE,
+    MAX_AXIS,
     MAX_BLOCK_ROWS,
     MAX_REQUESTS,
+    MAX_TOP_K,
+    MIN_EXPERTS,
     PAGE_SIZE,
     SCRATCH_BLOCK,
 )
@@ -279,7 +282,7 @@ def _rotary(hold: _Holder, call: Mapping[str, Any]) -> None:
 
 def _gating(hold: _Holder, call: Mapping[str, Any]) -> None:
     x, k = call["x"], call.get("k", 1)
-    fits = x.dim() == 2 and x.is_contiguous() and x.dtype == torch.float32 and 0 < k <= min(x.shape[1], 1024)
+    fits = x.dim() == 2 and x.is_contiguous() and x.dtype == torch.float32 and 0 < k <= min(x.shape[1], MAX_TOP_K)
     hold("N33", fits, f"{k} of logits {x.dtype} {_shape(x)}, not of contiguous float32 [T, E]")
 
 
@@ -306,11 +309,11 @@ def _grouped_matmul(hold: _Holder, call: Mapping[str, Any]) -> None:
     fits = not more and not weights and x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1]
     hold("N35", fits, f"x {_shape(x)} with weight {_shape(weight)}, not one [R, in] and one [E, in, out]")
     hold("N35", x.is_contiguous() and weight.is_contiguous(), "x or weight is not contiguous")
-    hold("N35", max(x.shape[1], weight.shape[2]) < 65536, f"an inner axis of {_shape(weight)} is above 65535")
+    hold("N35", max(x.shape[1], weight.shape[2]) <= MAX_AXIS, f"an axis of {_shape(weight)} is above {MAX_AXIS}")
     hold("N35", x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}")
     counts = call.get("group_list")
     fits = isinstance(counts, Tensor) and counts.dtype == torch.int64 and tuple(counts.shape) == (len(weight),)
-    hold("N35", fits and len(weight) > 1, f"group_list is {_kind(counts)}, not int64 [{len(weight)}] of two or more")
+    hold("N35", fits and len(weight) >= MIN_EXPERTS, f"group_list is {_kind(counts)}, not int64 of two or more")
     modes = (call.get("split_item", 0), call.get("group_type"), call.get("group_list_type", 0))
     hold("N35", modes == (2, 0, 1), f"split_item, group_type, group_list_type are {modes}")
     for bias in call.get("bias") or ():

@@ -31,6 +31,11 @@ class AttentionPlan:
     pre_tokens: int = EVERY_TOKEN
     next_tokens: int = EVERY_TOKEN
 
+    def lengths(self, *, sinks: bool) -> dict[str, list[int]]:
+        """Return both lengths by the operator's names, of which its version with sinks has others (N38)."""
+        names = ("actual_seq_qlen", "actual_seq_kvlen") if sinks else ("actual_seq_lengths", "actual_seq_lengths_kv")
+        return dict(zip(names, (self.q_ends, self.host_seq_lens), strict=True))
+
 
 Attended = tuple[AttentionMetadata, AttentionMask, bool]
 """An attention call of a graph: its plan is `meta.plans[mask]` at each replay. True is a call with sinks."""
@@ -60,11 +65,6 @@ class NpuGraph(Graph):
     def replay(self) -> None:
         """Launch, then update the lengths of every attention call. The device begins before the first call (N27)."""
         self._graph.replay()
-        entries = [_lengths(meta.plans[mask], sinks=sinks) for meta, mask, sinks in self._attended]
+        entries = [meta.plans[mask].lengths(sinks=sinks) for meta, mask, sinks in self._attended]
         check_update(entries, recorded=len(self._graph.graph_dispatch_mode.graph_dispatch_records))
         self._graph.update(entries)
-
-
-def _lengths(plan: AttentionPlan, *, sinks: bool) -> dict[str, list[int]]:
-    names = ("actual_seq_qlen", "actual_seq_kvlen") if sinks else ("actual_seq_lengths", "actual_seq_lengths_kv")
-    return dict(zip(names, (plan.q_ends, plan.host_seq_lens), strict=True))

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch_npu
 
 import app.engine.build.engine as build
 from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
+from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
-from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.pairs import GPT_OSS, Pair, make_pair
 
 MOE = MoeConfig(num_experts=8, num_experts_per_tok=3, intermediate_size=16, norm_topk_prob=True)
 OPERATORS = {
@@ -79,6 +81,7 @@ def test_a_mixture_is_the_reference_and_the_host_waits_for_nothing(
     on_npu = [tensor.to("npu:0") for tensor in tensors]
     for i in (1, 2):
         on_npu[i] = backend.empty_experts(on_npu[i], *tensors[i].shape).copy_(on_npu[i])
+    on_npu[4:] = map(backend.pack_expert_bias, on_npu[4:])
     rows = x.to("npu:0")
     with traced() as trace:
         found = backend.moe(rows, ExpertWeights(*on_npu), moe)
@@ -88,3 +91,56 @@ def test_a_mixture_is_the_reference_and_the_host_waits_for_nothing(
     assert trace.waits == []
     if not changes:
         assert {name: trace.launches[name] for name in OPERATORS} == OPERATORS, trace.launches
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_experts": 1, "num_experts_per_tok": 1}, "num_experts 1: .* at least 2"),
+        ({"num_experts": 2048, "num_experts_per_tok": 1025}, "num_experts_per_tok 1025"),
+        ({"intermediate_size": 32768}, "intermediate_size 65536"),
+    ],
+    ids=str,
+)
+def test_sizes_that_the_operators_do_not_take_are_refused_by_name(changes: dict[str, int], named: str) -> None:
+    backend = NpuBackend(torch.device("npu:0"))
+    backend.check_experts(MOE, 24)
+    with pytest.raises(UnsupportedError, match=named):
+        backend.check_experts(replace(MOE, **changes), 24)
+    with pytest.raises(UnsupportedError, match="hidden_size 65536"):
+        backend.check_experts(MOE, 65536)
+
+
+def test_one_expert_alone_is_refused_before_weights_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(tmp_path, head_dim=64, experts=1, experts_per_tok=1, num_layers=3, draft_layers=1, taps=(0, 1))
+    monkeypatch.setattr(build, "_load", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(UnsupportedError, match="num_experts 1: "):
+        engine(pair, device="npu:0", dtype="bfloat16")
+
+
+def test_biases_and_sinks_are_cast_once_when_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators get the very tensors of the layers, in every step."""
+    pair = make_pair(tmp_path, **GPT_OSS | {"head_dim": 64})
+    given: dict[str, set[int]] = {"bias": set(), "learnable_sink": set()}
+
+    def watched(name: str, key: str) -> None:
+        called = getattr(torch_npu, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            each = kwargs[key]
+            given[key] |= {tensor.data_ptr() for tensor in (each if isinstance(each, list) else [each])}
+            return called(*args, **kwargs)
+
+        monkeypatch.setattr(torch_npu, name, call)
+
+    watched("npu_grouped_matmul", "bias")
+    watched("npu_fused_infer_attention_score_v2", "learnable_sink")
+    with torch.inference_mode(), Numerics():
+        core = engine(pair, device="npu:0", dtype="bfloat16", enforce_eager=True)
+        for kept in given.values():
+            kept.clear()
+        core.run(requests()[:1])
+        layers = core.runner.forward.target.layers
+    biases = [tensor for layer in layers for tensor in (layer._mixture[1].gate_up_bias, layer._mixture[1].down_bias)]
+    assert given["bias"] == {bias.data_ptr() for bias in biases}
+    assert given["learnable_sink"] == {layer.attention.sinks.data_ptr() for layer in layers}
