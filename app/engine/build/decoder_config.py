@@ -94,7 +94,7 @@ def layer_windows(kinds: Any, window: Any, num_layers: int, where: str) -> list[
         raise UnsupportedError(
             f"{where}: layer_types must name num_hidden_layers = {num_layers} layers, found {kinds!r}"
         )
-    if unknown := sorted(map(str, set(kinds) - {"full_attention", "sliding_attention"})):
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
         raise UnsupportedError(f"{where}: layer_types has {unknown[0]!r}, which is not supported yet")
     if "sliding_attention" in kinds:
         window = positive({"sliding_window": window}, "sliding_window", where)
@@ -108,7 +108,7 @@ def _refuse_variants(raw: Mapping[str, Any], where: str, supports: frozenset[str
         "sliding_window": bool(sliding),
         "layer_types": layer_types is not None and any(kind != "full_attention" for kind in _list(layer_types)),
         "mlp_bias": bool(raw.get("mlp_bias")),
-        "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0,
+        "partial_rotary_factor": raw.get("partial_rotary_factor") not in (None, 1.0),
         "final_logit_softcapping": raw.get("final_logit_softcapping") is not None,
         "attn_logit_softcapping": raw.get("attn_logit_softcapping") is not None,
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
@@ -117,7 +117,19 @@ def _refuse_variants(raw: Mapping[str, Any], where: str, supports: frozenset[str
     }
     for field, refused in refusals.items():
         if refused and field not in supports:
-            raise UnsupportedError(f"{where}: {field} = {raw.get(field)!r} is not supported yet")
+            raise UnsupportedError(f"{where}: {_shown(raw, field)} is not supported yet")
+
+
+def _shown(raw: Mapping[str, Any], field: str) -> str:
+    """Return a refused key by the name that the config has, with its value. A quantisation is shown by its method,
+    because some list hundreds of modules."""
+    names = {"sliding_window": "use_sliding_window", "num_experts": "num_local_experts"}
+    if raw.get(field) is None:
+        field = names.get(field, field)
+    value = raw.get(field)
+    if field == "quantization_config" and isinstance(value, Mapping):
+        field, value = f"{field}.quant_method", value.get("quant_method")
+    return f"{field} = {value!r}"
 
 
 def _list(value: Any) -> list[Any]:

@@ -31,12 +31,12 @@ def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int 
     layers["final_logit_softcapping"] = None  # it keeps the order of logits, so the best stays the best
     decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, _WHERE)
     decoder = replace(decoder, masks=_masks(keys, decoder.num_layers), qk_norm=True)
+    taps = keys.get("target_layer_ids")
     config = DFlashConfig(
         decoder=decoder,
         block_size=_block_size(keys.get("block_size"), block_size),
         target_layer_ids=_target_layer_ids(
-            keys.get("target_layer_ids") or _default_layer_ids(decoder.num_layers, target.num_layers),
-            target.num_layers,
+            _default_layer_ids(decoder.num_layers, target.num_layers) if taps is None else taps, target.num_layers
         ),
         mask_token_id=_mask_token_id(keys.get("mask_token_id"), target.vocab_size),
         target_hidden_size=keys.positive("target_hidden_size", decoder.hidden_size),

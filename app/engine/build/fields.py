@@ -1,5 +1,6 @@
 """Numbers of a config.json, checked."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ def number(raw: Mapping[str, Any], field: str, default: float, where: str) -> fl
     value = raw.get(field)
     if value is None:
         return default
-    if type(value) not in (int, float) or not value > 0:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
         raise UnsupportedError(f"{where}: {field} must be a positive number, found {value!r}")
     return float(value)
 

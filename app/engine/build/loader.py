@@ -64,7 +64,7 @@ class SafetensorsWeights:
 
     def get_indices(self, name: str, *shape: int) -> Tensor:
         tensor = self._stored(name, shape)
-        if tensor.dtype not in (torch.int32, torch.int64):
+        if tensor.dtype not in (torch.int32, torch.int64, torch.bool):
             raise UnsupportedError(f"{self._folder}: tensor {name} is {tensor.dtype}, not whole numbers")
         return tensor.to(self._device, torch.int64)
 

@@ -26,7 +26,7 @@ def rope_config(raw: Mapping[str, Any], head_dim: int, max_positions: int, where
     """
     rope = _parameters(raw, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _SCALING_KEYS:
+    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
         supported = ", ".join(_SCALING_KEYS)
         raise UnsupportedError(
             f"{where}: RoPE scaling of type {kind!r} is not supported yet; supported are {supported}"

@@ -41,7 +41,10 @@ class DFlashModel(nn.Module):
             raise UnsupportedError("draft: an lm_head tied to an embedding of its own is not supported yet")
         self.register_parameter("target_ids", None)
         if "d2t" in weights or config.draft_vocab_size != vocab:
-            self.target_ids = frozen(_target_ids(weights.get_indices("d2t", config.draft_vocab_size), vocab))
+            ids = _target_ids(weights.get_indices("d2t", config.draft_vocab_size), vocab)
+            if "t2d" in weights and not _marks(weights.get_indices("t2d", vocab), ids):
+                raise UnsupportedError("draft: d2t and t2d name other tokens; d2t must hold distances, not tokens")
+            self.target_ids = frozen(ids)
         weights.skip("t2d")
         self._backend = backend
 
@@ -69,3 +72,8 @@ def _target_ids(offsets: Tensor, vocab: int) -> Tensor:
             f"draft: d2t leads to tokens {int(ids.min())} to {int(ids.max())}, and the target has {vocab}"
         )
     return ids.to(torch.int32)
+
+
+def _marks(known: Tensor, ids: Tensor) -> bool:
+    """Return True if `known` [V] is 1 at these tokens of the target [Vd] alone."""
+    return torch.equal(known.nonzero().flatten(), ids.sort().values)

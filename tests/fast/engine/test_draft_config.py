@@ -1,6 +1,7 @@
 """Every dialect of a DFlash checkpoint is understood, and a draft that would run wrongly is refused by its field."""
 
 import json
+import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,7 @@ VARIANTS: list[tuple[Json, str]] = [
     ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
     ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types has 'linear_attention'"),
     ({"layer_types": ["full_attention"]}, "layer_types must name num_hidden_layers = 2"),
+    ({"layer_types": [{}, "full_attention"]}, "layer_types has {}"),
     ({"use_sliding_window": True}, "use_sliding_window"),
     ({"use_sliding_window": NO, "layer_types": NO, "sliding_window": 2048}, "sliding_window"),
     ({"layer_types": NO, "dflash_config.swa_window_size": 2048}, "sliding_window"),
@@ -198,6 +200,8 @@ VARIANTS: list[tuple[Json, str]] = [
     ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "mscale"),
     ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": math.inf}}, "factor must be a positive number"),
+    ({"rope_scaling": {"rope_type": ["yarn"]}}, r"type \['yarn'\]"),
     ({"model_type": "llama"}, "model_type"),
     ({"architectures": ["Eagle3Model"]}, "architectures"),
     ({"dflash_config": NO}, "dflash_config"),
@@ -216,6 +220,7 @@ MISFITS: list[tuple[Json, str]] = [
     ({"dflash_config.target_layer_ids": [1, 4]}, r"target_layer_ids .*0\.\.2"),
     ({"dflash_config.target_layer_ids": [1, 3]}, "target_layer_ids .*the last layer"),
     ({"dflash_config.target_layer_ids": "1,2"}, "target_layer_ids"),
+    ({"dflash_config.target_layer_ids": []}, r"target_layer_ids must be a list .*\[\]"),
     ({"dflash_config.target_layer_ids": [1.0, 2.0]}, "target_layer_ids"),
     ({"dflash_config.target_layer_ids": NO}, "target_layer_ids"),  # 2 draft layers over 4: the default would be 1, 1
     ({"dflash_config.mask_token_id": 97}, "mask_token_id .*97"),
@@ -263,9 +268,14 @@ def test_a_block_without_drafts_is_refused_even_if_the_checkpoint_names_none(pai
     [
         ({"model_type": "mixtral"}, "'mixtral' is not supported yet; supported: 'qwen3' .dense Qwen3., "),
         ({"model_type": NO}, "model_type"),
-        ({"use_sliding_window": True}, "sliding_window"),
+        ({"use_sliding_window": True}, ": use_sliding_window = True is"),
+        ({"use_sliding_window": True, "sliding_window": 9}, ": sliding_window = 9 is"),
+        ({"num_local_experts": 8}, ": num_local_experts = 8 is"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (
+            {"quantization_config": {"ignore": ["lm_head"], "quant_method": "awq"}},
+            ": quantization_config.quant_method = 'awq' is",
+        ),
         ({"vocab_size": NO}, "vocab_size"),
         ({"hidden_size": "32"}, "hidden_size"),
     ],
@@ -429,4 +439,20 @@ def test_a_draft_head_tied_to_its_own_embedding_is_refused(tmp_path):
     assert build(pair).draft is not None
     (pair.draft / "config.json").write_text(json.dumps(changed(raw, {"tie_word_embeddings": True})))
     with pytest.raises(UnsupportedError, match="tied"):
+        build(pair)
+
+
+@pytest.mark.parametrize("says", ["distances", "tokens"])
+def test_a_d2t_of_tokens_is_told_by_t2d(tmp_path, says):
+    """Published files hold distances. Tokens in their place lead to others, and no draft would be right."""
+    pair = make_pair(tmp_path, seed=5, own_head=True)
+    raw, kept = read_config(pair.draft), torch.arange(1, 49)
+    (pair.draft / "config.json").write_text(json.dumps(changed(raw, {"draft_vocab_size": 48})))
+    d2t = kept - torch.arange(48) if says == "distances" else kept
+    t2d = torch.zeros(97, dtype=torch.bool).index_fill_(0, kept, True)
+    edit(pair.draft, lm_head__weight=torch.randn(48, 32), d2t=d2t, t2d=t2d)
+    if says == "distances":
+        assert build(pair).draft is not None
+        return
+    with pytest.raises(UnsupportedError, match="d2t and t2d"):
         build(pair)
