@@ -24,15 +24,20 @@ class GptOss(Target):
     @classmethod
     def refine(cls, config: DecoderConfig, raw: Mapping[str, Any]) -> DecoderConfig:
         quantization = raw.get("quantization_config") or {}
+        by_mapping = isinstance(quantization, Mapping)
         known = {
-            "quant_method": (quantization.get("quant_method", "mxfp4"), "mxfp4"),
+            "quant_method": (quantization.get("quant_method", "mxfp4") if by_mapping else quantization, "mxfp4"),
             "swiglu_alpha": (raw.get("swiglu_alpha", SWIGLU_ALPHA), SWIGLU_ALPHA),
-            "experts": (config.moe is not None, True),
         }
         for field, (found, wanted) in known.items():
             if found != wanted:
                 raise UnsupportedError(f"target: {field} = {found!r} is not supported for gpt_oss; only {wanted!r} is")
-        assert config.moe is not None
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+        given = {**raw, **rope} if isinstance(rope, Mapping) else raw
+        missing = [name for name in ("rms_norm_eps", "attention_bias", "rope_theta") if given.get(name) is None]
+        missing += [] if rope else ["rope_scaling"]
+        if missing or config.moe is None:  # defaults of gpt_oss are not those of other families
+            raise UnsupportedError(f"target: {(missing or ['num_local_experts'])[0]} is missing, which gpt_oss needs")
         moe = replace(
             config.moe,
             norm_topk_prob=True,  # a softmax over the chosen experts alone

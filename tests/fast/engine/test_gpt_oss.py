@@ -78,7 +78,12 @@ def test_the_config_is_read_with_its_own_keys(pair: Pair) -> None:
     [
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
         ({"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
-        ({"num_local_experts": None}, "experts"),
+        ({"quantization_config": "mxfp8"}, "quant_method = 'mxfp8'"),
+        ({"num_local_experts": None}, "num_local_experts is missing"),
+        ({"rope_scaling": None}, "rope_scaling is missing"),
+        ({"rope_theta": None}, "rope_theta is missing"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"attention_bias": None}, "attention_bias is missing"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ],
     ids=str,
