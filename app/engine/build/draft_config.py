@@ -32,16 +32,17 @@ def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int 
     decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, _WHERE)
     decoder = replace(decoder, masks=_masks(keys, decoder.num_layers), qk_norm=True)
     taps = keys.get("target_layer_ids")
+    first_draft_row = 0 if keys.flag("sample_from_anchor") else 1
     config = DFlashConfig(
         decoder=decoder,
-        block_size=_block_size(keys.get("block_size"), block_size),
+        block_size=_block_size(keys.get("block_size"), block_size, first_draft_row),
         target_layer_ids=_target_layer_ids(
             _default_layer_ids(decoder.num_layers, target.num_layers) if taps is None else taps, target.num_layers
         ),
         mask_token_id=_mask_token_id(keys.get("mask_token_id"), target.vocab_size),
         target_hidden_size=keys.positive("target_hidden_size", decoder.hidden_size),
         draft_vocab_size=keys.positive("draft_vocab_size", decoder.vocab_size),
-        sample_from_anchor=keys.flag("sample_from_anchor") or False,
+        first_draft_row=first_draft_row,
     )
     _check_fit(config, target, keys.positive("num_target_layers", target.num_layers))
     return config
@@ -127,7 +128,8 @@ def _misfit(field: str, found: int, wanted: int) -> UnsupportedError:
     return UnsupportedError(f"{_WHERE}: {field} is {found}, but this target has {wanted}; is the draft for it?")
 
 
-def _block_size(trained: Any, wanted: int | None) -> int:
+def _block_size(trained: Any, wanted: int | None, first_draft_row: int) -> int:
+    """Return the anchor and the drafts, one from each row of the trained block from `first_draft_row` on."""
     if trained is None:
         if wanted is None:
             raise UnsupportedError(f"{_WHERE}: config.json names no block_size; give --num-speculative-tokens")
@@ -136,12 +138,13 @@ def _block_size(trained: Any, wanted: int | None) -> int:
         return wanted
     if type(trained) is not int or trained < 2:
         raise UnsupportedError(f"{_WHERE}: block_size must be a number of at least 2, found {trained!r}")
-    if wanted is not None and not 2 <= wanted <= trained:
+    most = trained - first_draft_row
+    if wanted is not None and not 2 <= wanted <= most + 1:
         raise UnsupportedError(
-            f"{_WHERE}: num_speculative_tokens {wanted - 1} is outside 1..{trained - 1}: the draft was trained with "
+            f"{_WHERE}: num_speculative_tokens {wanted - 1} is outside 1..{most}: the draft was trained with "
             f"block_size {trained}, and a larger block than that does not draft well"
         )
-    return wanted or trained
+    return wanted or most + 1
 
 
 def _target_layer_ids(ids: Any, num_target_layers: int) -> tuple[int, ...]:

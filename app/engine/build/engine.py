@@ -125,7 +125,9 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     sampler = Sampler(shape.vocab_size, backend)
     counts = TokenCounts(sizes.max_num_seqs, shape.vocab_size, backend)
     max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
-    layout = Layout(sizes.page_size, backend.separate_prefill, hybrid=shape.gated_delta is not None)
+    first_draft_row = draft_shape.first_draft_row if draft_shape else 1
+    hybrid = shape.gated_delta is not None
+    layout = Layout(sizes.page_size, backend.separate_prefill, first_draft_row=first_draft_row, hybrid=hybrid)
     states = make_states(shape, sizes, dtype, backend)
 
     def runner_over(num_pages: int) -> ModelRunner:

@@ -15,7 +15,7 @@ from app.engine.backend.torch import visible
 from app.engine.compile.aot import Compiled, compiler
 from app.engine.compile.backend import OneCall, Padded
 from app.engine.compile.cache import compile_cache
-from app.engine.dflash.drafter import DFlashDrafter, predicting_rows
+from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
@@ -101,7 +101,10 @@ class CompiledForward(Forward):
     def draft(self, inputs: DraftTensors) -> Tensor:
         rows, meta, numbers = inputs.rows, inputs.rows.meta, self.numbers
         plan = meta.plans[self._drafter.decoder.masks[0]]
-        if not isinstance(plan, OneCall) or len(inputs.anchors) * (plan.max_q - 1) > self.sampler.max_rows:
+        if not isinstance(plan, OneCall):
+            return super().draft(inputs)
+        drafts_of_block = plan.max_q - self._drafter.model.config.first_draft_row
+        if len(inputs.anchors) * drafts_of_block > self.sampler.max_rows:
             return super().draft(inputs)
         lengths = numbers[: plan.max_q], numbers[: plan.max_kv]
         step = _DraftInputs(inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, *lengths)
@@ -212,7 +215,7 @@ def compile_draft(drafter: DFlashDrafter, pool: KvPool, backend: Backend, folder
         rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
         embedded = backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
         blocks = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])
-        drafts = torch.nn.functional.linear(predicting_rows(blocks, config), model.lm_head).argmax(dim=-1)
+        drafts = torch.nn.functional.linear(blocks[:, config.first_draft_row :], model.lm_head).argmax(dim=-1)
         return (model.in_target_vocabulary(drafts).to(torch.int32),)
 
     num_blocks, num_rows, max_kv = 2, 3, 5 * page_size - 1

@@ -10,8 +10,8 @@ class DFlashConfig:
     """Shape of a draft. `block_size` is the anchor plus the drafts; after the layers `target_layer_ids` of the target
     the residual stream [T, target_hidden_size] is read.
 
-    The draft's own lm_head has `draft_vocab_size` rows. With `sample_from_anchor` row k of a block predicts the token
-    after position k, else the token at it.
+    The draft's own lm_head has `draft_vocab_size` rows. Drafts are predicted by a block's rows from `first_draft_row`
+    on. It is 1 if row k predicts the token at position k, and 0 if it predicts the one behind (`sample_from_anchor`).
     """
 
     decoder: DecoderConfig
@@ -20,7 +20,7 @@ class DFlashConfig:
     mask_token_id: int
     target_hidden_size: int
     draft_vocab_size: int
-    sample_from_anchor: bool = False
+    first_draft_row: int = 1
 
     def report(self) -> dict[str, str]:
         """Return what was read from the checkpoint's config, for people."""
@@ -32,7 +32,7 @@ class DFlashConfig:
         return {
             "layers": str(decoder.num_layers),
             "masks": "; ".join(f"{decoder.masks.count(mask)} {mask}" for mask in dict.fromkeys(decoder.masks)),
-            "block": f"{self.block_size}, first draft from row {0 if self.sample_from_anchor else 1}",
+            "block": f"{self.block_size - 1} drafts, the first from row {self.first_draft_row}",
             "taps": f"{','.join(map(str, self.target_layer_ids))} of {self.target_hidden_size}",
             "mask_token": str(self.mask_token_id),
             "vocabulary": f"{self.draft_vocab_size} of {decoder.vocab_size}",

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from app.engine.backend.base import AttentionMetadata, Backend
-from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.context_kv import ContextKv
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.kv_pool import KvPool
@@ -13,9 +12,9 @@ from app.engine.sampling.sampler import Sampler
 
 
 class DFlashDrafter:
-    """Blocks `[anchor, MASK x (w - 1)]` over the context KV, each layer under its mask (DFlash, arXiv 2602.06036).
+    """Blocks of an anchor and masks over the context KV, each layer under its mask (DFlash, arXiv 2602.06036).
 
-    Row k of a block predicts the k-th token behind the anchor, or the next one with `sample_from_anchor`.
+    Row k of a block predicts the k-th token behind the anchor, or the next one if `first_draft_row` is 0.
     """
 
     def __init__(
@@ -32,26 +31,21 @@ class DFlashDrafter:
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
-        """Return drafts [D, w - 1] of the tokens after each anchor [D]. Blocks of w rows, at most the trained number,
-        lie at `positions` and `slot_mapping` [D * w]."""
+        """Return drafts [D, w - first_draft_row] of the tokens after each anchor [D]. Blocks of w rows, at most the
+        trained number, lie at `positions` and `slot_mapping` [D * w]."""
         hidden = self.predicting(anchors, positions, slot_mapping, meta)
         drafts = self._sampler.propose(hidden, self.model.lm_head).view(anchors.shape[0], -1)
         return self.model.in_target_vocabulary(drafts)
 
     def predicting(self, anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata) -> Tensor:
-        """Return hidden states [D * (w - 1), H] of the rows that predict the tokens after each anchor [D]."""
+        """Return hidden states [D * drafts, H] of the rows that predict the tokens after each anchor [D]."""
         num_blocks, model = anchors.shape[0], self.model
         num_rows = positions.shape[0] // num_blocks
         embedded = self._backend.embed_blocks(anchors, model.config.mask_token_id, num_rows, model.embedding)
         hidden = model.forward(embedded, StepRows(self.rotary.at(positions), slot_mapping, [meta]), self._pool)
-        return predicting_rows(hidden.view(num_blocks, num_rows, -1), model.config).flatten(0, 1)
+        return hidden.view(num_blocks, num_rows, -1)[:, model.config.first_draft_row :].flatten(0, 1)
 
     def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         """Write the context KV of features [T, layers * H] of target rows at positions and slots [T]."""
         slots = self._pool.slots_in_all_layers(slot_mapping)
         self.context.write(features, self.rotary.at(positions), self._pool.all_layers, slots)
-
-
-def predicting_rows(blocks: Tensor, config: DFlashConfig) -> Tensor:
-    """Return the rows [D, w - 1, H] of blocks [D, w, H] that predict the tokens behind the anchor."""
-    return blocks[:, :-1] if config.sample_from_anchor else blocks[:, 1:]

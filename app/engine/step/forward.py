@@ -140,7 +140,7 @@ class Forward:
             meta.plans[mask] = self.backend.plan_attention(planned, mask, heads_per_kv)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
-        """Return drafts [D, w - 1] int32 of the tokens after each anchor, of blocks of w rows."""
+        """Return drafts [D, w - first_draft_row] int32 of the tokens after each anchor, of blocks of w rows."""
         positions, slot_mapping = self._positions_and_slots(inputs.rows)
         drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, inputs.rows.meta)
         return drafts.to(torch.int32)

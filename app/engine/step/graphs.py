@@ -69,7 +69,9 @@ class StepGraphs:
         self.verified = torch.zeros(sizes.seqs[-1] + 1, block_size + 1, dtype=torch.int64, device=backend.device)
         self._draft_graphs: dict[tuple[int, int], _Captured] = {}
         self._target_graphs: dict[tuple[int, int], tuple[_Captured, TargetTensors]] = {}
-        drafts = [(blocks, rows) for blocks in sizes.seqs for rows in sizes.blocks] if draft_graphs else []
+        row_shift = 0 if forward.drafter is None else forward.drafter.model.config.first_draft_row - 1
+        draft_rows = [width + row_shift for width in sizes.blocks] if draft_graphs else []
+        drafts = [(blocks, rows) for blocks in sizes.seqs for rows in draft_rows]
         targets = [(seqs, sizes.rows(seqs, width)) for seqs in sizes.seqs for width in sizes.widths]
         done, total = 0, len(drafts) + len(targets)
         # The largest first: the memory that it leaves serves all others.

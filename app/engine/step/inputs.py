@@ -113,20 +113,27 @@ class Layout:
     """Arrangement of arrays that a runner reads.
 
     Prefill chunks are a group of their own if `separate_prefill`. With graphs drafts lie in `draft_columns`, and blocks
-    are widened to one of the captured `block_widths`. `hybrid` targets get the slots of their recurrent state.
+    are widened to one of the captured `block_widths`. A draft's block has a row for each draft, and with a
+    `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state.
     """
 
     page_size: int
     separate_prefill: bool = True
     draft_columns: int | None = None
     block_widths: tuple[int, ...] = ()
+    first_draft_row: int = 1
     hybrid: bool = False
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
         rows = next((width for width in self.block_widths if width >= batch.block_rows), batch.block_rows)
         inputs = build(
-            batch, self.page_size, rows, draft_columns=self.draft_columns, separate_prefill=self.separate_prefill
+            batch,
+            self.page_size,
+            rows,
+            draft_columns=self.draft_columns,
+            separate_prefill=self.separate_prefill,
+            first_draft_row=self.first_draft_row,
         )
         if self.hybrid:
             inputs.target.recurrent = _recurrent_inputs(batch)
@@ -134,11 +141,17 @@ class Layout:
 
 
 def build(
-    batch: Batch, page_size: int, block_rows: int, *, draft_columns: int | None = None, separate_prefill: bool = True
+    batch: Batch,
+    page_size: int,
+    block_rows: int,
+    *,
+    draft_columns: int | None = None,
+    separate_prefill: bool = True,
+    first_draft_row: int = 1,
 ) -> StepInputs:
-    """Return the arrays of a batch that is not empty, with draft blocks of `block_rows` rows.
+    """Return the arrays of a batch that is not empty, with draft blocks for `block_rows` - 1 drafts.
 
-    Drafts lie in `draft_columns`, or without gaps if it is None. See `Layout` for `separate_prefill`.
+    Drafts lie in `draft_columns`, or without gaps if it is None. See `Layout` for the others.
     """
     rows, sampling = batch.rows, batch.sampling
     token_ids = _token_ids(rows)
@@ -168,7 +181,7 @@ def build(
         prev_rows=_prev_rows(sampling),
         groups=[_group(part, [share.count for share in part], page_size) for part in parts if part],
     )
-    draft = _draft_inputs(batch, page_size, block_rows) if any(num_drafts) else None
+    draft = _draft_inputs(batch, page_size, block_rows - 1 + first_draft_row) if any(num_drafts) else None
     sampled = [SampledSequence(*each) for each in zip(sampling, logits_start, draft_index, strict=True)]
     keys = [share.seq.key for share in batch.decodes]
     return StepInputs(target, draft, sampling_rows(sampled), keys, bool(batch.prefills))

@@ -44,8 +44,8 @@ def drafted_by(engine: Engine, requests: list[Request]) -> list[Drafted]:
     return seen
 
 
-def share_of_right_drafts(blocks: list[Drafted], pair: Pair) -> float:
-    draft = ReferenceDraft(pair.draft, load_target(pair.target))
+def share_of_right_drafts(blocks: list[Drafted], pair: Pair, block_size: int | None = None) -> float:
+    draft = ReferenceDraft(pair.draft, load_target(pair.target), block_size)
     right, total = 0, 0
     for block in blocks:
         context, anchor = block.token_ids[:-1], block.token_ids[-1]

@@ -292,13 +292,13 @@ class ReferenceDraft:
     def block_logits(self, features: Tensor, anchor: int, n: int) -> Tensor:
         """Logits [b - 1, V] in float32: row k predicts the token at position n + k.
 
-        They are of block rows 1 .. b - 1, or of 0 .. b - 2 of a draft that samples from the anchor.
+        They are of block rows 1 .. b - 1, or [b, V] of all rows of a draft that samples from the anchor.
         """
-        rows = self.block_hidden(features, anchor, n)[self.first :][: self.block_size - 1]
+        rows = self.block_hidden(features, anchor, n)[self.first :]
         return F.linear(rows, self.head).float()
 
     def propose(self, features: Tensor, anchor: int, n: int) -> list[int]:
-        """The b - 1 drafted tokens for positions n .. n + b - 2."""
+        """The b - 1 drafted tokens for positions n .. n + b - 2, or b of them from n on."""
         best = self.block_logits(features, anchor, n).argmax(dim=-1).tolist()
         return [token + (0 if self.offsets is None else int(self.offsets[token])) for token in best]
 

@@ -153,6 +153,15 @@ def test_a_smaller_block_than_the_trained_one_may_be_asked_for(pair, target, wan
     assert draft_config(read_config(pair.draft), target, wanted).block_size == wanted
 
 
+def test_a_draft_that_samples_from_its_anchor_has_as_many_drafts_as_rows(pair, target):
+    raw = changed(read_config(pair.draft), {"sample_from_anchor": True})
+    config = draft_config(raw, target)
+    assert (config.block_size, config.report()["block"]) == (9, "8 drafts, the first from row 0")
+    assert draft_config(raw, target, 9) == config
+    with pytest.raises(UnsupportedError, match=r"num_speculative_tokens 9 is outside 1\.\.8: .* block_size 8"):
+        draft_config(raw, target, 10)
+
+
 def test_a_checkpoint_that_names_no_block_takes_the_asked_one(pair, target):
     raw = changed(read_config(pair.draft), {"block_size": NO})
     assert draft_config(raw, target, 5).block_size == 5

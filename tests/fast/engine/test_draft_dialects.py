@@ -68,6 +68,17 @@ class Uncompiled:
         return self._function(self._pools, *arguments)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_every_row_drafts_if_the_anchors_row_does(tmp_path, graphs: bool):
+    """A block of 8 rows gives 8 drafts, or as many as are asked for, from as many rows."""
+    pair = DIALECTS["sample from anchor"].make(tmp_path)
+    for wanted, count in ((None, 8), (5, 4)):
+        engine = engine_of(pair, block_size=wanted, enforce_eager=not graphs, max_graphs=4)
+        blocks = drafted_by(engine, requests_about_the_window(2, 10))
+        assert {len(block.drafts) for block in blocks} == {count}
+        assert share_of_right_drafts(blocks, pair, block_size=count) == 1.0
+
+
 @pytest.mark.parametrize("name", ["speculators", "sliding and not causal, by is_causal", "sample from anchor"])
 def test_the_python_that_is_compiled_drafts_the_same(tmp_path, monkeypatch, name: str):
     monkeypatch.setattr("app.engine.compile.steps.Compiled", Uncompiled)
@@ -117,11 +128,10 @@ def without_k_bias(engine: Engine) -> None:
     engine.core.runner.forward.drafter.context.kv_bias.zero_()
 
 
-def from_masks(engine: Engine) -> None:
-    model = engine.core.runner.forward.drafter.model
-    model.config = type(model.config)(
-        **{name: getattr(model.config, name) for name in model.config.__dataclass_fields__ if name[:6] != "sample"}
-    )
+def without_the_anchors_draft(engine: Engine) -> None:
+    drafter = engine.core.runner.forward.drafter
+    propose = drafter.propose
+    drafter.propose = lambda *args: propose(*args).roll(-1, dims=1)
 
 
 MISTAKES: list[tuple[str, Callable[[Engine], None]]] = [
@@ -138,7 +148,7 @@ MISTAKES: list[tuple[str, Callable[[Engine], None]]] = [
     ("biases, sliding", without_k_bias),
     ("reduced vocabulary", d2t_as_ids),
     ("speculators", with_taps_off_by_one),
-    ("sample from anchor", from_masks),
+    ("sample from anchor", without_the_anchors_draft),
 ]
 
 
