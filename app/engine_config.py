@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,5 @@ class EngineConfig:
     npu_check: bool = False
     compile: bool = False
     verify: str | int = "full"
+    log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"

@@ -1,4 +1,4 @@
-"""Log lines of the API process, as text for people or JSON for machines.
+"""Log lines of the API process and of the engine's, as text for people or JSON for machines.
 
 A line written while a request is served carries that request's id. Prompts and completions are never logged. Keys are
 redacted, and so is every text after "Bearer".

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from app import log
 from app.engine.build.engine import Engine, Progress, build_engine
 from app.engine.errors import UnsupportedError
 from app.engine_config import EngineConfig, EngineInfo
@@ -87,6 +88,7 @@ class Link:
 def main() -> int:
     commands, replies, epoch = sys.argv[1:]
     config = decode_config(sys.stdin.readline())
+    log.set_up(config.log_level, config.log_format)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     link = Link(commands, replies, int(epoch))
     try:

@@ -1,5 +1,7 @@
 """The engine process hears nonsense, loses its parent, or gets a request that cannot run: it says so, or ends."""
 
+import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -156,25 +158,43 @@ def test_every_option_of_the_engine_comes_from_the_settings():
     assert same <= set(Config.model_fields), "a setting of the same name, whose value for_engine takes"
 
 
-@pytest.mark.exhaustive
-def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Parent, pair: Pair):
-    config = Config(device="cpu", max_model_len=500, max_num_seqs=4)
-    settings = encode_config(config.for_engine(pair.target, pair.draft))
+@contextlib.contextmanager
+def ready(parent: Parent, pair: Pair, stderr: Any = subprocess.DEVNULL, **settings: Any) -> Iterator[Any]:
+    """Yield an engine's process that is ready."""
+    config = Config(device="cpu", max_num_seqs=4, **settings)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses, "1"],
         stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         env=engine_environment(),
     )
     try:
         assert process.stdin is not None
-        process.stdin.write(settings.encode() + b"\n")
+        process.stdin.write(encode_config(config.for_engine(pair.target, pair.draft)).encode() + b"\n")
         process.stdin.flush()
         assert any(isinstance(reply, Ready) for reply in parent.replied())
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.exhaustive
+def test_the_log_of_an_engine_has_the_draft_that_was_read_in_the_form_that_was_asked_for(
+    parent: Parent, pair: Pair, tmp_path: Path
+):
+    with (tmp_path / "log").open("w+b") as stderr:
+        with ready(parent, pair, stderr, max_model_len=64, verify="full", log_format="json"):
+            pass
+        lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    (line,) = [line for line in lines if line["message"].startswith("draft: layers 2, masks ")]
+    assert (line["level"], line["logger"]) == ("INFO", "app.engine.build.engine")
+
+
+@pytest.mark.exhaustive
+def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Parent, pair: Pair):
+    with ready(parent, pair, max_model_len=500) as process:
         parent.send(*(submit(str(i), max_tokens=480) for i in range(4)), Abort(1, "nobody"))
         assert isinstance(next(parent.replied()), Stepped)
         process.stdin.close()
         assert process.wait(timeout=600) == 1
-    finally:
-        process.kill()
-        process.wait()
