@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from app.config.checkpoint import CheckpointError, read_json, tensor_shapes
+from app.config.draft_keys import DraftKeys, foreign_tensor
+from app.config.error import ConfigError
 
 _OWN_MLP = ("num_experts", "num_local_experts")
 """Keys of families whose layers have no dense MLP, or not all of them."""
@@ -29,17 +31,16 @@ def check_target_tensors(target: Path) -> None:
 
 
 def check_draft_tensors(draft: Path, target: Path) -> None:
-    """Raise CheckpointError for a draft of another target, or for a tensor as in `check_target_tensors`."""
-    raw, of_target = read_json(draft / "config.json"), read_json(target / "config.json")
-    layers = raw.get("transformer_layer_config")  # in the speculators format
-    config = {**layers, **raw} if isinstance(layers, Mapping) else raw
-    inner = raw.get("dflash_config")
-    inner = inner if isinstance(inner, Mapping) else {}
+    """Raise CheckpointError for a draft of another target or dialect, or for a tensor as in `check_target_tensors`."""
+    of_target, shapes = read_json(target / "config.json"), _shapes(draft)
+    try:
+        keys = DraftKeys(read_json(draft / "config.json"))
+    except ConfigError as error:
+        raise CheckpointError(f"{draft}: {error}") from None
 
     def stated(name: str) -> int | None:
-        return _size(inner, name) or _size(config, name)
+        return _size({name: keys.get(name)}, name)
 
-    shapes = _shapes(draft)
     target_hidden = stated("target_hidden_size") or stated("hidden_size")
     fits = {
         "vocab_size": (stated("vocab_size"), _size(of_target, "vocab_size")),
@@ -53,13 +54,13 @@ def check_draft_tensors(draft: Path, target: Path) -> None:
                 f"{draft}: {field} is {found}, but the target {target} has {wanted}; give the draft that was made for "
                 "this target"
             )
-    hidden = _size(config, "hidden_size")
-    is_v1 = isinstance(layers, Mapping) or raw.get("architectures") == ["DFlashDraftModel"]
-    if not hidden or not target_hidden or not is_v1 or config.get("quantization_config"):
+    hidden, is_v1 = stated("hidden_size"), keys.outer.get("architectures") in (None, ["DFlashDraftModel"])
+    if not hidden or not target_hidden or not is_v1 or keys.outer.get("quantization_config"):
         return
-    wanted_shapes = {**dict(_decoder(config)), "hidden_norm.weight": [hidden]}
-    taps = inner.get("target_layer_ids") or config.get("target_layer_ids") or raw.get("aux_hidden_state_layer_ids")
-    if isinstance(taps, list):
+    if reason := foreign_tensor(shapes, biases=bool(keys.outer.get("attention_bias"))):
+        raise CheckpointError(f"{draft}: {reason}")
+    wanted_shapes = {**dict(_decoder(keys.outer)), "hidden_norm.weight": [hidden]}
+    if isinstance(taps := keys.get("target_layer_ids"), list):
         wanted_shapes["fc.weight"] = [hidden, len(taps) * target_hidden]
     _compare(draft, shapes, wanted_shapes)
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from app.config.draft_keys import DraftKeys
+from app.config.error import ConfigError
 from app.engine.backend.base import AttentionMask
 from app.engine.build.decoder_config import decoder_config, layer_windows
-from app.engine.build.draft_keys import plain_config
 from app.engine.build.fields import number, positive
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
@@ -25,14 +26,14 @@ def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int 
 
     Raises UnsupportedError naming the field that we would run wrongly or that does not fit the target.
     """
-    keys = _Keys(plain_config(raw, _WHERE))
+    keys = _read_keys(raw)
     _refuse_variants(keys)
     layers = {name: value for name, value in keys.outer.items() if name not in _SLIDING_KEYS}
     layers["final_logit_softcapping"] = None  # it keeps the order of logits, so the best stays the best
     decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, _WHERE)
     decoder = replace(decoder, masks=_masks(keys, decoder.num_layers), qk_norm=True)
     taps = keys.get("target_layer_ids")
-    first_draft_row = 0 if keys.flag("sample_from_anchor") else 1
+    first_draft_row = 0 if _flag(keys, "sample_from_anchor") else 1
     config = DFlashConfig(
         decoder=decoder,
         block_size=_block_size(keys.get("block_size"), block_size, first_draft_row),
@@ -40,42 +41,37 @@ def draft_config(raw: Mapping[str, Any], target: DecoderConfig, block_size: int 
             _default_layer_ids(decoder.num_layers, target.num_layers) if taps is None else taps, target.num_layers
         ),
         mask_token_id=_mask_token_id(keys.get("mask_token_id"), target.vocab_size),
-        target_hidden_size=keys.positive("target_hidden_size", decoder.hidden_size),
-        draft_vocab_size=keys.positive("draft_vocab_size", decoder.vocab_size),
+        target_hidden_size=_positive(keys, "target_hidden_size", decoder.hidden_size),
+        draft_vocab_size=_positive(keys, "draft_vocab_size", decoder.vocab_size),
         first_draft_row=first_draft_row,
     )
-    _check_fit(config, target, keys.positive("num_target_layers", target.num_layers))
+    _check_fit(config, target, _positive(keys, "num_target_layers", target.num_layers))
     return config
 
 
-class _Keys:
-    """Keys of a draft's config.json. Those inside `dflash_config` come before those at the top level."""
-
-    def __init__(self, outer: Mapping[str, Any]) -> None:
-        self.outer = outer
-        self.inner: Mapping[str, Any] = outer["dflash_config"]
-
-    def get(self, name: str) -> Any:
-        """Return the value of a key in either place, or None."""
-        inner, outer = self.inner.get(name), self.outer.get(name)
-        if None not in (inner, outer) and inner != outer:
-            logger.warning(
-                "%s: %s is %r in config.json and %r in its dflash_config, which is used", _WHERE, name, outer, inner
-            )
-        return outer if inner is None else inner
-
-    def positive(self, name: str, default: int) -> int:
-        return positive({name: self.get(name)}, name, _WHERE, default)
-
-    def flag(self, name: str) -> bool | None:
-        """Return a key that must be true, false or missing."""
-        value = self.get(name)
-        if value is not None and type(value) is not bool:
-            raise UnsupportedError(f"{_WHERE}: {name} must be true or false, found {value!r}")
-        return value
+def _read_keys(raw: Mapping[str, Any]) -> DraftKeys:
+    try:
+        keys = DraftKeys(raw)
+    except ConfigError as error:
+        raise UnsupportedError(f"{_WHERE}: {error}") from None
+    for warning in keys.warnings:
+        logger.warning("%s: %s", _WHERE, warning)
+    return keys
 
 
-def _refuse_variants(keys: _Keys) -> None:
+def _positive(keys: DraftKeys, name: str, default: int) -> int:
+    return positive({name: keys.get(name)}, name, _WHERE, default)
+
+
+def _flag(keys: DraftKeys, name: str) -> bool | None:
+    """Return a key that must be true, false or missing."""
+    value = keys.get(name)
+    if value is not None and type(value) is not bool:
+        raise UnsupportedError(f"{_WHERE}: {name} must be true or false, found {value!r}")
+    return value
+
+
+def _refuse_variants(keys: DraftKeys) -> None:
     for field, supported in _KINDS.items():
         found = keys.outer.get(field)
         if found is not None and found not in supported:
@@ -84,16 +80,16 @@ def _refuse_variants(keys: _Keys) -> None:
         number({field: keys.get(field)}, field, 1.0, _WHERE)
 
 
-def _masks(keys: _Keys, num_layers: int) -> tuple[AttentionMask, ...]:
+def _masks(keys: DraftKeys, num_layers: int) -> tuple[AttentionMask, ...]:
     """Return the mask of each layer. Inside a block a layer is causal if the checkpoint says so, else if it slides."""
     window = keys.get("swa_window_size") or keys.get("sliding_window")
-    kinds, use_swa = keys.get("layer_types"), keys.flag("use_swa")
+    kinds, use_swa = keys.get("layer_types"), _flag(keys, "use_swa")
     slides = isinstance(kinds, list) and "sliding_attention" in kinds
     if use_swa and not slides:
         kinds = ["sliding_attention"] * num_layers
     elif use_swa is False and slides:
         raise UnsupportedError(f"{_WHERE}: use_swa is false, but layer_types has sliding_attention")
-    elif keys.flag("use_sliding_window") and not slides:
+    elif _flag(keys, "use_sliding_window") and not slides:
         raise UnsupportedError(f"{_WHERE}: use_sliding_window is true, but layer_types has no sliding_attention")
     elif kinds is None:
         if keys.get("swa_window_size") or (window and keys.get("use_sliding_window") is None):
@@ -102,9 +98,9 @@ def _masks(keys: _Keys, num_layers: int) -> tuple[AttentionMask, ...]:
             )
         kinds = ["full_attention"] * num_layers
     windows = layer_windows(kinds, window, num_layers, _WHERE)
-    stated = keys.flag("is_causal")
+    stated = _flag(keys, "is_causal")
     if stated is None:
-        stated = keys.flag("causal")
+        stated = _flag(keys, "causal")
     return tuple(AttentionMask(window is not None if stated is None else stated, window) for window in windows)
 
 

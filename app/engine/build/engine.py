@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from app.config.draft_keys import foreign_tensor
 from app.engine.backend.base import Backend
 from app.engine.backend.factory import make_backend
 from app.engine.build.config import Sizes, bytes_per_token, settle_pages, settle_sizes
 from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.draft_config import draft_config
-from app.engine.build.draft_keys import check_tensor_names
 from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
 from app.engine.build.self_test import check_attention
@@ -190,8 +190,9 @@ def _load(
     """Load the weights of both models. The draft's files are opened, and refused if need be, before the target's."""
     target_weights = opened(config.target, "target")
     draft_weights = opened(config.draft, "draft") if config.draft else None
-    if draft_shape and draft_weights:
-        check_tensor_names(draft_weights.names, biases=draft_shape.decoder.qkv_bias)
+    biases = draft_shape is not None and draft_shape.decoder.qkv_bias
+    if draft_weights and (reason := foreign_tensor(draft_weights.names, biases=biases)):
+        raise UnsupportedError(f"draft: {reason}")
     _check_memory(config, backend, target_weights, draft_weights)
     backend.retain_allocator_memory()
     target = family(shape, target_weights, backend, draft_shape.target_layer_ids if draft_shape else ())

@@ -55,6 +55,28 @@ def test_a_draft_in_the_speculators_format_passes_and_is_compared(tmp_path: Path
         check_draft_tensors(pair.draft, pair.target)
 
 
+def test_a_draft_of_a_dialect_that_is_not_run_is_told_by_name(tmp_path: Path) -> None:
+    """Its keys and tensors are read as by the engine."""
+    pair = make_pair(tmp_path)
+    change_tensors(pair.draft, lambda tensors: tensors.update({"markov_head.w1": tensors["norm.weight"].clone()}))
+    with pytest.raises(CheckpointError, match=r"draft: tensor markov_head\.w1 is of DSpark"):
+        check_draft_tensors(pair.draft, pair.target)
+    file = pair.draft / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"output_multiplier": 0.2}))
+    with pytest.raises(CheckpointError, match=r"draft: output_multiplier = 0\.2 is of DFlash2"):
+        check_draft_tensors(pair.draft, pair.target)
+
+
+def test_experts_of_a_targets_config_are_noise_and_the_dense_tensors_are_compared(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path)
+    file = pair.draft / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts": 128, "num_experts_per_tok": 8}))
+    check_draft_tensors(pair.draft, pair.target)
+    change_tensors(pair.draft, narrow("layers.0.mlp.down_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight has shape"):
+        check_draft_tensors(pair.draft, pair.target)
+
+
 def change_tensors(folder: Path, change: Change) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

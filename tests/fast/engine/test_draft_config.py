@@ -1,6 +1,7 @@
 """Every dialect of a DFlash checkpoint is understood, and a draft that would run wrongly is refused by its field."""
 
 import json
+import logging
 import math
 from copy import deepcopy
 from pathlib import Path
@@ -88,6 +89,7 @@ def build(pair: Pair, block_size: int | None = None, dtype: str = "float32") -> 
         {"partial_rotary_factor": 0.25, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
         {"attn_output_gate": True, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
         {"jetspec_config": None, "use_swa": False, "attention_sink_bias": False, "sample_from_anchor": False},
+        {"num_experts": 8, "num_local_experts": 4, "moe_intermediate_size": 16, "n_routed_experts": 8},
         {"model_type": NO, "architectures": NO},
         {"torch_dtype": NO, "dtype": "float32"},
     ],
@@ -99,6 +101,16 @@ def test_every_dialect_is_read_as_the_same_draft(pair, target, dialect):
     assert (expected.block_size, expected.target_layer_ids, expected.mask_token_id) == (8, (1, 2), 96)
     assert (expected.decoder.num_layers, expected.decoder.rope.theta) == (2, 10000.0)
     assert draft_config(changed(raw, dialect), target) == expected
+
+
+def test_keys_that_differ_in_both_places_are_told_once_and_the_inner_one_is_used(pair, target, caplog):
+    raw = changed(read_config(pair.draft), {"use_swa": True, "dflash_config.use_swa": False, "block_size": 16})
+    with caplog.at_level(logging.WARNING):
+        assert draft_config(changed(raw, {"dflash_config.block_size": 8}), target).block_size == 8
+    assert sorted(caplog.messages) == [
+        "draft: block_size is 16 in config.json and 8 in its dflash_config, which is used",
+        "draft: use_swa is True in config.json and False in its dflash_config, which is used",
+    ]
 
 
 def test_rope_theta_is_read_from_either_place(pair, target):
@@ -204,7 +216,6 @@ VARIANTS: list[tuple[Json, str]] = [
     ({"architectures": ["DFlash2DraftModel"]}, "architectures"),
     ({"architectures": ["MuseGlimmerAssistantModel"]}, "architectures"),
     ({"hidden_act": "gelu"}, "hidden_act"),
-    ({"num_experts": 8}, "num_experts"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "mscale"),
@@ -309,6 +320,7 @@ VARIANT_TENSORS = {
     "layers__0__self_attn__attention_sink_bias": "sinks",
     "aux_hidden_norms__0__weight": "a norm for each tap",
     "encoder__fc__weight": "Muse-Glimmer",
+    "layers__0__mlp__experts__0__up_proj__weight": "a draft with experts",
 }
 
 
