@@ -19,6 +19,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from app.text.parsers import harmony
+
 
 class ChatTemplateError(ValueError):
     """A template that cannot be used, or that cannot render the messages. Then the text is for the client."""
@@ -107,6 +109,8 @@ class ChatTemplate:
         variables = dict(switches or {}) | self._special
         self._timeout.start()
         try:
+            if harmony.fits(self.source or ""):
+                messages, tools = harmony.for_template(messages, tools)
             text = _joined(
                 self._template.generate(
                     variables,

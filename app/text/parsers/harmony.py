@@ -3,6 +3,7 @@
 import json
 import re
 from enum import Enum, auto
+from typing import Any
 
 from app.text.parsers.base import Family, Parsed, ToolCall, num_held, read_call
 
@@ -147,6 +148,32 @@ class HarmonyCalls:
             content.append(_OPENING + written + end)
         else:
             calls.append(call)
+
+
+Json = dict[str, Any]
+
+
+def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:
+    """Return messages and tools as gpt-oss's chat template reads them, because it would drop some of what they say.
+
+    Reasoning is `thinking`. A message with calls has that alone, in which its content is put. System messages are one.
+    Each function has a description. Raises ValueError for a system message behind others.
+    """
+    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if any(message["role"] == "system" for message in messages[first:]):
+        raise ValueError("a system message stands behind others, where it would be left out")
+    read: list[Json] = []
+    if first:
+        read.append({"role": "system", "content": "\n\n".join(message["content"] for message in messages[:first])})
+    for message in messages[first:]:
+        thinking = [message[key] for key in ("reasoning_content", "content") if message.get(key)]
+        if message.get("tool_calls"):
+            read.append(message | {"thinking": "\n\n".join(thinking), "content": ""})
+        elif "reasoning_content" in message:
+            read.append(message | {"thinking": message["reasoning_content"]})
+        else:
+            read.append(message)
+    return read, tools and [tool | {"function": {"description": ""} | tool["function"]} for tool in tools]
 
 
 def fits(source: str) -> bool:

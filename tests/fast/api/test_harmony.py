@@ -4,12 +4,13 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from app.text.parsers.harmony import FAMILY, HarmonyReasoning
 from tests.fast.api.served import Server
-from tests.fast.api.templates import HELLO, WEATHER, serving_template
+from tests.fast.api.templates import HELLO, WEATHER, prompt_of, refusal, serving_template
 
 TEMPLATE = (
     "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}{% for message in messages %}"
@@ -18,6 +19,36 @@ TEMPLATE = (
 THOUGHT = "<|channel|>analysis<|message|>Hm, 漢字 < 5.<|end|><|start|>assistant"
 ANSWER = THOUGHT + "<|channel|>final<|message|>It is 4."
 CALL = THOUGHT + '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Bern"}'
+
+
+LIKE_PUBLISHED = """\
+{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
+{%- if messages[0].role == 'system' or tools %}<|start|>developer<|message|>
+{{- messages[0].content if messages[0].role == 'system' }}
+{%- for tool in tools or [] %}{{ '// ' + tool.function.description + ' ' + tool.function.name }}{% endfor %}<|end|>
+{%- endif %}
+{%- for message in turns %}
+{%- if message.role == 'assistant' and 'tool_calls' in message %}
+{%- if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}
+{%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}
+{{- '<|start|>assistant to=' + message.tool_calls[0].function.name + '<|message|><|call|>' }}
+{%- elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
+{%- elif message.role in ('user', 'tool') %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endif %}
+{%- endfor %}<|start|>assistant"""
+"""A template that reads as gpt-oss's does: `thinking`, one call, descriptions, and a system message at the start."""
+
+
+def called(*names: str, **fields: str) -> dict[str, Any]:
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in names]
+    return {"role": "assistant", "content": None, "tool_calls": calls, **fields}
+
+
+@pytest.fixture(scope="module")
+def published(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    services = {"reasoning": True, "reasoning_parser": HarmonyReasoning, "tool_family": FAMILY}
+    with serving_template(model_folder, tmp_path_factory.mktemp("own") / "own", LIKE_PUBLISHED, **services) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +94,34 @@ def test_a_forced_call_begins_with_its_header(server: Server) -> None:
     ).choices
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == (WEATHER["function"]["name"], '{"city": "Bern"}')
+
+
+@pytest.mark.parametrize(
+    ("fields", "written"),
+    [
+        ({"reasoning_content": "I look."}, "I look."),
+        ({"content": "Wait."}, "Wait."),
+        ({"content": "Wait.", "reasoning": "I look."}, "I look.\n\nWait."),
+    ],
+)
+def test_reasoning_that_is_sent_back_with_a_call_is_in_the_prompt(
+    published: Server, fields: dict[str, str], written: str
+) -> None:
+    result = {"role": "tool", "tool_call_id": "weather", "content": "sun"}
+    prompt = prompt_of(published, messages=[HELLO, called("weather", **fields), result])
+    assert f"<|channel|>analysis<|message|>{written}<|end|><|start|>assistant to=weather" in prompt
+
+
+def test_a_function_without_a_description_is_offered(published: Server) -> None:
+    assert "//  weather<|end|>" in prompt_of(published, tools=[WEATHER])
+
+
+def test_system_messages_at_the_beginning_are_all_in_the_prompt(published: Server) -> None:
+    said = [{"role": "system", "content": "Be kind."}, {"role": "developer", "content": "Be brief."}]
+    assert "<|message|>Be kind.\n\nBe brief.<|end|>" in prompt_of(published, messages=[*said, HELLO])
+    assert "behind others" in refusal(published, messages=[HELLO, said[0]])["message"]
+
+
+def test_calls_that_the_template_would_leave_out_are_refused(published: Server) -> None:
+    error = refusal(published, messages=[HELLO, called("weather", "time"), HELLO])
+    assert error["param"] == "messages.1.tool_calls" and "one call of a message" in error["message"]
