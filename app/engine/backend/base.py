@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.backend.host_memory import zeros_on_host
 from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
@@ -180,6 +181,17 @@ class Backend(ABC):
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return the mixture of experts [T, H] of rows [T, H], as `backend.moe.mixture`."""
         return mixture(x, weights, config)
+
+    def check_gated_delta(self, k_head_dim: int) -> None:
+        """Raise UnsupportedError, which names the size, if `commit_and_verify` cannot do it."""
+        return
+
+    def commit_and_verify(self, step: GatedDeltaStep) -> Tensor | None:
+        """Return outputs [R, Nv, Dv] fp32 of a step's rows, after those that were accepted before them are committed.
+
+        None means that the device has no operator of its own for it. Rows of padding have any finite outputs.
+        """
+        return None
 
     def qkv_into_kv(
         self,

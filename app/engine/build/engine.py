@@ -97,6 +97,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     dtype = _dtype(config, shape, backend)
     if shape.gated_delta:
         check_recurrent(config, backend, dtype)
+        backend.check_gated_delta(shape.gated_delta.k_head_dim)
     if config.draft is not None:
         draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
         logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft_shape.report().items()))

@@ -46,18 +46,26 @@ class Geometry:
 
 
 def geometry(
-    num_seqs: int, num_rows: int, group: int, kv_heads: int, dtype: torch.dtype, multiprocessors: int
+    num_seqs: int,
+    num_rows: int,
+    group: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    multiprocessors: int,
+    head_dim: int = 128,
 ) -> Geometry:
     """Return the shape of a launch for `num_rows` rows of `num_seqs` sequences, with `group` query heads a KV head.
 
     Only the last sequence may have no rows. The result follows from shapes alone. So a graph can hold it, and eager
     steps find the kernels that graphs compiled.
     """
-    narrow = dtype.itemsize <= 2
+    narrow, wide = dtype.itemsize <= 2, head_dim > 128
     # Both rows may belong to the first of two sequences, in a graph for one sequence that verifies one draft.
     plain = num_rows < num_seqs or num_rows == num_seqs != 2
-    rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // 2
-    tokens = 64 if narrow else 32
+    # A head of more than 128 dims takes as many registers as the tile of a narrower one, and fp32 those of q thrice.
+    rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // 8 if wide else TILE_ROWS // 2
+    tokens = (64 if narrow else 32) // (2 if wide else 1)
+    is_small = rows == 1 and narrow if wide else rows == 1 or (narrow and rows * group <= 64)
     # Least number of tiles with work. One sequence of a graph may be padding.
     busy = max(1, num_seqs - 1, num_rows // rows)
     most = min(MAX_SPLITS, -(-WAVES * multiprocessors // (busy * kv_heads)))
@@ -66,7 +74,7 @@ def geometry(
         tiles=num_rows if rows == 1 else num_seqs + num_rows // rows,
         splits=1 << (most.bit_length() - 1),
         tokens=tokens,
-        warps=4 if rows == 1 or (narrow and rows * group <= 64) else 8,
+        warps=4 if is_small else 8,
         # Each two more stages keep another read of K and V in flight. Two programs still fit beside one another.
         stages=5 if rows == 1 else 3,
     )

@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
+from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.graph import Graph
 from app.engine.backend.moe import ExpertWeights, MoeConfig
-from app.engine.cuda import experts, inputs, rows
+from app.engine.cuda import experts, gated_delta, inputs, rows
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 
-HEAD_DIMS = (16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 64, 128, 256)
 FEW_ROWS = 16
 """Rows an expert, on average, up to which our kernel is used: those of its tile, so each weight is read about once."""
 
@@ -33,6 +34,7 @@ class CudaBackend(TorchCudaBackend):
 
     captures = True
     device_side_lengths = True
+    runs_recurrent_layers = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -68,8 +70,8 @@ class CudaBackend(TorchCudaBackend):
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
         """Return the shape of the launch. It follows from tensor shapes alone, so a graph can hold it."""
         num_seqs, kv_heads = len(meta.page_table), kv.k.shape[2]
-        num_rows, heads = q_thd.shape[:2]
-        return geometry(num_seqs, num_rows, heads // kv_heads, kv_heads, kv.k.dtype, self._multiprocessors)
+        num_rows, heads, dim = q_thd.shape
+        return geometry(num_seqs, num_rows, heads // kv_heads, kv_heads, kv.k.dtype, self._multiprocessors, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)
@@ -86,6 +88,15 @@ class CudaBackend(TorchCudaBackend):
         if x.dtype == torch.bfloat16 and num_pairs > FEW_ROWS * config.num_experts:
             return super().moe(x, weights, config)
         return experts.mixture(x, weights, config)
+
+    def check_gated_delta(self, k_head_dim: int) -> None:
+        if k_head_dim > gated_delta.MAX_K_HEAD_DIM:
+            raise UnsupportedError(
+                f"linear_key_head_dim {k_head_dim}: a GPU takes {gated_delta.MAX_K_HEAD_DIM} at most"
+            )
+
+    def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
+        return gated_delta.commit_and_verify(step)
 
     def qkv_into_kv(
         self,

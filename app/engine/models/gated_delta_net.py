@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.models.gated_delta import delta_rule, last_rows, short_conv
 from app.engine.models.layers import StepRows, frozen, parameters_of
 from app.engine.models.state_pool import LayerState, PromptChunk, SequenceRows, State
@@ -54,6 +55,11 @@ class GatedDeltaNet(nn.Module):
 
     def _verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
+        weights, own = parameters_of(self), (step.slots, step.starts, step.counts, step.rows[:, 0])
+        slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
+        fused = GatedDeltaStep(inputs, weights["conv"], weights["a_log"], weights["dt_bias"], *own, *slots)
+        if (found := self._backend.commit_and_verify(fused)) is not None:
+            return found
         state, inputs = self._committed(step, memory), inputs[step.rows]
         o, _ = self._advance(inputs, step.counts, state)
         memory.write(step.slots, state, step.starts)

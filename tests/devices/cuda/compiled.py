@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -23,6 +24,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.cuda import experts
 from app.engine.cuda.backend import CudaBackend
@@ -33,6 +35,7 @@ SIZES = [(2, 1), (2, 16), (33, 32), (33, 512), (65, 64), (65, 1024)]
 """(sequences, rows) of decode steps: plain and whole blocks, of 1, 32 and 64 sequences and one of padding."""
 MORE_ATTENTION = [(40, 8, 128, torch.bfloat16), (64, 8, 128, torch.bfloat16)]
 MORE_ATTENTION += [(32, 8, 64, torch.float16), (32, 8, 128, torch.float32)]
+MORE_ATTENTION += [(24, 4, 256, torch.bfloat16), (16, 2, 256, torch.bfloat16), (16, 2, 256, torch.float32)]
 """(heads, KV heads, head size, type) of models that are not among TARGETS."""
 MASKS = [AttentionMask(causal=True), AttentionMask(causal=False)]
 WINDOWED = [AttentionMask(causal, 2048) for causal in (True, False)]
@@ -41,6 +44,8 @@ EXPERTS = {
     2880: MoeConfig(32, 4, intermediate_size=2880, norm_topk_prob=True, has_bias=True, swiglu_limit=7.0),
 }
 """Hidden size -> experts of Qwen3-30B-A3B and of gpt-oss-20b."""
+GATED_DELTA = [(16, 48, 128), (4, 4, 256)]
+"""(heads of q and k, heads of v, head size) of Qwen3.5-27B, and the largest head."""
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -112,7 +117,7 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
 def launch_more(backend: CudaBackend) -> None:
     for heads, kv_heads, dim, dtype in MORE_ATTENTION:
         kv = LayerKv(*(empty(4096, 16, kv_heads, dim, dtype=dtype) for _ in range(2)))
-        for num_seqs, rows in SIZES[1:2]:
+        for num_seqs, rows in SIZES[1:2] if dim < 256 else SIZES[2:4]:
             meta = AttentionMetadata(
                 numbers(num_seqs + 1),
                 numbers(num_seqs),
@@ -124,6 +129,31 @@ def launch_more(backend: CudaBackend) -> None:
             )
             for mask in (MASKS[0], *WINDOWED):
                 backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask)
+            rotation, norms = [empty(rows, 1, dim, dtype=dtype)] * 2, [empty(dim, dtype=dtype)] * 2
+            qkv = empty(rows, heads + 2 * kv_heads, dim, dtype=dtype)
+            backend.qkv_into_kv(qkv, *norms, 1e-6, rotation, kv, numbers(rows))
+
+
+def launch_gated_delta(backend: CudaBackend) -> None:
+    for k_heads, v_heads, dim in GATED_DELTA:
+        channels = (2 * k_heads + v_heads) * dim
+        width = channels + 2 * v_heads
+        for (num_seqs, rows), dtype in product(SIZES[2:4], (torch.bfloat16, torch.float32)):
+            projected = empty(rows, width + v_heads * dim, dtype=dtype)
+            slots = (empty(9, v_heads, dim, dim, dtype=torch.float32), empty(9, 3, channels, dtype=dtype))
+            backend.commit_and_verify(
+                GatedDeltaStep(
+                    projected[:, :width],
+                    empty(channels, 4, dtype=dtype),
+                    *(empty(v_heads, dtype=torch.float32) for _ in range(2)),
+                    empty(num_seqs, dtype=torch.int64),
+                    *(numbers(num_seqs) for _ in range(2)),
+                    numbers(num_seqs, min(rows, BLOCK_SIZE))[:, 0],
+                    *slots,
+                    empty(9, BLOCK_SIZE, width, dtype=dtype),
+                    numbers(9),
+                )
+            )
 
 
 def launch_experts() -> None:
@@ -166,6 +196,7 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
         else:
             launch_more(backend)
             launch_experts()
+            launch_gated_delta(backend)
         while compiled:
             kernel = compiled.pop()
             if kernel.hash not in seen:

@@ -89,7 +89,7 @@ def test_tokens_behind_every_rows_window_are_not_read(backend):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_types_and_head_sizes_of_real_models(backend, dim, dtype):
     for splits in (1, 4):
         check(Paged([5, 3], [90, 20], heads=8, dim=dim, dtype=dtype), backend, splits=splits, tokens=32)

@@ -16,8 +16,9 @@ SHARED_MEMORY = 227 << 10
 REGISTERS = 65536
 """Limits of a multiprocessor."""
 KERNELS = (
-    "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin route expert_rows".split()
-)
+    "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin route expert_rows mix "
+    "recur"
+).split()
 
 
 @pytest.fixture(scope="module", params=[["qwen3-8b"], pytest.param(list(TARGETS), marks=pytest.mark.slow)], ids=len)

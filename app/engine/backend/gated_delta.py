@@ -1,0 +1,27 @@
+"""Decoding rows of a Gated DeltaNet layer, as a backend's own operator gets them."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class GatedDeltaStep(NamedTuple):
+    """R rows of S decoding sequences in one layer, with its weights and slots. C, Nk, Nv, Dk, Dv and K are its sizes.
+
+    `inputs` [R, C + 2 Nv] enter the recurrence. Sequence i has `counts[i]` of them, from row `first_rows[i]` and from
+    position `starts[i]` on, and its state is in `slots[i]`. These three are integers on the device. Slot 0 belongs to
+    padding. The last four fields are those of `LayerState`, which are written in place.
+    """
+
+    inputs: Tensor
+    conv_weight: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    slots: Tensor
+    starts: Tensor
+    counts: Tensor
+    first_rows: Tensor
+    matrix: Tensor
+    conv: Tensor
+    pending: Tensor
+    num_tokens: Tensor

@@ -1,0 +1,270 @@
+"""Decoding rows of a Gated DeltaNet layer in Triton: the last step's accepted rows are committed, this step's verified.
+
+The layer's inputs of a sequence stand in order: those that the convolution still sees, the accepted ones of the last
+step, and those of this step. `mix` takes them through the convolution and the gates, and `recur` through the delta
+rule, one after the other. It writes the state behind the accepted ones, and none behind this step's. A row's result
+does not depend on the number of rows beside it. All counts are read on the device.
+
+Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from app.engine.backend.gated_delta import GatedDeltaStep
+from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+
+MAX_K_HEAD_DIM = 256
+"""Greatest head size of keys whose part of a state stays in the registers of a program."""
+COLUMNS_OF_A_PROGRAM = 64
+STATE_OF_A_PROGRAM = 2048
+"""Numbers of a state that one warp keeps: 64 registers of a thread."""
+
+
+def commit_and_verify(step: GatedDeltaStep) -> Tensor:
+    """Return `Backend.commit_and_verify`. All memory is taken before the first launch, so no failure comes between."""
+    num_seqs, (num_rows, width) = len(step.slots), step.inputs.shape
+    num_heads, k_dim, v_dim = step.matrix.shape[1:]
+    block, (before, channels) = step.pending.shape[1], step.conv.shape[1:]
+    keys = (channels - num_heads * v_dim) // 2
+    device = step.inputs.device
+    # A sequence has as many rows as a block at most, and no more than there are.
+    places = block + min(block, num_rows)
+    mixed = torch.empty(num_seqs, places, width, dtype=torch.float32, device=device)
+    accepted = torch.empty(num_seqs, dtype=torch.int32, device=device)
+    o = torch.zeros(num_rows, num_heads, v_dim, dtype=torch.float32, device=device)
+    columns = triton.next_power_of_2(width) if INTERPRETED else COLUMNS_OF_A_PROGRAM
+    mix[num_seqs, triton.cdiv(width, columns)](
+        step.inputs,
+        step.inputs.stride(0),
+        step.conv_weight,
+        step.a_log,
+        step.dt_bias,
+        step.slots,
+        step.starts,
+        step.counts,
+        step.first_rows,
+        step.first_rows.stride(0),
+        step.conv,
+        step.pending,
+        step.num_tokens,
+        mixed,
+        accepted,
+        places,
+        CHANNELS=channels,
+        HEADS=num_heads,
+        BLOCK=block,
+        TAPS=before + 1,
+        ROWS=triton.next_power_of_2(places),
+        KEPT=triton.next_power_of_2(before),
+        COLUMNS=columns,
+        num_warps=4,
+    )
+    heads = lines_of_a_program(num_heads, on_gpu=1)
+    block_k, values = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    if not INTERPRETED:
+        values = min(values, STATE_OF_A_PROGRAM // block_k)
+    recur[num_seqs, triton.cdiv(num_heads, heads), triton.cdiv(v_dim, values)](
+        mixed,
+        accepted,
+        step.slots,
+        step.starts,
+        step.counts,
+        step.first_rows,
+        step.first_rows.stride(0),
+        step.matrix,
+        step.num_tokens,
+        o,
+        places,
+        k_dim**-0.5,
+        KEYS=keys,
+        CHANNELS=channels,
+        HEADS=num_heads,
+        GROUP=num_heads * k_dim // keys,
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        BLOCK_H=heads,
+        BLOCK_K=block_k,
+        BLOCK_V=values,
+        num_warps=1,
+    )
+    return o
+
+
+@triton.jit(do_not_specialize=["first_stride", "places"])
+def mix(
+    input_ptr,
+    input_stride,
+    weight_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    slot_ptr,
+    start_ptr,
+    count_ptr,
+    first_ptr,
+    first_stride,
+    conv_ptr,
+    pending_ptr,
+    num_tokens_ptr,
+    mixed_ptr,
+    accepted_ptr,
+    places,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write COLUMNS columns of `mixed` for one sequence, the inputs that its convolution sees, and its pending rows.
+
+    A line of `mixed` has what enters the delta rule: q, k and v, and for each head beta and the factor of the decay.
+    """
+    seq = tl.program_id(0)
+    slot = tl.load(slot_ptr + seq).to(tl.int64)
+    count = tl.load(count_ptr + seq).to(tl.int32)
+    if (slot == 0) | (count == 0):
+        return
+    start = tl.load(start_ptr + seq).to(tl.int32)
+    first = tl.load(first_ptr + seq * first_stride).to(tl.int64)
+    accepted = tl.minimum(tl.maximum(start - tl.load(num_tokens_ptr + slot), 0), BLOCK)
+    accepted = tl.where(start == 0, 0, accepted)  # whatever the slot's last owner has left
+    tl.store(accepted_ptr + seq, accepted)
+
+    WIDTH: tl.constexpr = CHANNELS + 2 * HEADS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_channel, inside = column < CHANNELS, column < WIDTH
+    sees_before = is_channel & (start > 0)
+    before_ptr = conv_ptr + slot * ((TAPS - 1) * CHANNELS)
+    rows_ptr = pending_ptr + slot * (BLOCK * WIDTH)
+    new_ptr = input_ptr + first * input_stride
+
+    row = tl.arange(0, ROWS)
+    x = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        x = inputs_at(
+            row + tap, before_ptr, rows_ptr, new_ptr, input_stride, accepted, count, column, sees_before, CHANNELS,
+            WIDTH, TAPS,
+        )  # fmt: skip
+        weight = tl.load(weight_ptr + column * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)
+        total += x * weight[None, :]
+    # The last tap met the row itself.
+    head = tl.where(column < CHANNELS + HEADS, column - CHANNELS, column - CHANNELS - HEADS)
+    is_gate = inside & (is_channel == 0)
+    a = x + tl.load(dt_bias_ptr + head, mask=is_gate, other=0.0)[None, :]
+    softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+    decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head, mask=is_gate, other=0.0))[None, :] * softplus)
+    gates = tl.where((column < CHANNELS + HEADS)[None, :], 1.0 / (1.0 + tl.exp(-x)), decay)
+    out = tl.where(is_channel[None, :], total / (1.0 + tl.exp(-total)), gates)
+    to = mixed_ptr + (seq.to(tl.int64) * places + row)[:, None] * WIDTH + column[None, :]
+    tl.store(to, out, mask=(row < accepted + count)[:, None] & inside[None, :])
+
+    kept = tl.arange(0, KEPT)
+    behind = inputs_at(
+        accepted + kept, before_ptr, rows_ptr, new_ptr, input_stride, accepted, count, column, sees_before, CHANNELS,
+        WIDTH, TAPS,
+    )  # fmt: skip
+    is_new = (row < count)[:, None] & inside[None, :]
+    new = tl.load(new_ptr + row[:, None] * input_stride + column[None, :], mask=is_new, other=0.0)
+    tl.debug_barrier()  # other threads of this program read what is overwritten here
+    to = before_ptr + kept[:, None] * CHANNELS + column[None, :]
+    tl.store(to, behind.to(conv_ptr.dtype.element_ty), mask=(kept < TAPS - 1)[:, None] & is_channel[None, :])
+    tl.store(rows_ptr + row[:, None] * WIDTH + column[None, :], new, mask=is_new)
+
+
+@triton.jit
+def inputs_at(
+    place,
+    before_ptr,
+    pending_ptr,
+    new_ptr,
+    new_stride,
+    accepted,
+    count,
+    column,
+    sees_before,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Return columns of the inputs at `place` in order, in fp32. The TAPS - 1 before the accepted ones come first."""
+    row = place - (TAPS - 1)
+    inside = column < WIDTH
+    is_before = (row < 0)[:, None] & sees_before[None, :]
+    is_accepted = ((row >= 0) & (row < accepted))[:, None] & inside[None, :]
+    is_new = ((row >= accepted) & (row < accepted + count))[:, None] & inside[None, :]
+    x = tl.load(before_ptr + place[:, None] * CHANNELS + column[None, :], mask=is_before, other=0.0).to(tl.float32)
+    x += tl.load(pending_ptr + row[:, None] * WIDTH + column[None, :], mask=is_accepted, other=0.0).to(tl.float32)
+    new = new_ptr + (row - accepted)[:, None] * new_stride + column[None, :]
+    return x + tl.load(new, mask=is_new, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["first_stride", "places"])
+def recur(
+    mixed_ptr,
+    accepted_ptr,
+    slot_ptr,
+    start_ptr,
+    count_ptr,
+    first_ptr,
+    first_stride,
+    matrix_ptr,
+    num_tokens_ptr,
+    o_ptr,
+    places,
+    scale,
+    KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Commit and verify BLOCK_V columns of BLOCK_H heads of one sequence. Padding keeps the outputs that it has."""
+    seq = tl.program_id(0)
+    slot = tl.load(slot_ptr + seq).to(tl.int64)
+    count = tl.load(count_ptr + seq).to(tl.int32)
+    if (slot == 0) | (count == 0):
+        return
+    start = tl.load(start_ptr + seq).to(tl.int32)
+    accepted = tl.load(accepted_ptr + seq)
+    first = tl.load(first_ptr + seq * first_stride).to(tl.int64)
+    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        tl.store(num_tokens_ptr + slot, start)
+
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    k_dim, v_dim = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_head = head < HEADS
+    is_key, is_value = is_head[:, None] & (k_dim < K_DIM)[None, :], is_head[:, None] & (v_dim < V_DIM)[None, :]
+    inside = is_key[:, :, None] & is_value[:, None, :]
+    at = ((slot * HEADS + head)[:, None, None] * K_DIM + k_dim[None, :, None]) * V_DIM + v_dim[None, None, :]
+    state = tl.load(matrix_ptr + at, mask=inside & (start > 0), other=0.0)
+
+    WIDTH: tl.constexpr = CHANNELS + 2 * HEADS
+    line = mixed_ptr + seq.to(tl.int64) * places * WIDTH
+    q_at = (head // GROUP)[:, None] * K_DIM + k_dim[None, :]
+    v_at = head[:, None] * V_DIM + v_dim[None, :]
+    to = o_ptr + first * (HEADS * V_DIM) + v_at
+    for row in range(accepted + count):
+        if row == accepted:
+            tl.store(matrix_ptr + at, state, mask=inside)
+        k = tl.load(line + KEYS + q_at, mask=is_key, other=0.0)
+        k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
+        v = tl.load(line + 2 * KEYS + v_at, mask=is_value, other=0.0)
+        beta = tl.load(line + CHANNELS + head, mask=is_head, other=0.0)
+        decay = tl.load(line + CHANNELS + HEADS + head, mask=is_head, other=0.0)
+        state *= decay[:, None, None]
+        d = beta[:, None] * (v - tl.sum(state * k[:, :, None], 1))
+        state += k[:, :, None] * d[:, None, :]
+        if row >= accepted:
+            q = tl.load(line + q_at, mask=is_key, other=0.0)
+            q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
+            tl.store(to + (row - accepted) * (HEADS * V_DIM), tl.sum(state * q[:, :, None], 1), mask=is_value)
+        line += WIDTH
