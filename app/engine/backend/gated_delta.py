@@ -9,8 +9,9 @@ class GatedDeltaStep(NamedTuple):
     """R rows of S decoding sequences in one layer, with its weights and slots. C, Nk, Nv, Dk, Dv and K are its sizes.
 
     `inputs` [R, C + 2 Nv] enter the recurrence. Sequence i has `counts[i]` of them, from row `first_rows[i]` and from
-    position `starts[i]` on, and its state is in `slots[i]`. These three are integers on the device. Slot 0 belongs to
-    padding. The last four fields are those of `LayerState`, which are written in place.
+    position `starts[i]` on. Its state is read from `slots[i]` and written to `next_slots[i]`. If these differ, the slot
+    that is read stays as it is. All are integers on the device. Slot 0 belongs to padding. The last four fields are
+    those of `LayerState`, which are written in place.
     """
 
     inputs: Tensor
@@ -18,6 +19,7 @@ class GatedDeltaStep(NamedTuple):
     a_log: Tensor
     dt_bias: Tensor
     slots: Tensor
+    next_slots: Tensor
     starts: Tensor
     counts: Tensor
     first_rows: Tensor

@@ -43,6 +43,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         step.a_log,
         step.dt_bias,
         step.slots,
+        step.next_slots,
         step.starts,
         step.counts,
         step.first_rows,
@@ -70,6 +71,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         mixed,
         accepted,
         step.slots,
+        step.next_slots,
         step.starts,
         step.counts,
         step.first_rows,
@@ -101,6 +103,7 @@ def mix(
     a_log_ptr,
     dt_bias_ptr,
     slot_ptr,
+    next_slot_ptr,
     start_ptr,
     count_ptr,
     first_ptr,
@@ -124,20 +127,21 @@ def mix(
     A line of `mixed` has what enters the delta rule: q, k and v, and for each head beta and the factor of the decay.
     """
     seq = tl.program_id(0)
-    slot = tl.load(slot_ptr + seq).to(tl.int64)
+    slot, next_slot = tl.load(slot_ptr + seq).to(tl.int64), tl.load(next_slot_ptr + seq).to(tl.int64)
     count = tl.load(count_ptr + seq).to(tl.int32)
-    if (slot == 0) | (count == 0):
+    if (next_slot == 0) | (count == 0):
         return
     start = tl.load(start_ptr + seq).to(tl.int32)
+    is_new = (start == 0) | (slot == 0)
     first = tl.load(first_ptr + seq * first_stride).to(tl.int64)
     accepted = tl.minimum(tl.maximum(start - tl.load(num_tokens_ptr + slot), 0), BLOCK)
-    accepted = tl.where(start == 0, 0, accepted)  # whatever the slot's last owner has left
+    accepted = tl.where(is_new, 0, accepted)  # whatever the slot's last owner has left
     tl.store(accepted_ptr + seq, accepted)
 
     WIDTH: tl.constexpr = CHANNELS + 2 * HEADS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel, inside = column < CHANNELS, column < WIDTH
-    sees_before = is_channel & (start > 0)
+    sees_before = is_channel & (is_new == 0)
     before_ptr = conv_ptr + slot * ((TAPS - 1) * CHANNELS)
     rows_ptr = pending_ptr + slot * (BLOCK * WIDTH)
     new_ptr = input_ptr + first * input_stride
@@ -168,12 +172,13 @@ def mix(
         accepted + kept, before_ptr, rows_ptr, new_ptr, input_stride, accepted, count, column, sees_before, CHANNELS,
         WIDTH, TAPS,
     )  # fmt: skip
-    is_new = (row < count)[:, None] & inside[None, :]
-    new = tl.load(new_ptr + row[:, None] * input_stride + column[None, :], mask=is_new, other=0.0)
+    is_kept = (row < count)[:, None] & inside[None, :]
+    new = tl.load(new_ptr + row[:, None] * input_stride + column[None, :], mask=is_kept, other=0.0)
     tl.debug_barrier()  # other threads of this program read what is overwritten here
-    to = before_ptr + kept[:, None] * CHANNELS + column[None, :]
+    to = conv_ptr + (next_slot * (TAPS - 1) + kept)[:, None] * CHANNELS + column[None, :]
     tl.store(to, behind.to(conv_ptr.dtype.element_ty), mask=(kept < TAPS - 1)[:, None] & is_channel[None, :])
-    tl.store(rows_ptr + row[:, None] * WIDTH + column[None, :], new, mask=is_new)
+    to = pending_ptr + (next_slot * BLOCK + row)[:, None] * WIDTH + column[None, :]
+    tl.store(to, new, mask=is_kept)
 
 
 @triton.jit
@@ -208,6 +213,7 @@ def recur(
     mixed_ptr,
     accepted_ptr,
     slot_ptr,
+    next_slot_ptr,
     start_ptr,
     count_ptr,
     first_ptr,
@@ -229,23 +235,25 @@ def recur(
 ):
     """Commit and verify BLOCK_V columns of BLOCK_H heads of one sequence. Padding keeps the outputs that it has."""
     seq = tl.program_id(0)
-    slot = tl.load(slot_ptr + seq).to(tl.int64)
+    slot, next_slot = tl.load(slot_ptr + seq).to(tl.int64), tl.load(next_slot_ptr + seq).to(tl.int64)
     count = tl.load(count_ptr + seq).to(tl.int32)
-    if (slot == 0) | (count == 0):
+    if (next_slot == 0) | (count == 0):
         return
     start = tl.load(start_ptr + seq).to(tl.int32)
+    is_new = (start == 0) | (slot == 0)
     accepted = tl.load(accepted_ptr + seq)
     first = tl.load(first_ptr + seq * first_stride).to(tl.int64)
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-        tl.store(num_tokens_ptr + slot, start)
+        tl.store(num_tokens_ptr + next_slot, start)
 
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     k_dim, v_dim = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_head = head < HEADS
     is_key, is_value = is_head[:, None] & (k_dim < K_DIM)[None, :], is_head[:, None] & (v_dim < V_DIM)[None, :]
     inside = is_key[:, :, None] & is_value[:, None, :]
-    at = ((slot * HEADS + head)[:, None, None] * K_DIM + k_dim[None, :, None]) * V_DIM + v_dim[None, None, :]
-    state = tl.load(matrix_ptr + at, mask=inside & (start > 0), other=0.0)
+    at = (head[:, None, None] * K_DIM + k_dim[None, :, None]) * V_DIM + v_dim[None, None, :]
+    size: tl.constexpr = HEADS * K_DIM * V_DIM
+    state = tl.load(matrix_ptr + slot * size + at, mask=inside & (is_new == 0), other=0.0)
 
     WIDTH: tl.constexpr = CHANNELS + 2 * HEADS
     line = mixed_ptr + seq.to(tl.int64) * places * WIDTH
@@ -254,7 +262,7 @@ def recur(
     to = o_ptr + first * (HEADS * V_DIM) + v_at
     for row in range(accepted + count):
         if row == accepted:
-            tl.store(matrix_ptr + at, state, mask=inside)
+            tl.store(matrix_ptr + next_slot * size + at, state, mask=inside)
         k = tl.load(line + KEYS + q_at, mask=is_key, other=0.0)
         k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
         v = tl.load(line + 2 * KEYS + v_at, mask=is_value, other=0.0)

@@ -55,7 +55,7 @@ class GatedDeltaNet(nn.Module):
 
     def _verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
-        weights, own = parameters_of(self), (step.slots, step.starts, step.counts, step.rows[:, 0])
+        weights, own = parameters_of(self), (step.slots, step.slots, step.starts, step.counts, step.rows[:, 0])
         slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
         fused = GatedDeltaStep(inputs, weights["conv"], weights["a_log"], weights["dt_bias"], *own, *slots)
         if (found := self._backend.commit_and_verify(fused)) is not None:

@@ -146,7 +146,7 @@ def launch_gated_delta(backend: CudaBackend) -> None:
                     projected[:, :width],
                     empty(channels, 4, dtype=dtype),
                     *(empty(v_heads, dtype=torch.float32) for _ in range(2)),
-                    empty(num_seqs, dtype=torch.int64),
+                    *(empty(num_seqs, dtype=torch.int64) for _ in range(2)),
                     *(numbers(num_seqs) for _ in range(2)),
                     numbers(num_seqs, min(rows, BLOCK_SIZE))[:, 0],
                     *slots,

@@ -64,14 +64,21 @@ class Layer:
     def state(self) -> dict[str, Tensor]:
         return {name: getattr(self.memory, name).clone() for name in ("matrix", "conv", "pending", "num_tokens")}
 
-    def found(self, inputs: Tensor, slots: list[int], starts: list[int], counts: list[int]) -> Tensor:
+    def found(
+        self,
+        inputs: Tensor,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        next_slots: list[int] | None = None,
+    ) -> Tensor:
         memory = self.memory
         ends = torch.tensor(counts).cumsum(0)
         return gated_delta.commit_and_verify(
             GatedDeltaStep(
                 inputs,
                 *self.weights.values(),
-                torch.tensor(slots),
+                *(torch.tensor(x) for x in (slots, next_slots or slots)),
                 *(torch.tensor(x, dtype=torch.int32) for x in (starts, counts)),
                 torch.stack((ends - torch.tensor(counts), ends), dim=1).int()[:, 0],
                 *(memory.matrix, memory.conv, memory.pending, memory.num_tokens),
@@ -152,6 +159,21 @@ def test_a_dropped_or_repeated_step_commits_nothing_twice() -> None:
     layer.found(layer.rows(4), [1], [3], [4])  # the same position with other rows: the step before was dropped
     for name in ("matrix", "conv", "num_tokens"):
         assert torch.equal(getattr(layer.memory, name), state[name]), name
+
+
+def test_a_state_may_be_read_from_one_slot_and_written_to_another() -> None:
+    """The slot that is read stays as it is, so it may be read again."""
+    layer = Layer(SMALL)
+    layer.found(layer.rows(BLOCK), [1], [0], [BLOCK])
+    before, rows = layer.state, layer.rows(6)
+    wanted, slots = layer.wanted(rows[:3], [1], [2], [3])
+    found = layer.found(rows, [1, 1], [2, 0], [3, 3], [4, 5])
+    torch.testing.assert_close(found[:3], wanted, **CLOSE)
+    for name, tensor in layer.state.items():
+        assert torch.equal(tensor[:4], before[name][:4]), name
+        copied = slots[name][1][:3] if name == "pending" else slots[name][1]
+        torch.testing.assert_close(tensor[4][:3] if name == "pending" else tensor[4], copied, **CLOSE)
+    assert layer.memory.matrix[5].eq(0).all() and int(layer.memory.num_tokens[5]) == 0
 
 
 def test_a_row_is_the_same_to_the_last_bit_in_a_block_and_alone() -> None:
@@ -240,7 +262,7 @@ def test_a_backend_without_an_operator_says_so() -> None:
     layer = Layer(replace(SMALL, num_v_heads=2))
     memory = layer.memory
     step = GatedDeltaStep(
-        layer.rows(1), *layer.weights.values(), *(torch.zeros(1) for _ in range(4)),
+        layer.rows(1), *layer.weights.values(), *(torch.zeros(1) for _ in range(5)),
         memory.matrix, memory.conv, memory.pending, memory.num_tokens,
     )  # fmt: skip
     assert TorchBackend(CPU).commit_and_verify(step) is None
