@@ -25,14 +25,16 @@ class _Kind(Enum):
 class HarmonyReasoning:
     """Parser of messages into reasoning and content, in the place of a ReasoningParser.
 
-    Marks and headers are dropped, but those of a call, which begin it in the content. An output without a header is
-    content: it goes on with a message that the prompt has begun.
+    Marks and headers are dropped, but those of a call, which begin it in the content. An empty line parts messages of a
+    kind. An output without a header is content: it goes on with a message that the prompt has begun.
     """
 
     def __init__(self, starts_in_reasoning: bool = False) -> None:
         self._kind = _Kind.HEADER
         self._tail = ""  # a header, or maybe the beginning of a mark
         self._is_first = True
+        self._said: set[_Kind] = set()
+        self._gap = ""  # what stands before the next text of this message
         self.has_reasoned = False
         self._has_content = False
 
@@ -62,6 +64,7 @@ class HarmonyReasoning:
         text, self._tail = self._tail, ""
         if self._kind is _Kind.HEADER:
             return "", "" if text.lstrip().startswith((CHANNEL, START)) else text
+        text = self._parted(text)
         return (text, "") if self._kind is _Kind.REASONING else ("", text)
 
     def _read_header(self, text: str, content: list[str]) -> str:
@@ -87,6 +90,15 @@ class HarmonyReasoning:
         self._kind, self._is_first = kind, False
         self.has_reasoned |= kind is _Kind.REASONING
         self._has_content |= kind is not _Kind.REASONING
+        self._gap = "\n\n" if kind in self._said else ""
+
+    def _parted(self, text: str) -> str:
+        """Return text of this message, behind an empty line if another of its kind came before."""
+        if not text or self._kind is _Kind.CALL:
+            return text
+        gap, self._gap = self._gap, ""
+        self._said.add(self._kind)
+        return gap + text
 
     def _read_body(self, text: str, shown: dict[_Kind, list[str]]) -> str:
         """Read up to the end of the message, or to what may become one. Return the rest of the text."""
@@ -94,10 +106,10 @@ class HarmonyReasoning:
         end = _END.search(text)
         if end is None:
             cut = len(text) - num_held(text, *_ENDS, START)
-            to.append(text[:cut])
+            to.append(self._parted(text[:cut]))
             self._tail = text[cut:]
             return ""
-        to.append(text[: end.start()])
+        to.append(self._parted(text[: end.start()]))
         if self._kind is _Kind.CALL:
             to.append(CALL)
         self._kind = _Kind.HEADER
