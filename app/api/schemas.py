@@ -325,13 +325,13 @@ class TemplatedRequest(ModelRequest):
         return {k: v for k, v in wishes.items() if v is not None and k in known}
 
     @property
-    def thinking(self) -> dict[str, bool]:
-        """The variable `enable_thinking` of chat templates, if a field of the request sets it."""
-        if self.enable_thinking is not None:
-            return {"enable_thinking": self.enable_thinking}
-        if self.reasoning_effort is not None:
-            return {"enable_thinking": self.reasoning_effort != "none"}
-        return {}
+    def thinking(self) -> dict[str, bool | str]:
+        """The variables `enable_thinking` and `reasoning_effort` of chat templates, if a field of the request sets
+        them."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
 
     @property
     def forces_call(self) -> bool:

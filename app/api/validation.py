@@ -11,6 +11,9 @@ from app.api.schemas import Body, ChatCompletionRequest, ChatMessage, Generation
 from app.text.chat_template import ChatTemplate
 from app.text.parsers import Family
 
+_LEVELS = ("low", "medium", "high")
+"""Efforts that chat templates with `reasoning_effort` write into the prompt."""
+
 
 def token_budget(
     param: str,
@@ -75,6 +78,12 @@ def _check_thinking(body: TemplatedRequest) -> None:
     on, off = ([field for field, value in said.items() if value is wish] for wish in (True, False))
     if on and off:
         raise bad_request(f"`{on[0]}` turns thinking on, and `{off[0]}` turns it off. Send one of them.", off[0])
+    other = (body.chat_template_kwargs or {}).get("reasoning_effort")
+    if None not in (body.reasoning_effort, other) and body.reasoning_effort != other:
+        raise bad_request(
+            "`reasoning_effort` and `chat_template_kwargs.reasoning_effort` differ. Send one of them.",
+            "reasoning_effort",
+        )
 
 
 def _check_forced_call(body: TemplatedRequest) -> None:
@@ -162,8 +171,17 @@ def check_template(body: TemplatedRequest, template: ChatTemplate, family: Famil
                 param,
                 "unsupported_parameter",
             )
-    for field in ("enable_thinking", "reasoning_effort"):
-        if getattr(body, field) is not None and "enable_thinking" not in template.switches:
+    can_turn, has_levels = (name in template.switches for name in ("enable_thinking", "reasoning_effort"))
+    levels = (*(["none"] if can_turn else []), *_LEVELS)
+    if has_levels and body.reasoning_effort not in (None, *levels):
+        raise bad_request(
+            f"This model's chat template knows `reasoning_effort` {', '.join(levels)}, and not "
+            f"{body.reasoning_effort}. Send one of these.",
+            "reasoning_effort",
+            "unsupported_parameter",
+        )
+    for field in ("enable_thinking",) if has_levels else ("enable_thinking", "reasoning_effort"):
+        if getattr(body, field) is not None and not can_turn:
             raise bad_request(
                 f"This model's chat template cannot turn thinking on or off (`enable_thinking`). Leave `{field}` out.",
                 field,

@@ -28,6 +28,7 @@ DTYPE_BITS = {"BOOL": 8} | {
     "U8 I8 U16 I16 U32 I32 U64 I64".split()
 }
 """Bits of one number, by the safetensors format's name of its dtype."""
+_PREFIX = re.compile(r"^((language_)?model\.)+")
 _AGAIN = "download it again"
 
 
@@ -142,6 +143,11 @@ def count_numbers(folder: Path) -> int:
         for header in headers
         for name, tensor in header.items()
     )
+
+
+def plain_name(stored: str) -> str:
+    """Return a tensor's name without `model.` and `language_model.` before it, because files differ in these."""
+    return _PREFIX.sub("", stored)
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:

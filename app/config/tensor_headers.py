@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.config.checkpoint import CheckpointError, read_json, tensor_shapes
+from app.config.checkpoint import CheckpointError, plain_name, read_json, tensor_shapes
 from app.config.draft_keys import DraftKeys, foreign_tensor
 from app.config.error import ConfigError
 
@@ -93,7 +93,7 @@ def _decoder(config: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    return {name.removeprefix("model."): shape for name, shape in tensor_shapes(folder).items()}
+    return {plain_name(name): shape for name, shape in tensor_shapes(folder).items()}
 
 
 def _compare(folder: Path, shapes: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:

@@ -16,7 +16,7 @@ class MoeConfig:
 
     A row's weights are the k largest of a softmax over all E. `norm_topk_prob` divides them by their sum, so they are
     a softmax over the k alone. With `swiglu_limit` L an expert computes (u + 1) g sigmoid(1.702 g), with g = min(gate,
-    L) and u = clamp(up, -L, L), instead of silu(gate) up.
+    L) and u = clamp(up, -L, L), instead of silu(gate) up. L may be infinite.
     """
 
     num_experts: int

@@ -1,5 +1,6 @@
 """Weights from safetensors files, by name and expected shape."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from app.config.checkpoint import CheckpointError, count_numbers, tensor_files
+from app.config.checkpoint import CheckpointError, count_numbers, plain_name, tensor_files
 from app.engine.errors import UnsupportedError
 from app.engine.models.weights import Weights
 
@@ -33,7 +34,11 @@ class SafetensorsWeights:
         self._device = device
         self._dtype = dtype
         self._on_progress = on_progress
-        self._files = {name.removeprefix("model."): (path, name) for name, path in _index(folder).items()}
+        stored = _index(folder)
+        self._files = {plain_name(name): (path, name) for name, path in stored.items()}
+        if len(self._files) < len(stored):
+            name, count = Counter(map(plain_name, stored)).most_common(1)[0]
+            raise UnsupportedError(f"{folder}: {count} tensors are called {name} behind their prefixes")
         paths = {path for path, _ in self._files.values()}
         self._open = {path: _open(path, device) for path in paths}
         self._total = sum(path.stat().st_size for path in paths)

@@ -15,7 +15,8 @@ class DFlashModel(nn.Module):
     """Layers with q and k norms over a block, plus `fc` and `hidden_norm` that turn features into context.
 
     A draft with an embedding or an lm_head of its own keeps it; otherwise those of the target serve (DFlash, arXiv
-    2602.06036). `target_ids` [Vd] int32 are the target's tokens of the draft's, or None if both have one vocabulary.
+    2602.06036). With `tie_word_embeddings` its own embedding is its lm_head, if the checkpoint has no other.
+    `target_ids` [Vd] int32 are the target's tokens of the draft's, or None if both have one vocabulary.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class DFlashModel(nn.Module):
         )
         self.norm = frozen(weights.get("norm.weight", hidden))
         self.embedding, self.lm_head = embedding, lm_head
-        if "embed_tokens.weight" in weights or hidden != config.target_hidden_size:
+        has_embedding = "embed_tokens.weight" in weights or hidden != config.target_hidden_size
+        has_head = "lm_head.weight" in weights or config.draft_vocab_size != vocab
+        if has_embedding:
             self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
-        if "lm_head.weight" in weights or hidden != config.target_hidden_size or config.draft_vocab_size != vocab:
+        if has_embedding and decoder.tie_word_embeddings and not has_head:
+            self.lm_head = self.embedding = frozen(backend.pack_weight(self.embedding))
+        elif has_head or hidden != config.target_hidden_size:
             self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", config.draft_vocab_size, hidden)))
-        if "embed_tokens.weight" in weights and "lm_head.weight" not in weights and decoder.tie_word_embeddings:
-            raise UnsupportedError("draft: an lm_head tied to an embedding of its own is not supported yet")
         self.register_parameter("target_ids", None)
         if "d2t" in weights or config.draft_vocab_size != vocab:
             ids = _target_ids(weights.get_indices("d2t", config.draft_vocab_size), vocab)

@@ -1,5 +1,6 @@
 """gpt-oss (arXiv 2508.10925): gpt-oss-20b, gpt-oss-120b."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -42,10 +43,19 @@ class GptOss(Target):
             config.moe,
             norm_topk_prob=True,  # a softmax over the chosen experts alone
             has_bias=True,
-            swiglu_limit=7.0 if raw.get("swiglu_limit") is None else float(raw["swiglu_limit"]),
+            swiglu_limit=_swiglu_limit(raw.get("swiglu_limit", 7.0)),
         )
         masks = config.masks
         if raw.get("layer_types") is None:
             window = raw.get("sliding_window", 128)
             masks = tuple(AttentionMask(True, None if i % 2 else window) for i in range(config.num_layers))
         return replace(config, moe=moe, masks=masks, sinks=True)
+
+
+def _swiglu_limit(found: Any) -> float:
+    """Return the limit, which is infinite for null. Raises UnsupportedError unless it is a positive number."""
+    if found is None:
+        return math.inf
+    if type(found) not in (int, float) or not found > 0:
+        raise UnsupportedError(f"target: swiglu_limit must be a positive number or null, found {found!r}")
+    return float(found)

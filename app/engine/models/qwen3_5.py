@@ -63,16 +63,14 @@ class GatedAttention(Attention):
 class TextWeights:
     """Weights of the text part, under the names and with the meaning that the shared layers expect.
 
-    Names lose the prefix `language_model.` of multimodal checkpoints. The stored q_proj has the query and the gate of
-    each head in turn; `q_proj` and then `gate_proj` are its parts. Norms get their 1 added.
+    The stored q_proj has the query and the gate of each head in turn; `q_proj` and then `gate_proj` are its parts.
+    Norms get their 1 added.
     """
 
     def __init__(self, weights: Weights, config: DecoderConfig) -> None:
         self._weights = weights
         self._config = config
         self._parts: dict[str, Tensor] = {}
-        is_multimodal = "language_model.embed_tokens.weight" in weights
-        self._prefix = "language_model." if is_multimodal else ""
         others = [name for name in weights.names if name.startswith(_OTHER_PARTS)]
         for name in others:
             weights.skip(name)
@@ -80,18 +78,15 @@ class TextWeights:
             logger.info("target: %d tensors under %s are left out", len(others), " and ".join(_OTHER_PARTS))
 
     def __contains__(self, name: str) -> bool:
-        return self._stored(name) in self._weights
+        return name in self._weights
 
     def get(self, name: str, *shape: int) -> Tensor:
         if name in self._parts:
             return self._parts.pop(name)
         if name.endswith(".q_proj.weight"):
             return self._query(name, *shape)
-        weight = self._weights.get(self._stored(name), *shape)
+        weight = self._weights.get(name, *shape)
         return weight + 1 if name.endswith("norm.weight") and "linear_attn" not in name else weight
-
-    def skip(self, name: str) -> None:
-        self._weights.skip(self._stored(name))
 
     def __getattr__(self, name: str) -> Any:
         """Return what is the same for a part and the whole."""
@@ -99,13 +94,10 @@ class TextWeights:
 
     def _query(self, name: str, size: int, hidden: int) -> Tensor:
         """Return the query rows of a stored q_proj, and keep those of the gate."""
-        stored = self._weights.get(self._stored(name), 2 * size, hidden)
+        stored = self._weights.get(name, 2 * size, hidden)
         query, gate = stored.unflatten(0, (-1, 2, self._config.head_dim)).unbind(1)
         self._parts[name.replace(".q_proj.", ".gate_proj.")] = gate.flatten(0, 1)
         return query.flatten(0, 1)
-
-    def _stored(self, name: str) -> str:
-        return name if name.startswith("lm_head.") else self._prefix + name
 
 
 class Qwen3_5(Target):

@@ -11,7 +11,7 @@ from app.engine.models.config import DecoderConfig
 
 
 class Weights(Protocol):
-    """Source of a model's tensors. Names are without the `model.` prefix that some files have."""
+    """Source of a model's tensors. Names are without the prefixes of `config.checkpoint.plain_name`."""
 
     def __contains__(self, name: str) -> bool: ...
 

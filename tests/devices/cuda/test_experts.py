@@ -1,5 +1,6 @@
 """Experts on our kernels, in the interpreter: the reference's mixture, row by row, in every dtype."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,13 @@ def wide(weights: ExpertWeights) -> ExpertWeights:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"norm_topk_prob": False}, {"num_experts_per_tok": 1}, {"has_bias": True, "swiglu_limit": 0.5}],
+    [
+        {},
+        {"norm_topk_prob": False},
+        {"num_experts_per_tok": 1},
+        {"has_bias": True, "swiglu_limit": 0.5},
+        {"swiglu_limit": math.inf},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -3,6 +3,7 @@
 Checked with torch_npu 2.13.0 on the null device; not run on an Ascend device.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ def test_every_rule_holds_for_the_engine_in_bfloat16(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": False}, {"has_bias": True, "swiglu_limit": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"norm_topk_prob": False}, {"has_bias": True, "swiglu_limit": 0.5}, {"swiglu_limit": math.inf}],
+    ids=str,
+)
 def test_a_mixture_is_the_reference_and_the_host_waits_for_nothing(
     numerics: Numerics, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:

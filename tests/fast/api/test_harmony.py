@@ -13,6 +13,8 @@ from tests.fast.api.served import Server
 from tests.fast.api.templates import HELLO, WEATHER, prompt_of, refusal, serving_template
 
 TEMPLATE = (
+    "{% macro system() %}{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>{% endmacro %}{{ system() }}"
     "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}{% for message in messages %}"
     "<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}<|start|>assistant"
 )
@@ -56,6 +58,36 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     services = {"reasoning": True, "reasoning_parser": HarmonyReasoning, "tool_family": FAMILY}
     with serving_template(model_folder, tmp_path_factory.mktemp("harmony") / "own", TEMPLATE, **services) as server:
         yield server
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high", None])
+def test_the_effort_reaches_the_prompt(server: Server, effort: str | None) -> None:
+    system = f"<|start|>system<|message|>Reasoning: {effort or 'medium'}<|end|>"
+    for given in ({"reasoning_effort": effort}, {"chat_template_kwargs": {"reasoning_effort": effort}}):
+        sent = server.http.post("/tokenize", json={"messages": [HELLO]} | given)
+        assert server.tokenizer.decode(sent.json()["tokens"], skip_special_tokens=False).startswith(system), sent.text
+    server.script.plan([2])
+    answer = server.http.post("/v1/responses", json={"input": "hello", "reasoning": {"effort": effort}})
+    assert answer.status_code == 200, answer.text
+    prompt = server.tokenizer.decode(server.script.see("Submit")["token_ids"], skip_special_tokens=False)
+    assert prompt.startswith(system)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
+        ({"reasoning_effort": "max"}, "reasoning_effort"),
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
+    ],
+    ids=str,
+)
+def test_an_effort_that_the_template_does_not_know_is_refused_by_name(
+    server: Server, fields: dict[str, Any], param: str
+) -> None:
+    answer = server.http.post("/v1/chat/completions", json={"model": "tiny", "messages": [HELLO]} | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 def plan(server: Server, text: str, seed: int) -> None:

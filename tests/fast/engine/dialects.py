@@ -82,6 +82,12 @@ def in_speculators_layout(config: Json, tensors: dict[str, Tensor]) -> None:
     config |= own | {"transformer_layer_config": layer}
 
 
+def with_a_tied_head(config: Json, tensors: dict[str, Tensor]) -> None:
+    """Bring an embedding that is the lm_head too."""
+    config["tie_word_embeddings"] = True
+    tensors["embed_tokens.weight"] = torch.randn(97, 32, generator=torch.Generator().manual_seed(8)) * 0.35
+
+
 def with_own_width(config: Json, tensors: dict[str, Tensor]) -> None:
     """Be half as wide as the target: the layers' rows and columns are cut, and the ends are the draft's own."""
     config |= {"hidden_size": 16, "target_hidden_size": 32}
@@ -126,4 +132,5 @@ DIALECTS: dict[str, Dialect] = {
     "speculators": Dialect(SLIDES, rewrite=in_speculators_layout),
     "sample from anchor": Dialect({"sample_from_anchor": True}),
     "half the target's width": Dialect(rewrite=with_own_width),
+    "lm_head tied to its own embedding": Dialect(rewrite=with_a_tied_head),
 }

@@ -254,7 +254,9 @@ class ReferenceDraft:
         dtype = target.get_input_embeddings().weight.dtype
         self.weights = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in tensors.items()}
         self.embedding = self.weights.get("embed_tokens.weight", target.get_input_embeddings().weight.detach())
-        self.head = self.weights.get("lm_head.weight", target.get_output_embeddings().weight.detach())
+        tied = config.get("tie_word_embeddings") and "embed_tokens.weight" in self.weights
+        head = self.embedding if tied else target.get_output_embeddings().weight.detach()
+        self.head = self.weights.get("lm_head.weight", head)
 
     # The pieces of section 1, in order.
 

@@ -128,6 +128,10 @@ def without_k_bias(engine: Engine) -> None:
     engine.core.runner.forward.drafter.context.kv_bias.zero_()
 
 
+def with_the_targets_head(engine: Engine) -> None:
+    engine.core.runner.forward.drafter.model.lm_head = engine.core.runner.forward.target.lm_head
+
+
 def without_the_anchors_draft(engine: Engine) -> None:
     drafter = engine.core.runner.forward.drafter
     propose = drafter.propose
@@ -148,6 +152,7 @@ MISTAKES: list[tuple[str, Callable[[Engine], None]]] = [
     ("biases, sliding", without_k_bias),
     ("reduced vocabulary", d2t_as_ids),
     ("speculators", with_taps_off_by_one),
+    ("lm_head tied to its own embedding", with_the_targets_head),
     ("sample from anchor", without_the_anchors_draft),
 ]
 

@@ -3,6 +3,7 @@
 tests/exhaustive/test_target_parity.py compares such targets with Transformers' own class.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,13 @@ def row_by_row(x: Tensor, weights: ExpertWeights, moe: MoeConfig) -> Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"norm_topk_prob": False}, {"num_experts_per_tok": 8}, {"has_bias": True, "swiglu_limit": 0.5}],
+    [
+        {},
+        {"norm_topk_prob": False},
+        {"num_experts_per_tok": 8},
+        {"has_bias": True, "swiglu_limit": 0.5},
+        {"swiglu_limit": math.inf},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("rows", [1, 2, 40])

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.config.families import FAMILIES as TABLE
+from app.config.tensor_headers import check_target_tensors
+from app.engine.errors import UnsupportedError
 from app.engine.models.registry import target_class
 from app.engine.models.target import Target
 from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
@@ -44,6 +46,25 @@ def test_frequencies_in_an_older_file_change_nothing(tmp_path: Path) -> None:
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
     feeder = Feeder(checkpoint.engine())
     assert_logits_close(feeder.logits(feeder.feed_whole(text, 7)), teacher_forced(load_target(checkpoint.folder), text))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", ""])
+def test_a_prefix_of_all_names_changes_nothing(tmp_path: Path, prefix: str) -> None:
+    """Multimodal checkpoints have the text part under one, and the lm_head may be there or beside it."""
+    checkpoint = random_checkpoint(tmp_path, **FAMILIES["Llama 3.1"])
+    text, file = checkpoint.prompts[1], checkpoint.folder / "model.safetensors"
+    wanted = teacher_forced(load_target(checkpoint.folder), text)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    head = {name: tensors.pop(name) for name in list(tensors) if name.startswith("lm_head.")}
+    outer = "language_model." if prefix.startswith("language_model.") else ""
+    renamed = {prefix + name: tensor for name, tensor in tensors.items()}
+    save_file(renamed | {outer + name: tensor for name, tensor in head.items()}, file)
+    check_target_tensors(checkpoint.folder)
+    feeder = Feeder(checkpoint.engine())
+    assert_logits_close(feeder.logits(feeder.feed_whole(text, 7)), wanted)
+    save_file(renamed | {f"{twice}norm.weight": torch.ones(32) for twice in ("", "model.")}, file)
+    with pytest.raises(UnsupportedError, match=r"tensors are called norm\.weight"):
+        checkpoint.engine()
 
 
 @pytest.mark.parametrize("shape", ["Llama 3.1", "Qwen2.5"])

@@ -3,6 +3,7 @@
 tests/exhaustive/test_families.py compares it with Transformers.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def test_the_config_is_read_with_its_own_keys(pair: Pair) -> None:
     [
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq'"),
         ({"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
+        ({"swiglu_limit": "7"}, "swiglu_limit must be a positive number or null, found '7'"),
+        ({"swiglu_limit": 0}, "swiglu_limit must be .* found 0"),
         ({"quantization_config": "mxfp8"}, "quant_method = 'mxfp8'"),
         ({"num_local_experts": None}, "num_local_experts is missing"),
         ({"rope_scaling": None}, "rope_scaling is missing"),
@@ -91,6 +94,22 @@ def test_the_config_is_read_with_its_own_keys(pair: Pair) -> None:
 def test_what_would_run_wrongly_is_refused_by_name(pair: Pair, changes: dict[str, Any], names: str) -> None:
     with pytest.raises(UnsupportedError, match=f"target: {names}"):
         target_config(read_config(pair.target) | changes)
+
+
+def test_a_limit_of_null_clips_nothing_and_a_missing_one_is_the_published_one(tmp_path: Path) -> None:
+    """Experts' numbers are far below 1e9 here."""
+    checkpoint = random_checkpoint(tmp_path, **GPT_OSS)
+    file, text = checkpoint.folder / "config.json", checkpoint.prompts[2]
+    raw = read_config(checkpoint.folder)
+    found = {}
+    for limit in (None, 1e9, raw["swiglu_limit"]):
+        file.write_text(json.dumps(raw | {"swiglu_limit": limit}))
+        feeder = Feeder(checkpoint.engine())
+        found[limit] = feeder.logits(feeder.feed_whole(text, 7))
+    assert torch.equal(found[None], found[1e9])
+    assert not torch.allclose(found[None], found[raw["swiglu_limit"]], atol=1e-3)
+    without = target_config({name: value for name, value in raw.items() if name != "swiglu_limit"})
+    assert without.moe is not None and without.moe.swiglu_limit == 7.0
 
 
 def test_dflash_changes_no_token(pair: Pair) -> None:
