@@ -11,7 +11,8 @@ class EngineInfo:
 
     Without a draft model `draft` is None, `block_size` is 1, and `taps` and `draft_config` are empty. `draft_config` is
     what was read from the draft's config.json, for people.
-    A hybrid target has `state_bytes` of recurrent state beside the KV, and no prefix cache.
+    A hybrid target has `state_bytes` of recurrent state beside the KV, and `state_cache_bytes` for
+    `num_state_checkpoints` of its prefix cache.
     """
 
     target: str
@@ -28,6 +29,8 @@ class EngineInfo:
     vocab_size: int
     draft_config: dict[str, str] = field(default_factory=dict)
     state_bytes: int = 0
+    state_cache_bytes: int = 0
+    num_state_checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,10 @@ class EngineConfig:
 
     Memory is in bytes. `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or
     "bfloat16". `enforce_eager` False captures graphs even on a device that does not profit from them.
-    `prefix_caching` shares KV pages of equal prefixes. `npu_check` holds every operator call on an NPU to
-    docs/npu-contract.md. `compile` turns a CPU's forwards into C++ before the first step. `verify` is how many rows of
-    a block the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
+    `prefix_caching` shares KV pages of equal prefixes, and `state_cache_memory` is for a hybrid target's states behind
+    them. `npu_check` holds every operator call on an NPU to docs/npu-contract.md. `compile` turns a CPU's forwards into
+    C++ before the first step. `verify` is how many rows of a block the target verifies, the anchor included: "full" is
+    all, "auto" as many as pay, 1 the anchor alone.
     """
 
     target: Path
@@ -51,6 +55,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     page_size: int | None = None
     kv_cache_memory: int | None = None
+    state_cache_memory: int | None = None
     memory_utilization: float = 0.9
     enforce_eager: bool | None = None
     draft_enforce_eager: bool = False

@@ -105,9 +105,10 @@ class StepStats:
 
     `seconds` are wall-clock time, from the end of the step before if this one was in flight by then. `num_decoding`
     sequences decoded in the step, and `num_drafting` of them verified drafts. Pages leave out the scratch pages. Only a
-    hybrid target has state slots. All other numbers count since the start. `prefix_cache_queries` are prompt tokens of
-    admitted requests, and `prefix_cache_hits` those found in the cache. `num_not_finite` requests ended because of
-    logits that were not finite, and `num_faults` because of exceptions.
+    hybrid target has state slots, and checkpoints of states in the prefix cache. All other numbers count since the
+    start. `prefix_cache_queries` are prompt tokens of admitted requests, and `prefix_cache_hits` those found in the
+    cache. `num_not_finite` requests ended because of logits that were not finite, and `num_faults` because of
+    exceptions.
     """
 
     kind: str
@@ -125,6 +126,8 @@ class StepStats:
     num_faults: int = 0
     used_state_slots: int = 0
     num_state_slots: int = 0
+    used_state_checkpoints: int = 0
+    num_state_checkpoints: int = 0
 
 
 @dataclass(frozen=True, slots=True)

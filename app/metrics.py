@@ -41,6 +41,7 @@ TABLE = (
     Metric("num_requests_waiting", "gauge", "Requests queued in the engine"),
     Metric("kv_cache_usage_perc", "gauge", "KV pages in use, 0 to 1"),
     Metric("state_slots_usage_perc", "gauge", "Recurrent slots of a hybrid target in use, 0 to 1; 0 for others"),
+    Metric("state_cache_usage_perc", "gauge", "Checkpoints of recurrent state in use, 0 to 1; 0 without any"),
     Metric("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache"),
     Metric("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache"),
     Metric("prompt_tokens", "counter", "Prompt tokens of requests handed to the engine"),
@@ -123,6 +124,8 @@ class Metrics:
         self._metrics["num_requests_waiting"].set(stats.num_waiting)
         self._metrics["kv_cache_usage_perc"].set(_kv_usage(stats))
         self._metrics["state_slots_usage_perc"].set(stats.used_state_slots / max(1, stats.num_state_slots))
+        checkpoints = stats.used_state_checkpoints / max(1, stats.num_state_checkpoints)
+        self._metrics["state_cache_usage_perc"].set(checkpoints)
         if stats.kind != "idle":
             self._metrics["step_seconds"].labels(stats.kind).observe(stats.seconds)
         self._count_growth("preemptions", stats.num_preemptions)

@@ -90,9 +90,12 @@ def ready_table(info: EngineInfo) -> Table:
 
 
 def state_line(info: EngineInfo) -> str:
-    """Return the memory of a hybrid target's states, and what these targets go without."""
+    """Return the memory of a hybrid target's states, and of those in its prefix cache."""
     size = f"{info.state_bytes / 2**20:,.0f} MiB of recurrent state for {info.max_num_seqs} requests"
-    return f"{size}; no prefix cache, so cached_tokens is 0"
+    if not info.num_state_checkpoints:
+        return f"{size}; no prefix cache, so cached_tokens is 0"
+    cache = f"{info.state_cache_bytes / 2**20:,.0f} MiB for {info.num_state_checkpoints} checkpoints"
+    return f"{size}, and {cache} of the prefix cache"
 
 
 def print_error(message: str) -> None:

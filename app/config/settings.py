@@ -91,6 +91,11 @@ class Config(BaseModel):
     kv_cache_memory: Bytes | None = setting(
         ENGINE, None, "memory of all KV pages: bytes, or 4GiB, 512MiB, 2G (binary), 2GB (decimal)"
     )
+    state_cache_memory: Bytes | None = setting(
+        ENGINE,
+        None,
+        "memory of Qwen3.5's recurrent states in the prefix cache (default: 2 for each of --max-num-seqs)",
+    )
     memory_utilization: FiniteFloat = setting(
         ENGINE, 0.9, "share of the device's memory to use, where --kv-cache-memory is not given", gt=0, le=1
     )

@@ -161,6 +161,7 @@ class FaultTolerantScheduler(Scheduler):
         """End a sequence behind `tokens`, because the next one cannot be chosen, or have it recomputed."""
         seq = rows.seq
         self.pool.forget(seq.pages)
+        self._forget_states(seq)
         if seq.num_found:
             self._suspects.append(seq)
             return None
@@ -172,11 +173,19 @@ class FaultTolerantScheduler(Scheduler):
         self._end(seq)
         return delta
 
+    def _forget_states(self, seq: Sequence) -> None:
+        """Let the sequence's checkpoints, of which one may not be finite, be found no more."""
+        for page in range(len(seq.pages) if self.states.num_checkpoints else 0):
+            if (page + 1) * self.pool.page_size <= seq.num_tokens:
+                self.states.forget(seq.digest(page, self.pool.page_size))
+
     def _start_over(self, seq: Sequence) -> None:
         """Recompute a running sequence on pages that no other sequence has filled."""
         self._free_pages(seq)
+        self.states.release(seq)
         seq.num_computed = 0
         seq.cacheable = False
+        self._take_state(seq)
         self._grow_or_preempt(seq)
 
     def _free_pages(self, seq: Sequence) -> None:
@@ -225,11 +234,12 @@ class FaultTolerantCore(EngineCore):
         super().__init__(scheduler, runner, overlap=overlap)
         self.scheduler: FaultTolerantScheduler = scheduler
         self._has_failed = False
+        self._failed_ahead = False
         self._was_logged = False
 
     def step(self) -> StepOutput:
         """Run one step. Raises an error that no sequence is to blame for."""
-        self._has_failed = False
+        self._has_failed = self._failed_ahead = False
         output = super().step()
         self.scheduler.end_step()
         return output
@@ -253,6 +263,7 @@ class FaultTolerantCore(EngineCore):
                 ahead.pending.read()
             return ahead
         except Exception as error:
+            self._failed_ahead = True
             self._rollback(error)
             if not self._was_logged:
                 logger.warning("a step could not be launched before the one before it was read", exc_info=error)
@@ -267,9 +278,9 @@ class FaultTolerantCore(EngineCore):
             ahead, self._ahead = self._ahead, None
             self._rollback(error)
             self._has_failed = True
-            if ahead and self.scheduler.states.num_slots:
-                # The step ahead has committed rows of this one to recurrent states, so this one cannot run again. From
-                # now on no step is ahead, so the next failure can be isolated.
+            if (ahead or self._failed_ahead) and self.scheduler.states.num_slots:
+                # The step ahead may have committed rows of this one to recurrent states, so this one cannot run again.
+                # From now on no step is ahead, so the next failure can be isolated.
                 logger.warning("a step failed behind which another was launched; its requests are recomputed")
                 self.overlap = False
                 self.scheduler.recompute(step.batch)

@@ -19,7 +19,8 @@ class Sequence:
     is its row in arrays of max_num_seqs while it runs, else -1. `num_cached` counts the prompt tokens that were cached
     at its first admission, and `num_found` the tokens on pages found at its last one. A `cacheable` sequence finds and
     publishes pages. It `is_sound` if all KV on its pages is known to be finite. `state_slot` has its recurrent state,
-    and `next_state_slot` gets it behind the chunk that runs now; both are 0 without one.
+    `next_state_slot` gets that of the rows that run now, and `split_slot` that in the middle of them. They are 0 if
+    there is none. `replaceable` is the digest of a checkpoint that the sequence's next one replaces.
     """
 
     request: Request
@@ -32,6 +33,8 @@ class Sequence:
     num_found: int = 0
     state_slot: int = 0
     next_state_slot: int = 0
+    split_slot: int = 0
+    replaceable: bytes | None = None
     cacheable: bool = True
     is_sound: bool = False
     _digests: list[bytes] = field(default_factory=list)

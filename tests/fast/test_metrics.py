@@ -43,6 +43,9 @@ def test_slots_of_recurrent_state_are_a_share_and_0_without_any():
     assert samples(metrics)["dflash:state_slots_usage_perc"] == 0
     metrics.step(replace(step, stats=replace(step.stats, used_state_slots=3, num_state_slots=12)))
     assert samples(metrics)["dflash:state_slots_usage_perc"] == 0.25
+    assert samples(metrics)["dflash:state_cache_usage_perc"] == 0
+    metrics.step(replace(step, stats=replace(step.stats, used_state_checkpoints=1, num_state_checkpoints=2)))
+    assert samples(metrics)["dflash:state_cache_usage_perc"] == 0.5
 
 
 def test_requests_that_went_wrong_are_counted_across_restarts():

@@ -95,6 +95,9 @@ class RandomWeights:
         self._on_progress(self._made, self._made)
         return tensor
 
+    def get_float32(self, name: str, *shape: int) -> Tensor:
+        return self.get(name, *shape).float()
+
     def get_indices(self, name: str, *shape: int) -> Tensor:
         raise NotImplementedError(f"random weights have no {name}")
 

@@ -100,6 +100,8 @@ class TorchBackend(Backend):
         kv.v.view(-1, *v_thd.shape[1:])[slot_mapping] = v_thd
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:  # a hybrid target's norms of 1 + weight, which are in float32
+            return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

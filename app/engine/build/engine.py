@@ -17,7 +17,7 @@ from app.engine.build.draft_config import draft_config
 from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
 from app.engine.build.self_test import check_attention
-from app.engine.build.states import check_recurrent, make_states
+from app.engine.build.states import check_no_states, check_recurrent, make_state_slots, make_states
 from app.engine.build.time_steps import measure_costs
 from app.engine.compile.steps import compiled_forward
 from app.engine.core import EngineCore
@@ -36,7 +36,6 @@ from app.engine.models.target import Target
 from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
-from app.engine.schedule.state_slots import StateSlots
 from app.engine.step.forward import Forward
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
@@ -96,8 +95,10 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         raise UnsupportedError(f"--compile: a target with experts is not supported yet ({config.target})")
     dtype = _dtype(config, shape, backend)
     if shape.gated_delta:
-        check_recurrent(config, backend, dtype)
+        check_recurrent(config, backend)
         backend.check_gated_delta(shape.gated_delta.k_head_dim)
+    else:
+        check_no_states(config)
     if config.draft is not None:
         draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
         logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft_shape.report().items()))
@@ -129,7 +130,7 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     first_draft_row = draft_shape.first_draft_row if draft_shape else 1
     hybrid = shape.gated_delta is not None
     layout = Layout(sizes.page_size, backend.separate_prefill, first_draft_row=first_draft_row, hybrid=hybrid)
-    states = make_states(shape, sizes, dtype, backend)
+    states = make_states(config, shape, sizes, dtype, backend)
 
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
@@ -165,9 +166,9 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=sizes.max_model_len,
             block_size=block_size,
-            prefix_caching=config.prefix_caching and states is None,
+            prefix_caching=config.prefix_caching and (states is None or states.num_checkpoints > 0),
             policy=policy,
-            states=StateSlots(states.num_slots) if states else None,
+            states=make_state_slots(states, sizes) if states else None,
         )
         return FaultTolerantCore(scheduler, runner, overlap=_overlaps(runner))
 

@@ -54,12 +54,19 @@ class SafetensorsWeights:
         return count_numbers(self._folder) * self._dtype.itemsize
 
     def get(self, name: str, *shape: int) -> Tensor:
+        return self._numbers(name, shape).to(self._device, self._dtype)
+
+    def get_float32(self, name: str, *shape: int) -> Tensor:
+        return self._numbers(name, shape).to(self._device, torch.float32)
+
+    def _numbers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of weights that are not quantised, as it is in the file."""
         tensor = self._stored(name, shape)
         if tensor.dtype not in _DTYPES:
             dtype = str(tensor.dtype).removeprefix("torch.")
             path, _ = self._files[name]
             raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
-        return tensor.to(self._device, self._dtype)
+        return tensor
 
     def packed(self, name: str, *shape: int) -> Tensor:
         tensor = self._stored(name, shape)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.models.gated_delta import delta_rule, last_rows, short_conv
 from app.engine.models.layers import StepRows, frozen, parameters_of
-from app.engine.models.state_pool import LayerState, PromptChunk, SequenceRows, State
+from app.engine.models.state_pool import LayerState, SequenceRows, State
 from app.engine.models.weights import LayerSource
 
 
@@ -29,9 +29,9 @@ class GatedDeltaNet(nn.Module):
         self.in_proj = frozen(backend.pack_weight(torch.cat(projections)))
         self.out_proj = frozen(backend.pack_weight(layer.get("linear_attn.out_proj.weight", hidden, values)))
         self.conv = frozen(layer.get("linear_attn.conv1d.weight", shape.channels, 1, shape.conv_kernel).squeeze(1))
-        self.a_log = frozen(layer.get("linear_attn.A_log", shape.num_v_heads).float())
-        self.dt_bias = frozen(layer.get("linear_attn.dt_bias", shape.num_v_heads).float())
-        self.norm = frozen(layer.get("linear_attn.norm.weight", shape.v_head_dim).float())
+        self.a_log = frozen(layer.get("linear_attn.A_log", shape.num_v_heads))
+        self.dt_bias = frozen(layer.get("linear_attn.dt_bias", shape.num_v_heads))
+        self.norm = frozen(layer.get("linear_attn.norm.weight", shape.v_head_dim))
         self._shape = shape
         self._eps = layer.config.rms_norm_eps
         self._backend = backend
@@ -46,7 +46,7 @@ class GatedDeltaNet(nn.Module):
             done = len(recurrent.decodes.places)
             parts.append(self._verify(inputs[:done], recurrent.decodes, memory))
         for chunk in recurrent.chunks:
-            first, done = done, done + len(chunk.rows.places)
+            first, done = done, done + len(chunk.places)
             parts.append(self._prefill(inputs[first:done], chunk, memory))
         o = torch.cat(parts)
         o = o * torch.rsqrt(o.square().mean(dim=-1, keepdim=True) + self._eps) * weights["norm"]
@@ -55,22 +55,21 @@ class GatedDeltaNet(nn.Module):
 
     def _verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
-        weights, own = parameters_of(self), (step.slots, step.slots, step.starts, step.counts, step.rows[:, 0])
+        weights, own = parameters_of(self), (step.slots, step.next_slots, step.starts, step.counts, step.rows[:, 0])
         slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
         fused = GatedDeltaStep(inputs, weights["conv"], weights["a_log"], weights["dt_bias"], *own, *slots)
         if (found := self._backend.commit_and_verify(fused)) is not None:
             return found
         state, inputs = self._committed(step, memory), inputs[step.rows]
         o, _ = self._advance(inputs, step.counts, state)
-        memory.write(step.slots, state, step.starts)
-        memory.keep(step.slots, inputs)
+        memory.write(step.next_slots, state, step.starts)
+        memory.keep(step.next_slots, inputs)
         return o.flatten(0, 1)[step.places]
 
-    def _prefill(self, inputs: Tensor, chunk: PromptChunk, memory: LayerState) -> Tensor:
+    def _prefill(self, inputs: Tensor, chunk: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
-        rows = chunk.rows
-        o, state = self._advance(inputs[rows.rows], rows.counts, self._committed(rows, memory))
-        memory.write(chunk.next_slot, state, rows.starts + rows.counts)
+        o, state = self._advance(inputs[chunk.rows], chunk.counts, self._committed(chunk, memory))
+        memory.write(chunk.next_slots, state, chunk.starts + chunk.counts)
         return o.flatten(0, 1)
 
     def _committed(self, step: SequenceRows, memory: LayerState) -> State:

@@ -64,7 +64,8 @@ class TextWeights:
     """Weights of the text part, under the names and with the meaning that the shared layers expect.
 
     The stored q_proj has the query and the gate of each head in turn; `q_proj` and then `gate_proj` are its parts.
-    Norms get their 1 added.
+    Norms get their 1 added. Norms and decays are in float32, because a narrower dtype would round 1 + weight and
+    exp(A_log).
     """
 
     def __init__(self, weights: Weights, config: DecoderConfig) -> None:
@@ -85,8 +86,11 @@ class TextWeights:
             return self._parts.pop(name)
         if name.endswith(".q_proj.weight"):
             return self._query(name, *shape)
-        weight = self._weights.get(name, *shape)
-        return weight + 1 if name.endswith("norm.weight") and "linear_attn" not in name else weight
+        if name.endswith((".linear_attn.norm.weight", ".A_log", ".dt_bias")):
+            return self._weights.get_float32(name, *shape)
+        if name.endswith("norm.weight"):
+            return self._weights.get_float32(name, *shape) + 1
+        return self._weights.get(name, *shape)
 
     def __getattr__(self, name: str) -> Any:
         """Return what is the same for a part and the whole."""

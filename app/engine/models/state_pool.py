@@ -26,11 +26,13 @@ class State(NamedTuple):
 class SequenceRows:
     """Rows of S sequences in a step, for a recurrent layer.
 
-    Sequence i has `counts[i]` rows from position `starts[i]` on. Its state is in `slots[i]` [S] int64. A step's own
-    rows are `rows` [S, W], padded, and row r of the step lies at `places[r]` of S * W. In a graph shapes are `static`.
+    Sequence i has `counts[i]` rows from position `starts[i]` on. Its state is read from `slots[i]` and written to
+    `next_slots[i]`, both [S] int64. If these differ, the slot that is read stays as it is. A step's own rows are `rows`
+    [S, W], padded, and row r of the step lies at `places[r]` of S * W. In a graph shapes are `static`.
     """
 
     slots: Tensor
+    next_slots: Tensor
     starts: Tensor
     counts: Tensor
     rows: Tensor
@@ -38,18 +40,14 @@ class SequenceRows:
     static: bool = False
 
 
-class PromptChunk(NamedTuple):
-    """Rows of one prompt, whose state goes to `next_slot` [1] int64. The slot that it is read from stays as it is."""
-
-    rows: SequenceRows
-    next_slot: Tensor
-
-
 class RecurrentRows(NamedTuple):
-    """Rows of a step as recurrent layers see them: those of decoding sequences first, then chunks of prompts."""
+    """Rows of a step as recurrent layers see them: those of decoding sequences first, then chunks of prompts.
+
+    A chunk may begin in the slot that the one before it has written.
+    """
 
     decodes: SequenceRows | None
-    chunks: list[PromptChunk]
+    chunks: list[SequenceRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +88,20 @@ class LayerState:
 
 
 class StatePool:
-    """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, and sequences have the `num_slots` behind it.
+    """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, and `num_slots` are behind it.
 
-    `block_size` is the most rows that a step verifies, and `zeros` makes tensors of a shape and a dtype.
+    They include `num_checkpoints` of the prefix cache. `block_size` is the most rows that a step verifies, and `zeros`
+    makes tensors of a shape and a dtype.
     """
 
     def __init__(
-        self, config: GatedDeltaConfig, num_slots: int, block_size: int, dtype: torch.dtype, zeros: Zeros
+        self,
+        config: GatedDeltaConfig,
+        num_slots: int,
+        block_size: int,
+        dtype: torch.dtype,
+        zeros: Zeros,
+        num_checkpoints: int = 0,
     ) -> None:
         slots = (len(config.layers), num_slots + 1)
         matrix = zeros((*slots, config.num_v_heads, config.k_head_dim, config.v_head_dim), torch.float32)
@@ -106,10 +111,16 @@ class StatePool:
         layers = zip(matrix, conv, pending, num_tokens, strict=True)
         self.layers = {i: LayerState(*tensors) for i, tensors in zip(config.layers, layers, strict=True)}
         self.num_slots = num_slots
+        self.num_checkpoints = num_checkpoints
         self.slot_bytes = sum(x[:, 0].nbytes for x in (matrix, conv, num_tokens))
         """Bytes of a sequence's state in all layers."""
         self.pending_bytes = pending[:, 0].nbytes
         """Bytes of a sequence's pending rows in all layers."""
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return the bytes of all checkpoints."""
+        return self.num_checkpoints * (self.slot_bytes + self.pending_bytes)
 
     @property
     def nbytes(self) -> int:

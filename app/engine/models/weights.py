@@ -27,6 +27,10 @@ class Weights(Protocol):
         """Return a tensor on the device, in the engine's dtype. Raises UnsupportedError if its shape is another."""
         ...
 
+    def get_float32(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor on the device in float32, whatever the engine's dtype. Raises UnsupportedError like `get`."""
+        ...
+
     def get_indices(self, name: str, *shape: int) -> Tensor:
         """Return a tensor of whole numbers on the device, int64. Raises UnsupportedError if it is none, or of another
         shape."""

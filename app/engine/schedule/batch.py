@@ -15,6 +15,10 @@ class ScheduledSequence:
 
     While the step before is in flight, `prev_row` is the sequence's row in its result, else -1. The true start is then
     between `start` (no draft accepted) and `start + max_accepted`.
+
+    A recurrent state is read from the sequence's slot and written to `next_slot`, or to the same one if that is 0. A
+    chunk of a prompt (`is_prefill`) leaves the state behind its last row, and that behind `split` tokens in the
+    sequence's `split_slot` unless it is 0. Other rows leave the state before their first one.
     """
 
     seq: Sequence
@@ -24,6 +28,9 @@ class ScheduledSequence:
     num_drafts: int = 0
     prev_row: int = -1
     max_accepted: int = 0
+    next_slot: int = 0
+    is_prefill: bool = False
+    split: int = 0
 
     @property
     def end(self) -> int:

@@ -27,5 +27,19 @@ def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | None:
     for (prev_row, rows), length, drafts in zip(live, lengths, widths.drafts, strict=True):
         seq, start, max_accepted = rows.seq, rows.seq.num_computed + 1, rows.count - 1
         pool.grow(seq.pages, length)
-        behind.decodes.append(ScheduledSequence(seq, start, drafts + 1, True, drafts, prev_row, max_accepted))
+        next_slot = _next_slot(scheduler, rows)
+        behind.decodes.append(
+            ScheduledSequence(seq, start, drafts + 1, True, drafts, prev_row, max_accepted, next_slot)
+        )
     return behind
+
+
+def _next_slot(scheduler: Scheduler, rows: ScheduledSequence) -> int:
+    """Return the slot that the rows behind `rows` write. If these may fill a page, their slot stays as it is."""
+    seq, states, page_size = rows.seq, scheduler.states, scheduler.pool.page_size
+    states.commit(rows)  # the device works in order, so the rows behind read what these write
+    start, end = seq.num_computed, seq.num_computed + rows.count
+    if states.num_checkpoints and seq.cacheable and end // page_size * page_size >= max(start, 1):
+        states.freeze(seq)
+    states.prepare(seq)
+    return seq.next_state_slot

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 SCRATCH_PAGES = 1
 """At least the pages [0, SCRATCH_PAGES) are scratch: padded page tables and padding rows point there."""
@@ -17,7 +17,7 @@ class PagePool:
 
     Every page but the scratch pages is either free or owned. A cached page is found by its digest, may have several
     owners, and stays cached when the last one releases it. Free uncached pages are reused first, then cached ones,
-    least-recently-used first. A page that is reused is cached no more.
+    least-recently-used first. A page that is reused is cached no more, which `on_forget` is told with its digest.
     """
 
     def __init__(self, num_pages: int, page_size: int, scratch_pages: int = SCRATCH_PAGES) -> None:
@@ -29,6 +29,7 @@ class PagePool:
         self._num_owners = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self.on_forget: Callable[[bytes], None] = lambda _: None
 
     @property
     def num_free(self) -> int:
@@ -78,8 +79,8 @@ class PagePool:
     def forget(self, pages: "array[int]") -> None:
         """Let owned pages be found no more."""
         for page in pages:
-            if digest := self._digest_of.pop(page, None):
-                del self._page_of[digest]
+            if page in self._digest_of:
+                self._forget(page)
 
     def release(self, pages: "array[int]") -> None:
         """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again."""
@@ -104,6 +105,11 @@ class PagePool:
             page = self._free.popleft()
         else:
             page, _ = self._free_cached.popitem(last=False)
-            del self._page_of[self._digest_of.pop(page)]
+            self._forget(page)
         self._num_owners[page] = 1
         return page
+
+    def _forget(self, page: int) -> None:
+        digest = self._digest_of.pop(page)
+        del self._page_of[digest]
+        self.on_forget(digest)

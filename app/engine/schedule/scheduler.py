@@ -42,6 +42,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.states = states or StateSlots()
+        pool.on_forget = self.states.forget
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -84,6 +85,8 @@ class Scheduler:
             num_faults=self.num_faults,
             used_state_slots=self.states.num_used,
             num_state_slots=self.states.num_slots,
+            used_state_checkpoints=self.states.num_used_checkpoints,
+            num_state_checkpoints=self.states.num_checkpoints,
         )
 
     def add(self, request: Request) -> None:
@@ -107,6 +110,7 @@ class Scheduler:
     def flush_cache(self) -> None:
         """Forget all cached pages. Running sequences go on, and publish no more pages."""
         self.pool.flush()
+        self.states.flush()
         for seq in self.running:
             seq.cacheable = False
 
@@ -118,20 +122,24 @@ class Scheduler:
         widths = self.policy.choose([(seq, self.max_drafts(seq)) for seq in decoding])
         batch = Batch(block_rows=widths.block)
         for seq, drafts in zip(decoding, widths.drafts, strict=True):
-            batch.decodes.append(ScheduledSequence(seq, seq.num_computed, drafts + 1, True, drafts))
+            self.states.prepare(seq)
+            batch.decodes.append(
+                ScheduledSequence(seq, seq.num_computed, drafts + 1, True, drafts, next_slot=seq.next_state_slot)
+            )
         budget = self.max_num_batched_tokens - sum(rows.count for rows in batch.decodes)
         for seq in self.running:
             if not seq.is_decoding and budget > 0:
                 self.at_hand = seq
-                batch.prefills.append(self._chunk(seq, budget))
-                budget -= batch.prefills[-1].count
+                if self.states.prepare(seq, keep=seq.num_computed > 0):
+                    batch.prefills.append(self._chunk(seq, budget))
+                    budget -= batch.prefills[-1].count
         while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
             self.at_hand = seq = self.waiting[0]
             if not self._may_admit(seq):
                 break
             self.running.append(self.waiting.popleft())
             seq.batch_slot = self._free_batch_slots.pop()
-            self.states.take(seq)
+            self._take_state(seq)
             batch.prefills.append(self._chunk(seq, budget))
             budget -= batch.prefills[-1].count
         return batch
@@ -188,11 +196,30 @@ class Scheduler:
             return False
         return True
 
+    def _take_state(self, seq: Sequence) -> None:
+        """Give a new sequence a slot, and the checkpoint behind the pages that were found for it."""
+        page = seq.num_computed // self.pool.page_size - 1
+        self.states.take(seq, seq.digest(page, self.pool.page_size) if page >= 0 else None)
+        self.states.prepare(seq)
+
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledSequence:
-        count = min(seq.num_tokens - seq.num_computed, budget)
-        if seq.num_computed:
-            self.states.take_next(seq)
-        return ScheduledSequence(seq, seq.num_computed, count, seq.num_computed + count == seq.num_tokens)
+        start, end, split = seq.num_computed, min(seq.num_tokens, seq.num_computed + budget), 0
+        if self.states.num_checkpoints and seq.cacheable:
+            end = min(end, self._next_cut(seq))
+            last = self._last_full_page(seq)
+            split = last if start < last < end and self.states.reserve_split(seq) else 0
+        needs_logits = end == seq.num_tokens
+        return ScheduledSequence(
+            seq, start, end - start, needs_logits, next_slot=seq.next_state_slot, is_prefill=True, split=split
+        )
+
+    def _next_cut(self, seq: Sequence) -> int:
+        """Return the multiple of the interval at which a prompt is cut next, so that its state becomes a checkpoint."""
+        return (seq.num_computed // self.states.interval + 1) * self.states.interval
+
+    def _last_full_page(self, seq: Sequence) -> int:
+        """Return the end of the last page that another sequence of the same tokens could find."""
+        return (seq.num_tokens - 1) // self.pool.page_size * self.pool.page_size
 
     def _may_admit(self, seq: Sequence) -> bool:
         """Give pages to a new sequence, cached ones first, if there is room for it."""
@@ -210,9 +237,16 @@ class Scheduler:
         return True
 
     def _find(self, seq: Sequence) -> "array[int]":
-        """Return cached pages of the sequence's tokens, without the page of the last one."""
-        pages = (seq.num_tokens - 1) // self.pool.page_size if seq.cacheable else 0
-        return self.pool.find(seq.digest(page, self.pool.page_size) for page in range(pages))
+        """Return cached pages of the sequence's tokens, without the page of the last one.
+
+        Those of a hybrid target end with a page behind which there is a checkpoint.
+        """
+        page_size = self.pool.page_size
+        pages = (seq.num_tokens - 1) // page_size if seq.cacheable else 0
+        found = self.pool.find(seq.digest(page, page_size) for page in range(pages))
+        while self.states.num_slots and found and seq.digest(len(found) - 1, page_size) not in self.states:
+            found.pop()
+        return found
 
     def _has_room(self, seq: Sequence, found: "array[int]") -> bool:
         """Return True if a page stays free for each running sequence, whose growth would else preempt the new one."""
@@ -221,21 +255,31 @@ class Scheduler:
         return self.pool.cost(found, self.max_length(seq)) + len(self.running) <= self.pool.num_free
 
     def _is_being_filled(self, seq: Sequence, page: int) -> bool:
-        """Return True if a running sequence fills, in this step, the page that `seq` could use next."""
+        """Return True if a running sequence fills, in this step, the page that `seq` could use next.
+
+        With a hybrid target it is the page behind which that sequence's next checkpoint is.
+        """
         page_size = self.pool.page_size
-        end = (page + 1) * page_size
-        if not seq.cacheable or end >= seq.num_tokens:
+        if not seq.cacheable:
             return False
-        return any(
-            other.num_computed < end <= other.num_tokens
-            and other.cacheable
-            and other.digest(page, page_size) == seq.digest(page, page_size)
-            for other in self.running
-        )
+        for other in self.running:
+            end = self._next_checkpoint(other) if self.states.num_slots else (page + 1) * page_size
+            if not (other.cacheable and other.num_computed < end <= other.num_tokens):
+                continue
+            if not page * page_size < end < seq.num_tokens:
+                continue
+            if other.digest(end // page_size - 1, page_size) == seq.digest(end // page_size - 1, page_size):
+                return True
+        return False
+
+    def _next_checkpoint(self, seq: Sequence) -> int:
+        """Return how many tokens the next checkpoint of a prompt will be behind, or 0 if it has none left."""
+        last = self._last_full_page(seq)
+        return min(self._next_cut(seq), last) if seq.num_computed < last else 0
 
     def _commit_rows(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
         """Take the rows' tokens into their sequence. A prefill chunk before the last yields none."""
-        self.states.commit(rows.seq)
+        self.states.commit(rows)
         if not rows.needs_logits:
             rows.seq.num_computed = rows.end
             self._publish(rows)
@@ -272,6 +316,29 @@ class Scheduler:
         if seq.cacheable:
             for page in range(rows.start // page_size, seq.num_computed // page_size):
                 self.pool.publish(seq.pages[page], seq.digest(page, page_size))
+            if self.states.num_checkpoints:
+                self._publish_states(rows)
+
+    def _publish_states(self, rows: ScheduledSequence) -> None:
+        """Let the states behind the last full pages be found that the rows leave.
+
+        A slot has the state behind as many tokens as the rows say, and the inputs of the rows behind them. So it serves
+        for a page that ends among these.
+        """
+        seq, states, page_size = rows.seq, self.states, self.pool.page_size
+        if rows.split and seq.split_slot:
+            states.publish_split(seq, seq.digest(rows.split // page_size - 1, page_size))
+        end = seq.num_computed // page_size * page_size
+        if not end or end < (rows.end if rows.is_prefill else rows.start):
+            return
+        digest = seq.digest(end // page_size - 1, page_size)
+        if digest == seq.replaceable:
+            return
+        if seq.replaceable:
+            states.forget(seq.replaceable)
+            seq.replaceable = None
+        is_new = states.publish(seq, digest, is_final=seq not in self.in_flight)
+        seq.replaceable = digest if is_new and end % states.interval else None
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)

@@ -1,42 +1,171 @@
-"""Slots of recurrent state: free, or owned by a running sequence. Their tensors are in `models/state_pool.py`."""
+"""Slots of recurrent state: free, owned by a running sequence, or checkpoints that the prefix cache finds.
 
+Their tensors are in `models/state_pool.py`.
+"""
+
+from collections import OrderedDict
+
+from app.engine.schedule.batch import ScheduledSequence
 from app.engine.sequence import Sequence
 
 
 class StateSlots:
-    """Slot numbers 1 to `num_slots`, of a hybrid target. Without any, sequences keep slot 0, which is scratch.
+    """Slot numbers of a hybrid target, from 1 on. Without any, sequences keep slot 0, which is scratch.
 
-    A running sequence owns a slot. A chunk of its prompt behind the first one reads that and writes the next slot,
-    which takes its place once the step is committed. So a step that fails can be repeated. At most one sequence is
-    between two chunks, because the scheduler ends a prompt before it begins another. One slot more than sequences is
-    therefore enough.
+    A running sequence owns a slot, or reads a checkpoint. A step that reads a checkpoint writes another slot, which
+    takes its place once the step is committed. So a checkpoint is a slot that is left as it is, and nothing is copied.
+
+    A chunk of a prompt also writes another slot than it reads, because a step that fails is then repeated. If its own
+    slot is no checkpoint, it takes the spare one. Another prompt between two chunks has to wait for that. There are
+    `num_sequences` slots, the spare one and `num_checkpoints`, so a sequence that may run never lacks one.
+
+    A checkpoint is the state behind the page whose digest names it, and is dropped with that page. Those that no
+    sequence reads are evicted, least-recently-used first. Prompts are cut at multiples of `interval` tokens, where
+    their states become checkpoints.
     """
 
-    def __init__(self, num_slots: int = 0) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots, 0, -1))
+    def __init__(self, num_sequences: int = 0, num_checkpoints: int = 0, interval: int = 0) -> None:
+        self.num_slots = num_sequences + 1 if num_sequences else 0
+        self.num_checkpoints = num_checkpoints
+        self.interval = interval
+        self._free = list(range(self.num_slots + num_checkpoints, 0, -1))
+        self._num_readers: dict[int, int] = {}
+        """Sequences that read a slot which no step writes any more."""
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
+        self._digest_of: dict[int, bytes] = {}
+        self._spare_owner: Sequence | None = None
 
     @property
     def num_used(self) -> int:
-        return self.num_slots - len(self._free)
+        """Return how many slots are neither free nor checkpoints."""
+        return self.num_slots + self.num_checkpoints - len(self._free) - len(self._num_readers)
 
-    def take(self, seq: Sequence) -> None:
-        """Give a slot to a sequence that begins to run."""
-        if self.num_slots:
+    @property
+    def num_used_checkpoints(self) -> int:
+        return len(self._num_readers)
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Return True if there is a checkpoint behind the page of this digest."""
+        return digest in self._slot_of
+
+    def take(self, seq: Sequence, digest: bytes | None = None) -> None:
+        """Give a sequence that begins to run a slot, or the checkpoint behind the page of `digest` to read."""
+        if not self.num_slots:
+            return
+        if digest is None:
             seq.state_slot = self._free.pop()
+            return
+        seq.state_slot = self._slot_of[digest]
+        self._slot_of.move_to_end(digest)
+        self._num_readers[seq.state_slot] += 1
 
-    def take_next(self, seq: Sequence) -> None:
-        """Give a slot to the state behind the next chunk of a prompt, unless the sequence has one already."""
-        if self.num_slots and not seq.next_state_slot:
-            seq.next_state_slot = self._free.pop()
+    def prepare(self, seq: Sequence, *, keep: bool = False) -> bool:
+        """Give a next slot to a sequence whose slot must stay as it is: a checkpoint, or any with `keep`.
 
-    def commit(self, seq: Sequence) -> None:
-        """Let the next slot, if there is one, take the place of the sequence's slot."""
-        if seq.next_state_slot:
-            self._free.append(seq.state_slot)
+        Return False if it has to wait for the spare one.
+        """
+        is_read = seq.state_slot in self._num_readers
+        if not self.num_slots or seq.next_state_slot or not (keep or is_read):
+            return True
+        if not is_read:
+            if self._spare_owner not in (None, seq):
+                return False
+            self._spare_owner = seq
+        seq.next_state_slot = self._free.pop()
+        return True
+
+    def freeze(self, seq: Sequence) -> bool:
+        """Let no later step write the sequence's slot. Return False if as many are checkpoints as there may be."""
+        if seq.state_slot in self._num_readers:
+            return True
+        if not self._has_room():
+            return False
+        self._num_readers[seq.state_slot] = 1
+        return True
+
+    def reserve_split(self, seq: Sequence) -> bool:
+        """Give a slot to the state in the middle of the next chunk. Return False if there is no room for another."""
+        if not seq.split_slot and self._has_room():
+            seq.split_slot = self._free.pop()
+            self._num_readers[seq.split_slot] = 1
+        return seq.split_slot > 0
+
+    def publish(self, seq: Sequence, digest: bytes, *, is_final: bool) -> bool:
+        """Let the sequence's slot be found by `digest`, if another one is not already. Return True if so.
+
+        The slot is frozen for that, unless a step that was launched may still write it, so that it is not `is_final`.
+        """
+        if digest in self._slot_of:
+            self._slot_of.move_to_end(digest)
+            return False
+        is_frozen = self.freeze(seq) if is_final else seq.state_slot in self._num_readers
+        return is_frozen and self._name(seq.state_slot, digest)
+
+    def publish_split(self, seq: Sequence, digest: bytes) -> None:
+        """Let the state in the middle of a committed chunk be found by `digest`, unless another one is already."""
+        if digest not in self._slot_of:
+            self._name(seq.split_slot, digest)
+        self._drop(seq.split_slot)
+        seq.split_slot = 0
+
+    def commit(self, rows: ScheduledSequence) -> None:
+        """Let the slot that these rows write take the place of their sequence's slot, once."""
+        seq = rows.seq
+        if rows.next_slot and rows.next_slot == seq.next_state_slot:
+            self._drop(seq.state_slot)
             seq.state_slot, seq.next_state_slot = seq.next_state_slot, 0
+            self._give_spare_back(seq)
 
     def release(self, seq: Sequence) -> None:
         """Take all slots of a sequence away."""
-        self._free += [slot for slot in (seq.next_state_slot, seq.state_slot) if slot]
-        seq.state_slot = seq.next_state_slot = 0
+        for slot in (seq.split_slot, seq.next_state_slot, seq.state_slot):
+            if slot:
+                self._drop(slot)
+        seq.state_slot = seq.next_state_slot = seq.split_slot = 0
+        self._give_spare_back(seq)
+
+    def forget(self, digest: bytes) -> None:
+        """Let the checkpoint behind the page of `digest`, if there is one, be found no more."""
+        slot = self._slot_of.pop(digest, 0)
+        if slot:
+            del self._digest_of[slot]
+            if not self._num_readers[slot]:
+                self._set_free(slot)
+
+    def flush(self) -> None:
+        """Forget all checkpoints. Sequences go on with those that they read."""
+        for digest in list(self._slot_of):
+            self.forget(digest)
+
+    def _has_room(self) -> bool:
+        """Return True if there may be another checkpoint, for which the least-recently-used one is evicted."""
+        if len(self._num_readers) < self.num_checkpoints:
+            return True
+        unread = (digest for digest, slot in self._slot_of.items() if not self._num_readers[slot])
+        if (digest := next(unread, None)) is None:
+            return False
+        self.forget(digest)
+        return True
+
+    def _name(self, slot: int, digest: bytes) -> bool:
+        if slot in self._digest_of:
+            return False
+        self._slot_of[digest], self._digest_of[slot] = slot, digest
+        return True
+
+    def _drop(self, slot: int) -> None:
+        """Take a sequence away from its slot, which is free then unless it is a checkpoint."""
+        if slot not in self._num_readers:
+            self._free.append(slot)
+            return
+        self._num_readers[slot] -= 1
+        if not self._num_readers[slot] and slot not in self._digest_of:
+            self._set_free(slot)
+
+    def _set_free(self, slot: int) -> None:
+        del self._num_readers[slot]
+        self._free.append(slot)
+
+    def _give_spare_back(self, seq: Sequence) -> None:
+        if self._spare_owner is seq:
+            self._spare_owner = None

@@ -16,7 +16,7 @@ from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable
-from app.engine.models.state_pool import PromptChunk, RecurrentRows, SequenceRows
+from app.engine.models.state_pool import RecurrentRows, SequenceRows
 from app.engine.models.target import Target
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.sampler import Sampler
@@ -50,7 +50,9 @@ class RecurrentTensors(NamedTuple):
 
     slots: Tensor
     next_slots: Tensor
-    num_decodes: int
+    chunk_starts: Tensor
+    chunk_lens: Tensor
+    host_chunk_lens: list[int]
     width: int
     static: bool
 
@@ -122,9 +124,11 @@ class Forward:
         logits = None if every_row else logits_indices, logits_start, num_drafts, draft_index
         recurrent = None
         if inputs.recurrent is not None:
-            slots, next_slots = rest[-2:]
             host = inputs.recurrent
-            recurrent = RecurrentTensors(slots, next_slots, host.num_decodes, host.width, host.static)
+            slots, next_slots, starts, lens = rest[-4:]
+            recurrent = RecurrentTensors(
+                slots, next_slots, starts, lens, host.chunk_lens.tolist(), host.width, host.static
+            )
         return TargetTensors(token_ids, source, *logits, prev_rows, groups, recurrent)
 
     def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
@@ -185,21 +189,19 @@ class Forward:
         return self.drafter
 
     def _recurrent_rows(self, inputs: RecurrentTensors, groups: list[AttentionInputs]) -> RecurrentRows:
-        """Return the rows of decoding sequences together, and those of each prompt alone."""
-        decodes, chunks, done = None, [], 0
-        for group in groups:
-            ends = group.meta.query_start_loc
-            starts, counts = group.position_offsets + ends[:-1], ends.diff()
-            first, done = done, done + len(starts)
-            slots, next_slots = (x[first:done].long() for x in (inputs.slots, inputs.next_slots))
-            if first < inputs.num_decodes:
-                rows, places = self._padded(group, inputs.width)
-                decodes = SequenceRows(slots, starts, counts.clamp(max=inputs.width), rows, places, inputs.static)
-                continue
-            for i, count in enumerate(group.meta.query_lens):
-                one, rows = slice(i, i + 1), self.row_numbers[:count]
-                own = SequenceRows(slots[one], starts[one], counts[one], rows[None], rows)
-                chunks.append(PromptChunk(own, next_slots[one]))
+        """Return the rows of decoding sequences, which are the first group, and those of each chunk alone."""
+        slots, next_slots = inputs.slots.long(), inputs.next_slots.long()
+        num_decodes, decodes, chunks = len(slots) - len(inputs.host_chunk_lens), None, []
+        if num_decodes:
+            ends = groups[0].meta.query_start_loc
+            starts, counts = groups[0].position_offsets + ends[:-1], ends.diff().clamp(max=inputs.width)
+            own = slots[:num_decodes], next_slots[:num_decodes], starts, counts
+            decodes = SequenceRows(*own, *self._padded(groups[0], inputs.width), inputs.static)
+        for i, count in enumerate(inputs.host_chunk_lens):
+            one, rows = slice(i, i + 1), self.row_numbers[:count]
+            of_all = slice(num_decodes + i, num_decodes + i + 1)
+            own = slots[of_all], next_slots[of_all], inputs.chunk_starts[one], inputs.chunk_lens[one]
+            chunks.append(SequenceRows(*own, rows[None], rows))
         return RecurrentRows(decodes, chunks)
 
     def _padded(self, group: AttentionInputs, width: int) -> tuple[Tensor, Tensor]:

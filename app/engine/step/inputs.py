@@ -52,16 +52,22 @@ class DraftInputs:
 
 @dataclass(slots=True)
 class RecurrentInputs:
-    """Slots [S] of a step's recurrent states: a chunk of a prompt reads `slots` and writes `next_slots`.
+    """Slots [S + C] of a step's recurrent states, which are read from `slots` and written to `next_slots`.
 
-    The first `num_decodes` sequences decode, with at most `width` rows each. In a graph shapes are `static`.
+    The first S sequences decode, with at most `width` rows each. Then come C chunks of prompts with `chunk_lens` [C]
+    rows from positions `chunk_starts` [C] on. In a graph shapes are `static`.
     """
 
     slots: Ints
     next_slots: Ints
-    num_decodes: int
+    chunk_starts: Ints
+    chunk_lens: Ints
     width: int
     static: bool = False
+
+    @property
+    def arrays(self) -> list[Ints]:
+        return [self.slots, self.next_slots, self.chunk_starts, self.chunk_lens]
 
 
 @dataclass(slots=True)
@@ -89,7 +95,7 @@ class TargetInputs:
     def arrays(self) -> list[Ints]:
         logits = [self.logits_indices, self.logits_start, self.num_drafts, self.draft_index]
         own = [self.token_ids, self.token_source, *logits, self.prev_rows]
-        states = [self.recurrent.slots, self.recurrent.next_slots] if self.recurrent else []
+        states = self.recurrent.arrays if self.recurrent else []
         return own + [array for group in self.groups for array in group.arrays] + states
 
 
@@ -188,12 +194,25 @@ def build(
 
 
 def _recurrent_inputs(batch: Batch) -> RecurrentInputs:
-    slots = [share.seq.state_slot for share in batch.rows]
-    next_slots = [share.seq.next_state_slot or share.seq.state_slot for share in batch.rows]
-    width = max((share.count for share in batch.decodes), default=0)
-    return RecurrentInputs(
-        np.array(slots, dtype=np.int32), np.array(next_slots, dtype=np.int32), len(batch.decodes), width
-    )
+    moves = [(share.seq.state_slot, share.next_slot or share.seq.state_slot) for share in batch.decodes]
+    chunks = []
+    for share in batch.prefills:
+        slot, next_slot = share.seq.state_slot, share.next_slot or share.seq.state_slot
+        if share.split:
+            moves.append((slot, share.seq.split_slot))
+            chunks.append((share.start, share.split - share.start))
+            slot = share.seq.split_slot
+        first = share.split or share.start
+        moves.append((slot, next_slot))
+        chunks.append((first, share.end - first))
+    slots, next_slots = _columns(moves)
+    starts, lens = _columns(chunks)
+    return RecurrentInputs(slots, next_slots, starts, lens, max((share.count for share in batch.decodes), default=0))
+
+
+def _columns(pairs: list[tuple[int, int]]) -> Ints:
+    """Return n pairs as an array [2, n]."""
+    return np.array(pairs, dtype=np.int32).reshape(-1, 2).T
 
 
 def _token_ids(shares: list[ScheduledSequence]) -> Ints:

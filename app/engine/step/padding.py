@@ -11,7 +11,7 @@ from app.engine.step.inputs import DraftInputs, RecurrentInputs, RowGroup, Targe
 def empty_target(*, hybrid: bool) -> TargetInputs:
     """Return inputs without rows, to be padded."""
     none = np.zeros(0, dtype=np.int32)
-    recurrent = RecurrentInputs(none, none, 0, 0) if hybrid else None
+    recurrent = RecurrentInputs(none, none, none, none, 0) if hybrid else None
     return TargetInputs(none, none, none, none, none, none, none, [_no_rows()], recurrent)
 
 
@@ -63,7 +63,8 @@ def _pad_recurrent(inputs: RecurrentInputs | None, seqs: int, width: int) -> Rec
     """Return the slots of `seqs` sequences with at most `width` rows each. Padding ones share the scratch slot."""
     if inputs is None:
         return None
-    return RecurrentInputs(_grown(inputs.slots, seqs), _grown(inputs.next_slots, seqs), seqs, width, static=True)
+    slots, next_slots = _grown(inputs.slots, seqs), _grown(inputs.next_slots, seqs)
+    return RecurrentInputs(slots, next_slots, inputs.chunk_starts, inputs.chunk_lens, width, static=True)
 
 
 def _pad_group(group: RowGroup, padding: list[int], pages: int, scratch_pages: int) -> RowGroup:

@@ -86,18 +86,22 @@ class Layer:
         )
 
     def wanted(
-        self, inputs: Tensor, slots: list[int], starts: list[int], counts: list[int]
+        self,
+        inputs: Tensor,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        next_slots: list[int] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs, and the slots afterwards, of the reference on a copy of the slots, one sequence at a time."""
         net: Any = SimpleNamespace(_parameters=self.weights, _shape=self.shape, _backend=TorchBackend(CPU))
         for name in ("_verify", "_committed", "_advance"):
             setattr(net, name, getattr(GatedDeltaNet, name).__get__(net))
         memory, outputs, first = LayerState(**self.state), [], 0
-        for slot, start, count in zip(slots, starts, counts, strict=True):
+        for *places, start, count in zip(slots, next_slots or slots, starts, counts, strict=True):
             numbers = torch.arange(count)
-            step = SequenceRows(
-                torch.tensor([slot]), torch.tensor([start]), torch.tensor([count]), numbers[None], numbers
-            )
+            own = (torch.tensor([number]) for number in (*places, start, count))
+            step = SequenceRows(*own, numbers[None], numbers)
             if count:
                 outputs.append(net._verify(inputs[first : first + count], step, memory))
             first += count
@@ -131,6 +135,21 @@ def test_outputs_and_slots_are_the_references(shape: GatedDeltaConfig, dtype: to
     assert_slots(layer.state, slots_wanted)
     assert not torch.equal(layer.memory.matrix[1], before["matrix"][1]), "what was accepted is committed"
     assert torch.equal(layer.memory.matrix[3], before["matrix"][3]), "and nothing else"
+
+
+def test_a_state_that_moves_leaves_the_slot_that_it_was_read_from() -> None:
+    """Two sequences read one checkpoint at different pages, beside one that stays in its slot."""
+    layer = Layer(SMALL)
+    layer.memory.num_tokens.fill_(40)
+    slots, next_slots, starts, counts = [3, 2, 3], [5, 2, 1], [42, 41, 44], [BLOCK, 2, 1]
+    inputs = layer.rows(sum(counts))
+    wanted, slots_wanted = layer.wanted(inputs, slots, starts, counts, next_slots)
+    before = layer.state
+    torch.testing.assert_close(layer.found(inputs, slots, starts, counts, next_slots), wanted, **CLOSE)
+    assert_slots(layer.state, slots_wanted)
+    for name, tensor in layer.state.items():
+        assert torch.equal(tensor[3], before[name][3]), name
+        assert not torch.equal(tensor[5], before[name][5]), name
 
 
 @pytest.mark.parametrize("accepted", range(1, BLOCK + 1))

@@ -54,6 +54,8 @@ INFO = {
     "max_num_batched_tokens": 512,
     "vocab_size": 512,
     "state_bytes": 0,
+    "state_cache_bytes": 0,
+    "num_state_checkpoints": 0,
     "draft_config": {"layers": "2", "masks": "1 causal, window 2048; 1 bidirectional"},
 }
 PATIENCE = 120.0

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from app.api.display import ready_table, stage_line
+from app.api.display import ready_table, stage_line, state_line
 from app.engine_config import EngineInfo
 from app.wire import LoadProgress
 
@@ -24,3 +24,11 @@ def test_the_table_tells_of_recurrent_state_and_of_the_cache_that_is_missing(sta
     text = shown.file.getvalue()  # type: ignore[attr-defined]
     assert ("663 MiB of recurrent state for 32 requests" in text) == bool(state_bytes)
     assert ("no prefix cache" in text) == bool(state_bytes)
+
+
+def test_the_line_of_recurrent_state_tells_of_the_checkpoints() -> None:
+    sizes = {"page_size": 16, "num_pages": 8, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    states = {"state_bytes": 663 << 20, "state_cache_bytes": 160 << 20, "num_state_checkpoints": 8}
+    info = EngineInfo("t", None, "cpu", "float32", 1, [], **sizes, vocab_size=97, **states)
+    said = "663 MiB of recurrent state for 32 requests, and 160 MiB for 8 checkpoints of the prefix cache"
+    assert state_line(info) == said

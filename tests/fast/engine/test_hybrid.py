@@ -28,12 +28,13 @@ from tests.fast.engine.feeder import Feeder, assert_logits_close
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.hybrid_reference import HybridReference
-from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts
+from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts, run_engine
 from tests.fast.engine.pairs import Pair
 from tests.fast.engine.planted import PlannedRun
 from tests.fast.engine.planted import make_engine as make_planted_engine
 from tests.fast.engine.planted_faults import NAN, PHASES, Run, during
 from tests.fast.engine.reference import features, greedy, teacher_forced
+from tests.fast.engine.state_books import check_state_slots
 
 torch.set_num_threads(1)
 BLOCK = 8
@@ -138,6 +139,51 @@ def test_its_headers_pass_before_the_server_listens(tmp_path: Path, multimodal: 
     check_draft_tensors(pair.draft, pair.target)
 
 
+# bfloat16
+
+IN_FLOAT32 = ("input_norm", "post_attention_norm", "q_norm", "k_norm", "norm", "a_log", "dt_bias")
+
+
+def test_norms_decays_and_states_stay_in_float32_in_a_narrower_dtype(pair: Pair):
+    wide, narrow = (make_engine(pair.target, max_model_len=64, dtype=kind) for kind in ("float32", "bfloat16"))
+    parameters = dict(wide.core.runner.forward.target.named_parameters())
+    for name, found in narrow.core.runner.forward.target.named_parameters():
+        if name.rpartition(".")[2] in IN_FLOAT32:
+            assert torch.equal(found, parameters[name]), f"{name} is rounded"
+        else:
+            assert found.dtype == torch.bfloat16, name
+    for _, _, memory in recurrent_layers(narrow):
+        assert memory.matrix.dtype == torch.float32
+        assert memory.conv.dtype == memory.pending.dtype == torch.bfloat16, "the layer's inputs are in that dtype"
+
+
+def test_in_bfloat16_drafts_hit_and_a_difference_is_within_that_of_batch_sizes(tmp_path: Path):
+    """The margin is what logits differ by between rows that run alone and together."""
+    shape = LUCKY | {"dtype": torch.bfloat16}
+    pair = make_hybrid_pair(tmp_path, **shape)
+    prompts = [replace(p, token_ids=p.token_ids[:30], max_tokens=16) for p in random_prompts(5, 4)]
+    subject = Subject("bf16", pair.target, pair.draft, prompts, HybridReference)
+    sizes: dict[str, Any] = {"page_size": 4, "max_model_len": 64, "dtype": "bfloat16"}
+    alone, together = [], []
+    for prompt in prompts[:2]:
+        for found, chunk in ((alone, 1), (together, None)):
+            feeder = Feeder(make_engine(pair.target, None, **sizes))
+            seq = feeder.sequence(prompt.token_ids)
+            seq.state_slot = 1
+            while seq.num_computed < seq.num_tokens:
+                feeder.feed(prefills=[(seq, chunk or seq.num_tokens)])
+            found.append(feeder.logits(seq))
+    measured = float((torch.cat(alone) - torch.cat(together)).abs().max())
+    case = Case(concurrency=4, page_size=4, block_size=8)
+    off = run_engine(make_engine(pair.target, None, max_num_seqs=1, **sizes), subject.requests(case))
+    on = run_engine(make_engine(pair.target, pair.draft, max_num_seqs=4, **sizes), subject.requests(case))
+    subject._off[0.0, "plain"] = off.texts
+    differences = subject.compare(on.texts, case).differences
+    print(f"logits differ by {measured:.3g} between batch sizes; {[str(each) for each in differences]}")
+    assert 0 < measured < 0.25 and all(each.margin <= 2 * measured for each in differences)
+    assert on.acceptance_length > 1.1
+
+
 # On == off
 
 
@@ -204,10 +250,8 @@ def check_states(engine: Engine, reference: HybridReference) -> int:
 def check_slots(engine: Engine) -> None:
     """Each running sequence has a slot of its own, at most one has another for its next chunk, and no slot is lost."""
     scheduler = engine.core.scheduler
-    owned = [slot for seq in scheduler.running for slot in (seq.state_slot, seq.next_state_slot) if slot]
-    assert len(owned) == len(set(owned)) == scheduler.states.num_used
+    owned = check_state_slots(scheduler)
     assert all(seq.state_slot for seq in scheduler.running)
-    assert not any(seq.state_slot or seq.next_state_slot for seq in scheduler.waiting)
     assert len(owned) <= len(scheduler.running) + 1
 
 
@@ -364,10 +408,11 @@ def test_kv_is_counted_for_layers_with_attention_alone(pair: Pair):
 
 
 def test_slots_are_as_many_as_sequences_and_one_for_a_prompt(pair: Pair):
-    engine = make_engine(pair.target, pair.draft, max_model_len=64, max_num_seqs=5)
+    engine = make_engine(pair.target, pair.draft, max_model_len=64, max_num_seqs=5, prefix_caching=False)
     assert engine.states is not None and engine.states.num_slots == 6
     stats = engine.core.scheduler.stats()
     assert (stats.used_state_slots, stats.num_state_slots) == (0, 6)
+    assert engine.states.checkpoint_bytes == stats.num_state_checkpoints == 0
 
 
 def test_timed_steps_touch_a_state_for_each_sequence_and_leave_no_trace(pair: Pair, reference: HybridReference):
@@ -379,8 +424,8 @@ def test_timed_steps_touch_a_state_for_each_sequence_and_leave_no_trace(pair: Pa
     assert engine.core.run(asked) == said(reference, asked)
 
 
-def test_no_prefix_is_found_because_a_page_has_no_state(pair: Pair):
-    engine = make_engine(pair.target, pair.draft, page_size=4, max_model_len=64, prefix_caching=True)
+def test_without_a_prefix_cache_nothing_is_found(pair: Pair):
+    engine = make_engine(pair.target, pair.draft, page_size=4, max_model_len=64, prefix_caching=False)
     request = Request("r", tuple(prompt_of(24)), 8)
     texts = [engine.core.run([request]) for _ in range(2)]
     assert texts[0] == texts[1]
@@ -449,13 +494,9 @@ def test_without_layer_types_every_fourth_layer_has_attention_and_a_quarter_of_i
     assert config.rope.dim == config.head_dim // 4
 
 
-def test_a_device_that_is_not_proved_a_narrow_dtype_and_compile_are_refused_by_name(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_device_that_is_not_proved_and_compile_are_refused_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UnsupportedError, match="--compile: a target with recurrent layers"):
         make_engine(pair.target, None, compile=True)
-    with pytest.raises(UnsupportedError, match="--dtype bfloat16: a target with recurrent layers runs in float32"):
-        make_engine(pair.target, None, dtype="bfloat16")
     monkeypatch.setattr("app.engine.backend.torch.TorchBackend.runs_recurrent_layers", False)
     with pytest.raises(UnsupportedError, match="a target with recurrent layers is not supported there yet"):
         make_engine(pair.target, None)

@@ -15,7 +15,7 @@ from app.engine.build.loader import SafetensorsWeights
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import StepRows
 from app.engine.models.qwen3_5 import TextWeights
-from app.engine.models.state_pool import PromptChunk, RecurrentRows, SequenceRows, StatePool
+from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
 from app.engine.models.weights import LayerSource
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.hybrid_reference import Delta, HybridReference
@@ -23,6 +23,7 @@ from tests.fast.engine.hybrid_reference import Delta, HybridReference
 torch.set_num_threads(1)
 BLOCK = 6
 NUM_SEQS = 3
+NUM_CHECKPOINTS = 4
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -33,6 +34,8 @@ class Row:
     slot: int
     next_slot: int = 0
     tokens: list[Tensor] = field(default_factory=list)
+    frozen: bool = False
+    """True if the slot is a checkpoint, so the next step writes another one."""
 
     @property
     def start(self) -> int:
@@ -50,7 +53,7 @@ class Layer:
         assert config.gated_delta is not None
         weights = TextWeights(SafetensorsWeights(pair.target, cpu, torch.float32), config)
         self.net = GatedDeltaNet(LayerSource(0, config, weights, backend))
-        self.pool = StatePool(config.gated_delta, NUM_SEQS + 1, BLOCK, torch.float32, backend.zeros)
+        self.pool = StatePool(config.gated_delta, 2 * NUM_SEQS + NUM_CHECKPOINTS, BLOCK, torch.float32, backend.zeros)
         self.memory = self.pool.layers[0]
         self.hidden = config.hidden_size
         self.draw = torch.Generator().manual_seed(0)
@@ -66,7 +69,8 @@ class Layer:
         rows = (firsts[:, None] + torch.arange(width)).clamp(max=int(counts.sum()) - 1)
         places = torch.cat([i * width + torch.arange(len(rows)) for i, rows in enumerate(new)])
         slots, starts = (torch.tensor([getattr(seq, name) for seq in seqs]) for name in ("slot", "start"))
-        step = RecurrentRows(SequenceRows(slots, starts, counts, rows, places, self.static), [])
+        next_slots = torch.tensor([seq.next_slot or seq.slot for seq in seqs])
+        step = RecurrentRows(SequenceRows(slots, next_slots, starts, counts, rows, places, self.static), [])
         found = self.run(step, [row for rows in new for row in rows])
         for seq, rows, part in zip(seqs, new, found.split(counts.tolist()), strict=True):
             wanted, _ = self.recomputed([*seq.tokens, *rows])
@@ -75,10 +79,9 @@ class Layer:
     def prefill(self, seq: Row, new: list[Tensor]) -> None:
         """A chunk of a prompt, from the sequence's slot to the next one."""
         numbers = torch.arange(len(new))
-        one = SequenceRows(
-            torch.tensor([seq.slot]), torch.tensor([seq.start]), torch.tensor([len(new)]), numbers[None], numbers
-        )
-        found = self.run(RecurrentRows(None, [PromptChunk(one, torch.tensor([seq.next_slot or seq.slot]))]), new)
+        one = (seq.slot, seq.next_slot or seq.slot, seq.start, len(new))
+        chunk = SequenceRows(*(torch.tensor([number]) for number in one), numbers[None], numbers)
+        found = self.run(RecurrentRows(None, [chunk]), new)
         torch.testing.assert_close(found, self.recomputed([*seq.tokens, *new])[0][seq.start :], **CLOSE)
 
     def run(self, recurrent: RecurrentRows, rows: list[Tensor]) -> Tensor:
@@ -108,7 +111,9 @@ def layer(tmp_path_factory: pytest.TempPathFactory) -> Layer:
 WIDTHS = st.lists(st.integers(1, BLOCK), min_size=NUM_SEQS, max_size=NUM_SEQS)
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["accept", "drop", "repeat", "repeat in halves", "preempt", "prompt", "prompt again"]),
+        st.sampled_from(
+            ["accept", "drop", "repeat", "repeat in halves", "preempt", "prompt", "prompt again", "checkpoint", "hit"]
+        ),
         WIDTHS,
         WIDTHS,
         st.integers(0, NUM_SEQS - 1),
@@ -127,31 +132,60 @@ def test_any_course_of_steps_leaves_the_state_of_the_accepted_tokens(layer: Laye
     layer.memory.conv.fill_(torch.nan)
     layer.memory.pending.fill_(torch.nan)
     layer.memory.num_tokens.fill_(9)
-    seqs, spare = [Row(slot) for slot in range(1, NUM_SEQS + 1)], NUM_SEQS + 1
+    free = list(range(1, 2 * NUM_SEQS + NUM_CHECKPOINTS + 1))
+    seqs, checkpoints = [Row(free.pop()) for _ in range(NUM_SEQS)], list[Row]()
+
+    def leave(seq: Row) -> None:
+        """Let the next slot, if there is one, take the place of a sequence's slot."""
+        if seq.next_slot:
+            if not seq.frozen:
+                free.append(seq.slot)
+            seq.slot, seq.next_slot, seq.frozen = seq.next_slot, 0, False
+
     for kind, widths, accepted, chosen in steps:
-        new = [layer.rows(width) for width in widths]
+        new, seq = [layer.rows(width) for width in widths], seqs[chosen]
         if kind == "preempt":
-            seqs[chosen].tokens = []
+            seq.next_slot, seq.tokens = free.pop() if seq.frozen else 0, []
+            leave(seq)
+        elif kind == "checkpoint":
+            if len(checkpoints) < NUM_CHECKPOINTS and seq.tokens and not seq.frozen:
+                # A page may end at any row that the last step has committed.
+                covered = int(layer.memory.num_tokens[seq.slot])
+                end = max(covered, len(seq.tokens) - widths[0] + 1, 1)
+                checkpoints.append(Row(seq.slot, tokens=seq.tokens[:end]))
+                seq.frozen = True
+        elif kind == "hit":
+            if checkpoints:
+                found = checkpoints[widths[0] % len(checkpoints)]
+                if not seq.frozen:
+                    free.append(seq.slot)
+                seqs[chosen] = Row(found.slot, tokens=list(found.tokens), frozen=True)
         elif kind.startswith("prompt"):
-            seq = seqs[chosen]
-            seq.next_slot = spare if seq.tokens else 0
+            seq.next_slot = free.pop() if seq.tokens else 0
             for _ in range(2 if kind == "prompt again" else 1):
                 layer.prefill(seq, new[0])
-            if seq.next_slot:
-                spare, seq.slot, seq.next_slot = seq.slot, seq.next_slot, 0
+            leave(seq)
             seq.tokens += new[0]
         else:
+            for each in seqs:
+                each.next_slot = free.pop() if each.frozen else 0
             layer.verify(seqs, new)
             if kind == "repeat":
                 layer.verify(seqs, new)
             elif kind == "repeat in halves":
                 layer.verify(seqs[:chosen] or seqs[:1], new[:chosen] or new[:1])
                 layer.verify(seqs[chosen:], new[chosen:])
-            if kind != "drop":
-                for seq, rows, count in zip(seqs, new, accepted, strict=True):
-                    seq.tokens += rows[:count]
-        for seq in seqs:
-            layer.check(seq)
+            for each, rows, count in zip(seqs, new, accepted, strict=True):
+                if kind == "drop":
+                    free.extend([each.next_slot] if each.next_slot else [])
+                    each.next_slot = 0
+                else:
+                    each.tokens += rows[:count]
+                    leave(each)
+        for each in seqs:
+            layer.check(each)
+    for each in checkpoints:
+        layer.check(each)
 
 
 @pytest.mark.parametrize("accepted", range(1, BLOCK + 1))
@@ -195,6 +229,7 @@ def test_padding_sequences_stay_finite_on_the_scratch_slot(layer: Layer):
         tensor.fill_(torch.nan)
     numbers = torch.arange(3)
     for _ in range(3):
-        padding = SequenceRows(torch.zeros(3, dtype=torch.int64), numbers, torch.ones(3), numbers[:, None], numbers)
+        scratch = torch.zeros(3, dtype=torch.int64)
+        padding = SequenceRows(scratch, scratch, numbers, torch.ones(3), numbers[:, None], numbers)
         assert layer.run(RecurrentRows(padding, []), layer.rows(3)).isfinite().all()
     assert layer.memory.matrix[0].isfinite().all()

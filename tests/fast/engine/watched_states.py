@@ -1,0 +1,70 @@
+"""A guard of state checkpoints, around every step of an engine with a hybrid target."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.engine.build.engine import Engine
+from app.engine.schedule.batch import Batch, ScheduledSequence
+from tests.fast.engine.hybrid_reference import HybridReference
+from tests.fast.engine.state_books import check_state_slots
+
+
+class WatchedStates:
+    """Asserts before every launch that the books are right, and behind it that no checkpoint was written.
+
+    `check` holds every new checkpoint against a recomputation from the tokens that its digest stands for. `num_checked`
+    counts them.
+    """
+
+    def __init__(self, engine: Engine, reference: HybridReference) -> None:
+        self.scheduler, self.reference = engine.core.scheduler, reference
+        self.target, self.pool = engine.core.runner.forward.target, engine.core.runner.pools[0]
+        self.num_checked = 0
+        self._tokens: dict[bytes, list[int]] = {}
+        self._known: set[tuple[bytes, int]] = set()
+        self._launch, self._publish = engine.core.launch, self.scheduler._publish_states
+        engine.core.launch = self._watched  # type: ignore[method-assign]
+        self.scheduler._publish_states = self._published  # type: ignore[method-assign]
+
+    def check(self) -> None:
+        """Call this between two steps."""
+        states, size = self.scheduler.states, self.scheduler.pool.page_size
+        new = states._slot_of.items() - self._known
+        self._known = set(states._slot_of.items())
+        with torch.inference_mode():
+            for digest, slot in new:
+                tokens = self._tokens[digest]
+                assert len(tokens) % size == 0
+                wanted = self.reference(torch.tensor([tokens])).past_key_values
+                self._check(slot, len(tokens), wanted)
+                self.num_checked += 1
+
+    def _check(self, slot: int, start: int, wanted: list[Any]) -> None:
+        slots, starts = torch.tensor([slot]), torch.tensor([start])
+        for number in self.target.config.gated_delta.layers:
+            memory, layer = self.pool.layers[number], self.target.layers[number].attention
+            state, pending, counts = memory.at(slots, starts)
+            assert int(memory.num_tokens[slot]) + int(counts) == start
+            found = layer._advance(pending, counts, state)[1]
+            torch.testing.assert_close(found.matrix[0], wanted[number].matrix, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(found.conv[0], wanted[number].inputs, rtol=1e-3, atol=1e-4)
+
+    def _watched(self, batch: Batch) -> Any:
+        check_state_slots(self.scheduler)
+        frozen = torch.tensor(sorted(self.scheduler.states._digest_of), dtype=torch.long)
+        before = self._kept(frozen)
+        pending = self._launch(batch)
+        assert all(map(torch.equal, self._kept(frozen), before)), "a checkpoint was written"
+        return pending
+
+    def _published(self, rows: ScheduledSequence) -> None:
+        seq, size = rows.seq, self.scheduler.pool.page_size
+        for page in range(seq.num_tokens // size):
+            self._tokens[seq.digest(page, size)] = seq.token_ids[: (page + 1) * size]
+        self._publish(rows)
+
+    def _kept(self, slots: Tensor) -> list[Tensor]:
+        layers = [self.pool.layers[number] for number in self.target.config.gated_delta.layers]
+        return [x[slots] for memory in layers for x in (memory.matrix, memory.conv, memory.pending, memory.num_tokens)]
