@@ -1,5 +1,6 @@
 """A hybrid target with all our kernels in every step: text with DFlash on == off == the CPU backend's."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,24 @@ def test_nor_does_a_step_that_is_launched_before_the_last_one_is_read(pair: Pair
     assert run.texts == expected and run.acceptance_length > 1.2
     assert any(len(log.batches[number].decodes) == 2 for number in log.overlapped)
     assert on_cuda.core.scheduler.states.num_used == 0
+
+
+@pytest.mark.usefixtures("expected", "on_cuda")
+def test_nor_does_a_state_that_the_prefix_cache_has(pair: Pair, expected: list[list[int]]) -> None:
+    """The step behind a hit reads a checkpoint, which stays as it is for the next one."""
+    asked = [replace(requests()[0], request_id=name, max_tokens=4) for name in ("cold", "warm", "warm again")]
+    on_cuda = engine(pair, page_size=4, prefix_caching=True)
+    texts = [on_cuda.core.run([request])[request.request_id] for request in asked]
+    assert texts == [expected[0][:4]] * 3
+    assert on_cuda.core.scheduler.prefix_cache_hits >= 2 * 16
+
+
+@pytest.mark.usefixtures("expected", "on_cuda")
+def test_in_bfloat16_drafts_hit_and_the_text_is_that_of_plain_decoding(pair: Pair) -> None:
+    """The pair's margins are wider than what bfloat16 rounds."""
+    asked = [replace(requests()[0], max_tokens=6)]
+    off, on = (run_engine(engine(pair, draft, dtype="bfloat16"), asked) for draft in (False, True))
+    assert on.texts == off.texts and on.acceptance_length > 1.2
 
 
 @pytest.mark.usefixtures("on_cuda")
