@@ -39,6 +39,8 @@ MORE_ATTENTION += [(24, 4, 256, torch.bfloat16), (16, 2, 256, torch.bfloat16), (
 """(heads, KV heads, head size, type) of models that are not among TARGETS."""
 MASKS = [AttentionMask(causal=True), AttentionMask(causal=False)]
 WINDOWED = [AttentionMask(causal, 2048) for causal in (True, False)]
+SINKS = [(64, 8, 64, torch.bfloat16)]
+"""Attention with sinks, of gpt-oss. It is compiled without them first, so a kernel that is new has them."""
 EXPERTS = {
     2048: MoeConfig(128, 8, intermediate_size=768, norm_topk_prob=True),
     2880: MoeConfig(32, 4, intermediate_size=2880, norm_topk_prob=True, has_bias=True, swiglu_limit=7.0),
@@ -114,8 +116,9 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.advance_by_accepted(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
 
 
-def launch_more(backend: CudaBackend) -> None:
-    for heads, kv_heads, dim, dtype in MORE_ATTENTION:
+def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
+    for heads, kv_heads, dim, dtype in shapes:
+        given = empty(heads, dtype=torch.float32) if sinks else None
         kv = LayerKv(*(empty(4096, 16, kv_heads, dim, dtype=dtype) for _ in range(2)))
         for num_seqs, rows in SIZES[1:2] if dim < 256 else SIZES[2:4]:
             meta = AttentionMetadata(
@@ -128,7 +131,7 @@ def launch_more(backend: CudaBackend) -> None:
                 dict.fromkeys([*MASKS, *WINDOWED]),
             )
             for mask in (MASKS[0], *WINDOWED):
-                backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask)
+                backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask, given)
             rotation, norms = [empty(rows, 1, dim, dtype=dtype)] * 2, [empty(dim, dtype=dtype)] * 2
             qkv = empty(rows, heads + 2 * kv_heads, dim, dtype=dtype)
             backend.qkv_into_kv(qkv, *norms, 1e-6, rotation, kv, numbers(rows))
@@ -190,11 +193,13 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend._multiprocessors = 132
     seen = set()
-    for model in [*models, "others"]:
+    for model in [*models, "others", "sinks"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
+        elif model == "sinks":
+            launch_attention(backend, SINKS, sinks=True)
         else:
-            launch_more(backend)
+            launch_attention(backend, [*MORE_ATTENTION, *SINKS], sinks=False)
             launch_experts()
             launch_gated_delta(backend)
         while compiled:

@@ -37,6 +37,10 @@ def test_every_kernel_compiles_for_sm_90(kernels: list[dict[str, Any]]) -> None:
     assert {kernel["kernel"] for kernel in kernels} == set(KERNELS)
 
 
+def test_attention_with_sinks_is_compiled_causal_and_in_windows(kernels: list[dict[str, Any]]) -> None:
+    assert [kernel["kernel"] for kernel in kernels if kernel["model"] == "sinks"].count("attend") == 3
+
+
 def test_none_spills_and_all_fit(kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
         print(kernel)
