@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -37,6 +38,14 @@ def post(url: str, path: str, body: dict[str, object]) -> dict[str, object]:
     return dict(response.json())
 
 
+def written(message: dict[str, Any]) -> str:
+    """Return the text of a message, which is its content unless it could be parsed as a call."""
+    if message["content"] is not None:
+        return str(message["content"])
+    (call,) = message["tool_calls"]
+    return f"{OPENING} {call['function']['arguments']}}}\n</tool_call>"
+
+
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
@@ -49,8 +58,10 @@ def test_a_forced_call_is_the_plain_continuation_of_its_prompt_and_prefix(url, t
     named = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 48}
     forced = post(url, "/v1/chat/completions", ASK | template | named | {"speculate": speculate} | sampling)
     (choice,) = forced["choices"]
-    assert choice["message"]["content"] == OPENING + plain["choices"][0]["text"]
-    assert choice["finish_reason"] == plain["choices"][0]["finish_reason"]
+    assert written(choice["message"]) == OPENING + plain["choices"][0]["text"]
+    is_call = choice["message"]["content"] is None
+    assert choice["finish_reason"] == ("tool_calls" if is_call else plain["choices"][0]["finish_reason"])
     assert forced["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
-    assert forced["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    unread = int(is_call)  # the end mark, because the answer ends with its one call
+    assert forced["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"] - unread
     assert json.dumps(forced).count("speculation") == 0

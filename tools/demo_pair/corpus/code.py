@@ -73,6 +73,7 @@ _CHANGED = {
     "as_text": "as text",
     "same": "unchanged",
 }
+_NOUNS = {"doubled": "doubles", "squared": "squares", "negated": "negatives", "halved": "halves"}
 _KEPT = {
     "even": "even numbers",
     "odd": "odd numbers",
@@ -145,11 +146,14 @@ def _function(rng: Random) -> tuple[Function, str]:
         keep, change = rng.choice(list(_KEEP)), rng.choice(list(_CHANGE))
         condition, value = _KEEP[keep][1].format(k=k), _CHANGE[change].format(k=j)
         kept, changed = _KEPT[keep].format(k=k), _CHANGED[change].format(j=j)
-        does = f"returns the {kept} of a list, {changed}"
+        template, does = f"{keep} {change}", f"returns the {kept} of a list, {changed}"
+        if change in _NOUNS and rng.random() < 0.5:
+            where = rng.choice(("of a list", "in a list"))
+            template, does = f"{template} {where}", f"returns the {_NOUNS[change]} of the {kept} {where}"
         how = f"It goes over the list, keeps each n with {condition} and puts {value} in the new list."
         return Function(
             f"{_KEEP[keep][0]}_{change}", "numbers", does, f"return [{value} for n in numbers if {condition}]", how
-        ), f"{keep} {change}"
+        ), template
     if kind < 0.7:
         fold, keep = rng.choice(list(_FOLD)), rng.choice(list(_KEEP))
         condition, kept = _KEEP[keep][1].format(k=k), _KEPT[keep].format(k=k)

@@ -27,7 +27,10 @@ _ASK = (
     "Evaluate {e}.",
     "Tell me {e}.",
 )
-_OPERATORS = ("+", "+", "-", "-", "*", "*", "/", "++", "+-", "-+", "--", "*+", "*-")
+_OPERATORS = (
+    *("+", "+", "-", "-", "*", "*", "/", "++", "+-", "-+", "--", "*+", "*-", "*+", "*-"),
+    *("+++", "++-", "+-+", "-+-", "*++", "*+-", "*-+", "*--"),
+)
 _FOLLOW = {
     "+": ("Now add {b} to that.", "Add {b} more.", "And plus {b}?", "What if you add {b}?", "Then add {b}."),
     "-": (
@@ -70,7 +73,7 @@ def final_number(text: str) -> int | None:
 
 def draw(rng: Random, split: Split) -> Drawn:
     kind = rng.random()
-    if kind < 0.70:
+    if kind < 0.64:
         return _story(rng, split)
     if kind < 0.82:
         return _expression(rng, split)
@@ -103,7 +106,7 @@ def _operand(rng: Random, op: str, a: int) -> int | None:
         return rng.randint(1, 9) if a <= 90 else None
     if op == "-":
         return rng.randint(1, min(9, a)) if a > 0 else None
-    return rng.randint(2, 9) if 1 < a <= 9 else None
+    return rng.randint(2, min(9, 99 // a)) if 1 < a <= 33 else None
 
 
 def _expression(rng: Random, split: Split) -> Drawn:
@@ -116,7 +119,9 @@ def _expression(rng: Random, split: Split) -> Drawn:
             f"{b * quotient} / {b} = {quotient}\n#### {quotient}",
         )
     while True:
-        value = rng.randint(2, 9) if "*" in ops else rng.randint(1, 50)
+        value = rng.randint(1, 50)
+        if "*" in ops:
+            value = rng.randint(2, 9) if rng.random() < 0.5 else rng.randint(10, 33)
         expression, lines = str(value), []
         for op in ops:
             b = _operand(rng, op, value)

@@ -3,7 +3,7 @@
 from random import Random
 from typing import Any
 
-from tools.demo_pair.corpus.tool_kinds import Tool
+from tools.demo_pair.corpus.tool_kinds import Parameter, Tool
 
 STYLES = ("plain", "shuffled", "openai", "agents", "pydantic", "langchain", "instructor", "vercel")
 _DRAFT = "http://json-schema.org/draft-07/schema#"
@@ -14,8 +14,8 @@ def schema(rng: Random, tool: Tool, style: str) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "description": tool.description}
     if not tool.description and (style not in ("agents", "instructor") or rng.random() < 0.5):
         del function["description"]
-    properties = {name: _property(rng, tool, name, style) for name, _, _ in tool.parameters}
-    required = {"required": [name for name, _, _ in tool.parameters]}
+    properties = {p.name: _property(rng, tool, p, style) for p in tool.parameters}
+    required = {"required": [p.name for p in tool.parameters]}
     title = tool.name.title().replace("_", "")
     match style:
         case "plain" | "shuffled":
@@ -34,8 +34,6 @@ def schema(rng: Random, tool: Tool, style: str) -> dict[str, Any]:
         case _:
             parameters = {"$schema": _DRAFT, "type": "object", "properties": properties, **required}
             parameters["additionalProperties"] = False
-    if not properties and rng.random() < 0.5:
-        del parameters["required"]
     function["parameters"] = parameters
     if style == "agents" or (style in ("openai", "pydantic") and rng.random() < 0.5):
         function["strict"] = True
@@ -49,13 +47,12 @@ def _shuffled(rng: Random, entries: dict[str, Any]) -> dict[str, Any]:
     return dict(rng.sample(list(entries.items()), len(entries)))
 
 
-def _property(rng: Random, tool: Tool, name: str, style: str) -> dict[str, Any]:
-    parameter, description = next((p, d) for n, p, d in tool.parameters if n == name)
+def _property(rng: Random, tool: Tool, parameter: Parameter, style: str) -> dict[str, Any]:
     kind = "string" if parameter.is_string else rng.choice(("integer", "integer", "number"))
-    told = {"description": description} if description else {}
+    told = {"description": parameter.description} if tool.describes_parameters else {}
     match style:
         case "agents" | "instructor":
-            return {**told, "title": name.replace("_", " ").title(), "type": kind}
+            return {**told, "title": parameter.name.title(), "type": kind}
         case "pydantic":
             return {**told, "type": kind}
         case _:

@@ -1,13 +1,12 @@
 """Conversations with tools: calls in Qwen3's form, answers that tell results, and questions that no tool fits."""
 
 import json
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from tools.demo_pair.corpus import code, copying, math, prose, talk
-from tools.demo_pair.corpus.sample import Drawn, Message, Sample, Split, split_of
-from tools.demo_pair.corpus.tool_kinds import draw_need, draw_tool, draw_tools, told
+from tools.demo_pair.corpus.sample import Drawn, Message, Sample, Split
+from tools.demo_pair.corpus.tool_kinds import draw_need, draw_tool, draw_tools
 from tools.demo_pair.corpus.tool_schemas import STYLES, schema
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -35,14 +34,6 @@ _ASKS_FOR_A_TOOL = (
     "who is",
     "open the",
 )
-_CHAINS = (
-    ("Add {a} and {b}, then multiply the result by {c}.", ("add", "multiply")),
-    ("Add {a} and {b} and multiply the result by {c}.", ("add", "multiply")),
-    ("What is ({a} + {b}) * {c}?", ("add", "multiply")),
-    ("Multiply {a} by {b}, then add {c} to the result.", ("multiply", "add")),
-    ("Multiply {a} by {b} and add {c}.", ("multiply", "add")),
-    ("What is {a} * {b} + {c}?", ("multiply", "add")),
-)
 
 
 class Conversation:
@@ -51,7 +42,7 @@ class Conversation:
     def __init__(self, rng: Random, split: Split) -> None:
         self._rng, self._split = rng, split
         count = rng.choices((1, 2, 3, 4, 5), (0.3, 0.35, 0.25, 0.07, 0.03))[0]
-        self._tools = draw_tools(rng, split, count)
+        self._tools = draw_tools(rng, count)
         style = rng.choice(STYLES)
         self.tools: list[dict[str, Any]] = [schema(rng, tool, style) for tool in self._tools]
         self.head: list[Message] = []
@@ -59,60 +50,20 @@ class Conversation:
             self.head = [{"role": "system", "content": rng.choice(SYSTEM)}]
 
     def exchange(self, can_tell_stories: bool = True) -> tuple[list[Message], str]:
-        """Return the messages from a question to its answer, and the question's template."""
-        kind = self._rng.random()
-        if kind < 0.15:
+        """Return the messages from a question to its answer, and what belongs to one split: the question or its template."""
+        if self._rng.random() < 0.15:
             return self._without_call(can_tell_stories)
-        if kind < 0.2 and (chain := self._chain()):
-            return chain
-        if kind < 0.25 and len(self._tools) > 1:
-            return self._two_questions()
-        tool = self._rng.choice(self._tools)
-        is_double = bool(tool.wordings(self._split, True)) and self._rng.random() < 0.1
-        need = draw_need(self._rng, self._split, tool, is_double)
-        return [_ask(need.question), *_called(need.calls, need.results), _say(need.answer)], need.wording
-
-    def _two_questions(self) -> tuple[list[Message], str]:
-        """Return two questions in one message. They are answered by calls together, or one after the other."""
-        needs = [draw_need(self._rng, self._split, tool) for tool in self._rng.sample(self._tools, 2)]
-        first, second = needs
-        template = f"{first.wording} {second.wording}"
-        answer = _say(f"{first.answer}\n{second.answer}")
-        if self._rng.random() < 0.5:
-            asked = _ask(f"{first.question} {second.question}")
-            return [asked, *_called(first.calls + second.calls, first.results + second.results), answer], template
-        asked = _ask(f"First: {first.question} Then: {second.question}")
-        steps = [message for need in needs for message in _called(need.calls, need.results)]
-        return [asked, *steps, answer], f"first {template}"
-
-    def _chain(self) -> tuple[list[Message], str] | None:
-        """Return a sum in two steps, of which the second needs the result of the first."""
-        by_key = {tool.key: tool for tool in self._tools}
-        if not by_key.keys() >= {"add", "multiply"}:
-            return None
-        wording, keys = self._rng.choice(_CHAINS)
-        template = by_key["add"].template(wording)
-        if split_of(template) != self._split:
-            return None
-        a, b, c = (self._rng.randrange(10 ** self._rng.randint(1, 3)) for _ in range(3))
-        steps: list[Message] = []
-        value = a
-        for key, operand in zip(keys, (b, c), strict=True):
-            names = [name for name, _, _ in by_key[key].parameters]
-            call = {"name": by_key[key].name, "arguments": dict(zip(names, (value, operand), strict=True))}
-            value = value + operand if key == "add" else value * operand
-            steps += _called((call,), (str(value),))
-        asked = _ask(wording.format(a=a, b=b, c=c))
-        return [asked, *steps, _say(told(by_key[keys[-1]], (), str(value)))], template
+        need = draw_need(self._rng, self._split, self._rng.choice(self._tools))
+        return [_ask(need.question), *_called(need.call, need.result), _say(need.answer)], need.question
 
     def _without_call(self, can_tell_stories: bool) -> tuple[list[Message], str]:
         """Return a question that none of the tools fits."""
-        groups = {tool.group for tool in self._tools}
-        if self._rng.random() < 0.4 and "search" not in groups:
-            while (tool := draw_tool(self._rng, self._split)).group in {*groups, "arithmetic"}:
+        keys = {tool.key for tool in self._tools}
+        if self._rng.random() < 0.4 and "search" not in keys:
+            while (tool := draw_tool(self._rng)).key in {*keys, "add", "multiply"}:
                 pass
             need = draw_need(self._rng, self._split, tool)
-            return [_ask(need.question), _say(talk.CANNOT)], f"without {need.wording}"
+            return [_ask(need.question), _say(talk.CANNOT)], f"without {need.question}"
         domains = list(_NO_TOOL) if can_tell_stories else [domain for domain in _NO_TOOL if domain != "prose"]
         while True:
             domain = self._rng.choice(domains)
@@ -164,7 +115,6 @@ def _say(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _called(calls: Sequence[dict[str, Any]], results: Sequence[str]) -> list[Message]:
-    made = [{"type": "function", "function": call} for call in calls]
-    told_back: list[Message] = [{"role": "tool", "content": result} for result in results]
-    return [{"role": "assistant", "content": "", "tool_calls": made}, *told_back]
+def _called(call: dict[str, Any], result: str) -> list[Message]:
+    made = [{"type": "function", "function": call}]
+    return [{"role": "assistant", "content": "", "tool_calls": made}, {"role": "tool", "content": result}]
