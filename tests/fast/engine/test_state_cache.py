@@ -310,7 +310,12 @@ def test_dflash_and_a_cache_change_no_token(lucky: Subject, case: Case, short_in
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", ["eager", "overlap"])
-def test_a_second_turn_says_what_a_cold_engine_says(lucky: Subject, path: str, short_interval: None):
+def test_a_second_turn_says_what_a_cold_engine_says(
+    lucky: Subject, path: str, short_interval: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "app.engine.build.states.PER_SEQUENCE", 32
+    )  # so that no checkpoint of the first turn is evicted
     case = Case(concurrency=4, page_size=4, block_size=8, path=path)
     cached = replace(case, cached=True)
     engine, first = lucky.engine(cached), lucky.requests(case)
