@@ -13,6 +13,7 @@ class EngineInfo:
     what was read from the draft's config.json, for people.
     A hybrid target has `state_bytes` of recurrent state beside the KV, and `state_cache_bytes` for
     `num_state_checkpoints` of its prefix cache.
+    `tensor_parallel_size` processes share each layer.
     """
 
     target: str
@@ -31,6 +32,7 @@ class EngineInfo:
     state_bytes: int = 0
     state_cache_bytes: int = 0
     num_state_checkpoints: int = 0
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class EngineConfig:
     them. `npu_check` holds every operator call on an NPU to docs/npu-contract.md. `compile` turns a CPU's forwards into
     C++ before the first step. `verify` is how many rows of a block the target verifies, the anchor included: "full" is
     all, "auto" as many as pay, 1 the anchor alone.
+    `tensor_parallel_size` processes share each layer of the target, and of the draft, unless
+    `draft_tensor_parallel_size` is 1.
     """
 
     target: Path
@@ -64,5 +68,7 @@ class EngineConfig:
     npu_check: bool = False
     compile: bool = False
     verify: str | int = "full"
+    tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"

@@ -122,8 +122,7 @@ class EngineLink:
     def kill(self) -> None:
         """Kill the process, because one that hangs in a device call does not handle SIGTERM. `close` is still due."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            _kill_session(self._process.pid)
 
     async def close(self, grace: float = 0.0) -> None:
         """End the process and free the sockets. After `grace` seconds it is terminated, and then killed."""
@@ -138,10 +137,17 @@ class EngineLink:
                     async with asyncio.timeout(seconds):
                         await process.wait()
             process.stdin.close()
+            _kill_session(process.pid)
         self._commands.close()
         self._replies.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _kill_session(pid: int) -> None:
+    """Kill the engine process and those that it has started, of which one may be stopped or hang."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _private_folder() -> Path:

@@ -49,6 +49,7 @@ class PeerFlag(NamedTuple):
 
 
 BLOCK_NOTE = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
+REPLICAS_NOTE = "a model is on one host; run replicas behind a router"
 
 PEER_FLAGS = (
     PeerFlag("--model", "model", "vLLM"),
@@ -70,6 +71,9 @@ PEER_FLAGS = (
     PeerFlag("--tp", "tensor_parallel_size", "SGLang"),
     PeerFlag("--tp-size", "tensor_parallel_size", "SGLang"),
     PeerFlag("-tp", "tensor_parallel_size", "vLLM"),
+    PeerFlag("--pipeline-parallel-size", None, "vLLM", REPLICAS_NOTE, "refused"),
+    PeerFlag("--data-parallel-size", None, "vLLM", REPLICAS_NOTE, "refused"),
+    PeerFlag("--nnodes", None, "vLLM", REPLICAS_NOTE, "refused"),
     PeerFlag("--enable-prefix-caching", "prefix_caching", "vLLM", "the default", "on"),
     PeerFlag("--no-enable-prefix-caching", "prefix_caching", "vLLM", value="off"),
     PeerFlag("--disable-radix-cache", "prefix_caching", "SGLang", value="off"),
@@ -86,6 +90,6 @@ SPECULATIVE_CONFIG = {
     "model": "draft_model",
     "num_speculative_tokens": "num_speculative_tokens",
     "enforce_eager": "draft_enforce_eager",
-    "draft_tensor_parallel_size": "tensor_parallel_size",
+    "draft_tensor_parallel_size": "draft_tensor_parallel_size",
 }
 """Key of vLLM's `--speculative-config` -> our setting. The method must be dflash."""

@@ -22,7 +22,6 @@ from app.config.values import (
     NumDrafts,
     ParserName,
     RootPath,
-    TensorParallelSize,
     ToolParserName,
     Words,
 )
@@ -81,6 +80,9 @@ class Config(BaseModel):
         "auto | full | N: rows of a block that are drafted and verified, with its anchor; auto is what pays by measure",
     )
     draft_enforce_eager: bool = setting(SPECULATION, False, "run the draft without graphs")
+    draft_tensor_parallel_size: PositiveInt | None = setting(
+        SPECULATION, None, "1, or --tensor-parallel-size: processes that share each layer of the draft (default: all)"
+    )
 
     max_model_len: PositiveInt | None = setting(ENGINE, None, "longest prompt and answer together, in tokens")
     max_num_seqs: PositiveInt | None = setting(ENGINE, None, "most sequences in one step")
@@ -110,7 +112,9 @@ class Config(BaseModel):
     npu_check: bool = setting(
         ENGINE, False, "hold every operator call on an NPU to docs/npu-contract.md, eagerly and slowly"
     )
-    tensor_parallel_size: TensorParallelSize = setting(ENGINE, 1, "only 1 for now")
+    tensor_parallel_size: PositiveInt = setting(
+        ENGINE, 1, "processes that share each layer of the model, on one host; with --device cpu for now"
+    )
 
     default_chat_template_kwargs: JsonObject = setting(
         CHAT, {}, 'JSON for requests that send no chat_template_kwargs: {"enable_thinking": false}', metavar="JSON"

@@ -92,10 +92,6 @@ Device = Annotated[
 NumDrafts = Annotated[
     int, require(lambda count: count >= 1, "a block needs at least 1 draft token; --no-speculation decodes plainly")
 ]
-TensorParallelSize = Annotated[
-    int,
-    require(lambda size: size == 1, "tensor parallelism is not supported yet; run one replica per device"),
-]
 BlockRows = Annotated[str, Field(pattern=r"^(auto|full|[1-9]\d*)$")]
 RootPath = Annotated[str, Field(pattern=r"^(/[^/\s]+)*$")]
 MetricsPrefix = Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$")]

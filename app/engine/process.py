@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -17,6 +19,8 @@ import zmq
 from app import log
 from app.engine.build.engine import Engine, Progress, build_engine
 from app.engine.errors import UnsupportedError
+from app.engine.ranks.leader import Followers
+from app.engine.ranks.parent import leave_with_parent
 from app.engine_config import EngineConfig, EngineInfo
 from app.messages import Request, StepOutput, TokenDelta
 from app.wire import (
@@ -31,11 +35,14 @@ from app.wire import (
     Stepped,
     Submit,
     decode_config,
+    encode_config,
 )
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
+_FOLLOWER_END_SECONDS = 1.0
+"""Time until a process that has ended is noticed. Its end makes collectives of this one fail within 25 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +96,14 @@ def main() -> int:
     commands, replies, epoch = sys.argv[1:]
     config = decode_config(sys.stdin.readline())
     log.set_up(config.log_level, config.log_format)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     link = Link(commands, replies, int(epoch))
+    folder = Path(commands.removeprefix("ipc://")).parent
+    followers = Followers(
+        encode_config(config) + "\n", config.tensor_parallel_size, folder, partial(_end, replies, link.epoch)
+    )
     try:
-        engine = build_engine(config, _progress(link))
+        engine = build_engine(config, _progress(link), join=followers.join)
         link.send(Ready(link.epoch, _info(engine, config)))
         serve(link, engine)
         return 0
@@ -100,10 +111,22 @@ def main() -> int:
         link.send(Fatal(link.epoch, str(error), user_error=True))
         return 2
     except Exception as error:
+        followers.wait_for_end(_FOLLOWER_END_SECONDS)
         link.send(Fatal(link.epoch, _last_words(error)))
         raise
     finally:
+        followers.close()
         link.close()
+
+
+def _end(replies: str, epoch: int, reason: str) -> None:
+    """End this process because another rank has ended. The main thread may wait for that one, and has the sockets."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(replies)
+    socket.send(msgspec.msgpack.encode(Fatal(epoch, f"{reason}, so the engine ends")))
+    context.destroy(linger=1000)
+    os._exit(1)
 
 
 def serve(link: Link, engine: Engine) -> None:
@@ -191,6 +214,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         state_bytes=engine.states.nbytes - engine.states.checkpoint_bytes if engine.states else 0,
         state_cache_bytes=engine.states.checkpoint_bytes if engine.states else 0,
         num_state_checkpoints=engine.states.num_checkpoints if engine.states else 0,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 
@@ -206,12 +230,6 @@ def _progress(link: Link) -> Progress:
             link.send(LoadProgress(link.epoch, stage, done, total))
 
     return send
-
-
-def _leave_with_parent() -> None:
-    while sys.stdin.read(1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

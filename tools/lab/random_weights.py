@@ -98,6 +98,9 @@ class RandomWeights:
     def get_float32(self, name: str, *shape: int) -> Tensor:
         return self.get(name, *shape).float()
 
+    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> Tensor:
+        return self.get(name, *shape).narrow(axis, part.start, len(part)).contiguous()
+
     def get_indices(self, name: str, *shape: int) -> Tensor:
         raise NotImplementedError(f"random weights have no {name}")
 

@@ -89,6 +89,8 @@ class Backend(ABC):
     small, so a step is launched before the step in flight is read."""
     runs_recurrent_layers = False
     """True if layers with a recurrent state were proved to be right on this device."""
+    collectives: str | None = None
+    """Name in torch.distributed of the collectives that join several of this device, or None if there are none."""
     memory_is_host = False
     """True if the device has no memory of its own, so other processes share it and no allocator measures a peak."""
     can_wait_cheaply = False

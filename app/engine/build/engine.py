@@ -1,7 +1,8 @@
 """From an EngineConfig to a warm EngineCore: backend, weights, sizes, KV memory, checks."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,11 @@ from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.draft_config import draft_config
 from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
+from app.engine.build.ranks import Rank, check_shards
 from app.engine.build.self_test import check_attention
 from app.engine.build.states import check_no_states, check_recurrent, make_state_slots, make_states
 from app.engine.build.time_steps import measure_costs
+from app.engine.comm.comm import ALONE, Comm
 from app.engine.compile.steps import compiled_forward
 from app.engine.core import EngineCore
 from app.engine.dflash.config import DFlashConfig
@@ -36,6 +39,7 @@ from app.engine.models.target import Target
 from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
+from app.engine.sampling.sharded import ShardedSampler
 from app.engine.step.forward import Forward
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
@@ -70,25 +74,57 @@ class Engine:
     states: StatePool | None
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A runner over its KV memory, which no step has used yet."""
+
+    runner: ModelRunner
+    sizes: Sizes
+    num_pages: int
+    dtype: torch.dtype
+    target: DecoderConfig
+    draft: DFlashConfig | None
+    states: StatePool | None
+
+
 def build_engine(
     config: EngineConfig,
     on_progress: Progress = lambda *_: None,
     open_weights: OpenWeights = SafetensorsWeights,
+    join: Callable[[], Rank] = Rank,
 ) -> Engine:
     """Load and warm up an engine. `open_weights` may get weights from elsewhere than the folders' files.
 
-    Raises UnsupportedError for a wish that would run wrongly or does not fit, before weights are read if possible.
+    `join` returns rank 0 of `config.tensor_parallel_size` ranks, once the others have come. Raises UnsupportedError for
+    a wish that would run wrongly or does not fit, before weights are read if possible.
     """
+    with _explained(config) as backend:
+        return _warm(config, _load_runner(config, backend, on_progress, open_weights, join), on_progress)
+
+
+def build_runner(
+    config: EngineConfig, join: Callable[[], Rank], open_weights: OpenWeights = SafetensorsWeights
+) -> ModelRunner:
+    """Load the runner of the rank that `join` returns, which is not rank 0. Raises UnsupportedError like rank 0."""
+    with _explained(config) as backend:
+        return _load_runner(config, backend, lambda *_: None, open_weights, join).runner
+
+
+@contextmanager
+def _explained(config: EngineConfig) -> Iterator[Backend]:
+    """Yield the backend. Errors of its device get a note with their meaning."""
     backend = make_backend(config.device, npu_check=config.npu_check, compiled=config.compile)
     try:
-        return _build(config, backend, on_progress, open_weights)
+        yield backend
     except Exception as error:
         if meaning := backend.explain(error):
             error.add_note(meaning)
         raise
 
 
-def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights) -> Engine:
+def _load_runner(
+    config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Callable[[], Rank]
+) -> Loaded:
     raw = read_config(config.target)
     shape, draft_shape = target_config(raw), None
     if config.compile and shape.moe:
@@ -107,10 +143,16 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     block_size = draft_shape.block_size if draft_shape else 1
     if isinstance(config.verify, int) and not 1 <= config.verify <= block_size:
         raise UnsupportedError(f"--verify {config.verify}: a block has {block_size} rows, so 1 to {block_size} of them")
+    check_shards(config, backend, shape, draft_shape)
     sizes = settle_sizes(config, block_size, shape.max_position_embeddings, backend.defaults)
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
+    comm, runner_class = join()
+    assert comm.size == config.tensor_parallel_size
+    shape = shape.shard(comm.size)
+    if draft_shape and config.draft_tensor_parallel_size != 1:
+        draft_shape = replace(draft_shape, decoder=draft_shape.decoder.shard(comm.size))
     decoders = [shape, *([draft_shape.decoder] if draft_shape else [])]
     if draft_shape and dtype == torch.float16:
         logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
@@ -123,8 +165,9 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     def opened(folder: Path, stage: str) -> Weights:
         return open_weights(folder, backend.device, dtype, partial(on_progress, stage))
 
-    target, draft = _load(config, target_class(raw), shape, draft_shape, backend, opened)
-    sampler = Sampler(shape.vocab_size, backend)
+    target, draft = _load(config, target_class(raw), shape, draft_shape, backend, opened, comm)
+    vocab = shape.vocab_size
+    sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
     counts = TokenCounts(sizes.max_num_seqs, shape.vocab_size, backend)
     max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
     first_draft_row = draft_shape.first_draft_row if draft_shape else 1
@@ -143,10 +186,11 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
         else:
             drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
             forward = Forward(target, pools[0], rotaries[0], *shared, drafter)
-        return ModelRunner(forward, backend, counts, layout, pools)
+        return runner_class(forward, backend, counts, layout, pools)
 
     kv_bytes = _kv_bytes(config, sizes, backend, runner_over, states, graphs=graph_sizes is not None)
-    token_bytes = sum(bytes_per_token(decoder, dtype) for decoder in decoders)
+    kv_bytes = comm.minimum(kv_bytes)  # ranks of one host share its memory, so this is for all of them
+    token_bytes = comm.size * sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     if draft_shape and (limit := draft_shape.decoder.max_position_embeddings) < sizes.max_model_len:
         logger.warning(
@@ -158,6 +202,13 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     if graph_sizes:
         graphs = _capture(config, runner.forward, graph_sizes, sizes, partial(on_progress, "graphs"))
         runner = GraphRunner(runner.forward, backend, counts, layout, runner.pools, graphs)
+    return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states)
+
+
+def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine:
+    """Run a request, time steps if their costs decide, and return the engine."""
+    runner, sizes, num_pages, states = loaded.runner, loaded.sizes, loaded.num_pages, loaded.states
+    block_size = sizes.block_size
 
     def core(policy: Policy) -> FaultTolerantCore:
         scheduler = FaultTolerantScheduler(
@@ -177,8 +228,8 @@ def _build(config: EngineConfig, backend: Backend, on_progress: Progress, open_w
     if config.verify == "auto" and block_size > 1:
         costs = measure_costs(runner, sizes, num_pages, partial(on_progress, "timing steps"))
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
-    name = str(dtype).removeprefix("torch.")
-    return Engine(core(policy), sizes, str(backend.device), name, shape, draft_shape, states)
+    name = str(loaded.dtype).removeprefix("torch.")
+    return Engine(core(policy), sizes, str(runner.backend.device), name, loaded.target, loaded.draft, states)
 
 
 def _load(
@@ -188,6 +239,7 @@ def _load(
     draft_shape: DFlashConfig | None,
     backend: Backend,
     opened: Callable[[Path, str], Weights],
+    comm: Comm,
 ) -> tuple[Target, DFlashModel | None]:
     """Load the weights of both models. The draft's files are opened, and refused if need be, before the target's."""
     target_weights = opened(config.target, "target")
@@ -195,21 +247,24 @@ def _load(
     biases = draft_shape is not None and draft_shape.decoder.qkv_bias
     if draft_weights and (reason := foreign_tensor(draft_weights.names, biases=biases)):
         raise UnsupportedError(f"draft: {reason}")
-    _check_memory(config, backend, target_weights, draft_weights)
+    _check_memory(config, backend, target_weights, draft_weights, comm)
     backend.retain_allocator_memory()
-    target = family(shape, target_weights, backend, draft_shape.target_layer_ids if draft_shape else ())
+    target_layer_ids = draft_shape.target_layer_ids if draft_shape else ()
+    target = family(shape, target_weights, backend, target_layer_ids, comm)
     target_weights.close()
     if draft_shape is None or draft_weights is None:
         return target, None
-    draft = DFlashModel(draft_shape, draft_weights, backend, target.embedding, target.lm_head)
+    layers_comm = ALONE if config.draft_tensor_parallel_size == 1 else comm
+    shared = target.embedding, target.lm_head, comm, layers_comm
+    draft = DFlashModel(draft_shape, draft_weights, backend, *shared)
     draft_weights.close()
     return target, draft
 
 
-def _check_memory(config: EngineConfig, backend: Backend, target: Weights, draft: Weights | None) -> None:
+def _check_memory(config: EngineConfig, backend: Backend, target: Weights, draft: Weights | None, comm: Comm) -> None:
     """Raise UnsupportedError with both numbers if the weights are larger than the memory that is free."""
     sizes = {config.target: target.num_bytes} | ({config.draft: draft.num_bytes} if config.draft and draft else {})
-    needed, (free, _) = sum(sizes.values()), backend.memory()
+    needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
     if needed > free:
         listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
         raise UnsupportedError(

@@ -54,19 +54,21 @@ class SafetensorsWeights:
         return count_numbers(self._folder) * self._dtype.itemsize
 
     def get(self, name: str, *shape: int) -> Tensor:
-        return self._numbers(name, shape).to(self._device, self._dtype)
+        return self._numbers(name, self._stored(name, shape)).to(self._device, self._dtype)
+
+    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> Tensor:
+        return self._numbers(name, self._stored(name, shape, axis, part)).to(self._device, self._dtype)
 
     def get_float32(self, name: str, *shape: int) -> Tensor:
-        return self._numbers(name, shape).to(self._device, torch.float32)
+        return self._numbers(name, self._stored(name, shape)).to(self._device, torch.float32)
 
-    def _numbers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of weights that are not quantised, as it is in the file."""
-        tensor = self._stored(name, shape)
-        if tensor.dtype not in _DTYPES:
-            dtype = str(tensor.dtype).removeprefix("torch.")
+    def _numbers(self, name: str, stored: Tensor) -> Tensor:
+        """Return a stored tensor. Raises UnsupportedError if its weights are quantised."""
+        if stored.dtype not in _DTYPES:
+            dtype = str(stored.dtype).removeprefix("torch.")
             path, _ = self._files[name]
             raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
-        return tensor
+        return stored
 
     def packed(self, name: str, *shape: int) -> Tensor:
         tensor = self._stored(name, shape)
@@ -80,18 +82,23 @@ class SafetensorsWeights:
             raise UnsupportedError(f"{self._folder}: tensor {name} is {tensor.dtype}, not whole numbers")
         return tensor.to(self._device, torch.int64)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor as it is in the file."""
+    def _stored(self, name: str, shape: tuple[int, ...], axis: int = 0, part: range | None = None) -> Tensor:
+        """Return a tensor of `shape` as it is in the file, or the `part` of its axis, of which alone is read."""
         if name not in self._files:
             raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
         path, stored_name = self._files[name]
-        tensor: Tensor = self._open[path].get_tensor(stored_name)
-        if tuple(tensor.shape) != shape:
+        stored = self._open[path].get_slice(stored_name)
+        if tuple(stored.get_shape()) != shape:
             raise UnsupportedError(
-                f"{self._folder}: tensor {name} has shape {list(tensor.shape)}, the config wants {list(shape)}"
+                f"{self._folder}: tensor {name} has shape {stored.get_shape()}, the config wants {list(shape)}"
             )
+        if part is None:
+            tensor: Tensor = self._open[path].get_tensor(stored_name)
+            self._read += tensor.nbytes
+        else:
+            tensor = stored[(slice(None),) * axis + (slice(part.start, part.stop),)].contiguous()
+            self._read += tensor.nbytes // len(part) * shape[axis]
         self._used.add(name)
-        self._read += tensor.nbytes
         if self._on_progress:
             self._on_progress(self._read, self._total)
         return tensor

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.backend.base import Backend
+from app.engine.comm.comm import ALONE, Comm
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen
-from app.engine.models.weights import LayerSource, Weights
+from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
+from app.engine.models.weights import LayerSource, Weights, own_part
 
 
 class DFlashModel(nn.Module):
@@ -17,10 +18,18 @@ class DFlashModel(nn.Module):
     A draft with an embedding or an lm_head of its own keeps it; otherwise those of the target serve (DFlash, arXiv
     2602.06036). With `tie_word_embeddings` its own embedding is its lm_head, if the checkpoint has no other.
     `target_ids` [Vd] int32 are the target's tokens of the draft's, or None if both have one vocabulary.
+    Ranks of `layers_comm` share the layers and ranks of `comm` the lm_head, like those of the target.
     """
 
     def __init__(
-        self, config: DFlashConfig, weights: Weights, backend: Backend, embedding: nn.Parameter, lm_head: nn.Parameter
+        self,
+        config: DFlashConfig,
+        weights: Weights,
+        backend: Backend,
+        embedding: nn.Parameter,
+        lm_head: nn.Parameter,
+        comm: Comm = ALONE,
+        layers_comm: Comm = ALONE,
     ) -> None:
         super().__init__()
         decoder = config.decoder
@@ -30,7 +39,7 @@ class DFlashModel(nn.Module):
         self.fc = frozen(backend.pack_weight(weights.get("fc.weight", hidden, features)))
         self.hidden_norm = frozen(weights.get("hidden_norm.weight", hidden))
         self.layers = nn.ModuleList(
-            DecoderLayer(LayerSource(i, decoder, weights, backend)) for i in range(decoder.num_layers)
+            DecoderLayer(LayerSource(i, decoder, weights, backend, comm=layers_comm)) for i in range(decoder.num_layers)
         )
         self.norm = frozen(weights.get("norm.weight", hidden))
         self.embedding, self.lm_head = embedding, lm_head
@@ -39,9 +48,11 @@ class DFlashModel(nn.Module):
         if has_embedding:
             self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
         if has_embedding and decoder.tie_word_embeddings and not has_head:
-            self.lm_head = self.embedding = frozen(backend.pack_weight(self.embedding))
+            self.embedding = frozen(backend.pack_weight(self.embedding))
+            self.lm_head = tied_head(self.embedding, comm)
         elif has_head or hidden != config.target_hidden_size:
-            self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", config.draft_vocab_size, hidden)))
+            own_rows = own_part(weights, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0)
+            self.lm_head = frozen(backend.pack_weight(own_rows))
         self.register_parameter("target_ids", None)
         if "d2t" in weights or config.draft_vocab_size != vocab:
             ids = _target_ids(weights.get_indices("d2t", config.draft_vocab_size), vocab)

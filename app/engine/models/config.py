@@ -1,6 +1,6 @@
 """Sizes of a decoder. `build/decoder_config.py` reads them from a config.json."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.engine.backend.base import AttentionMask
 from app.engine.backend.moe import MoeConfig
@@ -94,6 +94,15 @@ class DecoderConfig:
     qk_norm: bool = False
     moe: MoeConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
+
+    def shard(self, size: int) -> "DecoderConfig":
+        """Return the sizes of each of `size` ranks, which share heads and the MLP. `size` divides these."""
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=self.num_kv_heads // size,
+            intermediate_size=self.intermediate_size // size,
+        )
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of a layer, or None if it has a dense MLP."""

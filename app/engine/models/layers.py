@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.comm.comm import Comm
 from app.engine.models.experts import load_experts
 from app.engine.models.rope import head_order, reordered
 from app.engine.models.state_pool import RecurrentRows
@@ -53,7 +54,7 @@ class Attention(nn.Module):
 
         def fused(kind: str, *columns: int) -> Tensor:
             sizes = (("q", q_size), ("k", kv_size), ("v", kv_size))
-            q, k, v = (layer.get(f"self_attn.{name}_proj.{kind}", size, *columns) for name, size in sizes)
+            q, k, v = (layer.get(f"self_attn.{name}_proj.{kind}", size, *columns, split=0) for name, size in sizes)
             return torch.cat((reordered(q, order), reordered(k, order), v))
 
         def norm(name: str) -> Tensor:
@@ -63,9 +64,9 @@ class Attention(nn.Module):
             self.register_parameter(name, frozen(make()) if given else None)
 
         self.qkv = frozen(backend.pack_weight(fused("weight", hidden)))
-        self.o = frozen(backend.pack_weight(layer.get("self_attn.o_proj.weight", hidden, q_size)))
+        self.o = frozen(backend.pack_weight(layer.get("self_attn.o_proj.weight", hidden, q_size, split=1)))
         optional("qkv_bias", lambda: fused("bias"), given=config.qkv_bias)
-        optional("o_bias", lambda: layer.get("self_attn.o_proj.bias", hidden), given=config.o_bias)
+        optional("o_bias", lambda: summed_once(layer, "self_attn.o_proj.bias", hidden), given=config.o_bias)
         optional(
             "sinks", lambda: backend.pack_sinks(layer.get("self_attn.sinks", config.num_heads)), given=config.sinks
         )
@@ -76,6 +77,7 @@ class Attention(nn.Module):
         self._head_dim = dim
         self._eps = config.rms_norm_eps
         self._backend = backend
+        self._project = layer.comm.reduced(backend.linear)
 
     @property
     def kv_weight(self) -> Tensor:
@@ -90,7 +92,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         """Return the output projection [T, H] of attention over `kv`, after the rows' own K and V are written there."""
         weights = parameters_of(self)
-        return self._backend.linear(self.attend(x, rows, kv), weights["o"], weights["o_bias"])
+        return self._project(self.attend(x, rows, kv), weights["o"], weights["o_bias"])
 
     def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
         """Return the heads [T, heads * D] that `forward` projects."""
@@ -118,6 +120,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = frozen(layer.get("post_attention_layernorm.weight", config.hidden_size))
         self._eps = config.rms_norm_eps
         self._backend = layer.backend
+        self._gated_mlp = layer.comm.reduced(layer.backend.gated_mlp)
 
     def make_attention(self, layer: LayerSource) -> nn.Module:
         """Return the part that mixes rows. Families override this."""
@@ -143,15 +146,27 @@ class DecoderLayer(nn.Module):
         if self._mixture is not None:
             moe, experts = self._mixture
             return backend.moe(normed, experts, moe)
-        return backend.gated_mlp(normed, weights["gate_up"], weights["down"])
+        return self._gated_mlp(normed, weights["gate_up"], weights["down"])
 
 
 def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Return gate and up in one [2 * inner, H], and down [H, inner], of the gated MLP called `name`."""
     hidden, pack = layer.config.hidden_size, layer.backend.pack_weight
-    gate, up = (layer.get(f"{name}.{part}_proj.weight", inner, hidden) for part in ("gate", "up"))
-    down = layer.get(f"{name}.down_proj.weight", hidden, inner)
+    gate, up = (layer.get(f"{name}.{part}_proj.weight", inner, hidden, split=0) for part in ("gate", "up"))
+    down = layer.get(f"{name}.down_proj.weight", hidden, inner, split=1)
     return frozen(pack(torch.cat((gate, up)))), frozen(pack(down))
+
+
+def summed_once(layer: LayerSource, suffix: str, *shape: int) -> Tensor:
+    """Return the bias of a projection whose products ranks sum: the stored one on rank 0, and zeros on others."""
+    bias = layer.get(suffix, *shape)
+    return bias if layer.comm.rank == 0 else torch.zeros_like(bias)
+
+
+def tied_head(embedding: nn.Parameter, comm: Comm) -> nn.Parameter:
+    """Return the rank's rows of an lm_head that is the embedding [V, H], in the same memory."""
+    own = comm.part(len(embedding))
+    return embedding if comm.size == 1 else frozen(embedding[own.start : own.stop])
 
 
 def add_norm(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.backend.base import Backend, LayerKv
+from app.engine.comm.comm import ALONE, Comm
 from app.engine.models.config import DecoderConfig
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, load_mlp, parameters_of
@@ -116,9 +117,14 @@ class Qwen3_5(Target):
         return replace(config, qk_norm=True)
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, backend: Backend, target_layer_ids: tuple[int, ...] = ()
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        backend: Backend,
+        target_layer_ids: tuple[int, ...] = (),
+        comm: Comm = ALONE,
     ) -> None:
-        super().__init__(config, self.weights_class(weights, config), backend, target_layer_ids)
+        super().__init__(config, self.weights_class(weights, config), backend, target_layer_ids, comm)
 
 
 class Qwen3_5Moe(Qwen3_5):

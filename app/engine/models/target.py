@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.engine.backend.base import Backend
+from app.engine.comm.comm import ALONE, Comm
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen
-from app.engine.models.weights import ExpertLayout, LayerSource, Weights
+from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
+from app.engine.models.weights import ExpertLayout, LayerSource, Weights, own_part
 
 
 class Target(nn.Module):
@@ -20,6 +21,7 @@ class Target(nn.Module):
     A family is a subclass, and one line in app/config/families.py.
 
     `target_layer_ids` are zero-based and ascend; feature i is the residual stream after layer target_layer_ids[i].
+    Ranks of `comm` share each layer, whose sizes `config` has, and the rows of the lm_head [V / size, H].
     """
 
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
@@ -38,7 +40,12 @@ class Target(nn.Module):
         return config
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, backend: Backend, target_layer_ids: tuple[int, ...] = ()
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        backend: Backend,
+        target_layer_ids: tuple[int, ...] = (),
+        comm: Comm = ALONE,
     ) -> None:
         super().__init__()
         vocab, hidden = config.vocab_size, config.hidden_size
@@ -46,15 +53,17 @@ class Target(nn.Module):
         self.target_layer_ids = target_layer_ids
         self.embedding = frozen(weights.get("embed_tokens.weight", vocab, hidden))
         self.layers = nn.ModuleList(
-            self.layer_class(LayerSource(i, config, weights, backend, self.expert_layout))
+            self.layer_class(LayerSource(i, config, weights, backend, self.expert_layout, comm))
             for i in range(config.num_layers)
         )
         self.norm = frozen(weights.get("norm.weight", hidden))
         if config.tie_word_embeddings:
-            self.lm_head = self.embedding = frozen(backend.pack_weight(self.embedding))
+            self.embedding = frozen(backend.pack_weight(self.embedding))
+            self.lm_head = tied_head(self.embedding, comm)
             weights.skip("lm_head.weight")
         else:
-            self.lm_head = frozen(backend.pack_weight(weights.get("lm_head.weight", vocab, hidden)))
+            own_rows = own_part(weights, "lm_head.weight", (vocab // comm.size, hidden), comm, 0)
+            self.lm_head = frozen(backend.pack_weight(own_rows))
         for name in weights.names:
             if name.endswith("rotary_emb.inv_freq"):  # RoPE's frequencies, in files of Llama 2
                 weights.skip(name)

@@ -57,7 +57,7 @@ class Sampler:
         max_rows = self.max_rows if draws else self._max_greedy_rows
         for i, part in enumerate(torch.split(hidden, max_rows)):
             logits = self._backend.linear(part, lm_head)
-            choice, is_lost = greedy(logits)
+            choice, is_lost = self._greedy(logits)
             for kind in draws:
                 if own := kind.within(i * max_rows, i * max_rows + len(part)):
                     choice[own.rows] = self._draw(logits[own.rows].float(), own)
@@ -67,7 +67,7 @@ class Sampler:
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """Return the argmax [R] int64 for hidden states [R, H]; a row that is not finite gets any token."""
         parts = torch.split(hidden, self._max_greedy_rows)
-        chunks = [self._backend.linear(part, lm_head).max(dim=-1)[1] for part in parts]
+        chunks = [self._best(self._backend.linear(part, lm_head)) for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -79,6 +79,12 @@ class Sampler:
         """Return the 23 bits of the noise, int32 and the same on every device."""
         token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
         return self._mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
+
+    def _greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return greedy(logits)
+
+    def _best(self, logits: Tensor) -> Tensor:
+        return logits.max(dim=-1)[1]
 
     def _draw(self, logits: Tensor, draws: SamplingMetadata) -> Tensor:
         """Return tokens [N] for logits [N, V] fp32 of the rows of `draws`."""

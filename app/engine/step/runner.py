@@ -55,6 +55,10 @@ class ModelRunner:
         self.forward.pending_context.rollback()
         self._counts.forget()
 
+    def is_fatal(self, error: BaseException) -> bool:
+        """Return True if no step can run after `error`."""
+        return self.backend.is_fatal(error)
+
     @torch.inference_mode()
     def scrub(self, slot_mapping: list[int]) -> None:
         """Zero slots of all models' KV, after pending context KV is written."""

@@ -131,7 +131,8 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         (["--attention-backend", "fa3"], "leave it out"),
         (["--speculative-dflash-block-size", "1"], "at least one draft"),
         (["--speculative-dflash-block-size", "16", "--num-speculative-tokens", "16"], "15 and 16"),
-        (["-tp", "2"], "one replica per device"),
+        (["-tp", "0"], "greater than 0"),
+        (["--data-parallel-size", "2"], "run replicas behind a router"),
     ],
 )
 def test_a_mistake_exits_2_with_one_line_that_names_it(

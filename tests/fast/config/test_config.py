@@ -138,7 +138,7 @@ def test_a_peers_speculative_config_starts_as_it_stands(text: str) -> None:
     [
         ('{"method": "eagle3", "model": "x"}', "eagle3"),
         ('{"method": "dflash", "modle": "x"}', "modle"),
-        ('{"model": "x", "draft_tensor_parallel_size": 2}', "one replica per device"),
+        ('{"model": "x", "draft_tensor_parallel_size": 0}', "greater than 0"),
         ('{"model": "x"', "not JSON"),
         ("[1]", "object"),
     ],
@@ -217,7 +217,7 @@ def test_a_device_may_carry_an_index(device: str) -> None:
         ("device", "tpu", "cuda:N"),
         ("device", "cpu:0", "cuda:N"),
         ("num_speculative_tokens", "0", "--no-speculation"),
-        ("tensor_parallel_size", "2", "one replica per device"),
+        ("tensor_parallel_size", "0", "greater than 0"),
         ("memory_utilization", "1.5", "less than or equal to 1"),
         ("max_num_seqs", "0", "greater than 0"),
         ("dtype", "int8", "bfloat16"),

@@ -4,6 +4,7 @@ import io
 import sys
 import threading
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from app.engine import process
 from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.npu.error_codes import explain
 from app.engine.step.inputs import Layout
+from app.engine_config import EngineConfig
 from app.messages import Request
 from app.wire import Fatal
 
@@ -50,18 +52,17 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
     def launch(inputs: Any) -> None:
         raise RuntimeError(message)
 
-    backend = SimpleNamespace(explain=lambda error: explain(str(error)), is_fatal=lambda error: True)
+    backend = SimpleNamespace(explain=lambda error: explain(str(error)))
     pool = QuarantinePagePool(num_pages=8, page_size=4)
     scheduler = FaultTolerantScheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
     scheduler.add(Request("r", [1, 2], max_tokens=2))
-    engine = SimpleNamespace(
-        core=FaultTolerantCore(scheduler, SimpleNamespace(backend=backend, layout=Layout(page_size=4), launch=launch))
-    )
+    runner = SimpleNamespace(backend=backend, layout=Layout(page_size=4), launch=launch, is_fatal=lambda error: True)
+    engine = SimpleNamespace(core=FaultTolerantCore(scheduler, runner))
     monkeypatch.setattr(process, "Link", StandInLink)
-    monkeypatch.setattr(process, "_leave_with_parent", lambda: None)
-    monkeypatch.setattr(process, "decode_config", lambda line: None)
+    monkeypatch.setattr(process, "leave_with_parent", lambda: None)
+    monkeypatch.setattr(process, "decode_config", lambda line: EngineConfig(Path("target")))
     monkeypatch.setattr(process, "_info", lambda engine, config: None)
-    monkeypatch.setattr(process, "build_engine", lambda config, progress: engine)
+    monkeypatch.setattr(process, "build_engine", lambda config, progress, join: engine)
     monkeypatch.setattr(sys, "argv", ["process", "commands", "replies", "1"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))
     with pytest.raises(RuntimeError) as raised:

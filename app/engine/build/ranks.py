@@ -1,0 +1,64 @@
+"""Tensor parallelism: where it can run, and what it divides."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from app.engine.backend.base import Backend
+from app.engine.comm.comm import ALONE, Comm
+from app.engine.dflash.config import DFlashConfig
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig
+from app.engine.step.runner import ModelRunner
+from app.engine_config import EngineConfig
+
+_VOCAB = "tokens in its vocabulary"
+
+
+class Rank(NamedTuple):
+    """One of the processes that share a model, and the class of its runner."""
+
+    comm: Comm = ALONE
+    runner_class: Callable[..., ModelRunner] = ModelRunner
+
+
+def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, draft: DFlashConfig | None) -> None:
+    """Raise UnsupportedError if the models cannot be split as the user wishes."""
+    size, draft_size = config.tensor_parallel_size, config.draft_tensor_parallel_size
+    if draft_size not in (None, 1, size):
+        raise UnsupportedError(
+            f"--draft-tensor-parallel-size {draft_size}: give 1 or --tensor-parallel-size, which is {size}"
+        )
+    if size == 1:
+        return
+    wish = f"--tensor-parallel-size {size}"
+    not_yet = {
+        "--compile": config.compile,
+        "steps from graphs": config.enforce_eager is False,
+        "a target with experts": target.moe is not None,
+        "a target with recurrent layers": target.gated_delta is not None,
+    }
+    for what, given in not_yet.items():
+        if given:
+            raise UnsupportedError(f"{wish}: {what} cannot be split yet ({config.target}); give 1")
+    if backend.collectives is None:
+        raise UnsupportedError(
+            f"{wish}: it is for --device cpu so far, and {backend.device} has no collectives here yet; run one replica "
+            "per device"
+        )
+    numbers = {"the target": _divided(target, target.vocab_size)}
+    if draft:
+        split = _divided(draft.decoder, draft.draft_vocab_size)
+        numbers["the draft"] = {_VOCAB: draft.draft_vocab_size} if draft_size == 1 else split
+    for model, divided in numbers.items():
+        for what, number in divided.items():
+            if number % size:
+                raise UnsupportedError(f"{wish}: {model} has {number} {what}, which {size} does not divide")
+
+
+def _divided(decoder: DecoderConfig, vocab_size: int) -> dict[str, int]:
+    return {
+        "attention heads": decoder.num_heads,
+        "KV heads": decoder.num_kv_heads,
+        "columns in its MLP": decoder.intermediate_size,
+        _VOCAB: vocab_size,
+    }

@@ -1,0 +1,68 @@
+"""Collectives between the ranks that share one model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Comm(ABC):
+    """Rank `rank` of `size` ranks. All of them make the same calls in the same order, with tensors of one shape."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    @abstractmethod
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [size, *x.shape], the same bits on each."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Return the `x` of rank 0. It may overwrite the `x` of others."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' `x`, added in the order of ranks.
+
+        So a row of the sum does not depend on the rows beside it. It does where each rank adds a part of the buffer.
+        """
+        total, *others = self.all_gather(x)
+        for other in others:
+            total += other
+        return total
+
+    def reduced(self, operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `operator`, whose result is a part of a sum, with the sum over ranks as its result."""
+        return lambda *args: self.all_reduce(operator(*args))
+
+    def minimum(self, value: int) -> int:
+        """Return the smallest `value` of all ranks. None returns before all have come."""
+        return int(self.all_gather(torch.tensor(value)).min())
+
+    def part(self, whole: int) -> range:
+        """Return this rank's part of `whole` rows, which `size` divides."""
+        own = whole // self.size
+        return range(self.rank * own, (self.rank + 1) * own)
+
+
+class Alone(Comm):
+    """One rank without others, which adds no operation to what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x
+
+    def reduced(self, operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return operator
+
+    def minimum(self, value: int) -> int:
+        return value
+
+
+ALONE = Alone()

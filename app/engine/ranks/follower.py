@@ -1,0 +1,42 @@
+"""The process of a rank that is not the first: `python -m app.engine.ranks.follower RANK ADDRESS`, started by rank 0.
+
+The first line of stdin is an EngineConfig, and stdin's end means that rank 0 is gone. Steps come through the socket.
+The last line of stdout says why the process ends.
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+import zmq
+
+from app import log
+from app.engine.build.engine import build_runner
+from app.engine.build.ranks import Rank
+from app.engine.comm.gloo import GlooComm
+from app.engine.ranks.leader import STORE
+from app.engine.ranks.parent import leave_with_parent
+from app.engine.ranks.runner import follow
+from app.wire import decode_config
+
+
+def main() -> None:
+    rank, address = sys.argv[1:]
+    config = decode_config(sys.stdin.readline())
+    log.set_up("error", config.log_format)  # rank 0 has said the rest
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    store = Path(address.removeprefix("ipc://")).parent / STORE
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    socket = context.socket(zmq.PULL)
+    socket.set_hwm(0)
+    socket.connect(address)
+    try:
+        runner = build_runner(config, lambda: Rank(GlooComm(int(rank), config.tensor_parallel_size, store)))
+        follow(runner, socket.recv)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
+        raise
+
+
+if __name__ == "__main__":
+    main()

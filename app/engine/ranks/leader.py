@@ -1,0 +1,112 @@
+"""The other ranks, seen from rank 0: their processes, and the sockets that carry each step to them."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from app.engine.build.ranks import Rank
+from app.engine.comm.gloo import GlooComm
+from app.engine.ranks.runner import LeadingRunner
+
+FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")
+STORE = "ranks"
+"""File in the private folder through which ranks find each other."""
+
+
+class Followers:
+    """Processes of the ranks 1 to `size` - 1, each with a socket in the private `folder`.
+
+    `settings` is the JSON line of the EngineConfig for their stdin, whose end tells them that rank 0 is gone. `on_end`
+    gets a sentence about the first that ends before `close`, in a thread.
+    """
+
+    def __init__(
+        self,
+        settings: str,
+        size: int,
+        folder: Path,
+        on_end: Callable[[str], None],
+        command: tuple[str, ...] = FOLLOWER_COMMAND,
+    ) -> None:
+        self._settings = settings
+        self._size = size
+        self._folder = folder
+        self._on_end = on_end
+        self._command = command
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._watchers: list[threading.Thread] = []
+        self._ending = threading.Lock()
+
+    def join(self) -> Rank:
+        """Start the processes, and return rank 0 once all have come."""
+        if self._size == 1:
+            return Rank()
+        self.start()
+        return Rank(GlooComm(0, self._size, self._folder / STORE), partial(LeadingRunner, self.send))
+
+    def start(self) -> None:
+        """Start the processes."""
+        for rank in range(1, self._size):
+            address = f"ipc://{self._folder / f'rank-{rank}'}"
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(address)
+            self._sockets.append(socket)
+            self._start(rank, address)
+
+    def send(self, message: bytes) -> None:
+        for socket in self._sockets:
+            socket.send(message)
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Let the end of a process be told, because it explains an error of rank 0 that it caused."""
+        for watcher in self._watchers:
+            watcher.join(seconds / len(self._watchers))
+
+    def close(self) -> None:
+        """End the processes."""
+        self._ending.acquire(blocking=False)
+        self.kill()
+        for watcher, process in zip(self._watchers, self._processes, strict=True):
+            watcher.join()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()
+        self._context.destroy()
+
+    def kill(self) -> None:
+        """Kill the processes, also those that are stopped."""
+        for process in self._processes:
+            process.kill()
+
+    def _start(self, rank: int, address: str) -> None:
+        process = subprocess.Popen(
+            [*self._command, str(rank), address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._processes.append(process)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(self._settings)
+            process.stdin.flush()
+        watcher = threading.Thread(target=self._watch, args=(rank, process), daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
+
+    def _watch(self, rank: int, process: "subprocess.Popen[str]") -> None:
+        """Wait for the end of a process, and tell it unless another has ended before."""
+        assert process.stdout is not None
+        said = process.stdout.read().splitlines()
+        code = process.wait()
+        if self._ending.acquire(blocking=False):
+            end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._on_end(f"rank {rank} {end}" + (f": {said[-1]}" if said and code >= 0 else ""))

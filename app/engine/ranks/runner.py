@@ -1,0 +1,49 @@
+"""Runners of the ranks that share one model. Rank 0 alone decides, and sends each step before it runs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from app.engine.ranks.messages import Message, decode, encode
+from app.engine.step.inputs import StepInputs
+from app.engine.step.runner import ModelRunner, PendingStep
+
+
+class LeadingRunner(ModelRunner):
+    """Runner of rank 0, which sends every call to the other ranks."""
+
+    def __init__(self, send: Callable[[bytes], None], *of_runner: Any) -> None:
+        super().__init__(*of_runner)
+        self._send = send
+        self._num_sent = 0
+
+    def launch(self, inputs: StepInputs) -> PendingStep:
+        sampling = [replace(rows, counted=[]) for rows in inputs.sampling]  # rank 0 draws, so it alone counts tokens
+        self._tell("launch", replace(inputs, sampling=sampling))
+        return super().launch(inputs)
+
+    def scrub(self, slot_mapping: list[int]) -> None:
+        self._tell("scrub", slot_mapping)
+        super().scrub(slot_mapping)
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Return True, because a step that other ranks have begun cannot run again in parts."""
+        return True
+
+    def _tell(self, call: str, argument: StepInputs | list[int]) -> None:
+        self._send(encode(Message(self._num_sent, call, argument)))
+        self._num_sent += 1
+
+
+def follow(runner: ModelRunner, receive: Callable[[], bytes]) -> None:
+    """Make the calls of rank 0, until `receive` raises an error."""
+    expected = 0
+    while True:
+        number, _, argument = decode(receive())
+        if number != expected:
+            raise RuntimeError(f"message {number} of rank 0 came in the place of message {expected}")
+        expected += 1
+        if isinstance(argument, StepInputs):
+            runner.launch(argument)
+        else:
+            runner.scrub(argument)

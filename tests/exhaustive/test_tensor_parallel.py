@@ -1,0 +1,61 @@
+"""Two processes over Gloo decode what one does, with the demo pair and random pairs of the dense families."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.engine_config import EngineConfig
+from tests.exhaustive.gloo_ranks import Job, Result, run_on_ranks
+from tests.fast.engine import lossless
+from tests.fast.engine.lossless import Case, Subject, assert_lossless, demo_subject, random_prompts
+from tests.fast.engine.pairs import FAMILIES, make_pair
+
+CASES = (
+    Case(concurrency=4, temperature=None, sampling="all", cached=True),
+    Case(concurrency=4, page_size=4, preempted=True, chunked=True),
+)
+
+
+def subject_of(name: str, folder: Path) -> Subject:
+    if name == "demo":
+        return demo_subject(6, max_tokens=24)
+    pair = make_pair(folder / "pair", vocab_size=96, block_size=16, **FAMILIES[name])
+    prompts = [replace(prompt, max_tokens=min(prompt.max_tokens, 12)) for prompt in random_prompts(96, 3)]
+    return Subject(name, pair.target, pair.draft, prompts)
+
+
+def job(subject: Subject, case: Case, **config: Any) -> Job:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lossless, "build_engine", lambda config: config)
+        settled: EngineConfig = subject.engine(case)  # type: ignore[assignment]
+    return replace(settled, enforce_eager=True, tensor_parallel_size=2, **config), subject.requests(case)
+
+
+@pytest.mark.parametrize("name", ["demo", "Llama 3.2, tied", "Qwen2.5", "Qwen3, biases"])
+def test_two_processes_decode_what_one_does(tmp_path: Path, name: str):
+    subject = subject_of(name, tmp_path)
+    offs = [replace(case, speculation="off", preempted=False, chunked=False) for case in CASES]
+    jobs = [job(subject, case) for case in (*CASES, *offs)]
+    if name == "demo":
+        jobs.append(job(subject, CASES[0], draft_tensor_parallel_size=1))
+    results = run_on_ranks(jobs, tmp_path)
+    assert all(_agree(result) for result in results)
+    for case, on, off in zip(CASES, results, results[len(CASES) :], strict=False):
+        assert on.run.texts == off.run.texts
+        assert_lossless(subject.compare(on.run.texts, case))
+        alone = subject.run(case)
+        assert (on.run.preemptions, on.run.cached_tokens) == (alone.preemptions, alone.cached_tokens)
+        assert on.run.cached_tokens > 0 or not case.cached
+        assert on.run.preemptions > 0 or not case.preempted or name == "demo"
+        assert on.run.acceptance_length == pytest.approx(alone.acceptance_length, rel=0.05)
+    if name == "demo":
+        assert results[-1].run.texts == results[0].run.texts
+        assert results[0].run.acceptance_length > 2
+
+
+def _agree(result: Result) -> bool:
+    """Return True if all ranks verified alike in every step."""
+    first, *others = result.digests
+    return len(first) > 3 and all(digests == first for digests in others)

@@ -1,0 +1,414 @@
+"""Ranks that share a model choose what one rank chooses, and all of them the same.
+
+The ranks are threads here. tests/exhaustive/test_tensor_parallel.py has processes over Gloo, and
+tests/server/test_ranks_end.py the ends of such processes.
+"""
+
+import dataclasses
+import math
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.backend.factory import make_backend
+from app.engine.build import loader
+from app.engine.build.engine import Engine, build_engine
+from app.engine.build.loader import SafetensorsWeights
+from app.engine.comm.comm import ALONE, Comm
+from app.engine.errors import UnsupportedError
+from app.engine.models.config import DecoderConfig, RopeConfig
+from app.engine.models.layers import DecoderLayer, StepRows
+from app.engine.models.rope import RotaryTable
+from app.engine.models.weights import LayerSource
+from app.engine.ranks.leader import Followers
+from app.engine.ranks.messages import Message, decode, encode
+from app.engine.ranks.runner import LeadingRunner, follow
+from app.engine.sampling.sampler import Sampler
+from app.engine.sampling.sharded import ShardedSampler
+from app.engine.sequence import NOT_FINITE
+from app.engine_config import EngineConfig
+from app.messages import Request, SamplingParams
+from tests.fast.engine import lossless
+from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, random_prompts
+from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
+from tests.fast.engine.thread_ranks import ThreadRanks, on_ranks
+
+LUCKY_EVEN = LUCKY | {"seed": 16, "vocab_size": 4}
+"""A pair with four KV heads and four tokens, of whose drafts some are accepted."""
+BACKEND = make_backend("cpu")
+
+
+class Stored:
+    """A checkpoint's tensors by name, made when they are first asked for."""
+
+    names: tuple[str, ...] = ()
+    num_bytes = 0
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.tensors: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + sum(map(ord, name)))
+        return torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
+
+    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> Tensor:
+        return self.get(name, *shape).narrow(axis, part.start, len(part)).contiguous()
+
+
+def layer_output(config: DecoderConfig, weights: Stored, comm: Comm) -> Tensor:
+    """Return the residual stream [5, H] after a layer whose rows are a prompt of 5 tokens."""
+    own, rows = config.shard(comm.size), 5
+    layer = DecoderLayer(LayerSource(0, own, weights, BACKEND, comm=comm))
+    hidden = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(weights.seed))
+    table = torch.tensor([[1, 2]], dtype=torch.int32)
+    ends, lens = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([rows], dtype=torch.int32)
+    meta = AttentionMetadata(ends, lens, table, [rows], [rows], 4)
+    meta.plans[own.masks[0]] = BACKEND.plan_attention(meta, own.masks[0], own.num_heads // own.num_kv_heads)
+    rotary = RotaryTable(own.rope, own.head_dim, 8, torch.float32, BACKEND)
+    slots = torch.arange(4, 4 + rows, dtype=torch.int32)
+    step = StepRows(rotary.at(torch.arange(rows, dtype=torch.int32)), slots, [meta])
+    kv = LayerKv(*(torch.zeros(3, 4, own.num_kv_heads, own.head_dim) for _ in range(2)))
+    return sum(layer.forward(*layer.enter(hidden, None), step, kv))
+
+
+@settings(max_examples=12)
+@given(
+    size=st.sampled_from([2, 3, 4]),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    inner=st.integers(1, 9),
+    biases=st.booleans(),
+    qk_norm=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_layer_of_ranks_is_the_whole_layer(
+    size: int, kv_heads: int, group: int, inner: int, biases: bool, qk_norm: bool, seed: int
+):
+    config = DecoderConfig(
+        hidden_size=12, intermediate_size=inner * size, num_layers=1, num_heads=kv_heads * group * size,
+        num_kv_heads=kv_heads * size, head_dim=8, vocab_size=size, rms_norm_eps=1e-6, rope=RopeConfig(1e4),
+        max_position_embeddings=8, tie_word_embeddings=False, dtype="float32", masks=(AttentionMask(True),),
+        qkv_bias=biases, o_bias=biases, qk_norm=qk_norm,
+    )  # fmt: skip
+    whole = layer_output(config, Stored(seed), ALONE)
+    parts = on_ranks(size, lambda comm: layer_output(config, Stored(seed), comm))
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    torch.testing.assert_close(parts[0], whole, rtol=2e-5, atol=2e-5)
+
+
+NUMBERS = st.sampled_from([0.0, 1.0, 2.0, -1.0, math.nan, math.inf, -math.inf]) | st.floats(-9, 9, width=32)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), size=st.sampled_from([2, 3, 4]), own=st.integers(1, 4), rows=st.integers(1, 3))
+def test_the_choice_of_ranks_is_that_of_one(data: st.DataObject, size: int, own: int, rows: int):
+    """With ties across ranks, NaN and infinity in one of them, and ids at the edges of their parts."""
+    vocab = size * own
+    logits = [data.draw(st.lists(NUMBERS, min_size=vocab, max_size=vocab)) for _ in range(rows)]
+
+    def choices(sampler: Sampler, ids: range) -> list[list[int]]:
+        heads = (torch.tensor(row)[ids.start : ids.stop, None] for row in logits)
+        one = torch.ones(1, 1)
+        return [
+            [sampler.choose(one, head).item(), sampler.propose(one, head).item()] for head in heads
+        ]  # a row alone, because NaN times 0 would be NaN in all
+
+    whole = choices(Sampler(vocab, BACKEND), range(vocab))
+    found = on_ranks(size, lambda comm: choices(ShardedSampler(vocab, BACKEND, comm), comm.part(vocab)))
+    assert all(each == found[0] for each in found)
+    for (choice, proposal), (right, right_proposal) in zip(found[0], whole, strict=True):
+        assert choice == right
+        assert right == NOT_FINITE or proposal == right_proposal
+
+
+def test_ids_are_exact_in_a_vocabulary_of_a_quarter_of_a_million():
+    own = 128_000
+
+    def choose(comm: Comm) -> int:
+        head = torch.zeros(own, 1)
+        head[own - 1] = comm.rank
+        return int(ShardedSampler(2 * own, BACKEND, comm).choose(torch.ones(1, 1), head))
+
+    assert on_ranks(2, choose) == [2 * own - 1] * 2
+
+
+def test_a_sum_is_added_in_the_order_of_ranks_whatever_is_beside_it():
+    wide = torch.randn(3, 4, 700)
+    sums = on_ranks(3, lambda comm: comm.all_reduce(wide[comm.rank].clone()))
+    narrow = on_ranks(3, lambda comm: comm.all_reduce(wide[comm.rank, :1, 13:14].clone()))
+    in_order = (wide[0] + wide[1]) + wide[2]
+    assert all(torch.equal(each, in_order) for each in sums)
+    assert all(torch.equal(each, in_order[:1, 13:14]) for each in narrow)
+
+
+# The engine
+
+
+@dataclasses.dataclass
+class SharedSubject(Subject):
+    """A pair that `size` ranks share. The draft of `draft_size` 1 is whole on each."""
+
+    size: int = 2
+    draft_size: int | None = None
+    ranks: list[ThreadRanks] = dataclasses.field(default_factory=list)
+
+    def _engine(self, case: Case, block: int, kv_pages: int | None) -> Engine:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lossless, "build_engine", self._build)
+            return super()._engine(case, block, kv_pages)
+
+    def _build(self, config: EngineConfig) -> Engine:
+        config = replace(
+            config,
+            enforce_eager=True,
+            tensor_parallel_size=self.size,
+            draft_tensor_parallel_size=self.draft_size,
+        )
+        self.ranks.append(ThreadRanks(config))
+        return self.ranks[-1].engine
+
+    def check_and_close(self) -> None:
+        """Close the engines, and assert that all ranks verified alike in every step."""
+        for ranks in self.ranks:
+            ranks.close()
+            assert ranks.verified[0]
+            assert all(verified == ranks.verified[0] for verified in ranks.verified)
+        self.ranks.clear()
+
+
+def subjects(pair: Pair, count: int = 3, tokens: int = 10, **options: Any) -> tuple[Subject, SharedSubject]:
+    """Return a pair on one rank, and shared."""
+    prompts = [replace(p, max_tokens=min(p.max_tokens, tokens)) for p in random_prompts(pair.vocab_size, 12)[-count:]]
+    of_pair = pair.target, pair.draft, prompts
+    return Subject("alone", *of_pair), SharedSubject("shared", *of_pair, **options)
+
+
+CASES = {
+    "alone, two ranks": (Case(), {}),
+    "drawn, with filters and penalties": (Case(concurrency=4, temperature=None, sampling="all"), {}),
+    "preempted": (Case(concurrency=4, page_size=4, preempted=True, chunked=True), {}),
+    "cached": (Case(concurrency=4, page_size=4, cached=True, block_size=4), {}),
+    "four ranks": (Case(concurrency=4), {"size": 4}),
+    "a whole draft on each": (Case(concurrency=4, temperature=0.7), {"draft_size": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("lucky"), **LUCKY_EVEN)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dflash_on_ranks_changes_no_token(lucky: Pair, name: str):
+    """On equals off exactly on the same ranks, equals one rank by the margin rule, and accepts as many drafts."""
+    case, options = CASES[name]
+    alone, shared = subjects(lucky, **options)
+    run = shared.run(case)
+    off = shared.compare(run.texts, case)
+    shared.check_and_close()
+    assert off.tokens > 20 and not off.differences
+    assert_lossless(alone.compare(run.texts, case))
+    assert (run.preemptions > 0, run.cached_tokens > 0) == (case.preempted, case.cached)
+    by_one = alone.run(case)
+    assert run.acceptance_length == pytest.approx(by_one.acceptance_length, abs=0.1)
+    assert run.acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_dense_family_is_shared(tmp_path: Path, name: str):
+    alone, shared = subjects(make_pair(tmp_path, vocab_size=96, block_size=4, **FAMILIES[name]), count=2, tokens=9)
+    texts = shared.run(Case(concurrency=2, block_size=4)).texts
+    shared.check_and_close()
+    assert_lossless(alone.compare(texts, Case()))
+
+
+def test_a_follower_gets_no_texts_and_each_message_once(lucky: Pair):
+    _, shared = subjects(lucky)
+    shared.run(Case(concurrency=4, temperature=None, sampling="penalties"))
+    messages = [decode(message) for message in shared.ranks[0].messages]
+    shared.check_and_close()
+    assert [message.number for message in messages] == list(range(len(messages)))
+    rows = [rows for message in messages if message.call == "launch" for rows in message.argument.sampling]
+    assert rows and not any(each.counted for each in rows)
+
+
+def test_a_message_that_is_lost_ends_a_follower_by_name():
+    messages = iter([encode(Message(1, "scrub", []))])
+    with pytest.raises(RuntimeError, match="message 1 of rank 0 came in the place of message 0"):
+        follow(None, lambda: next(messages))  # type: ignore[arg-type]
+
+
+def test_stale_arrays_on_a_follower_are_seen(tmp_path: Path):
+    """The comparison of texts can fail."""
+    pair = make_pair(tmp_path, vocab_size=96)
+    before: list[Message] = []
+
+    def stale(data: bytes) -> bytes:
+        message = decode(data)
+        last = next((m for m in reversed(before) if _shapes(m) == _shapes(message)), message)
+        before.append(message)
+        return encode(message._replace(argument=last.argument))
+
+    config = EngineConfig(pair.target, None, device="cpu", max_num_seqs=2, tensor_parallel_size=2)
+    requests = [Request(str(i), (7, 1, 2, i), 16, SamplingParams(1.0, seed=i)) for i in range(2)]  # a text that wanders
+    texts = []
+    for changed in (stale, lambda data: data):
+        ranks = ThreadRanks(config, changed)
+        texts.append(ranks.engine.core.run(requests))
+        ranks.close()
+    assert texts[0] != texts[1]
+    assert texts[1] == build_engine(replace(config, tensor_parallel_size=1)).core.run(requests)
+
+
+def _shapes(message: Message) -> list[Any]:
+    return [x.shape for x in message.argument.target.arrays]
+
+
+def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Other ranks have begun it, so it cannot run again in parts."""
+    config = EngineConfig(lucky.target, None, device="cpu", max_num_seqs=2, tensor_parallel_size=2)
+    ranks = ThreadRanks(config)
+    core = ranks.engine.core
+    monkeypatch.setattr(core.runner.forward.target, "forward", lambda *_: 1 / 0)
+    for name in ("a", "b"):
+        core.add(Request(name, (1, 2), max_tokens=3))
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    assert isinstance(core.runner, LeadingRunner)
+    ranks._meeting.barrier.abort()
+    with pytest.raises(threading.BrokenBarrierError):
+        ranks.close()
+
+
+def test_pages_are_those_of_the_rank_with_the_least_memory(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    from app.engine.build import engine as build
+
+    own, page = build._kv_bytes, 16 * 2 * 4 * 4 * 16 * 4  # tokens, K and V, layers, KV heads, head dim, bytes
+    given = iter([7 * page, 6 * page])
+    monkeypatch.setattr(build, "_kv_bytes", lambda *args, **kw: min(own(*args, **kw), next(given)))
+    config = EngineConfig(lucky.target, None, device="cpu", max_model_len=32, tensor_parallel_size=2)
+    ranks = ThreadRanks(config)
+    pages = ranks.engine.core.scheduler.pool.num_usable
+    ranks.close()
+    assert pages == 5, "one is for padding"
+
+
+# Weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[Callable[[], SafetensorsWeights]]:
+    pair = make_pair(tmp_path, shards=2)
+    yield lambda: SafetensorsWeights(pair.target, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(("name", "axis"), [("mlp.down_proj", 1), ("mlp.gate_proj", 0), ("self_attn.o_proj", 1)])
+def test_the_parts_of_a_tensor_are_the_tensor(weights: Callable[[], SafetensorsWeights], name: str, axis: int):
+    name, shape = f"layers.1.{name}.weight", {"mlp.down_proj": (32, 64), "mlp.gate_proj": (64, 32)}.get(name, (32, 64))
+    parts = [weights().get_part(name, shape, axis, range(i, i + 16)) for i in range(0, shape[axis], 16)]
+    assert torch.equal(torch.cat(parts, dim=axis), weights().get(name, *shape))
+    assert all(part.is_contiguous() for part in parts)
+    with pytest.raises(UnsupportedError, match=re.escape(f"has shape {list(shape)}, the config wants [7, 7]")):
+        weights().get_part(name, (7, 7), axis, range(1))
+
+
+def test_a_rank_reads_its_parts_alone(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    whole: set[str] = set()
+
+    class Watched:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def get_slice(self, name: str) -> Any:
+            return self.file.get_slice(name)
+
+        def get_tensor(self, name: str) -> Tensor:
+            whole.add(re.sub(r".*layers\.\d+\.|model\.", "", name))
+            return self.file.get_tensor(name)
+
+    own = loader._open
+    monkeypatch.setattr(loader, "_open", lambda *args: Watched(own(*args)))
+    ThreadRanks(EngineConfig(lucky.target, lucky.draft, device="cpu", max_num_seqs=1, tensor_parallel_size=2)).close()
+    norms = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "norm"}
+    assert whole == {f"{name}.weight" for name in (*norms, "hidden_norm", "fc", "embed_tokens")}
+
+
+# Refusals
+
+QWEN3 = {"vocab_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("shape", "wishes", "said"),
+    [
+        (QWEN3, {"tensor_parallel_size": 3}, "--tensor-parallel-size 3: the target has 4 attention heads, which 3 doe"),
+        (QWEN3, {"tensor_parallel_size": 4}, "the target has 2 KV heads, which 4 does not divide"),
+        ({"vocab_size": 97}, {"tensor_parallel_size": 2}, "97 tokens in its vocabulary, which 2 does not divide"),
+        (QWEN3 | {"intermediate_size": 63}, {"tensor_parallel_size": 2}, "63 columns in its MLP"),
+        (QWEN3, {"tensor_parallel_size": 2, "compile": True}, "--compile cannot be split yet"),
+        (QWEN3, {"tensor_parallel_size": 2, "enforce_eager": False}, "steps from graphs cannot be split yet"),
+        (QWEN3 | {"experts": 4}, {"tensor_parallel_size": 2}, "a target with experts cannot be split yet"),
+        (GPT_OSS | QWEN3, {"tensor_parallel_size": 2}, "a target with experts cannot be split yet"),
+        (QWEN3, {"tensor_parallel_size": 2, "draft_tensor_parallel_size": 4}, "--tensor-parallel-size, which is 2"),
+        (QWEN3, {"draft_tensor_parallel_size": 2}, "give 1 or --tensor-parallel-size, which is 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name_before_a_rank_is_started(
+    tmp_path: Path, shape: dict[str, Any], wishes: dict[str, Any], said: str
+):
+    pair = make_pair(tmp_path, **shape)
+
+    def started() -> Any:
+        raise AssertionError("ranks were started")
+
+    with pytest.raises(UnsupportedError, match=said):
+        build_engine(EngineConfig(pair.target, pair.draft, device="cpu", **wishes), join=started)
+
+
+def test_a_device_without_collectives_is_refused_by_name(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(BACKEND), "collectives", None)
+    with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2: it is for --device cpu so far"):
+        build_engine(EngineConfig(lucky.target, device="cpu", tensor_parallel_size=2))
+
+
+# Processes
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("print('chatter'); print('ValueError: torn'); raise SystemExit(1)", "ended with exit code 1: ValueError: torn"),  # noqa: E501
+        ("import os; print('chatter', flush=True); os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_rank_is_told_in_a_sentence(tmp_path: Path, program: str, said: str):
+    told: list[str] = []
+    followers = Followers("{}\n", 2, tmp_path, told.append, (sys.executable, "-c", program))
+    followers.start()
+    followers.wait_for_end(60)
+    followers.close()
+    assert told == [f"rank 1 {said}"]
+
+
+def test_ranks_that_are_closed_tell_no_end(tmp_path: Path):
+    told: list[str] = []
+    followers = Followers("{}\n", 3, tmp_path, told.append, (sys.executable, "-c", "import sys; sys.stdin.read()"))
+    followers.start()
+    followers.close()
+    followers.wait_for_end(60)
+    assert told == []

@@ -1,0 +1,155 @@
+"""Ranks that are threads of one process. The rest is as in processes: messages are bytes, and only rank 0 schedules."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from app.engine.build.engine import Engine, build_engine, build_runner
+from app.engine.build.ranks import Rank
+from app.engine.comm.comm import Comm
+from app.engine.ranks.runner import LeadingRunner, follow
+from app.engine.step.inputs import StepInputs
+from app.engine.step.runner import ModelRunner, PendingStep
+from app.engine_config import EngineConfig
+
+T = TypeVar("T")
+PATIENCE = 60.0
+
+
+class Meeting:
+    """Place where the ranks meet. A rank that fails breaks it, so no other one waits."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+
+
+class ThreadComm(Comm):
+    """Rank that is a thread."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, len(meeting.parts))
+        self._meeting = meeting
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x))
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._exchange(x)[0].clone()
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._meeting.parts[self.rank] = x.clone()
+        self._meeting.barrier.wait()
+        parts = list(self._meeting.parts)
+        self._meeting.barrier.wait()
+        assert {(part.shape, part.dtype) for part in parts} == {(x.shape, x.dtype)}, "the ranks make different calls"
+        return parts
+
+
+def on_ranks(size: int, work: Callable[[Comm], T]) -> list[T]:
+    """Return the result of `work` on each of `size` ranks."""
+    meeting, results, errors = Meeting(size), dict[int, T](), list[BaseException]()
+
+    @torch.inference_mode()
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadComm(rank, meeting))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise _cause(errors)
+    return [results[rank] for rank in range(size)]
+
+
+class Ended(Exception):
+    """Rank 0 has no more messages."""
+
+
+class ThreadRanks:
+    """Engine whose ranks are threads; close it. `verified[rank]` are the results of all steps of a rank.
+
+    `changed` may replace a message on its way to a follower.
+    """
+
+    def __init__(
+        self, config: EngineConfig, changed: Callable[[bytes], bytes] = lambda message: message, **options: Any
+    ) -> None:
+        size = config.tensor_parallel_size
+        self.messages: list[bytes] = []
+        self.verified: list[list[Any]] = [[] for _ in range(size)]
+        self._changed = changed
+        self._options = options
+        self._errors: list[BaseException] = []
+        self._meeting = Meeting(size)
+        self._queues: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(1, size)]
+        followers = range(1, size)
+        self._threads = [threading.Thread(target=self._follow, args=(config, rank), daemon=True) for rank in followers]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self.engine: Engine = build_engine(config, join=lambda: self._rank(0, self._leader), **options)
+        except BaseException as error:
+            self._errors.append(error)
+            self._meeting.barrier.abort()
+            self.close()
+
+    def close(self) -> None:
+        """End the followers. Raises the first error of a rank."""
+        for messages in self._queues:
+            messages.put(None)
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        if self._errors:
+            raise _cause(self._errors)
+
+    def _rank(self, rank: int, runner_class: Callable[..., ModelRunner]) -> Rank:
+        return Rank(ThreadComm(rank, self._meeting), runner_class)
+
+    def _leader(self, *of_runner: Any) -> ModelRunner:
+        return _noting(LeadingRunner, self.verified[0])(self._send, *of_runner)
+
+    def _send(self, message: bytes) -> None:
+        self.messages.append(message)
+        for messages in self._queues:
+            messages.put(self._changed(message))
+
+    def _follow(self, config: EngineConfig, rank: int) -> None:
+        def receive() -> bytes:
+            if (message := self._queues[rank - 1].get()) is None:
+                raise Ended
+            return message
+
+        try:
+            runner_class = _noting(ModelRunner, self.verified[rank])
+            follow(build_runner(config, lambda: self._rank(rank, runner_class), **self._options), receive)
+        except Ended:
+            return
+        except BaseException as error:
+            self._errors.append(error)
+            self._meeting.barrier.abort()
+
+
+def _noting(base: type[ModelRunner], verified: list[Any]) -> Callable[..., ModelRunner]:
+    class Noting(base):  # type: ignore[misc, valid-type]
+        def launch(self, inputs: StepInputs) -> PendingStep:
+            pending: PendingStep = super().launch(inputs)
+            verified.append(pending.read())
+            return pending
+
+    return Noting
+
+
+def _cause(errors: list[BaseException]) -> BaseException:
+    """Return the error of the rank that failed, and not of those that it no longer met."""
+    return next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])

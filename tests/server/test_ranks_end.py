@@ -1,0 +1,93 @@
+"""Whichever rank of an engine dies or hangs, clients get a sentence, no process is left, and the next engine serves."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.demo import ready
+
+LEADER, FOLLOWER = "app.engine.process", "app.engine.ranks.follower"
+PATIENCE = 120
+FLAGS = ("--tensor-parallel-size", "2", "--verify", "full", "--max-num-seqs", "2", "--step-timeout", "3")
+LONG = {"model": "demo", "prompt": "1 2 3 4", "min_tokens": 900, "max_tokens": 900}
+
+
+def processes() -> dict[str, int]:
+    """Return the ranks that descend from this process."""
+    parents, commands = dict[int, int](), dict[int, str]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(folder.name)] = (folder / "cmdline").read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return {name: pid for pid in own for name in (LEADER, FOLLOWER) if name in commands.get(pid, "").split("\0")}
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def until(condition: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "said"),
+    [
+        (FOLLOWER, signal.SIGKILL, "rank 1 was killed by SIGKILL, so the engine ends"),
+        (FOLLOWER, signal.SIGSTOP, "no step result within 3 s"),
+        (LEADER, signal.SIGKILL, "the engine process was killed by SIGKILL"),
+        (LEADER, signal.SIGSTOP, "no step result within 3 s"),
+    ],
+    ids=["follower killed", "follower stopped", "rank 0 killed", "rank 0 stopped"],
+)
+def test_the_end_of_a_rank_under_load_is_told_and_the_next_engine_serves(victim: str, number: int, said: str):
+    with ready("demo", *FLAGS) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+        whole = client.post("/v1/completions", json=LONG | {"min_tokens": 8, "max_tokens": 8}).json()
+        ranks = processes()
+        assert ranks.keys() == {LEADER, FOLLOWER}
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+            events = response.iter_lines()
+            assert next(events).startswith("data: ")
+            os.kill(ranks[victim], number)
+            rest = "\n".join(events)
+        assert said in rest and "[DONE]" not in rest
+        until(lambda: all(is_gone(pid) for pid in ranks.values()), 5)
+        until(lambda: client.get("/ready").status_code == 200, PATIENCE)
+        again = client.post("/v1/completions", json=LONG | {"min_tokens": 8, "max_tokens": 8}).json()
+        assert again["choices"][0]["text"] == whole["choices"][0]["text"]
+        assert processes().keys() == {LEADER, FOLLOWER}
+        last = processes()
+    until(lambda: all(is_gone(pid) for pid in last.values()), 5)
+    assert not processes()
+
+
+def test_a_follower_that_dies_without_work_is_told_too():
+    with ready("demo", *FLAGS) as url:
+        os.kill(processes()[FOLLOWER], signal.SIGKILL)
+        until(lambda: "rank 1 was killed by SIGKILL" in httpx.get(f"{url}/ready", timeout=PATIENCE).text, PATIENCE)
+        until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 200, PATIENCE)
+
+
+def test_a_whole_server_that_is_killed_leaves_no_rank():
+    with pytest.raises(AssertionError), ready("demo", *FLAGS):  # its exit code is not 0
+        ranks = processes()
+        server = int((Path("/proc") / str(ranks[LEADER]) / "stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(server, signal.SIGKILL)
+    assert ranks.keys() == {LEADER, FOLLOWER}
+    until(lambda: all(is_gone(pid) for pid in ranks.values()), 5)
