@@ -454,15 +454,6 @@ def test_a_draft_in_float16_is_told_at_the_start(own, caplog, dtype, is_told):
     assert is_told == any("features overflow in float16" in said for said in caplog.messages)
 
 
-def test_a_draft_head_tied_to_its_own_embedding_is_refused(tmp_path):
-    pair = make_pair(tmp_path, seed=5, own_embedding=True)
-    raw = read_config(pair.draft)
-    assert build(pair).draft is not None
-    (pair.draft / "config.json").write_text(json.dumps(changed(raw, {"tie_word_embeddings": True})))
-    with pytest.raises(UnsupportedError, match="tied"):
-        build(pair)
-
-
 @pytest.mark.parametrize("says", ["distances", "tokens"])
 def test_a_d2t_of_tokens_is_told_by_t2d(tmp_path, says):
     """Published files hold distances. Tokens in their place lead to others, and no draft would be right."""

@@ -135,6 +135,7 @@ def test_an_answer_of_any_accepted_count_is_continued(pair: Pair, reference: Hyb
     assert {delta.cached_tokens for delta in run.deltas["next"]} == {last_full_page(known)}
 
 
+@pytest.mark.exhaustive
 def test_a_prefix_that_is_shared_hits_where_prompts_are_cut(pair: Pair, reference: HybridReference):
     """64 tokens are the least interval, because the delta rule solves so many rows together."""
     engine = engine_of(pair)

@@ -213,7 +213,9 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("lucky"), **LUCKY_EVEN)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "four ranks")) for name in CASES]
+)
 def test_dflash_on_ranks_changes_no_token(lucky: Pair, name: str):
     """On equals off exactly on the same ranks, equals one rank by the margin rule, and accepts as many drafts."""
     case, options = CASES[name]
