@@ -57,7 +57,7 @@ and one for each {TOKENS_PER_NEAR_TIE:,} tokens begun is allowed. The cases comb
 ABOUT_ACCEPTANCE = f"""\
 Tokens of a verify step, the bonus included, weighted by tokens: greedy, block 16, held-out prompts. Every way of
 running must give the same text and stay above the floor. It must also stay within {NEAR:.0%} of the cold run, or save
-no more steps than it had preemptions."""
+no more steps than tokens that came without one."""
 
 console = Console(stderr=True)
 

@@ -80,13 +80,13 @@ def test_made_up_texts_get_the_lengths_that_were_asked(
 
 
 def test_sharegpts_lengths_are_drawn_and_fit_the_model(server: OwnServer, tmp_path: Path) -> None:
-    """The demo pair has 1,024 positions, and a request that does not fit is refused. No draft knows these words."""
+    """The demo pair has 2,048 positions, and a request that does not fit is refused. No draft knows these words."""
     load = ["--lengths", "sharegpt", "--concurrency", "4", "--num-prompts", "6", "--max-rounds", "1"]
     load += ["--extra-body", '{"speculate": false}']
     assert main(["--base-url", server.url, *load, "--out", str(tmp_path)]) == 0
     requests = json.loads((tmp_path / "results.json").read_text())["requests"]
     assert all(len({row[kind] for row in requests}) > 4 for kind in ("prompt_tokens", "tokens"))
-    assert max(row["prompt_tokens"] + row["tokens"] for row in requests) <= 1024
+    assert max(row["prompt_tokens"] + row["tokens"] for row in requests) <= 2048
 
 
 def test_refused_requests_end_the_bench_with_the_servers_words(

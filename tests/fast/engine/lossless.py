@@ -491,8 +491,15 @@ def lucky_subject(folder: Path, load: Callable[[Path], Target] = load_target) ->
 
 
 def demo_subject(count: int, max_tokens: int, load: Callable[[Path], Target] = load_target) -> Subject:
-    """The demo pair on held-out prompts: two long ones that grow past 128 tokens together, then all domains in turn."""
-    long = [prompt for prompt in demo_prompts("math", 500, max_tokens, seed=1) if 104 <= len(prompt.token_ids) <= 112]
-    per_domain = [demo_prompts(domain, -(-count // len(DOMAINS)), max_tokens) for domain in DOMAINS]
+    """The demo pair on held-out prompts: two long ones that grow past 128 tokens together, then all domains in turn.
+
+    None is longer than these, so a memory for one of them does not hold two.
+    """
+    long = [prompt for prompt in demo_prompts("math", 2000, max_tokens, seed=1) if 104 < len(prompt.token_ids) <= 112]
+    share = -(-count // len(DOMAINS))
+    per_domain = [
+        [prompt for prompt in demo_prompts(domain, 2 * share, max_tokens) if len(prompt.token_ids) <= 112][:share]
+        for domain in DOMAINS
+    ]
     prompts = long[:2] + [prompt for turn in zip(*per_domain, strict=True) for prompt in turn]
     return Subject("demo", demo_folder("target"), demo_folder("draft"), prompts[:count], load)
