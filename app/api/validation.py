@@ -154,18 +154,16 @@ def check_template(body: TemplatedRequest, template: ChatTemplate, family: Famil
             "tools",
             "unsupported_parameter",
         )
-    source = template.source or ""
-    takes_one_call = "message.tool_calls[0]" in source and "in message.tool_calls" not in source
     for index, message in enumerate(body.messages):
         param = f"messages.{index}.tool_calls"
-        if takes_one_call and len(message.tool_calls or []) > 1:
+        if len(message.tool_calls or []) > 1 and template.takes_one_call:
             raise bad_request(
                 f"This model's chat template writes one call of a message, and `{param}` has more. Send a message for "
                 "each call, with its result behind it.",
                 param,
                 "unsupported_parameter",
             )
-        if message.tool_calls and "tool_calls" not in source:
+        if message.tool_calls and "tool_calls" not in (template.source or ""):
             raise bad_request(
                 f"This model's chat template has no place for `{param}`. Say in `content` what was called.",
                 param,

@@ -19,7 +19,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from app.text.parsers import harmony
+from app.text.parsers import family_for
+from app.text.parsers.base import as_they_are
 
 
 class ChatTemplateError(ValueError):
@@ -51,10 +52,18 @@ class ChatTemplate:
         timeout = environment.extensions[_Timeout.identifier]
         assert isinstance(timeout, _Timeout)
         self._timeout = timeout
+        family = family_for("auto", source or "")
+        self._for_template = family.for_template if family else as_they_are
         self._template: jinja2.Template | None = None
         if source is not None:
             code = environment.compile(timeout.insert_checks(tree))
             self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
+
+    @property
+    def takes_one_call(self) -> bool:
+        """True if the template writes the first call of a message and leaves others out."""
+        source = self.source or ""
+        return "message.tool_calls[0]" in source and "in message.tool_calls" not in source
 
     @property
     def switches(self) -> list[str]:
@@ -109,8 +118,7 @@ class ChatTemplate:
         variables = dict(switches or {}) | self._special
         self._timeout.start()
         try:
-            if harmony.fits(self.source or ""):
-                messages, tools = harmony.for_template(messages, tools)
+            messages, tools = self._for_template(messages, tools)
             text = _joined(
                 self._template.generate(
                     variables,

@@ -131,7 +131,7 @@ def _load_runner(
         raise UnsupportedError(f"--compile: a target with experts is not supported yet ({config.target})")
     dtype = _dtype(config, shape, backend)
     if shape.gated_delta:
-        check_recurrent(config, backend)
+        check_recurrent(config, backend, dtype)
         backend.check_gated_delta(shape.gated_delta.k_head_dim)
     else:
         check_no_states(config)

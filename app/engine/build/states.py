@@ -27,7 +27,7 @@ DEFAULT_SHARE = 4
 """Checkpoints take at most this part of free memory if the user gives no number, because KV needs the most."""
 
 
-def check_recurrent(config: EngineConfig, backend: Backend) -> None:
+def check_recurrent(config: EngineConfig, backend: Backend, dtype: torch.dtype) -> None:
     """Raise UnsupportedError if a hybrid target cannot run as the user wishes, with the flag to change."""
     if config.compile:
         raise UnsupportedError(f"--compile: a target with recurrent layers is not supported yet ({config.target})")
@@ -36,6 +36,8 @@ def check_recurrent(config: EngineConfig, backend: Backend) -> None:
             f"{backend.device}: a target with recurrent layers is not supported there yet ({config.target}); "
             "give --device cpu"
         )
+    if dtype == torch.float16:
+        raise UnsupportedError(f"--dtype float16: a target with recurrent layers was not tried in it ({config.target})")
     if config.state_cache_memory and not config.prefix_caching:
         raise UnsupportedError("--state-cache-memory is for the prefix cache, which --no-prefix-caching turns off")
 

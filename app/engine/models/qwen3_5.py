@@ -3,13 +3,12 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from app.engine.backend.base import Backend, LayerKv
-from app.engine.comm.comm import ALONE, Comm
+from app.engine.backend.base import LayerKv
 from app.engine.models.config import DecoderConfig
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, load_mlp, parameters_of
@@ -110,21 +109,14 @@ class Qwen3_5(Target):
 
     layer_class = HybridLayer
     is_hybrid = True
-    weights_class: ClassVar[type[TextWeights]] = TextWeights
 
     @classmethod
     def refine(cls, config: DecoderConfig, raw: Mapping[str, Any]) -> DecoderConfig:
         return replace(config, qk_norm=True)
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        backend: Backend,
-        target_layer_ids: tuple[int, ...] = (),
-        comm: Comm = ALONE,
-    ) -> None:
-        super().__init__(config, self.weights_class(weights, config), backend, target_layer_ids, comm)
+    @classmethod
+    def adapt(cls, weights: Weights, config: DecoderConfig) -> Weights:
+        return TextWeights(weights, config)
 
 
 class Qwen3_5Moe(Qwen3_5):

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from app.engine.models.config import DecoderConfig
 from app.engine.models.qwen3_5 import Qwen3_5Moe, TextWeights
+from app.engine.models.weights import Weights
 
 
 class GroupedWeights(TextWeights):
@@ -34,4 +36,6 @@ class GroupedWeights(TextWeights):
 class Qwen3Next(Qwen3_5Moe):
     """Hybrid decoder with experts in an older layout."""
 
-    weights_class = GroupedWeights
+    @classmethod
+    def adapt(cls, weights: Weights, config: DecoderConfig) -> Weights:
+        return GroupedWeights(weights, config)

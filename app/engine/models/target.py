@@ -39,6 +39,11 @@ class Target(nn.Module):
         """
         return config
 
+    @classmethod
+    def adapt(cls, weights: Weights, config: DecoderConfig) -> Weights:
+        """Return the checkpoint's weights under the names and with the meaning that the shared layers expect."""
+        return weights
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -48,6 +53,7 @@ class Target(nn.Module):
         comm: Comm = ALONE,
     ) -> None:
         super().__init__()
+        weights = self.adapt(weights, config)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.config = config
         self.target_layer_ids = target_layer_ids

@@ -3,9 +3,8 @@
 import json
 import re
 from enum import Enum, auto
-from typing import Any
 
-from app.text.parsers.base import Family, Parsed, ToolCall, num_held, read_call
+from app.text.parsers.base import Family, Json, Parsed, ToolCall, num_held, read_call
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 _ENDS = END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -162,9 +161,6 @@ class HarmonyCalls:
             calls.append(call)
 
 
-Json = dict[str, Any]
-
-
 def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:
     """Return messages and tools as gpt-oss's chat template reads them, because it would drop some of what they say.
 
@@ -201,4 +197,5 @@ FAMILY = Family(
     opening=_OPENING,
     key="arguments",
     behind_name=f" {CONSTRAIN}json{MESSAGE}",
+    for_template=for_template,
 )

@@ -494,9 +494,13 @@ def test_without_layer_types_every_fourth_layer_has_attention_and_a_quarter_of_i
     assert config.rope.dim == config.head_dim // 4
 
 
-def test_a_device_that_is_not_proved_and_compile_are_refused_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_a_device_that_is_not_proved_and_compile_and_float16_are_refused_by_name(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
     with pytest.raises(UnsupportedError, match="--compile: a target with recurrent layers"):
         make_engine(pair.target, None, compile=True)
+    with pytest.raises(UnsupportedError, match="--dtype float16: a target with recurrent layers"):
+        make_engine(pair.target, None, dtype="float16")
     monkeypatch.setattr("app.engine.backend.torch.TorchBackend.runs_recurrent_layers", False)
     with pytest.raises(UnsupportedError, match="a target with recurrent layers is not supported there yet"):
         make_engine(pair.target, None)
