@@ -172,7 +172,8 @@ def _load_runner(
     max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
     first_draft_row = draft_shape.first_draft_row if draft_shape else 1
     hybrid = shape.gated_delta is not None
-    layout = Layout(sizes.page_size, backend.separate_prefill, first_draft_row=first_draft_row, hybrid=hybrid)
+    apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
+    layout = Layout(sizes.page_size, apart, first_draft_row=first_draft_row, hybrid=hybrid)
     states = make_states(config, shape, sizes, dtype, backend)
 
     def runner_over(num_pages: int) -> ModelRunner:

@@ -41,6 +41,7 @@ class NpuBackend(Backend):
 
     dtypes = (torch.bfloat16,)
     captures = True
+    separate_prefill = False
 
     def __init__(self, device: torch.device, *, check_calls: bool = False) -> None:
         super().__init__(device)

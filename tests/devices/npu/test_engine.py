@@ -133,3 +133,35 @@ def test_a_block_above_sixteen_rows_is_refused_by_name(tmp_path: Path) -> None:
     wide = make_pair(tmp_path, head_dim=64, num_layers=3, draft_layers=1, taps=(0, 1), block_size=20)
     with pytest.raises(UnsupportedError, match="--num-speculative-tokens 15"):
         engine(wide, device="npu:0", dtype="bfloat16", max_num_batched_tokens=128)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_mixed_step_has_one_attention_call_a_layer_and_the_texts_of_two(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    found = []
+    for apart in (False, True):
+        monkeypatch.setattr(NpuBackend, "separate_prefill", apart)
+        with torch.inference_mode(), Numerics():
+            found.append(mixed_steps(engine(pair, device="npu:0", dtype="bfloat16", enforce_eager=eager)))
+    (texts, calls, launches), (same_texts, more_calls, more_launches) = found
+    assert texts == same_texts and calls
+    assert [more - fewer for fewer, more in zip(calls, more_calls, strict=True)] == [3] * len(calls), "a layer's second"
+    assert all(fewer < more for fewer, more in zip(launches, more_launches, strict=True))
+
+
+def mixed_steps(core: Any) -> tuple[dict[str, list[int]], list[int], list[int]]:
+    """Return the texts, and for each mixed step its attention calls and its launches."""
+    texts: dict[str, list[int]] = {}
+    calls, launches = [], []
+    for request in requests():
+        core.add(request)
+    while core.has_work:
+        with traced() as trace:
+            step = core.step()
+        for delta in step.deltas:
+            texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+        if step.stats.kind == "mixed":
+            calls.append(trace.of("launch", "update").count("aclnnFusedInferAttentionScoreV3"))
+            launches.append(len(trace.of("launch")))
+    return texts, calls, launches
