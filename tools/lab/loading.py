@@ -21,6 +21,7 @@ from app.engine.backend.factory import make_backend
 from app.engine.build.decoder_config import target_config
 from app.engine.build.loader import SafetensorsWeights
 from app.engine.models.registry import target_class
+from app.engine.models.weights import Part
 from tools.lab.publish import publish
 from tools.lab.random_weights import TARGETS, RandomWeights
 
@@ -38,8 +39,8 @@ class Kept(RandomWeights):
         super().__init__(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
         self._to, self._homes = to, dict[str, str]()
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = super().get(name, *shape)
+    def get(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
+        tensor = super().get(name, *shape, part=part)
         self._homes[name] = f"{name}.safetensors"
         save_file({name: tensor}, self._to / self._homes[name])
         return tensor

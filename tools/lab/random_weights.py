@@ -16,6 +16,7 @@ from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
 from app.engine.build.loader import Progress
 from app.engine.errors import UnsupportedError
+from app.engine.models.weights import Part
 
 BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."
 
@@ -84,7 +85,7 @@ class RandomWeights:
     def __contains__(self, name: str) -> bool:
         return False
 
-    def get(self, name: str, *shape: int) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         if len(shape) == 1:
             tensor.fill_(1.0)
@@ -93,18 +94,15 @@ class RandomWeights:
             tensor.normal_(std=shape[-1] ** -0.5, generator=torch.Generator(self._device).manual_seed(seed))
         self._made += tensor.nbytes
         self._on_progress(self._made, self._made)
-        return tensor
+        return part.of(tensor) if part else tensor
 
-    def get_float32(self, name: str, *shape: int) -> Tensor:
-        return self.get(name, *shape).float()
-
-    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> Tensor:
-        return self.get(name, *shape).narrow(axis, part.start, len(part)).contiguous()
+    def get_float32(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        return self.get(name, *shape, part=part).float()
 
     def get_indices(self, name: str, *shape: int) -> Tensor:
         raise NotImplementedError(f"random weights have no {name}")
 
-    def packed(self, name: str, *shape: int) -> Tensor:
+    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         raise UnsupportedError(f"{name}: no random bytes are made")
 
     def skip(self, name: str) -> None:

@@ -174,7 +174,7 @@ def _load_runner(
     hybrid = shape.gated_delta is not None
     apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
     layout = Layout(sizes.page_size, apart, first_draft_row=first_draft_row, hybrid=hybrid)
-    states = make_states(config, shape, sizes, dtype, backend)
+    states = make_states(config, shape, sizes, dtype, backend, comm)
 
     def runner_over(num_pages: int) -> ModelRunner:
         length = max(sizes.padded_len, max_rows)
@@ -189,7 +189,8 @@ def _load_runner(
             forward = Forward(target, pools[0], rotaries[0], *shared, drafter)
         return runner_class(forward, backend, counts, layout, pools)
 
-    kv_bytes = _kv_bytes(config, sizes, backend, runner_over, states, graphs=graph_sizes is not None)
+    state_bytes = comm.size * states.nbytes if states else 0
+    kv_bytes = _kv_bytes(config, sizes, backend, runner_over, state_bytes, graphs=graph_sizes is not None)
     kv_bytes = comm.minimum(kv_bytes)  # ranks of one host share its memory, so this is for all of them
     token_bytes = comm.size * sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
@@ -338,7 +339,7 @@ def _kv_bytes(
     sizes: Sizes,
     backend: Backend,
     runner_over: Callable[[int], ModelRunner],
-    states: StatePool | None,
+    state_bytes: int,
     *,
     graphs: bool,
 ) -> int:
@@ -350,8 +351,8 @@ def _kv_bytes(
     if not backend.memory_is_host:
         step = step_memory(runner_over, backend, sizes) * (1 + graphs)
     free, total = backend.memory()
-    if states and backend.memory_is_host:  # a host counts memory when it is first written
-        free -= states.nbytes
+    if backend.memory_is_host:  # a host counts memory when it is first written
+        free -= state_bytes
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory + step > free:
             beside = f" beside {step >> 20} MiB for a step of {sizes.max_num_batched_tokens} rows" if step else ""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.config.checkpoint import CheckpointError, count_numbers, plain_name, tensor_files
 from app.engine.errors import UnsupportedError
-from app.engine.models.weights import Weights
+from app.engine.models.weights import Part, Weights
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
@@ -53,14 +53,11 @@ class SafetensorsWeights:
         """Return the bytes of all tensors in the engine's dtype."""
         return count_numbers(self._folder) * self._dtype.itemsize
 
-    def get(self, name: str, *shape: int) -> Tensor:
-        return self._numbers(name, self._stored(name, shape)).to(self._device, self._dtype)
+    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        return self._numbers(name, self._stored(name, shape, part)).to(self._device, self._dtype)
 
-    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> Tensor:
-        return self._numbers(name, self._stored(name, shape, axis, part)).to(self._device, self._dtype)
-
-    def get_float32(self, name: str, *shape: int) -> Tensor:
-        return self._numbers(name, self._stored(name, shape)).to(self._device, torch.float32)
+    def get_float32(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        return self._numbers(name, self._stored(name, shape, part)).to(self._device, torch.float32)
 
     def _numbers(self, name: str, stored: Tensor) -> Tensor:
         """Return a stored tensor. Raises UnsupportedError if its weights are quantised."""
@@ -70,8 +67,8 @@ class SafetensorsWeights:
             raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
         return stored
 
-    def packed(self, name: str, *shape: int) -> Tensor:
-        tensor = self._stored(name, shape)
+    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        tensor = self._stored(name, shape, part)
         if tensor.dtype != torch.uint8:
             raise UnsupportedError(f"{self._folder}: tensor {name} is {tensor.dtype}, not bytes")
         return tensor.to(self._device)
@@ -82,8 +79,8 @@ class SafetensorsWeights:
             raise UnsupportedError(f"{self._folder}: tensor {name} is {tensor.dtype}, not whole numbers")
         return tensor.to(self._device, torch.int64)
 
-    def _stored(self, name: str, shape: tuple[int, ...], axis: int = 0, part: range | None = None) -> Tensor:
-        """Return a tensor of `shape` as it is in the file, or the `part` of its axis, of which alone is read."""
+    def _stored(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """Return a tensor of `shape` as it is in the file, or the `part` that alone is read."""
         if name not in self._files:
             raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
         path, stored_name = self._files[name]
@@ -96,8 +93,10 @@ class SafetensorsWeights:
             tensor: Tensor = self._open[path].get_tensor(stored_name)
             self._read += tensor.nbytes
         else:
-            tensor = stored[(slice(None),) * axis + (slice(part.start, part.stop),)].contiguous()
-            self._read += tensor.nbytes // len(part) * shape[axis]
+            before = (slice(None),) * part.axis
+            read = [stored[(*before, slice(own.start, own.stop))] for own in part.ranges]
+            tensor = read[0].contiguous() if len(read) == 1 else torch.cat(read, dim=part.axis)
+            self._read += tensor.nbytes // tensor.shape[part.axis] * shape[part.axis]
         self._used.add(name)
         if self._on_progress:
             self._on_progress(self._read, self._total)

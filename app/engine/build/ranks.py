@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from app.engine.backend.base import Backend
+from app.engine.build.moe_config import ALIGNMENT
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
@@ -34,8 +35,6 @@ def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, 
     not_yet = {
         "--compile": config.compile,
         "steps from graphs": config.enforce_eager is False,
-        "a target with experts": target.moe is not None,
-        "a target with recurrent layers": target.gated_delta is not None,
     }
     for what, given in not_yet.items():
         if given:
@@ -56,9 +55,13 @@ def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, 
 
 
 def _divided(decoder: DecoderConfig, vocab_size: int) -> dict[str, int]:
-    return {
-        "attention heads": decoder.num_heads,
-        "KV heads": decoder.num_kv_heads,
-        "columns in its MLP": decoder.intermediate_size,
-        _VOCAB: vocab_size,
-    }
+    numbers = {"attention heads": decoder.num_heads, "KV heads": decoder.num_kv_heads, _VOCAB: vocab_size}
+    if decoder.moe is None or decoder.moe.dense_layers:
+        numbers["columns in its MLP"] = decoder.intermediate_size
+    if decoder.moe is not None:
+        numbers[f"groups of {ALIGNMENT} columns in each expert"] = decoder.moe.intermediate_size // ALIGNMENT
+        if decoder.moe.shared_size:
+            numbers["columns in its shared expert"] = decoder.moe.shared_size
+    if decoder.gated_delta is not None:
+        numbers["key heads in its recurrent layers"] = decoder.gated_delta.num_k_heads
+    return numbers

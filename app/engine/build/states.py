@@ -9,6 +9,7 @@ from torch import Tensor
 
 from app.engine.backend.base import Backend
 from app.engine.build.config import PREFILL_SHARE, Sizes
+from app.engine.comm.comm import Comm
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.gated_delta import CHUNK
@@ -49,16 +50,18 @@ def check_no_states(config: EngineConfig) -> None:
 
 
 def make_states(
-    config: EngineConfig, shape: DecoderConfig, sizes: Sizes, dtype: torch.dtype, backend: Backend
+    config: EngineConfig, shape: DecoderConfig, sizes: Sizes, dtype: torch.dtype, backend: Backend, comm: Comm
 ) -> StatePool | None:
     """Return slots for all sequences, a spare one, and the checkpoints of the prefix cache (`schedule/state_slots.py`).
 
-    The result is None if no layer is recurrent. Raises UnsupportedError if the slots do not fit.
+    The result is None if no layer is recurrent. All ranks have as many slots. Those of one host share its memory, and
+    what the user gave of it. Raises UnsupportedError if the slots do not fit.
     """
     if shape.gated_delta is None:
         return None
     num_slots, of_slots = sizes.max_num_seqs + 1, (sizes.block_size, dtype)
-    needed = StatePool(shape.gated_delta, num_slots, *of_slots, without_memory).nbytes
+    sharing = comm.size if backend.memory_is_host else 1
+    needed = sharing * StatePool(shape.gated_delta, num_slots, *of_slots, without_memory).nbytes
     free, _ = backend.memory()
     if needed > free:
         raise UnsupportedError(
@@ -68,6 +71,7 @@ def make_states(
     num_checkpoints = 0
     if config.prefix_caching:
         num_checkpoints = _num_checkpoints(config, sizes, needed // (num_slots + 1), free - needed, backend)
+        num_checkpoints = comm.minimum(num_checkpoints)
     return StatePool(shape.gated_delta, num_slots + num_checkpoints, *of_slots, backend.zeros, num_checkpoints)
 
 

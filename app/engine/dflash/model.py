@@ -51,7 +51,7 @@ class DFlashModel(nn.Module):
             self.embedding = frozen(backend.pack_weight(self.embedding))
             self.lm_head = tied_head(self.embedding, comm)
         elif has_head or hidden != config.target_hidden_size:
-            own_rows = own_part(weights, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0)
+            own_rows = own_part(weights.get, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0)
             self.lm_head = frozen(backend.pack_weight(own_rows))
         self.register_parameter("target_ids", None)
         if "d2t" in weights or config.draft_vocab_size != vocab:

@@ -96,12 +96,24 @@ class DecoderConfig:
     gated_delta: GatedDeltaConfig | None = None
 
     def shard(self, size: int) -> "DecoderConfig":
-        """Return the sizes of each of `size` ranks, which share heads and the MLP. `size` divides these."""
+        """Return the sizes of each of `size` ranks, which share heads and the MLPs. `size` divides these."""
+        moe = self.moe and replace(
+            self.moe,
+            intermediate_size=self.moe.intermediate_size // size,
+            shared_size=self.moe.shared_size // size,
+        )
+        gated_delta = self.gated_delta and replace(
+            self.gated_delta,
+            num_k_heads=self.gated_delta.num_k_heads // size,
+            num_v_heads=self.gated_delta.num_v_heads // size,
+        )
         return replace(
             self,
             num_heads=self.num_heads // size,
             num_kv_heads=self.num_kv_heads // size,
             intermediate_size=self.intermediate_size // size,
+            moe=moe,
+            gated_delta=gated_delta,
         )
 
     def moe_of(self, layer: int) -> MoeConfig | None:

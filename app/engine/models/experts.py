@@ -4,70 +4,85 @@ import torch
 from torch import Tensor
 
 from app.engine.backend.moe import ExpertWeights, MoeConfig
-from app.engine.models.mxfp4 import dequantised
-from app.engine.models.weights import LayerSource
+from app.engine.models.mxfp4 import BLOCK, dequantised
+from app.engine.models.weights import LayerSource, Part, own_part
 
 
 def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
     """Return a layer's router and experts, stored one by one, all in `experts.gate_up_proj`, or in mxfp4.
 
     Each tensor is copied and dropped before the next is read. So a load takes at most one tensor more than its result.
+    Ranks share each expert: rows of its gate and up, and columns of its down. The router is whole.
     """
     count, inner, hidden, layout = moe.num_experts, moe.intermediate_size, layer.config.hidden_size, layer.experts
     router = layer.get(f"mlp.{layout.router}.weight", count, hidden)
     gate_up = layer.backend.empty_experts(router, count, 2 * inner, hidden)
     down = layer.backend.empty_experts(router, count, hidden, inner)
+    of_gate_up = (2 * inner,) if layout.interleaved else (inner, inner)
     if layer.name("mlp.experts.gate_up_proj_blocks") in layer.weights:
-        _copy_mxfp4(gate_up, layer, "gate_up_proj", interleaved=layout.interleaved)
-        _copy_mxfp4(down, layer, "down_proj", interleaved=False)
+        _copy_mxfp4(gate_up, layer, "gate_up_proj", 1, of_gate_up)
+        _copy_mxfp4(down, layer, "down_proj", 2)
     elif layer.name("mlp.experts.gate_up_proj") in layer.weights:
-        _copy_fused(gate_up, layer, "gate_up_proj", interleaved=layout.interleaved)
-        _copy_fused(down, layer, "down_proj", interleaved=False)
+        _copy_rows(gate_up, _fused(layer, "gate_up_proj", gate_up.shape, 1, of_gate_up), of_gate_up)
+        down.copy_(_fused(layer, "down_proj", down.shape, 2))
     else:
         for expert in range(count):
             name = f"mlp.experts.{expert}"
-            gate_up[expert, :inner] = layer.get(f"{name}.gate_proj.weight", inner, hidden)
-            gate_up[expert, inner:] = layer.get(f"{name}.up_proj.weight", inner, hidden)
-            down[expert] = layer.get(f"{name}.down_proj.weight", hidden, inner)
+            gate_up[expert, :inner] = layer.get(f"{name}.gate_proj.weight", inner, hidden, split=0)
+            gate_up[expert, inner:] = layer.get(f"{name}.up_proj.weight", inner, hidden, split=0)
+            down[expert] = layer.get(f"{name}.down_proj.weight", hidden, inner, split=1)
     router = router.float()
     if not moe.has_bias:
         return ExpertWeights(router, gate_up, down)
-    stored = layer.get("mlp.experts.gate_up_proj_bias", count, 2 * inner)
+    stored = layer.get("mlp.experts.gate_up_proj_bias", count, 2 * inner, split=1, blocks=of_gate_up)
     gate_up_bias = torch.empty_like(stored)
-    _copy_rows(gate_up_bias, stored, interleaved=layout.interleaved)
+    _copy_rows(gate_up_bias, stored, of_gate_up)
     return ExpertWeights(
         router,
         gate_up,
         down,
         layer.get(f"mlp.{layout.router}.bias", count).float(),
         layer.backend.pack_expert_bias(gate_up_bias),
-        layer.backend.pack_expert_bias(layer.get("mlp.experts.down_proj_bias", count, hidden)),
+        layer.backend.pack_expert_bias(layer.get_summed("mlp.experts.down_proj_bias", count, hidden)),
     )
 
 
-def _copy_fused(to: Tensor, layer: LayerSource, name: str, *, interleaved: bool) -> None:
-    """Copy the tensor of all experts into `to` [E, out, in]."""
-    count, out_features, in_features = to.shape
-    input_first = layer.experts.input_first
-    shape = (in_features, out_features) if input_first else (out_features, in_features)
-    stored = layer.get(f"mlp.experts.{name}", count, *shape)
-    _copy_rows(to, stored.transpose(1, 2) if input_first else stored, interleaved=interleaved)
+def _fused(layer: LayerSource, name: str, shape: tuple[int, ...], split: int, blocks: tuple[int, ...] = ()) -> Tensor:
+    """Return the tensor of all experts as [E, out, in], which is `shape`."""
+    name = f"mlp.experts.{name}"
+    if not layer.experts.input_first:
+        return layer.get(name, *shape, split=split, blocks=blocks)
+    count, out_features, in_features = shape
+    return layer.get(name, count, in_features, out_features, split=3 - split, blocks=blocks).transpose(1, 2)
 
 
-def _copy_mxfp4(to: Tensor, layer: LayerSource, name: str, *, interleaved: bool) -> None:
-    """Copy the experts into `to` [E, out, in], one expert's numbers at a time, from blocks that are [E, out, in]."""
+def _copy_mxfp4(to: Tensor, layer: LayerSource, name: str, split: int, blocks: tuple[int, ...] = ()) -> None:
+    """Copy the experts into `to` [E, out, in], one expert's numbers at a time, from blocks that are [E, out, in].
+
+    A rank's columns may begin or end inside of a block, which is then read whole.
+    """
     count, out_features, in_features = to.shape
-    sizes = count, out_features, -(-in_features // 32)
-    blocks = layer.weights.packed(layer.name(f"mlp.experts.{name}_blocks"), *sizes, 16)
-    scales = layer.weights.packed(layer.name(f"mlp.experts.{name}_scales"), *sizes)
+    comm = layer.comm
+    columns = range(in_features) if split == 1 else comm.part(in_features * comm.size)
+    own_blocks = range(columns.start // BLOCK, -(-columns.stop // BLOCK))
+
+    def read(kind: str, *rest: int) -> Tensor:
+        stored, packed = layer.name(f"mlp.experts.{name}_{kind}"), layer.weights.packed
+        if split == 1 or comm.size == 1:
+            return own_part(packed, stored, (count, out_features, len(own_blocks), *rest), comm, split, blocks)
+        whole = -(-in_features * comm.size // BLOCK)
+        return packed(stored, count, out_features, whole, *rest, part=Part(2, (own_blocks,)))
+
+    numbers, scales = read("blocks", BLOCK // 2), read("scales")
     for expert in range(count):
         own = slice(expert, expert + 1)
-        _copy_rows(to[own], dequantised(blocks[own], scales[own], to.dtype), interleaved=interleaved)
+        values = dequantised(numbers[own], scales[own], to.dtype)
+        _copy_rows(to[own], values.narrow(2, columns.start - own_blocks.start * BLOCK, in_features), blocks)
 
 
-def _copy_rows(to: Tensor, stored: Tensor, *, interleaved: bool) -> None:
-    """Copy [E, out, ...]. Of `interleaved` rows, the even ones are the gate's, and come before those of up."""
-    if not interleaved:
+def _copy_rows(to: Tensor, stored: Tensor, blocks: tuple[int, ...]) -> None:
+    """Copy [E, out, ...]. If gate and up are one block, its even rows are the gate's, and come before those of up."""
+    if len(blocks) != 1:
         to.copy_(stored)
         return
     gate, up = to.chunk(2, dim=1)

@@ -16,25 +16,33 @@ class GatedDeltaNet(nn.Module):
 
     A step of decoding commits the accepted rows of the step before, and verifies its own without a change of the state.
     Of a verified row the layer keeps its inputs in the engine's dtype: what enters the convolution, and both gates. To
-    commit them it runs them again, because they take a fraction of the memory of a state for each row.
+    commit them it runs them again, because they take a fraction of the memory of a state for each row. Ranks share the
+    heads: those of q and k with those of v that they serve, and their channels of the convolution.
     """
 
     def __init__(self, layer: LayerSource) -> None:
         super().__init__()
         shape, backend, hidden = layer.config.gated_delta, layer.backend, layer.config.hidden_size
         assert shape is not None, "a config with Gated DeltaNet layers has their sizes"
-        values = shape.num_v_heads * shape.v_head_dim
-        sizes = {"qkv": shape.channels, "b": shape.num_v_heads, "a": shape.num_v_heads, "z": values}
-        projections = [layer.get(f"linear_attn.in_proj_{name}.weight", size, hidden) for name, size in sizes.items()]
+        keys, values = shape.num_k_heads * shape.k_head_dim, shape.num_v_heads * shape.v_head_dim
+
+        def rows(name: str, *sizes: int, blocks: tuple[int, ...] = ()) -> Tensor:
+            return layer.get(f"linear_attn.{name}", *sizes, split=0, blocks=blocks)
+
+        qkv = (keys, keys, values)
+        projections = [rows("in_proj_qkv.weight", shape.channels, hidden, blocks=qkv)]
+        sizes = {"b": shape.num_v_heads, "a": shape.num_v_heads, "z": values}
+        projections += [rows(f"in_proj_{name}.weight", size, hidden) for name, size in sizes.items()]
         self.in_proj = frozen(backend.pack_weight(torch.cat(projections)))
-        self.out_proj = frozen(backend.pack_weight(layer.get("linear_attn.out_proj.weight", hidden, values)))
-        self.conv = frozen(layer.get("linear_attn.conv1d.weight", shape.channels, 1, shape.conv_kernel).squeeze(1))
-        self.a_log = frozen(layer.get("linear_attn.A_log", shape.num_v_heads))
-        self.dt_bias = frozen(layer.get("linear_attn.dt_bias", shape.num_v_heads))
+        self.out_proj = frozen(backend.pack_weight(layer.get("linear_attn.out_proj.weight", hidden, values, split=1)))
+        self.conv = frozen(rows("conv1d.weight", shape.channels, 1, shape.conv_kernel, blocks=qkv).squeeze(1))
+        self.a_log = frozen(rows("A_log", shape.num_v_heads))
+        self.dt_bias = frozen(rows("dt_bias", shape.num_v_heads))
         self.norm = frozen(layer.get("linear_attn.norm.weight", shape.v_head_dim))
         self._shape = shape
         self._eps = layer.config.rms_norm_eps
         self._backend = backend
+        self._project = layer.comm.reduced(backend.linear)
 
     def forward(self, x: Tensor, rows: StepRows, memory: LayerState) -> Tensor:
         """Return the output projection [T, H] of normed rows x [T, H]."""
@@ -51,7 +59,7 @@ class GatedDeltaNet(nn.Module):
         o = torch.cat(parts)
         o = o * torch.rsqrt(o.square().mean(dim=-1, keepdim=True) + self._eps) * weights["norm"]
         gated = o.flatten(1) * F.silu(z.float())
-        return backend.linear(gated.to(x.dtype), weights["out_proj"])
+        return self._project(gated.to(x.dtype), weights["out_proj"])
 
     def _verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""

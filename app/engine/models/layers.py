@@ -66,9 +66,11 @@ class Attention(nn.Module):
         self.qkv = frozen(backend.pack_weight(fused("weight", hidden)))
         self.o = frozen(backend.pack_weight(layer.get("self_attn.o_proj.weight", hidden, q_size, split=1)))
         optional("qkv_bias", lambda: fused("bias"), given=config.qkv_bias)
-        optional("o_bias", lambda: summed_once(layer, "self_attn.o_proj.bias", hidden), given=config.o_bias)
+        optional("o_bias", lambda: layer.get_summed("self_attn.o_proj.bias", hidden), given=config.o_bias)
         optional(
-            "sinks", lambda: backend.pack_sinks(layer.get("self_attn.sinks", config.num_heads)), given=config.sinks
+            "sinks",
+            lambda: backend.pack_sinks(layer.get("self_attn.sinks", config.num_heads, split=0)),
+            given=config.sinks,
         )
         optional("q_norm", lambda: norm("q_norm"), given=config.qk_norm)
         optional("k_norm", lambda: norm("k_norm"), given=config.qk_norm)
@@ -120,7 +122,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = frozen(layer.get("post_attention_layernorm.weight", config.hidden_size))
         self._eps = config.rms_norm_eps
         self._backend = layer.backend
-        self._gated_mlp = layer.comm.reduced(layer.backend.gated_mlp)
+        self._summed_feed_forward = layer.comm.reduced(self.feed_forward)
 
     def make_attention(self, layer: LayerSource) -> nn.Module:
         """Return the part that mixes rows. Families override this."""
@@ -138,15 +140,15 @@ class DecoderLayer(nn.Module):
         backend, weights = self._backend, parameters_of(self)
         hidden = self.attention.forward(normed, rows, kv)
         normed, residual = backend.add_rms_norm(hidden, residual, weights["post_attention_norm"], self._eps)
-        return self.feed_forward(normed), residual
+        return self._summed_feed_forward(normed), residual
 
     def feed_forward(self, normed: Tensor) -> Tensor:
-        """Return the output of the MLP or the experts, [T, H]."""
+        """Return the output of the MLP or the experts [T, H], which is a part of a sum if ranks share them."""
         backend, weights = self._backend, parameters_of(self)
         if self._mixture is not None:
             moe, experts = self._mixture
             return backend.moe(normed, experts, moe)
-        return self._gated_mlp(normed, weights["gate_up"], weights["down"])
+        return backend.gated_mlp(normed, weights["gate_up"], weights["down"])
 
 
 def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[nn.Parameter, nn.Parameter]:
@@ -155,12 +157,6 @@ def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[nn.Parameter, n
     gate, up = (layer.get(f"{name}.{part}_proj.weight", inner, hidden, split=0) for part in ("gate", "up"))
     down = layer.get(f"{name}.down_proj.weight", hidden, inner, split=1)
     return frozen(pack(torch.cat((gate, up)))), frozen(pack(down))
-
-
-def summed_once(layer: LayerSource, suffix: str, *shape: int) -> Tensor:
-    """Return the bias of a projection whose products ranks sum: the stored one on rank 0, and zeros on others."""
-    bias = layer.get(suffix, *shape)
-    return bias if layer.comm.rank == 0 else torch.zeros_like(bias)
 
 
 def tied_head(embedding: nn.Parameter, comm: Comm) -> nn.Parameter:

@@ -13,7 +13,7 @@ from app.engine.models.config import DecoderConfig
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, load_mlp, parameters_of
 from app.engine.models.target import Target
-from app.engine.models.weights import LayerSource, Weights
+from app.engine.models.weights import LayerSource, Part, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class GatedAttention(Attention):
     def __init__(self, layer: LayerSource) -> None:
         super().__init__(layer)
         config = layer.config
-        gate = layer.get("self_attn.gate_proj.weight", config.num_heads * config.head_dim, config.hidden_size)
+        gate = layer.get("self_attn.gate_proj.weight", config.num_heads * config.head_dim, config.hidden_size, split=0)
         self.gate = frozen(layer.backend.pack_weight(gate))
 
     def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
@@ -81,24 +81,24 @@ class TextWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
-    def get(self, name: str, *shape: int) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         if name in self._parts:
             return self._parts.pop(name)
         if name.endswith(".q_proj.weight"):
-            return self._query(name, *shape)
+            return self._query(name, *shape, part=part)
         if name.endswith((".linear_attn.norm.weight", ".A_log", ".dt_bias")):
-            return self._weights.get_float32(name, *shape)
+            return self._weights.get_float32(name, *shape, part=part)
         if name.endswith("norm.weight"):
             return self._weights.get_float32(name, *shape) + 1
-        return self._weights.get(name, *shape)
+        return self._weights.get(name, *shape, part=part)
 
     def __getattr__(self, name: str) -> Any:
         """Return what is the same for a part and the whole."""
         return getattr(self._weights, name)
 
-    def _query(self, name: str, size: int, hidden: int) -> Tensor:
+    def _query(self, name: str, size: int, hidden: int, part: Part | None) -> Tensor:
         """Return the query rows of a stored q_proj, and keep those of the gate."""
-        stored = self._weights.get(name, 2 * size, hidden)
+        stored = self._weights.get(name, 2 * size, hidden, part=part and part.scaled(2))
         query, gate = stored.unflatten(0, (-1, 2, self._config.head_dim)).unbind(1)
         self._parts[name.replace(".q_proj.", ".gate_proj.")] = gate.flatten(0, 1)
         return query.flatten(0, 1)

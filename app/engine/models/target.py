@@ -68,7 +68,7 @@ class Target(nn.Module):
             self.lm_head = tied_head(self.embedding, comm)
             weights.skip("lm_head.weight")
         else:
-            own_rows = own_part(weights, "lm_head.weight", (vocab // comm.size, hidden), comm, 0)
+            own_rows = own_part(weights.get, "lm_head.weight", (vocab // comm.size, hidden), comm, 0)
             self.lm_head = frozen(backend.pack_weight(own_rows))
         for name in weights.names:
             if name.endswith("rotary_emb.inv_freq"):  # RoPE's frequencies, in files of Llama 2

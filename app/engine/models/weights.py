@@ -1,9 +1,11 @@
 """Weights of a model by name. `build/loader.py` reads them from files."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from app.engine.backend.base import Backend
@@ -11,8 +13,25 @@ from app.engine.comm.comm import ALONE, Comm
 from app.engine.models.config import DecoderConfig
 
 
+class Part(NamedTuple):
+    """Part of a tensor: `ranges` of an axis, put behind each other."""
+
+    axis: int
+    ranges: tuple[range, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        return torch.cat([whole.narrow(self.axis, own.start, len(own)) for own in self.ranges], dim=self.axis)
+
+    def scaled(self, factor: int) -> "Part":
+        """Return the part of a tensor whose axis has `factor` rows in the place of each."""
+        return Part(self.axis, tuple(range(own.start * factor, own.stop * factor) for own in self.ranges))
+
+
 class Weights(Protocol):
-    """Source of a model's tensors. Names are without the prefixes of `config.checkpoint.plain_name`."""
+    """Source of a model's tensors. Names are without the prefixes of `config.checkpoint.plain_name`.
+
+    `shape` is that of the whole tensor. Of a tensor with a `part` no more than that is read, and returned.
+    """
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -24,16 +43,12 @@ class Weights(Protocol):
         """Return the bytes of all tensors in the engine's dtype."""
         ...
 
-    def get(self, name: str, *shape: int) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         """Return a tensor on the device, in the engine's dtype. Raises UnsupportedError if its shape is another."""
         ...
 
-    def get_float32(self, name: str, *shape: int) -> Tensor:
+    def get_float32(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         """Return a tensor on the device in float32, whatever the engine's dtype. Raises UnsupportedError like `get`."""
-        ...
-
-    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> Tensor:
-        """Return a part of a tensor's axis as `get` returns the whole, which is `shape`. No more of it is read."""
         ...
 
     def get_indices(self, name: str, *shape: int) -> Tensor:
@@ -41,7 +56,7 @@ class Weights(Protocol):
         shape."""
         ...
 
-    def packed(self, name: str, *shape: int) -> Tensor:
+    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         """Return a tensor of bytes (uint8) on the device. Raises UnsupportedError like `get`."""
         ...
 
@@ -85,17 +100,35 @@ class LayerSource:
         """Return the name of one of the layer's tensors in the checkpoint."""
         return f"layers.{self.index}.{suffix}"
 
-    def get(self, suffix: str, *shape: int, split: int | None = None) -> Tensor:
-        """Return one of the layer's tensors, as `Weights.get`. Ranks share it along the axis `split`, if that is given.
+    def get(self, suffix: str, *shape: int, split: int | None = None, blocks: tuple[int, ...] = ()) -> Tensor:
+        """Return one of the layer's tensors, as `Weights.get`, or this rank's part of it as `own_part`.
 
         Rows (0) are split where the output is, and columns (1) where the input is, whose products are then summed.
         """
-        return own_part(self.weights, self.name(suffix), shape, self.comm, split)
+        return own_part(self.weights.get, self.name(suffix), shape, self.comm, split, blocks)
+
+    def get_summed(self, suffix: str, *shape: int) -> Tensor:
+        """Return the bias of products that ranks sum: the stored one on rank 0, and zeros on others."""
+        bias = self.get(suffix, *shape)
+        return bias if self.comm.rank == 0 else torch.zeros_like(bias)
 
 
-def own_part(weights: Weights, name: str, shape: tuple[int, ...], comm: Comm, split: int | None) -> Tensor:
-    """Return this rank's part `shape` of a tensor that ranks share along the axis `split`, or all of it for None."""
+def own_part(
+    get: Callable[..., Tensor],
+    name: str,
+    shape: tuple[int, ...],
+    comm: Comm,
+    split: int | None,
+    blocks: tuple[int, ...] = (),
+) -> Tensor:
+    """Return this rank's part `shape` of a tensor that ranks share along the axis `split`, or all of it for None.
+
+    If that axis is made of blocks, like those of q, k and v, each is split alone. `blocks` are their sizes in `shape`.
+    """
     if split is None or comm.size == 1:
-        return weights.get(name, *shape)
-    whole = shape[split] * comm.size
-    return weights.get_part(name, (*shape[:split], whole, *shape[split + 1 :]), split, comm.part(whole))
+        return get(name, *shape)
+    blocks, ranges = blocks or (shape[split],), []
+    for own, end in zip(blocks, accumulate(blocks), strict=True):
+        start = comm.size * (end - own) + comm.rank * own
+        ranges.append(range(start, start + own))
+    return get(name, *shape[:split], shape[split] * comm.size, *shape[split + 1 :], part=Part(split, tuple(ranges)))

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from app.engine.sampling.columns import SamplingRows
-from app.engine.step.inputs import DraftInputs, RowGroup, StepInputs, TargetInputs
+from app.engine.step.inputs import DraftInputs, RecurrentInputs, RowGroup, StepInputs, TargetInputs
 
 _ARRAY = 1
 """Code of an array among msgpack's extensions."""
@@ -33,8 +33,9 @@ def decode(data: bytes) -> Message:
 def _step(fields: dict[str, Any]) -> StepInputs:
     target, draft = fields["target"], fields["draft"]
     groups = [RowGroup(**group) for group in target.pop("groups")]
+    recurrent = target.pop("recurrent")
     return StepInputs(
-        target=TargetInputs(**target, groups=groups),
+        target=TargetInputs(**target, groups=groups, recurrent=recurrent and RecurrentInputs(**recurrent)),
         draft=draft and DraftInputs(group=RowGroup(**draft.pop("group")), **draft),
         sampling=[SamplingRows(**rows) for rows in fields["sampling"]],
         sequence_keys=[tuple(key) for key in fields["sequence_keys"]],

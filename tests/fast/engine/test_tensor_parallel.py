@@ -16,21 +16,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.backend.factory import make_backend
+from app.engine.backend.moe import MoeConfig
 from app.engine.build import loader
 from app.engine.build.engine import Engine, build_engine
 from app.engine.build.loader import SafetensorsWeights
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import DecoderConfig, RopeConfig
+from app.engine.models.config import DecoderConfig, GatedDeltaConfig, RopeConfig
 from app.engine.models.layers import DecoderLayer, StepRows
+from app.engine.models.qwen3_5 import HybridLayer, TextWeights
+from app.engine.models.qwen3_next import GroupedWeights
 from app.engine.models.rope import RotaryTable
-from app.engine.models.weights import LayerSource
+from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
+from app.engine.models.weights import ExpertLayout, LayerSource, Part
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.messages import Message, decode, encode
 from app.engine.ranks.runner import LeadingRunner, follow
@@ -40,13 +44,16 @@ from app.engine.sequence import NOT_FINITE
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests.fast.engine import lossless
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, random_prompts
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
 from tests.fast.engine.thread_ranks import ThreadRanks, on_ranks
 
 LUCKY_EVEN = LUCKY | {"seed": 16, "vocab_size": 4}
 """A pair with four KV heads and four tokens, of whose drafts some are accepted."""
+LUCKY_HYBRID = LUCKY | {"seed": 16, "vocab_size": 4}
 BACKEND = make_backend("cpu")
+ONE_BY_ONE = ExpertLayout()
 
 
 class Stored:
@@ -55,25 +62,34 @@ class Stored:
     names: tuple[str, ...] = ()
     num_bytes = 0
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, experts: str = "one by one", adapt: Callable[..., Any] | None = None) -> None:
         self.seed = seed
-        self.tensors: dict[str, Tensor] = {}
+        self.experts = experts
+        self.adapt = adapt
 
     def __contains__(self, name: str) -> bool:
-        return False
+        return name.endswith({"fused": "gate_up_proj", "mxfp4": "gate_up_proj_blocks"}.get(self.experts, "\0"))
 
-    def get(self, name: str, *shape: int) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, name)))
-        return torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
+        whole = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
+        return part.of(whole) if part else whole
 
-    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> Tensor:
-        return self.get(name, *shape).narrow(axis, part.start, len(part)).contiguous()
+    get_float32 = get
+
+    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + sum(map(ord, name)))
+        low, high = (122, 126) if name.endswith("scales") else (0, 256)
+        whole = torch.randint(low, high, shape, generator=generator).to(torch.uint8)
+        return part.of(whole) if part else whole
 
 
-def layer_output(config: DecoderConfig, weights: Stored, comm: Comm) -> Tensor:
+def layer_output(config: DecoderConfig, weights: Stored, comm: Comm, layout: ExpertLayout = ONE_BY_ONE) -> Tensor:
     """Return the residual stream [5, H] after a layer whose rows are a prompt of 5 tokens."""
     own, rows = config.shard(comm.size), 5
-    layer = DecoderLayer(LayerSource(0, own, weights, BACKEND, comm=comm))
+    adapted = weights.adapt(weights, own) if weights.adapt else weights
+    layer_class = HybridLayer if own.gated_delta else DecoderLayer
+    layer = layer_class(LayerSource(0, own, adapted, BACKEND, layout, comm=comm))
     hidden = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(weights.seed))
     table = torch.tensor([[1, 2]], dtype=torch.int32)
     ends, lens = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([rows], dtype=torch.int32)
@@ -82,8 +98,13 @@ def layer_output(config: DecoderConfig, weights: Stored, comm: Comm) -> Tensor:
     rotary = RotaryTable(own.rope, own.head_dim, 8, torch.float32, BACKEND)
     slots = torch.arange(4, 4 + rows, dtype=torch.int32)
     step = StepRows(rotary.at(torch.arange(rows, dtype=torch.int32)), slots, [meta])
-    kv = LayerKv(*(torch.zeros(3, 4, own.num_kv_heads, own.head_dim) for _ in range(2)))
-    return sum(layer.forward(*layer.enter(hidden, None), step, kv))
+    memory: Any = LayerKv(*(torch.zeros(3, 4, own.num_kv_heads, own.head_dim) for _ in range(2)))
+    if own.gated_delta and 0 in own.gated_delta.layers:
+        memory = StatePool(own.gated_delta, 2, 4, torch.float32, BACKEND.zeros).layers[0]
+        one, places = torch.ones(1, dtype=torch.int64), torch.arange(rows)
+        chunk = SequenceRows(one, 2 * one, 0 * one, rows * one, places[None], places)
+        step = replace(step, recurrent=RecurrentRows(None, [chunk]))
+    return sum(layer.forward(*layer.enter(hidden, None), step, memory))
 
 
 @settings(max_examples=12)
@@ -109,6 +130,59 @@ def test_a_layer_of_ranks_is_the_whole_layer(
     parts = on_ranks(size, lambda comm: layer_output(config, Stored(seed), comm))
     assert all(torch.equal(part, parts[0]) for part in parts)
     torch.testing.assert_close(parts[0], whole, rtol=2e-5, atol=2e-5)
+
+
+LAYOUTS = {
+    "Qwen3-MoE": ("one by one", ONE_BY_ONE),
+    "fused": ("fused", ONE_BY_ONE),
+    "gpt-oss": ("fused", ExpertLayout("router", interleaved=True, input_first=True)),
+    "gpt-oss in mxfp4": ("mxfp4", ExpertLayout("router", interleaved=True, input_first=True)),
+}
+
+
+@settings(max_examples=8)
+@given(size=st.sampled_from([2, 4, 8]), layout=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 99))
+@example(size=8, layout="gpt-oss in mxfp4", seed=0)  # a rank's columns begin inside of a block of 32
+def test_a_layer_of_ranks_that_share_experts_is_the_whole_layer(size: int, layout: str, seed: int):
+    has_bias, (stored, layout_of) = "gpt-oss" in layout, LAYOUTS[layout]
+    moe = MoeConfig(4, 2, 64, norm_topk_prob=True, has_bias=has_bias, swiglu_limit=7.0 if has_bias else None)
+    config = DecoderConfig(
+        hidden_size=32, intermediate_size=64, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=4, vocab_size=8,
+        rms_norm_eps=1e-6, rope=RopeConfig(1e4), max_position_embeddings=8, tie_word_embeddings=False, dtype="float32",
+        masks=(AttentionMask(True),), qkv_bias=has_bias, o_bias=has_bias, sinks=has_bias, moe=moe,
+    )  # fmt: skip
+    whole = layer_output(config, Stored(seed, stored), ALONE, layout_of)
+    parts = on_ranks(size, lambda comm: layer_output(config, Stored(seed, stored), comm, layout_of))
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    torch.testing.assert_close(parts[0], whole, rtol=2e-5, atol=2e-5 * float(whole.abs().max()))
+
+
+@settings(max_examples=12)
+@given(
+    size=st.sampled_from([2, 3, 4]),
+    k_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    recurrent=st.booleans(),
+    grouped=st.booleans(),
+    experts=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_hybrid_layer_of_ranks_is_the_whole_layer(
+    size: int, k_heads: int, group: int, recurrent: bool, grouped: bool, experts: bool, seed: int
+):
+    v_heads = k_heads * group * size
+    config = DecoderConfig(
+        hidden_size=16, intermediate_size=8 * size, num_layers=1, num_heads=2 * size, num_kv_heads=size, head_dim=8,
+        vocab_size=size, rms_norm_eps=1e-6, rope=RopeConfig(1e4, dim=4), max_position_embeddings=8,
+        tie_word_embeddings=False, dtype="float32", masks=(AttentionMask(True),), qk_norm=True,
+        moe=MoeConfig(4, 2, 8 * size, norm_topk_prob=True, shared_size=3 * size) if experts else None,
+        gated_delta=GatedDeltaConfig((0,) if recurrent else (1,), 4, k_heads * size, v_heads, 4, 6),
+    )  # fmt: skip
+    adapt = GroupedWeights if grouped else TextWeights
+    whole = layer_output(config, Stored(seed, adapt=adapt), ALONE)
+    parts = on_ranks(size, lambda comm: layer_output(config, Stored(seed, adapt=adapt), comm))
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    torch.testing.assert_close(parts[0], whole, rtol=2e-5, atol=2e-5 * float(whole.abs().max()))
 
 
 NUMBERS = st.sampled_from([0.0, 1.0, 2.0, -1.0, math.nan, math.inf, -math.inf]) | st.floats(-9, 9, width=32)
@@ -231,12 +305,66 @@ def test_dflash_on_ranks_changes_no_token(lucky: Pair, name: str):
     assert run.acceptance_length > 1.2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_dense_family_is_shared(tmp_path: Path, name: str):
-    alone, shared = subjects(make_pair(tmp_path, vocab_size=96, block_size=4, **FAMILIES[name]), count=2, tokens=9)
+SPARSE = {
+    "Qwen3-MoE": {"experts": 8, "dense_layers": (1,)},
+    "gpt-oss": GPT_OSS,
+    "gpt-oss, mxfp4": GPT_OSS | {"mxfp4": True},
+}
+
+
+HYBRID = {
+    "Qwen3.5": {},
+    "Qwen3.5-MoE": {"experts": 4},
+    "Qwen3.5-MoE, one by one": {"experts": 4, "fused": False, "multimodal": True},
+    "Qwen3-Next": {"experts": 4, "grouped": True},
+}
+
+
+def pair_of(folder: Path, name: str, **shape: Any) -> Pair:
+    """Return a random pair whose target is of a family."""
+    if name in HYBRID:
+        return make_hybrid_pair(folder, **HYBRID[name] | shape)
+    return make_pair(folder, **(FAMILIES | SPARSE)[name] | shape)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE, *HYBRID])
+def test_every_family_is_shared(tmp_path: Path, name: str):
+    made = pair_of(tmp_path, name, vocab_size=96, block_size=4)
+    alone, shared = subjects(made, count=2, tokens=9)
     texts = shared.run(Case(concurrency=2, block_size=4)).texts
     shared.check_and_close()
     assert_lossless(alone.compare(texts, Case()))
+
+
+def test_a_hybrid_of_ranks_begins_with_the_state_of_a_cached_prompt(tmp_path: Path):
+    """It finds as many tokens as one rank, and drafts on top of them."""
+    alone, shared = subjects(make_hybrid_pair(tmp_path, **LUCKY_HYBRID))
+    case = Case(concurrency=4, page_size=4, cached=True)
+    run, by_one = shared.run(case), alone.run(case)
+    off = shared.compare(run.texts, case)
+    shared.check_and_close()
+    assert off.tokens > 20 and not off.differences
+    assert_lossless(alone.compare(run.texts, case))
+    assert run.cached_tokens == by_one.cached_tokens > 0
+    assert run.acceptance_length == pytest.approx(by_one.acceptance_length, abs=0.1)
+    assert run.acceptance_length > 1.2
+
+
+def test_checkpoints_are_as_many_as_the_rank_with_the_fewest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from app.engine.build import states
+
+    pair, given, own = make_hybrid_pair(tmp_path, vocab_size=96), iter([5, 3]), states._num_checkpoints
+    config = EngineConfig(pair.target, device="cpu", max_num_seqs=2, tensor_parallel_size=2, state_cache_memory=1 << 20)
+    by_one = build_engine(replace(config, tensor_parallel_size=1)).states
+    ranks = ThreadRanks(config)
+    by_two = ranks.engine.states
+    ranks.close()
+    assert by_one and by_two and by_two.num_checkpoints == pytest.approx(by_one.num_checkpoints, rel=0.1)
+    assert 2 * by_two.slot_bytes == pytest.approx(by_one.slot_bytes, rel=0.1), "each rank has the states of its heads"
+    monkeypatch.setattr(states, "_num_checkpoints", lambda *args: min(own(*args), next(given)))
+    ranks = ThreadRanks(config)
+    assert ranks.engine.states and ranks.engine.states.num_checkpoints == 3
+    ranks.close()
 
 
 def test_a_follower_gets_no_texts_and_each_message_once(lucky: Pair):
@@ -322,14 +450,20 @@ def weights(tmp_path: Path) -> Iterator[Callable[[], SafetensorsWeights]]:
 @pytest.mark.parametrize(("name", "axis"), [("mlp.down_proj", 1), ("mlp.gate_proj", 0), ("self_attn.o_proj", 1)])
 def test_the_parts_of_a_tensor_are_the_tensor(weights: Callable[[], SafetensorsWeights], name: str, axis: int):
     name, shape = f"layers.1.{name}.weight", {"mlp.down_proj": (32, 64), "mlp.gate_proj": (64, 32)}.get(name, (32, 64))
-    parts = [weights().get_part(name, shape, axis, range(i, i + 16)) for i in range(0, shape[axis], 16)]
+
+    def part(*ranges: range) -> Tensor:
+        return weights().get(name, *shape, part=Part(axis, ranges))
+
+    parts = [part(range(i, i + 16)) for i in range(0, shape[axis], 16)]
+    assert torch.equal(part(range(16), range(24, 28)), torch.cat((parts[0], parts[1].narrow(axis, 8, 4)), dim=axis))
     assert torch.equal(torch.cat(parts, dim=axis), weights().get(name, *shape))
     assert all(part.is_contiguous() for part in parts)
     with pytest.raises(UnsupportedError, match=re.escape(f"has shape {list(shape)}, the config wants [7, 7]")):
-        weights().get_part(name, (7, 7), axis, range(1))
+        weights().get(name, 7, 7, part=Part(axis, (range(1),)))
 
 
-def test_a_rank_reads_its_parts_alone(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+def whole_tensors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the names of tensors that two ranks read whole, without those of layers."""
     whole: set[str] = set()
 
     class Watched:
@@ -340,14 +474,34 @@ def test_a_rank_reads_its_parts_alone(lucky: Pair, monkeypatch: pytest.MonkeyPat
             return self.file.get_slice(name)
 
         def get_tensor(self, name: str) -> Tensor:
-            whole.add(re.sub(r".*layers\.\d+\.|model\.", "", name))
+            whole.add(re.sub(r".*layers\.\d+\.|.*model\.", "", name))
             return self.file.get_tensor(name)
 
     own = loader._open
     monkeypatch.setattr(loader, "_open", lambda *args: Watched(own(*args)))
-    ThreadRanks(EngineConfig(lucky.target, lucky.draft, device="cpu", max_num_seqs=1, tensor_parallel_size=2)).close()
-    norms = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "norm"}
-    assert whole == {f"{name}.weight" for name in (*norms, "hidden_norm", "fc", "embed_tokens")}
+    ThreadRanks(EngineConfig(pair.target, pair.draft, device="cpu", max_num_seqs=1, tensor_parallel_size=2)).close()
+    return {name.removesuffix(".weight") for name in whole}
+
+
+WHOLE = {
+    *("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "norm"),
+    *("hidden_norm", "fc", "embed_tokens"),
+}
+
+
+def test_a_rank_reads_its_parts_alone(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    assert whole_tensors(lucky, monkeypatch) == WHOLE
+
+
+@pytest.mark.parametrize("name", [*SPARSE, *HYBRID])
+def test_a_rank_reads_its_parts_of_experts_and_heads_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    pair = pair_of(tmp_path, name, vocab_size=96, block_size=4)
+    more = {"mlp.gate"} if "experts" in (SPARSE | HYBRID)[name] else set()
+    if "gpt-oss" in name:
+        more = {"mlp.router", "mlp.router.bias", "mlp.experts.down_proj_bias", "self_attn.o_proj.bias"}
+    elif name in HYBRID:
+        more |= {"linear_attn.norm"} | ({"mlp.shared_expert_gate"} if more else set())
+    assert whole_tensors(pair, monkeypatch) == WHOLE | more
 
 
 # Refusals
@@ -364,8 +518,16 @@ QWEN3 = {"vocab_size": 96}
         (QWEN3 | {"intermediate_size": 63}, {"tensor_parallel_size": 2}, "63 columns in its MLP"),
         (QWEN3, {"tensor_parallel_size": 2, "compile": True}, "--compile cannot be split yet"),
         (QWEN3, {"tensor_parallel_size": 2, "enforce_eager": False}, "steps from graphs cannot be split yet"),
-        (QWEN3 | {"experts": 4}, {"tensor_parallel_size": 2}, "a target with experts cannot be split yet"),
-        (GPT_OSS | QWEN3, {"tensor_parallel_size": 2}, "a target with experts cannot be split yet"),
+        (
+            QWEN3 | {"experts": 4, "expert_size": 24},
+            {"tensor_parallel_size": 2},
+            "the target has 3 groups of 8 columns in each expert, which 2 does not divide",
+        ),
+        (
+            QWEN3 | {"experts": 4, "dense_layers": (1,), "intermediate_size": 63},
+            {"tensor_parallel_size": 2},
+            "the target has 63 columns in its MLP",
+        ),
         (QWEN3, {"tensor_parallel_size": 2, "draft_tensor_parallel_size": 4}, "--tensor-parallel-size, which is 2"),
         (QWEN3, {"draft_tensor_parallel_size": 2}, "give 1 or --tensor-parallel-size, which is 1"),
     ],
@@ -380,6 +542,21 @@ def test_what_cannot_be_split_is_refused_by_name_before_a_rank_is_started(
 
     with pytest.raises(UnsupportedError, match=said):
         build_engine(EngineConfig(pair.target, pair.draft, device="cpu", **wishes), join=started)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"k_heads": 1}, "the target has 1 key heads in its recurrent layers, which 2 does not divide"),
+        ({"k_heads": 3, "v_heads": 6}, "the target has 3 key heads in its recurrent layers, which 2 does not divide"),
+    ],
+)
+def test_a_hybrid_whose_heads_do_not_divide_is_refused_with_the_number(
+    tmp_path: Path, shape: dict[str, Any], said: str
+):
+    pair = make_hybrid_pair(tmp_path, vocab_size=96, **shape)
+    with pytest.raises(UnsupportedError, match=said):
+        build_engine(EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2))
 
 
 def test_a_device_without_collectives_is_refused_by_name(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
