@@ -1,12 +1,14 @@
 """Prometheus metrics: one table of names, and the calls that fill it.
 
-Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serves its dashboards. Prometheus adds
-`_total` to the name of a counter. Every `Metrics` has its own registry, because one process may have several servers.
+Names follow vLLM's under a prefix of our own, so `--metrics-prefix vllm:` serves its dashboards and the routers that
+read them. Prometheus adds `_total` to the name of a counter. Every `Metrics` has its own registry, because one process
+may have several servers.
 """
 
 import logging
 import time
 from collections import Counter as Sums
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +21,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from app.engine_config import EngineInfo
 from app.messages import SpecStep, StepOutput, StepStats
 
 logger = logging.getLogger(__name__)
@@ -33,53 +36,61 @@ class Metric(NamedTuple):
     name: str
     kind: Literal["gauge", "counter", "histogram"]
     help: str
-    label: str | None = None
+    labels: tuple[str, ...] = ()
 
 
 TABLE = (
     Metric("num_requests_running", "gauge", "Requests that the last engine step worked on or could have"),
     Metric("num_requests_waiting", "gauge", "Requests queued in the engine"),
     Metric("kv_cache_usage_perc", "gauge", "KV pages in use, 0 to 1"),
+    Metric("cache_config_info", "gauge", "1, with the sizes of the KV cache", ("block_size", "num_gpu_blocks")),
     Metric("state_slots_usage_perc", "gauge", "Recurrent slots of a hybrid target in use, 0 to 1; 0 for others"),
     Metric("state_cache_usage_perc", "gauge", "Checkpoints of recurrent state in use, 0 to 1; 0 without any"),
     Metric("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache"),
     Metric("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache"),
     Metric("prompt_tokens", "counter", "Prompt tokens of requests handed to the engine"),
     Metric("generation_tokens", "counter", "Tokens emitted by the engine"),
-    Metric("request_success", "counter", "Requests ended, by reason", "finished_reason"),
+    Metric("request_success", "counter", "Requests ended, by reason", ("finished_reason",)),
     Metric("time_to_first_token_seconds", "histogram", "From arrival to the first token"),
     Metric("inter_token_latency_seconds", "histogram", "Per token after the first; tokens of a step share its time"),
     Metric("e2e_request_latency_seconds", "histogram", "From arrival to the last token"),
     Metric("decode_rows", "counter", "Rows that decoding sequences had in a step, the anchors included"),
-    Metric("decode_sequences", "counter", "Decoding sequences of every step, by whether they drafted", "drafting"),
+    Metric("decode_sequences", "counter", "Decoding sequences of every step, by whether they drafted", ("drafting",)),
     Metric("spec_decode_num_drafts", "counter", "Steps of a request that verified at least one draft token"),
     Metric("spec_decode_num_draft_tokens", "counter", "Draft tokens that were verified"),
     Metric("spec_decode_num_accepted_tokens", "counter", "Draft tokens accepted, without the bonus token"),
-    Metric("spec_decode_num_accepted_tokens_per_pos", "counter", "Accepted draft tokens by position", "position"),
-    Metric("spec_decode_num_verified_tokens_per_pos", "counter", "Verified draft tokens by position", "position"),
+    Metric("spec_decode_num_accepted_tokens_per_pos", "counter", "Accepted draft tokens by position", ("position",)),
+    Metric("spec_decode_num_verified_tokens_per_pos", "counter", "Verified draft tokens by position", ("position",)),
     Metric("preemptions", "counter", "Requests preempted for want of KV pages"),
     Metric("engine_restarts", "counter", "Engine processes started because the one before had ended or hung"),
     Metric("requests_not_finite", "counter", "Requests ended because the target's logits were NaN or infinite"),
     Metric("requests_dropped", "counter", "Requests ended because a step failed on them alone"),
-    Metric("requests_turned_away", "counter", "Requests answered 429 or 503 before any work was done, by code", "code"),
-    Metric("request_refused", "counter", "Requests refused because of a field, by field", "param"),
-    Metric("strict_tool_calls", "counter", "Calls of strict functions, by whether they fit their schemas", "outcome"),
-    Metric("step_seconds", "histogram", "Engine steps by kind", "kind"),
+    Metric(
+        "requests_turned_away", "counter", "Requests answered 429 or 503 before any work was done, by code", ("code",)
+    ),
+    Metric("request_refused", "counter", "Requests refused because of a field, by field", ("param",)),
+    Metric(
+        "strict_tool_calls", "counter", "Calls of strict functions, by whether they fit their schemas", ("outcome",)
+    ),
+    Metric("step_seconds", "histogram", "Engine steps by kind", ("kind",)),
 )
 
 
 class Metrics:
-    """Every metric of one server. `prefix` stands before each name ("dflash:", "vllm:")."""
+    """Every metric of one server. `prefix` stands before each name ("dflash:", "vllm:"). Each sample has `labels`."""
 
-    def __init__(self, prefix: str = "dflash:") -> None:
+    def __init__(self, prefix: str = "dflash:", labels: Mapping[str, str] | None = None) -> None:
         self._registry = CollectorRegistry()
         kinds: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": partial(Histogram, buckets=_LATENCY)}
-        self._metrics: dict[str, Any] = {
-            metric.name: kinds[metric.kind](
-                prefix + metric.name, metric.help, [metric.label] if metric.label else [], registry=self._registry
-            )
-            for metric in TABLE
-        }
+        labels = labels or {}
+        self._label_values = tuple(labels.values())
+        self._metrics: dict[str, Any] = {}
+        """Metrics without labels of their own, and families of those with some."""
+        for metric in TABLE:
+            names = [*labels, *metric.labels]
+            family = kinds[metric.kind](prefix + metric.name, metric.help, names, registry=self._registry)
+            alone = labels and not metric.labels
+            self._metrics[metric.name] = family.labels(*self._label_values) if alone else family
         self._engine_totals: dict[str, int] = {}
         self._last_stats: StepStats | None = None
         self._since_log = Sums[str]()
@@ -91,8 +102,10 @@ class Metrics:
 
     def count(self, name: str, amount: int = 1, label: str | None = None) -> None:
         """Raise the counter `name`, at the value `label` of its label if it has one."""
-        counter = self._metrics[name]
-        (counter if label is None else counter.labels(label)).inc(amount)
+        (self._metrics[name] if label is None else self._labelled(name, label)).inc(amount)
+
+    def _labelled(self, name: str, *values: str) -> Any:
+        return self._metrics[name].labels(*self._label_values, *values)
 
     def request_ended(self, reason: str, seconds: float) -> None:
         self.count("request_success", label=reason)
@@ -106,11 +119,17 @@ class Metrics:
         for _ in range(count):
             self._metrics["inter_token_latency_seconds"].observe(seconds / count)
 
+    def engine_ready(self, info: EngineInfo) -> None:
+        """Tell the sizes of the KV cache, by which routers count the prefixes that fit."""
+        self._metrics["cache_config_info"].clear()
+        self._labelled("cache_config_info", str(info.page_size), str(info.num_pages)).set(1)
+
     def engine_ended(self) -> None:
         """Set the gauges to 0. The next engine process counts from 0 again."""
         self._engine_totals = {}
+        self._metrics["cache_config_info"].clear()
         for metric in TABLE:
-            if metric.kind == "gauge":
+            if metric.kind == "gauge" and not metric.labels:
                 self._metrics[metric.name].set(0)
 
     def step(self, output: StepOutput) -> None:
@@ -127,7 +146,7 @@ class Metrics:
         checkpoints = stats.used_state_checkpoints / max(1, stats.num_state_checkpoints)
         self._metrics["state_cache_usage_perc"].set(checkpoints)
         if stats.kind != "idle":
-            self._metrics["step_seconds"].labels(stats.kind).observe(stats.seconds)
+            self._labelled("step_seconds", stats.kind).observe(stats.seconds)
         self._count_growth("preemptions", stats.num_preemptions)
         self._count_growth("requests_not_finite", stats.num_not_finite)
         self._count_growth("requests_dropped", stats.num_faults)
@@ -183,6 +202,11 @@ class Metrics:
             100 * _kv_usage(stats),
             _ratio(100 * sums["hits"], sums["queries"], ".1f", " %"),
         )
+
+
+def metrics_for(prefix: str, model_name: str) -> Metrics:
+    """Return the metrics of a server. Under the prefix `vllm:` they have the labels that vLLM's have."""
+    return Metrics(prefix, {"model_name": model_name, "engine": "0"} if prefix == "vllm:" else None)
 
 
 def _kv_usage(stats: StepStats) -> float:

@@ -56,7 +56,7 @@ def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, met
     return Services(
         engine,
         tokenizer,
-        config.served_model_name or [config.model],
+        config.model_names,
         metrics,
         reasoning=reasoning is not None,
         reasoning_parser=reasoning or ReasoningParser,

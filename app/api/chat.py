@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
-from app.api.answers import ChatAnswers
-from app.api.generate import Call, answer, receive, submit
+from app.api.answers import ChatAnswers, json_response
+from app.api.generate import Call, answer, receive, receive_to_render, submit
 from app.api.schemas import ChatCompletionRequest
 from app.api.stream import Choices
 from app.api.validation import check_reasoning, token_budget
@@ -17,6 +17,15 @@ async def chat_completions(request: Request) -> Response:
     call = await receive(request, ChatCompletionRequest)
     choices = await converse(call)
     return await answer(call, choices, ChatAnswers(call.model_name, choices.usage, call.body.streaming))
+
+
+@router.post("/v1/chat/completions/render", **openapi.RENDER_CHAT)
+async def render_chat(request: Request) -> Response:
+    """Return the token ids of a conversation's prompt, and generate nothing."""
+    services, body, info, name = await receive_to_render(request, ChatCompletionRequest)
+    check_reasoning(body, services.reasoning)
+    prompt = await prompts.render_and_encode(services, body, info)
+    return json_response({"model": name, "token_ids": prompt.token_ids})
 
 
 async def converse(call: Call[ChatCompletionRequest]) -> Choices:

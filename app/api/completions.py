@@ -3,10 +3,13 @@
 from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
-from app.api.answers import CompletionAnswers
-from app.api.generate import answer, receive, submit
+from app.api.answers import CompletionAnswers, json_response
+from app.api.generate import answer, receive, receive_to_render, submit
+from app.api.prompts import Prompt
 from app.api.schemas import CompletionRequest
+from app.api.services import Services
 from app.api.validation import token_budget
+from app.engine_config import EngineInfo
 from app.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -19,20 +22,36 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request) -> Response:
     call = await receive(request, CompletionRequest)
     body, info = call.body, call.info
-    special = body.add_special_tokens is not False
-    params = ["prompt"] if body.prompt_is_one else [f"prompt.{i}" for i in range(body.num_prompts)]
     with call.acquire() as permits:
-        given = [
-            await prompts.encode_prompt(call.services, prompt, param, info, add_special_tokens=special)
-            for prompt, param in zip(body.prompts, params, strict=True)
-        ]
+        given = await _encode(call.services, body, info)
         budgets = [
             token_budget(param, len(prompt.token_ids), body.max_tokens, DEFAULT_MAX_TOKENS, info.max_model_len)
-            for prompt, param in zip(given, params, strict=True)
+            for prompt, param in zip(given, _params(body), strict=True)
         ]
         choices = submit(call, given, budgets, permits)
     echoed = _prompt_texts(body, call.services.tokenizer) if body.echo else ()
     return await answer(call, choices, CompletionAnswers(call.model_name, choices.usage, body.streaming, echoed))
+
+
+@router.post("/v1/completions/render", **openapi.RENDER_COMPLETIONS)
+async def render_completions(request: Request) -> Response:
+    """Return the token ids of each prompt, and generate nothing."""
+    services, body, info, name = await receive_to_render(request, CompletionRequest)
+    given = await _encode(services, body, info)
+    return json_response([{"model": name, "token_ids": prompt.token_ids} for prompt in given])
+
+
+async def _encode(services: Services, body: CompletionRequest, info: EngineInfo) -> list[Prompt]:
+    special = body.add_special_tokens is not False
+    return [
+        await prompts.encode_prompt(services, prompt, param, info, add_special_tokens=special)
+        for prompt, param in zip(body.prompts, _params(body), strict=True)
+    ]
+
+
+def _params(body: CompletionRequest) -> list[str]:
+    """Return the field of each prompt, by which an error names it."""
+    return ["prompt"] if body.prompt_is_one else [f"prompt.{i}" for i in range(body.num_prompts)]
 
 
 def _prompt_texts(body: CompletionRequest, tokenizer: Tokenizer) -> list[str]:

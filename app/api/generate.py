@@ -70,6 +70,18 @@ async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
     return Call(request, services, body, name, info, arrived, deadline)
 
 
+async def receive_to_render(request: Request, model: type[BodyT]) -> tuple[Services, BodyT, EngineInfo, str]:
+    """Read and check the body of a request whose prompt is wanted alone. Return it with the name of the model.
+
+    Raises ApiError or EngineUnavailable. A full queue refuses none, because routers ask for prompts of requests that
+    they send elsewhere.
+    """
+    services = services_of(request)
+    info = services.engine.ready_info()
+    body = parse(await read_json(request), model, services.metrics)
+    return services, body, info, services.served_name(body.model)
+
+
 def _check_num_choices(body: SamplingRequest, maximum: int) -> None:
     """Raise ApiError 400 if the request has more choices than the server ever admits at once."""
     if body.num_prompts > maximum:

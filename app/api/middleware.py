@@ -24,6 +24,14 @@ _PROBES = {"/live", "/ready", "/health", "/metrics"}
 OPEN_PATHS = {"/", "/docs", "/openapi.json", "/live", "/ready", "/health"}
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 2**15
+_ROUTING_HEADERS = (
+    "x-gateway-inference-objective",
+    "x-gateway-inference-fairness-id",
+    "x-gateway-destination-endpoint",
+    "x-slo-ttft-ms",
+    "x-slo-tpot-ms",
+)
+"""Headers that Kubernetes' endpoint pickers add. They change nothing here, and are logged."""
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -84,8 +92,15 @@ class RequestIds:
             level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
             milliseconds = 1000 * (time.monotonic() - started)
             path = quote(scope["path"])  # A path may contain line ends.
-            logger.log(level, "%s %s %d %.1f ms", scope["method"], path, status, milliseconds)
+            routed = _routing(Headers(scope=scope))
+            logger.log(level, "%s %s %d %.1f ms%s", scope["method"], path, status, milliseconds, routed)
             request_id.reset(token)
+
+
+def _routing(headers: Headers) -> str:
+    """Return the headers of a router for the log."""
+    found = ((name, headers.get(name)) for name in _ROUTING_HEADERS)
+    return "".join(f" {name}={quote(text[:128], safe=':,')}" for name, text in found if text)
 
 
 class Keys:

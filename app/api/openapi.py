@@ -5,7 +5,7 @@ from typing import Any, Literal, get_type_hints
 from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, Field, create_model
+from pydantic import Field, create_model
 from pydantic.json_schema import models_json_schema
 
 from app.api.middleware import OPEN_PATHS
@@ -141,7 +141,14 @@ _Tokens = _shape(
 )
 _Text = _shape("Text", prompt=str)
 _Version = _shape("Version", version=str)
-_EngineInfo = _shape("EngineInfoBody", **get_type_hints(EngineInfo))
+_EngineInfo = _shape(
+    "EngineInfoBody", **get_type_hints(EngineInfo), model_path=str, served_model_name=str, tp_size=int, dp_size=int
+)
+_ModelInfo = _shape(
+    "ModelInfo", model_path=str, is_generation=bool, model_type=str | None, architectures=list[str] | None
+)
+_Load = _shape("Load", dp_rank=int, num_reqs=int, num_waiting_reqs=int, num_tokens=int)
+_Rendered = _shape("RenderedPrompt", model=str, token_ids=list[int])
 _Success = _shape("Success", success=Literal[True])
 _Progress = _shape("Progress", stage=str, done=int, total=int)
 _State = _shape("State", status=str, reason=(str, ""), progress=(_Progress | None, None))
@@ -154,7 +161,7 @@ _EVENT = {
 
 
 def _route(
-    summary: str, answer: type[BaseModel], *statuses: int, bodies: tuple[type[Body], ...] = (), streams: bool = False
+    summary: str, answer: Any, *statuses: int, bodies: tuple[type[Body], ...] = (), streams: bool = False
 ) -> dict[str, Any]:
     """Return keyword arguments for a route's decorator."""
     success: dict[str, Any] = {"model": answer, "description": "Done"}
@@ -189,14 +196,20 @@ HEALTH: dict[str, Any] = {
     "response_class": Response,
     "responses": {503: {"model": _State, "description": "Loading or dead"}},
 }
-SERVER_INFO: dict[str, Any] = {
-    "summary": "Sizes of the engine, and what was read from the draft's config.json",
-    "responses": {
-        200: {"model": _EngineInfo},
-        401: {"model": _ErrorBody, "description": _STATUSES[401]},
-        503: {"model": _State, "description": "Loading or dead"},
-    },
-}
+RENDER_CHAT = _route("The prompt of a conversation", _Rendered, *_NO_ENGINE, bodies=(ChatCompletionRequest,))
+RENDER_COMPLETIONS = _route("The tokens of prompts", _list_of(_Rendered), *_NO_ENGINE, bodies=(CompletionRequest,))
+
+
+def _facts(summary: str, answer: Any) -> dict[str, Any]:
+    """Return keyword arguments for the route of facts that are known once the engine was loaded."""
+    unauthorized = {"model": _ErrorBody, "description": _STATUSES[401]}
+    loading = {"model": _State, "description": "Loading or dead"}
+    return {"summary": summary, "responses": {200: {"model": answer}, 401: unauthorized, 503: loading}}
+
+
+SERVER_INFO = _facts("Sizes of the engine, and what was read from the draft's config.json", _EngineInfo)
+MODEL_INFO = _facts("The target's folder and family", _ModelInfo)
+LOAD = _facts("Requests, and tokens on KV pages", _list_of(_Load))
 METRICS: dict[str, Any] = {"summary": "Metrics for Prometheus", "response_class": PlainTextResponse}
 
 

@@ -1,4 +1,4 @@
-"""Probes, metrics and the one change that operators and orchestrators may make."""
+"""Probes, facts and metrics for operators, orchestrators and routers, and the one change that they may make."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -39,11 +39,45 @@ async def health(request: Request) -> Response:
     return Response() if state.phase in ("ready", "draining") else _described(state, 503)
 
 
+@router.get("/get_server_info", include_in_schema=False)
 @router.get("/server_info", **openapi.SERVER_INFO)
 async def server_info(request: Request) -> Response:
-    """Return the facts about the loaded engine and its draft, or 503 until it was loaded."""
-    state = services_of(request).engine.state
-    return _described(state, 503) if state.info is None else json_response(asdict(state.info))
+    """Return the facts about the loaded engine and its draft, or 503 until it was loaded.
+
+    SGLang's gateway reads those in SGLang's names.
+    """
+    services = services_of(request)
+    state, info = services.engine.state, services.engine.state.info
+    if info is None:
+        return _described(state, 503)
+    named = {"model_path": info.target, "served_model_name": services.model_names[0]}
+    return json_response(asdict(info) | named | {"tp_size": info.tensor_parallel_size, "dp_size": 1})
+
+
+@router.get("/get_model_info", include_in_schema=False)
+@router.get("/model_info", **openapi.MODEL_INFO)
+async def model_info(request: Request) -> Response:
+    """Return the target's folder and the family in its config.json, in SGLang's names, or 503 until it was loaded."""
+    services = services_of(request)
+    state = services.engine.state
+    if state.info is None:
+        return _described(state, 503)
+    tokenizer = services.tokenizer
+    family = {"model_type": tokenizer.model_type, "architectures": tokenizer.architectures}
+    return json_response({"model_path": state.info.target, "is_generation": True} | family)
+
+
+@router.get("/get_load", **openapi.LOAD)
+async def load(request: Request) -> Response:
+    """Return the load in SGLang's names, as one data-parallel rank, or 503 until the engine was loaded."""
+    engine = services_of(request).engine
+    state, stats = engine.state, engine.stats
+    if state.info is None:
+        return _described(state, 503)
+    waiting, pages = (stats.num_waiting, stats.used_pages) if stats else (0, 0)
+    tokens = pages * state.info.page_size
+    rank = {"dp_rank": 0, "num_reqs": engine.num_running, "num_waiting_reqs": waiting, "num_tokens": tokens}
+    return json_response([rank])
 
 
 @router.get("/metrics", **openapi.METRICS)

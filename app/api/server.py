@@ -23,7 +23,7 @@ from app.client.admission import Admission
 from app.client.client import EngineClient
 from app.client.supervisor import Supervisor
 from app.config.settings import Config
-from app.metrics import Metrics
+from app.metrics import metrics_for
 from app.text.chat_template import ChatTemplateError
 from app.text.tokenizer import Tokenizer, TokenizerError
 from app.wire import encode_config
@@ -60,7 +60,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     logger.info("sampling where a request says nothing: %s", sampling)
     with contextlib.closing(listener):
         settings = encode_config(config.for_engine(target, draft))
-        metrics = Metrics(config.metrics_prefix)
+        metrics = metrics_for(config.metrics_prefix, config.model_names[0])
         supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
         engine = EngineClient(supervisor, Admission(config.max_queue, config.max_concurrency_per_key), metrics)
         services = services_for(config, engine, tokenizer, metrics)

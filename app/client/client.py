@@ -12,7 +12,7 @@ from app.client.admission import Admission, Permits
 from app.client.request_stream import RequestStream
 from app.client.supervisor import EngineState, EngineUnavailable, Supervisor
 from app.engine_config import EngineInfo
-from app.messages import Request, StepOutput, TokenDelta
+from app.messages import Request, StepOutput, StepStats, TokenDelta
 from app.metrics import Metrics
 from app.wire import Abort, FlushCache, Submit
 
@@ -31,6 +31,8 @@ class EngineClient:
     def __init__(self, supervisor: Supervisor, admission: Admission, metrics: Metrics) -> None:
         self.supervisor = supervisor
         self.admission = admission
+        self.stats: StepStats | None = None
+        """State behind the last step of the engine that runs now."""
         self._metrics = metrics
         self._running: dict[str, _Running] = {}
         self._paused: set[str] = set()  # those of _running that the engine is done with, and that go on
@@ -162,6 +164,7 @@ class EngineClient:
         """Hand every delta to its stream. Return True while requests run."""
         self.admission.num_unacknowledged = 0
         self._metrics.step(output)
+        self.stats = output.stats
         for delta in output.deltas:
             if running := self._running.get(delta.request_id):
                 if delta.finish_reason is not None:
@@ -173,6 +176,7 @@ class EngineClient:
         return len(self._running) > len(self._paused)
 
     def _on_death(self, reason: str) -> None:
+        self.stats = None
         self._fail_running(reason)
         self.admission.num_unacknowledged = 0
 

@@ -214,6 +214,7 @@ class Supervisor:
         elif isinstance(reply, Ready):
             self._num_failed_starts = 0
             self._was_ready = True
+            self._metrics.engine_ready(reply.info)
             self._set_state(EngineState("ready", info=reply.info))
 
     async def _watch(self, hang: asyncio.Timeout) -> None:

@@ -183,6 +183,11 @@ class Config(BaseModel):
         chosen["verify"] = int(self.verify) if self.verify.isdecimal() else self.verify
         return EngineConfig(target, draft, **chosen)
 
+    @property
+    def model_names(self) -> list[str]:
+        """Values that `model` of a request may have. Answers bear the first."""
+        return self.served_model_name or [self.model]
+
     def api_keys(self) -> list[str]:
         """Return all keys, those in the file included. Raises ConfigError if the file holds none or is unreadable."""
         if self.api_key_file is None:

@@ -45,7 +45,8 @@ class GenerationDefaults:
 class Tokenizer:
     """Tokenizer of the target in `folder`. Safe to use from several threads.
 
-    `max_id` is the highest id that it can make. `model_vocab_size` is the vocabulary of config.json, if that has one.
+    `max_id` is the highest id that it can make. `model_vocab_size`, `model_type` and `architectures` are
+    those of config.json, if it has them.
     The constructor raises TokenizerError or ChatTemplateError, which name the file at fault.
     """
 
@@ -76,6 +77,8 @@ class Tokenizer:
             eos_ids += _ids(settings_path, self.backend.token_to_id(special["eos_token"]))
         self.eos_ids = sorted(set(eos_ids or _ids(config_path, config.get("eos_token_id"))))
         self.model_vocab_size = size if isinstance(size := config.get("vocab_size"), int) else None
+        self.model_type = config.get("model_type")
+        self.architectures = config.get("architectures")
         self.defaults = _defaults(generation_path, generation)
         self.chat_template = ChatTemplate.load(folder, settings, special)
 

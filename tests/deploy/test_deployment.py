@@ -185,7 +185,7 @@ def metric_labels() -> dict[str, set[str]]:
     """Every series that Prometheus can have from us -> its labels."""
     labels: dict[str, set[str]] = {"up": set(), "probe_success": set()}
     for metric in TABLE:
-        own = {metric.label} if metric.label else set()
+        own = set(metric.labels)
         for ending in {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}[metric.kind]:
             labels[f"dflash:{metric.name}{ending}"] = own | ({"le"} if ending == "_bucket" else set())
     return {name: own | {"instance", "job"} for name, own in labels.items()}

@@ -12,6 +12,8 @@ from schemathesis.specs.openapi.checks import (
 OPERATIONS = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/chat/completions/render",
+    "POST /v1/completions/render",
     "POST /v1/responses",
     "POST /tokenize",
     "POST /detokenize",
@@ -20,6 +22,8 @@ OPERATIONS = [
     "GET /v1/models/{name}",
     "GET /version",
     "GET /server_info",
+    "GET /model_info",
+    "GET /get_load",
     "GET /ready",
     "GET /health",
     "GET /live",

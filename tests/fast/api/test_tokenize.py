@@ -244,7 +244,9 @@ def test_the_facts_of_the_engine_and_of_its_draft_are_told_once_it_is_loaded(own
     own_server.script.ready()
     own_server.reach("ready")
     found = own_server.http.get("/server_info").json()
-    assert found == own_server.script.info and found["draft_config"]["masks"].startswith("1 causal, window 2048")
+    named = {"model_path": "tiny", "served_model_name": "tiny", "tp_size": 1, "dp_size": 1}
+    assert found == own_server.script.info | named
+    assert found["draft_config"]["masks"].startswith("1 causal, window 2048")
 
 
 def test_the_version_is_that_of_the_package(server):
