@@ -46,7 +46,7 @@ class EngineConfig:
     C++ before the first step. `verify` is how many rows of a block the target verifies, the anchor included: "full" is
     all, "auto" as many as pay, 1 the anchor alone.
     `tensor_parallel_size` processes share each layer of the target, and of the draft, unless
-    `draft_tensor_parallel_size` is 1.
+    `draft_tensor_parallel_size` is 1. While they load, one waits for another `distributed_timeout_seconds` at most.
     """
 
     target: Path
@@ -70,5 +70,6 @@ class EngineConfig:
     verify: str | int = "full"
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int | None = None
+    distributed_timeout_seconds: int = 600
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"

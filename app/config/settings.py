@@ -113,7 +113,12 @@ class Config(BaseModel):
         ENGINE, False, "hold every operator call on an NPU to docs/npu-contract.md, eagerly and slowly"
     )
     tensor_parallel_size: PositiveInt = setting(
-        ENGINE, 1, "processes that share each layer of the model, on one host; with --device cpu for now"
+        ENGINE,
+        1,
+        "processes that share each layer of the model on one host, each on its own device, or all on one CPU",
+    )
+    distributed_timeout_seconds: PositiveInt = setting(
+        ENGINE, 600, "longest time that one of these processes waits for another while they load"
     )
 
     default_chat_template_kwargs: JsonObject = setting(

@@ -100,7 +100,11 @@ def main() -> int:
     link = Link(commands, replies, int(epoch))
     folder = Path(commands.removeprefix("ipc://")).parent
     followers = Followers(
-        encode_config(config) + "\n", config.tensor_parallel_size, folder, partial(_end, replies, link.epoch)
+        encode_config(config) + "\n",
+        config.tensor_parallel_size,
+        folder,
+        partial(_end, replies, link.epoch),
+        timeout_seconds=config.distributed_timeout_seconds,
     )
     try:
         engine = build_engine(config, _progress(link), join=followers.join)

@@ -1,10 +1,13 @@
 """Copies and memory of a device with memory of its own. `runtime` is torch.cuda or torch_npu.npu."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from app.engine.errors import UnsupportedError
 
 
 def upload(host: Tensor, to: Tensor) -> None:
@@ -24,6 +27,18 @@ def start_download(x: Tensor, runtime: Any) -> Callable[[], Tensor]:
         return host
 
     return wait
+
+
+def check_ranks(device: torch.device, size: int, runtime: Any, variable: str) -> None:
+    """Raise UnsupportedError, as `Backend.check_ranks`. `variable` is the one that chooses visible devices."""
+    first, count = device.index or 0, runtime.device_count()
+    if first + size > count:
+        visible = os.environ.get(variable)
+        with_variable = "" if visible is None else f" with {variable}={visible}"
+        raise UnsupportedError(
+            f"--tensor-parallel-size {size}: each rank has a device of its own, {device.type}:{first} to "
+            f"{device.type}:{first + size - 1}, and {count} are visible{with_variable}"
+        )
 
 
 def memory(device: torch.device, runtime: Any) -> tuple[int, int]:

@@ -13,6 +13,10 @@ from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.backend.host_memory import zeros_on_host
 from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
+from app.engine.comm.comm import Comm
+from app.engine.comm.device import DeviceComm
+from app.engine.comm.gloo import GlooComm
+from app.engine.comm.process_group import Meeting
 from app.engine.verify import verify
 
 
@@ -90,7 +94,7 @@ class Backend(ABC):
     runs_recurrent_layers = False
     """True if layers with a recurrent state were proved to be right on this device."""
     collectives: str | None = None
-    """Name in torch.distributed of the collectives that join several of this device, or None if there are none."""
+    """Libraries of torch.distributed for the collectives of several, like "cpu:gloo,npu:hccl". None has none."""
     memory_is_host = False
     """True if the device has no memory of its own, so other processes share it and no allocator measures a peak."""
     can_wait_cheaply = False
@@ -102,6 +106,19 @@ class Backend(ABC):
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Raise UnsupportedError, which names the setting, if an operator of this device cannot do it."""
         return
+
+    def check_ranks(self, size: int) -> None:
+        """Raise UnsupportedError if there are no `size` devices from this one on, one for each rank."""
+        return
+
+    def join(self, meeting: Meeting) -> Comm:
+        """Return the collectives of this rank, once all have come."""
+        assert self.collectives is not None
+        return GlooComm(meeting) if self.memory_is_host else DeviceComm(meeting, self.collectives)
+
+    def max_graphs(self, size: int) -> int | None:
+        """Return how many graphs with collectives of `size` ranks the device holds, or None without a known limit."""
+        return None
 
     def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
         """Raise UnsupportedError, which names the size, if `moe` of this device cannot do it."""
@@ -298,9 +315,9 @@ class Backend(ABC):
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
-        """Return the recorded launches of `run`, whose attention reads the planned `metas`.
+        """Return the recorded launches of `run`, whose attention reads the planned `metas`. None is replayed yet.
 
-        `run` also runs once, so no lazy initialisation is left. The tensors that it reads must keep their place.
+        `run` runs once before, so no lazy initialisation is left. The tensors that it reads must keep their place.
         """
         return RerunGraph(run)
 

@@ -13,8 +13,8 @@ from app.engine.errors import UnsupportedError
 logger = logging.getLogger(__name__)
 
 
-def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False) -> Backend:
-    """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]".
+def make_backend(device: str, *, rank: int = 0, npu_check: bool = False, compiled: bool = False) -> Backend:
+    """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]". Each `rank` has the next device of an accelerator.
 
     "auto" is CUDA if torch sees a GPU. Otherwise it is an NPU if the host has one and torch_npu is installed, else the
     CPU. `npu_check` checks an NPU's operator calls, and `compiled` is a CPU's backend for `--compile`. Raises
@@ -25,7 +25,7 @@ def make_backend(device: str, *, npu_check: bool = False, compiled: bool = False
     kind, _, number = device.partition(":")
     if compiled and kind != "cpu":
         raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
-    index = int(number or 0)
+    index = int(number or 0) + rank
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise UnsupportedError(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"

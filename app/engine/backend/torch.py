@@ -63,6 +63,7 @@ class TorchBackend(Backend):
     """Backend with PyTorch's operators. Attention gathers K and V out of the pages, for a few padded calls a step."""
 
     defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
+    collectives = "gloo"
     allows_empty_sequences = True
     runs_recurrent_layers = True
     memory_is_host = True

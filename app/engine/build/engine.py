@@ -17,7 +17,7 @@ from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.draft_config import draft_config
 from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
-from app.engine.build.ranks import Rank, check_shards
+from app.engine.build.ranks import Join, alone, check_shards
 from app.engine.build.self_test import check_attention
 from app.engine.build.states import check_no_states, check_recurrent, make_state_slots, make_states
 from app.engine.build.time_steps import measure_costs
@@ -91,29 +91,29 @@ def build_engine(
     config: EngineConfig,
     on_progress: Progress = lambda *_: None,
     open_weights: OpenWeights = SafetensorsWeights,
-    join: Callable[[], Rank] = Rank,
+    join: Join = alone,
 ) -> Engine:
     """Load and warm up an engine. `open_weights` may get weights from elsewhere than the folders' files.
 
-    `join` returns rank 0 of `config.tensor_parallel_size` ranks, once the others have come. Raises UnsupportedError for
-    a wish that would run wrongly or does not fit, before weights are read if possible.
+    `join` returns rank 0 of `config.tensor_parallel_size` ranks. Raises UnsupportedError for a wish that would run
+    wrongly or does not fit, before weights are read if possible.
     """
-    with _explained(config) as backend:
+    with _explained(config, rank=0) as backend:
         return _warm(config, _load_runner(config, backend, on_progress, open_weights, join), on_progress)
 
 
 def build_runner(
-    config: EngineConfig, join: Callable[[], Rank], open_weights: OpenWeights = SafetensorsWeights
+    config: EngineConfig, rank: int, join: Join, open_weights: OpenWeights = SafetensorsWeights
 ) -> ModelRunner:
-    """Load the runner of the rank that `join` returns, which is not rank 0. Raises UnsupportedError like rank 0."""
-    with _explained(config) as backend:
+    """Load the runner of a `rank` that is not 0. Raises UnsupportedError like rank 0."""
+    with _explained(config, rank) as backend:
         return _load_runner(config, backend, lambda *_: None, open_weights, join).runner
 
 
 @contextmanager
-def _explained(config: EngineConfig) -> Iterator[Backend]:
-    """Yield the backend. Errors of its device get a note with their meaning."""
-    backend = make_backend(config.device, npu_check=config.npu_check, compiled=config.compile)
+def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
+    """Yield the backend of a rank. Errors of its device get a note with their meaning."""
+    backend = make_backend(config.device, rank=rank, npu_check=config.npu_check, compiled=config.compile)
     try:
         yield backend
     except Exception as error:
@@ -123,7 +123,7 @@ def _explained(config: EngineConfig) -> Iterator[Backend]:
 
 
 def _load_runner(
-    config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Callable[[], Rank]
+    config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Join
 ) -> Loaded:
     raw = read_config(config.target)
     shape, draft_shape = target_config(raw), None
@@ -148,7 +148,8 @@ def _load_runner(
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:
         sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
-    comm, runner_class = join()
+    rank = join(backend)
+    comm = rank.comm
     assert comm.size == config.tensor_parallel_size
     shape = shape.shard(comm.size)
     if draft_shape and config.draft_tensor_parallel_size != 1:
@@ -176,7 +177,7 @@ def _load_runner(
     layout = Layout(sizes.page_size, apart, first_draft_row=first_draft_row, hybrid=hybrid)
     states = make_states(config, shape, sizes, dtype, backend, comm)
 
-    def runner_over(num_pages: int) -> ModelRunner:
+    def forward_over(num_pages: int) -> tuple[Forward, list[KvPool]]:
         length = max(sizes.padded_len, max_rows)
         rotaries = [RotaryTable(d.rope, d.head_dim, length, dtype, backend) for d in decoders]
         memory = sizes.page_size, dtype, backend
@@ -187,12 +188,18 @@ def _load_runner(
         else:
             drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
             forward = Forward(target, pools[0], rotaries[0], *shared, drafter)
-        return runner_class(forward, backend, counts, layout, pools)
+        return forward, pools
 
-    state_bytes = comm.size * states.nbytes if states else 0
-    kv_bytes = _kv_bytes(config, sizes, backend, runner_over, state_bytes, graphs=graph_sizes is not None)
-    kv_bytes = comm.minimum(kv_bytes)  # ranks of one host share its memory, so this is for all of them
-    token_bytes = comm.size * sum(bytes_per_token(decoder, dtype) for decoder in decoders)
+    def runner_of_all(num_pages: int) -> ModelRunner:
+        """Return a runner for a step that every rank makes by itself."""
+        forward, pools = forward_over(num_pages)
+        return ModelRunner(forward, backend, counts, layout, pools)
+
+    sharing = comm.size if backend.memory_is_host else 1
+    state_bytes = sharing * states.nbytes if states else 0
+    kv_bytes = _kv_bytes(config, sizes, backend, runner_of_all, state_bytes, graphs=graph_sizes is not None)
+    kv_bytes = comm.minimum(kv_bytes)
+    token_bytes = sharing * sum(bytes_per_token(decoder, dtype) for decoder in decoders)
     sizes, num_pages = settle_pages(config, sizes, kv_bytes, token_bytes)
     if draft_shape and (limit := draft_shape.decoder.max_position_embeddings) < sizes.max_model_len:
         logger.warning(
@@ -200,10 +207,11 @@ def _load_runner(
             limit,
             sizes.max_model_len,
         )
-    runner = runner_over(num_pages)
+    forward, pools = forward_over(num_pages)
+    runner = rank.runner_class(forward, backend, counts, layout, pools)
     if graph_sizes:
-        graphs = _capture(config, runner.forward, graph_sizes, sizes, partial(on_progress, "graphs"))
-        runner = GraphRunner(runner.forward, backend, counts, layout, runner.pools, graphs)
+        graphs = _capture(config, forward, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
+        runner = rank.graph_runner_class(forward, backend, counts, layout, pools, graphs)
     return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states)
 
 
@@ -265,7 +273,10 @@ def _load(
 
 def _check_memory(config: EngineConfig, backend: Backend, target: Weights, draft: Weights | None, comm: Comm) -> None:
     """Raise UnsupportedError with both numbers if the weights are larger than the memory that is free."""
-    sizes = {config.target: target.num_bytes} | ({config.draft: draft.num_bytes} if config.draft and draft else {})
+    shares = 1 if backend.memory_is_host else comm.size  # a rank has its share, and embeddings and norms beside it
+    sizes = {config.target: target.num_bytes // shares}
+    if config.draft and draft:
+        sizes[config.draft] = draft.num_bytes // (1 if config.draft_tensor_parallel_size == 1 else shares)
     needed, free = sum(sizes.values()), comm.minimum(backend.memory()[0])  # no rank has read weights before this
     if needed > free:
         listed = " and ".join(f"{size >> 20} MiB of {folder}" for folder, size in sizes.items())
@@ -288,10 +299,14 @@ def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphS
     eager = not backend.captures if config.enforce_eager is None else config.enforce_eager
     if eager or config.npu_check:  # tensors of a graph cannot be read while it is captured or updated
         return None
+    max_graphs, limit = config.max_graphs, backend.max_graphs(config.tensor_parallel_size)
+    if limit is not None and limit < max_graphs:
+        logger.warning("--max-graphs %d: this device has streams for %d, so as many are captured", max_graphs, limit)
+        max_graphs = limit
     return settle_graph_sizes(
         sizes.max_num_seqs,
         sizes.block_size,
-        config.max_graphs,
+        max_graphs,
         draft_graphs=_draft_graphs(config),
         spare=0 if backend.allows_empty_sequences else 1,
     )
@@ -306,6 +321,7 @@ def _capture(
     forward: Forward,
     graph_sizes: GraphSizes,
     sizes: Sizes,
+    comm: Comm,
     on_graph: Callable[[int, int], None],
 ) -> StepGraphs:
     try:
@@ -318,6 +334,7 @@ def _capture(
             scratch_pages=sizes.scratch_pages,
             draft_graphs=_draft_graphs(config),
             on_graph=on_graph,
+            comm=comm,
         )
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(

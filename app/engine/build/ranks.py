@@ -9,6 +9,7 @@ from app.engine.comm.comm import ALONE, Comm
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
+from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.runner import ModelRunner
 from app.engine_config import EngineConfig
 
@@ -16,10 +17,19 @@ _VOCAB = "tokens in its vocabulary"
 
 
 class Rank(NamedTuple):
-    """One of the processes that share a model, and the class of its runner."""
+    """One of the processes that share a model, and the classes of its runner, without graphs and with them."""
 
     comm: Comm = ALONE
     runner_class: Callable[..., ModelRunner] = ModelRunner
+    graph_runner_class: Callable[..., GraphRunner] = GraphRunner
+
+
+Join = Callable[[Backend], Rank]
+"""Function that returns this process's rank on its device, once the others have come."""
+
+
+def alone(backend: Backend) -> Rank:
+    return Rank()
 
 
 def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, draft: DFlashConfig | None) -> None:
@@ -34,16 +44,13 @@ def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, 
     wish = f"--tensor-parallel-size {size}"
     not_yet = {
         "--compile": config.compile,
-        "steps from graphs": config.enforce_eager is False,
     }
     for what, given in not_yet.items():
         if given:
             raise UnsupportedError(f"{wish}: {what} cannot be split yet ({config.target}); give 1")
     if backend.collectives is None:
-        raise UnsupportedError(
-            f"{wish}: it is for --device cpu so far, and {backend.device} has no collectives here yet; run one replica "
-            "per device"
-        )
+        raise UnsupportedError(f"{wish}: {backend.device} has no collectives here; run one replica per device")
+    backend.check_ranks(size)
     numbers = {"the target": _divided(target, target.vocab_size)}
     if draft:
         split = _divided(draft.decoder, draft.draft_vocab_size)

@@ -16,16 +16,20 @@ class Comm(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks, [size, *x.shape], the same bits on each."""
+        """Return the tensors of all ranks, [size, *x.shape], the same bits on each.
+
+        The next call may overwrite the result.
+        """
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> Tensor:
         """Return the `x` of rank 0. It may overwrite the `x` of others."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, added in the order of ranks.
+        """Return the sum of all ranks' `x`, the same bits on each. It may overwrite `x`.
 
-        So a row of the sum does not depend on the rows beside it. It does where each rank adds a part of the buffer.
+        It is added in the order of ranks unless a device's library says otherwise. So a row of the sum does not depend
+        on the rows beside it. It does where each rank adds a part of the buffer.
         """
         total, *others = self.all_gather(x)
         for other in others:

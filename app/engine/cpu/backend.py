@@ -33,7 +33,6 @@ def _warn_of_float16() -> None:
 
 class CpuBackend(TorchBackend):
     interleaved_rope = True
-    collectives = "gloo"
     max_gathered_tokens = 1 << 13
     """Bound that keeps gathered K and V in the processor's caches until they are read (tools/lab/NOTES.md)."""
 

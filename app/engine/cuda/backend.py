@@ -155,9 +155,7 @@ class CudaBackend(TorchCudaBackend):
         if not self.on_gpu:
             return super().capture(run, metas)
         run()
-        graph = CudaGraph(run, self._graph_pool, self._capture_stream)
-        graph.replay()
-        return graph
+        return CudaGraph(run, self._graph_pool, self._capture_stream)
 
     def capture_apart(self, run: Callable[[], tuple[Tensor, ...]]) -> CudaGraph:
         """Return a graph of `run` with memory of its own, for timing. It may be freed before other graphs."""

@@ -14,6 +14,7 @@ from app.engine.errors import UnsupportedError
 class TorchCudaBackend(TorchBackend):
     """Backend with PyTorch's operators, pinned copies and the GPU's own memory. On a CPU it is for tests."""
 
+    collectives = "cpu:gloo,cuda:nccl"
     runs_recurrent_layers = False
     memory_is_host = False
     can_wait_cheaply = False
@@ -26,6 +27,10 @@ class TorchCudaBackend(TorchBackend):
             # On Hopper cuDNN's attention makes a plan for each new length, which takes 25 to 70 ms (docs/cuda.md).
             torch.backends.cuda.enable_cudnn_sdp(False)
             self.defaults = Defaults(dtype=torch.bfloat16, page_size=16, max_num_seqs=256)
+
+    def check_ranks(self, size: int) -> None:
+        if self.on_gpu:
+            accelerator.check_ranks(self.device, size, torch.cuda, "CUDA_VISIBLE_DEVICES")
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return `Backend.empty_experts`. Raises UnsupportedError for a dtype that PyTorch's product does not take."""

@@ -3,6 +3,8 @@
 Checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
 """
 
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -15,19 +17,27 @@ from torch import Tensor
 from app.engine.backend import accelerator
 from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
 from app.engine.backend.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
+from app.engine.comm.comm import Comm
+from app.engine.comm.process_group import Meeting
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
 from app.engine.npu.rules import (
+    AIV,
+    EXPANSION_MODE,
+    GRAPH_STREAMS,
     HEAD_DIMS,
     MASK_SIZE,
     MAX_AXIS,
     MAX_BLOCK_ROWS,
     MAX_TOP_K,
+    MAX_UNROLLED,
     MIN_EXPERTS,
     PAGE_SIZE,
 )
+
+logger = logging.getLogger(__name__)
 
 _ROW, _PAGE = (1, 1, HEAD_DIMS[-1]), (1, PAGE_SIZE, 1, HEAD_DIMS[-1])
 
@@ -42,6 +52,7 @@ class NpuBackend(Backend):
     dtypes = (torch.bfloat16,)
     captures = True
     separate_prefill = False
+    collectives = "cpu:gloo,npu:hccl"
 
     def __init__(self, device: torch.device, *, check_calls: bool = False) -> None:
         super().__init__(device)
@@ -56,6 +67,23 @@ class NpuBackend(Backend):
         self._writes_pages = self._can_write_pages()
         self._attended: list[Attended] | None = None
         self._graph_pool: tuple[int, int] | None = None
+
+    def check_ranks(self, size: int) -> None:
+        accelerator.check_ranks(self.device, size, torch_npu.npu, "ASCEND_RT_VISIBLE_DEVICES")
+
+    def join(self, meeting: Meeting) -> Comm:
+        """Return `Backend.join`. A rank whose graphs hold AIV's collectives needs the fewest streams."""
+        mode = os.environ.setdefault(EXPANSION_MODE, AIV)
+        if meeting.rank == 0:
+            logger.info("collectives by HCCL with %s=%s", EXPANSION_MODE, mode)
+        return super().join(meeting)
+
+    def max_graphs(self, size: int) -> int:
+        """Return the graphs that have streams: their own, and those that HCCL unrolls a collective on."""
+        unrolled = min(size, MAX_UNROLLED) - 1
+        if unrolled and os.environ.get(EXPANSION_MODE, AIV) == AIV:
+            unrolled = 1
+        return GRAPH_STREAMS // (1 + unrolled)
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         if dtype not in self.dtypes:
@@ -238,7 +266,6 @@ class NpuBackend(Backend):
         self._attended, self._graph_pool = None, graph.pool
         for meta, planned in zip(metas, plans, strict=True):
             meta.plans = planned
-        graph.replay()
         return graph
 
     def explain(self, error: BaseException) -> str | None:

@@ -14,7 +14,11 @@ _MEMORY = (
 )
 _STREAMS = (
     "no stream, queue or event is left for another graph: lower --max-graphs or give --enforce-eager; a driver older "
-    "than HDK 25.5.1 must be updated"
+    "than HDK 25.5.1 must be updated; of several ranks, HCCL_OP_EXPANSION_MODE=AIV takes the fewest"
+)
+_RANKS = (
+    "a rank did not come to a collective that another waits for: the first error of any rank, above in the log, says "
+    "why; the engine process is restarted"
 )
 _FAULT = (
     "usually a page id, slot or length outside the KV memory; DFLASH_NPU_CHECK=1 finds the call. The engine process is "
@@ -24,6 +28,10 @@ _DEVICE = "`npu-smi info` and the host's log (dmesg) tell more; the engine proce
 
 SIGNATURES = {
     r"Alloc sq cq fail": _STREAMS,
+    r"EL0009": _STREAMS,
+    r"EI0002": _RANKS,
+    r"EI0006": "the devices of two ranks cannot reach each other: see `hccn_tool` and HCCL_IF_IP, and that no other "
+    "server uses HCCL's ports (HCCL_IF_BASE_PORT)",
     r"libascend_hal\.so": "the driver's libraries are not found: in a container mount /usr/local/Ascend/driver/lib64; "
     "else put its folders on LD_LIBRARY_PATH",
     r"lib(?:hccl|ascendcl|acl_op_compiler|ge_runner|graph|acl_tdt_channel|opapi|nnopbase)\.so": "CANN's libraries are "
@@ -58,6 +66,7 @@ MEANINGS = {
     507015: f"an AI core stopped with an exception: {_FAULT}",
     507034: f"a vector core did not finish in time: {_DEVICE}",
     507035: f"a vector core stopped with an exception: {_FAULT}",
+    507048: _RANKS,
     507046: "the device did not finish a stream's work in time, as when a graph waits for an update that never came; "
     "the engine process is restarted; --enforce-eager runs without graphs",
     507047: f"the device did not reach an event in time: {_DEVICE}",

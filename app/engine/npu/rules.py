@@ -12,3 +12,10 @@ MAX_AXIS = 65535
 HEAD_DIMS = (64, 128)
 SCRATCH_BLOCK = 0
 """First block of padding requests, which may have more rows than a DFlash block."""
+EXPANSION_MODE, AIV = "HCCL_OP_EXPANSION_MODE", "AIV"
+"""Variable that says who unrolls a collective's tasks, and the device's vector cores, which all recipes of vllm-ascend
+give. CANN's own default is the host on A2 and AI_CPU on A3 (CANN 8.5, envref_07_0096)."""
+GRAPH_STREAMS = 1800
+"""Streams for graphs. A device has 2048, and vllm-ascend keeps 248 of them for the rest (its issue 9564)."""
+MAX_UNROLLED = 16
+"""Ranks up to which each one more takes a stream of a graph where AI_CPU unrolls (vllm-ascend's issue 9596)."""

@@ -13,7 +13,7 @@ import zmq
 from app import log
 from app.engine.build.engine import build_runner
 from app.engine.build.ranks import Rank
-from app.engine.comm.gloo import GlooComm
+from app.engine.comm.process_group import Meeting
 from app.engine.ranks.leader import STORE
 from app.engine.ranks.parent import leave_with_parent
 from app.engine.ranks.runner import follow
@@ -31,8 +31,8 @@ def main() -> None:
     socket.set_hwm(0)
     socket.connect(address)
     try:
-        runner = build_runner(config, lambda: Rank(GlooComm(int(rank), config.tensor_parallel_size, store)))
-        follow(runner, socket.recv)
+        meeting = Meeting(int(rank), config.tensor_parallel_size, store, config.distributed_timeout_seconds)
+        follow(build_runner(config, meeting.rank, lambda backend: Rank(backend.join(meeting))), socket.recv)
     except Exception as error:
         print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
         raise

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import zmq
 
+from app.engine.backend.base import Backend
 from app.engine.build.ranks import Rank
-from app.engine.comm.gloo import GlooComm
-from app.engine.ranks.runner import LeadingRunner
+from app.engine.comm.process_group import Meeting
+from app.engine.ranks.runner import LeadingGraphRunner, LeadingRunner
 
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")
 STORE = "ranks"
@@ -24,7 +25,7 @@ class Followers:
     """Processes of the ranks 1 to `size` - 1, each with a socket in the private `folder`.
 
     `settings` is the JSON line of the EngineConfig for their stdin, whose end tells them that rank 0 is gone. `on_end`
-    gets a sentence about the first that ends before `close`, in a thread.
+    gets a sentence about the first that ends before `close`, in a thread. Rank 0 waits for others `timeout_seconds`.
     """
 
     def __init__(
@@ -34,24 +35,27 @@ class Followers:
         folder: Path,
         on_end: Callable[[str], None],
         command: tuple[str, ...] = FOLLOWER_COMMAND,
+        timeout_seconds: int = 600,
     ) -> None:
         self._settings = settings
         self._size = size
         self._folder = folder
         self._on_end = on_end
         self._command = command
+        self._timeout_seconds = timeout_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._watchers: list[threading.Thread] = []
         self._ending = threading.Lock()
 
-    def join(self) -> Rank:
-        """Start the processes, and return rank 0 once all have come."""
+    def join(self, backend: Backend) -> Rank:
+        """Start the processes, and return rank 0 on its device once all have come."""
         if self._size == 1:
             return Rank()
         self.start()
-        return Rank(GlooComm(0, self._size, self._folder / STORE), partial(LeadingRunner, self.send))
+        comm = backend.join(Meeting(0, self._size, self._folder / STORE, self._timeout_seconds))
+        return Rank(comm, partial(LeadingRunner, self.send), partial(LeadingGraphRunner, self.send))
 
     def start(self) -> None:
         """Start the processes."""

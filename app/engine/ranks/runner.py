@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from app.engine.ranks.messages import Message, decode, encode
+from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 
@@ -33,6 +34,10 @@ class LeadingRunner(ModelRunner):
     def _tell(self, call: str, argument: StepInputs | list[int]) -> None:
         self._send(encode(Message(self._num_sent, call, argument)))
         self._num_sent += 1
+
+
+class LeadingGraphRunner(LeadingRunner, GraphRunner):
+    """LeadingRunner whose decode steps come from graphs, on all ranks alike."""
 
 
 def follow(runner: ModelRunner, receive: Callable[[], bytes]) -> None:

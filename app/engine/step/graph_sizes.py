@@ -1,10 +1,13 @@
 """Sizes of decode steps that are captured in graphs, and the size that a step is padded to. No torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from app.engine.errors import UnsupportedError
 
 MAX_WIDTHS = 4
+
+Size = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +28,23 @@ class GraphSizes:
         return tuple(width for width in self.widths if width > 1)
 
     def seqs_for(self, num_seqs: int) -> int:
-        """Return the number of sequences, or of draft blocks, that `num_seqs` are padded to."""
+        """Return the number of sequences that `num_seqs` are padded to."""
         return next(size for size in self.seqs if size >= num_seqs)
 
-    def target(self, num_seqs: int, num_rows: int) -> tuple[int, int]:
-        """Return (sequences, rows) that a step is padded to, with a row for each padding sequence."""
-        seqs = self.seqs_for(num_seqs)
-        width = next(width for width in self.widths if seqs * width >= num_rows + seqs - num_seqs)
-        return seqs, self.rows(seqs, width)
+    def draft(self, num_blocks: int, rows: int, missing: Collection[Size] = ()) -> Size:
+        """Return (blocks, rows of each) that the draft is padded to, none of `missing`."""
+        sizes = ((blocks, rows) for blocks in self.seqs if blocks >= num_blocks)
+        return next(size for size in sizes if size not in missing)
+
+    def target(self, num_seqs: int, num_rows: int, missing: Collection[Size] = ()) -> Size:
+        """Return (sequences, rows) that a step is padded to, none of `missing`. Padding sequences have a row each."""
+        sizes = (
+            (seqs, self.rows(seqs, width))
+            for seqs in self.seqs
+            for width in self.widths
+            if seqs >= num_seqs and seqs * width >= num_rows + seqs - num_seqs
+        )
+        return next(size for size in sizes if size not in missing)
 
     def rows(self, seqs: int, width: int) -> int:
         return seqs * width + self.spare

@@ -1,18 +1,23 @@
 """A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend
+from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.backend.graph import Graph
 from app.engine.backend.transfer import Packed
+from app.engine.comm.comm import ALONE, Comm
+from app.engine.errors import UnsupportedError
 from app.engine.step import padding
 from app.engine.step.forward import AttentionInputs, Forward, TargetTensors
-from app.engine.step.graph_sizes import GraphSizes
+from app.engine.step.graph_sizes import GraphSizes, Size
 from app.engine.step.inputs import DraftInputs, TargetInputs
+
+logger = logging.getLogger(__name__)
 
 
 class _Captured(NamedTuple):
@@ -41,7 +46,7 @@ class StepGraphs:
     `drafts` [max_num_seqs, b - 1] carries drafts from one graph to the other, or is None without a draft. Narrower
     blocks fill the first columns. `verified` [max_num_seqs + 1, b + 1] is the last verification, where the next step
     begins with `device_side_lengths`. `pages` is the width of page tables. `draft_graphs` False captures the target
-    alone.
+    alone. All ranks of `comm` capture the same graphs in the same order.
     """
 
     def __init__(
@@ -55,8 +60,10 @@ class StepGraphs:
         scratch_pages: int,
         draft_graphs: bool,
         on_graph: Callable[[int, int], None],
+        comm: Comm = ALONE,
     ) -> None:
         self._forward = forward
+        self._comm = comm
         self._backend = backend
         self._sizes = sizes
         self._pages = pages
@@ -67,8 +74,10 @@ class StepGraphs:
         if block_size > 1:
             self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
         self.verified = torch.zeros(sizes.seqs[-1] + 1, block_size + 1, dtype=torch.int64, device=backend.device)
-        self._draft_graphs: dict[tuple[int, int], _Captured] = {}
-        self._target_graphs: dict[tuple[int, int], tuple[_Captured, TargetTensors]] = {}
+        self._draft_graphs: dict[Size, _Captured] = {}
+        self._target_graphs: dict[Size, tuple[_Captured, TargetTensors]] = {}
+        self._missing_drafts: set[Size] = set()
+        self._missing_targets: set[Size] = set()
         row_shift = 0 if forward.drafter is None else forward.drafter.model.config.first_draft_row - 1
         draft_rows = [width + row_shift for width in sizes.blocks] if draft_graphs else []
         drafts = [(blocks, rows) for blocks in sizes.seqs for rows in draft_rows]
@@ -76,10 +85,10 @@ class StepGraphs:
         done, total = 0, len(drafts) + len(targets)
         # The largest first: the memory that it leaves serves all others.
         for seqs, rows in reversed(targets):
-            self._target_graphs[seqs, rows] = self._capture_target(seqs, rows)
+            self._capture_target(seqs, rows)
             on_graph(done := done + 1, total)
         for blocks, rows in reversed(drafts):
-            self._draft_graphs[blocks, rows] = self._capture_draft(blocks, rows)
+            self._capture_draft(blocks, rows)
             on_graph(done := done + 1, total)
 
     @property
@@ -100,7 +109,7 @@ class StepGraphs:
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Return drafts [D, b - 1], which stay until the next ones."""
-        size = self._sizes.seqs_for(len(inputs.anchors)), inputs.group.query_lens[0]
+        size = self._sizes.draft(len(inputs.anchors), inputs.group.query_lens[0], self._missing_drafts)
         captured = self._draft_graphs[size]
         self._send(captured, self._pad_draft(inputs, *size))
         captured.graph.replay()
@@ -110,14 +119,49 @@ class StepGraphs:
     def target(self, inputs: TargetInputs) -> GraphOutput:
         """Verify the drafts that were made or kept last. All results stay until the next replay."""
         (group,) = inputs.groups
-        size = self._sizes.target(len(group.query_lens), len(inputs.token_ids))
+        size = self._sizes.target(len(group.query_lens), len(inputs.token_ids), self._missing_targets)
         captured, tensors = self._target_graphs[size]
         self._send(captured, self._pad_target(inputs, *size))
         captured.graph.replay()
         choices, verified = captured.graph.outputs
         return GraphOutput(self._hidden[: len(choices)], choices, verified, tensors)
 
-    def _capture_draft(self, blocks: int, rows: int) -> _Captured:
+    def _capture(self, run: Callable[[], tuple[Tensor, ...]], meta: AttentionMetadata, what: str) -> Graph | None:
+        """Return the graph of `run` after its first replay, or None if a rank cannot capture it.
+
+        A rank that cannot must not go on alone, because the others would wait for its collectives. So the outcome is
+        exchanged before the replay. An error of `run` itself ends all ranks: it has left others in their collectives.
+        """
+        has_run, graph = False, None
+
+        def noting() -> tuple[Tensor, ...]:
+            nonlocal has_run
+            outputs = run()
+            has_run = True
+            return outputs
+
+        try:
+            graph = self._backend.capture(noting, [meta])
+        except Exception as error:
+            if self._comm.size == 1 or not has_run:
+                raise
+            logger.error("%s: the graph cannot be captured on rank %d: %s", what, self._comm.rank, error)
+        if not self._comm.minimum(graph is not None):
+            return None
+        assert graph is not None
+        graph.replay()
+        return graph
+
+    def _leave_out(self, what: str, *, larger: bool) -> None:
+        """Let a larger graph serve such steps. Raises UnsupportedError if there is none."""
+        if not larger:
+            raise UnsupportedError(
+                f"{what}: this graph, which all ranks need, cannot be captured on all of them; the log of each says "
+                "why: give a smaller --max-num-seqs, --kv-cache-memory or --memory-utilization, or --enforce-eager"
+            )
+        logger.warning("%s: without a graph of its own, such a step is padded to a larger one", what)
+
+    def _capture_draft(self, blocks: int, rows: int) -> None:
         inputs = self._pad_draft(padding.empty_draft(), blocks, rows)
         packed = Packed(inputs.arrays, self._backend)
         tensors = self._forward.draft_tensors(inputs, packed)
@@ -129,9 +173,14 @@ class StepGraphs:
             return ()
 
         self._forward.plan(tensors.rows, inputs.group)
-        return _Captured(self._backend.capture(run, [tensors.rows.meta]), packed, tensors.rows)
+        what = f"draft of {blocks} blocks of {rows} rows"
+        if graph := self._capture(run, tensors.rows.meta, what):
+            self._draft_graphs[blocks, rows] = _Captured(graph, packed, tensors.rows)
+        else:
+            self._leave_out(what, larger=any(size[1] == rows for size in self._draft_graphs))
+            self._missing_drafts.add((blocks, rows))
 
-    def _capture_target(self, seqs: int, rows: int) -> tuple[_Captured, TargetTensors]:
+    def _capture_target(self, seqs: int, rows: int) -> None:
         hybrid = self._forward.target.config.gated_delta is not None
         inputs = self._pad_target(padding.empty_target(hybrid=hybrid), seqs, rows)
         packed = Packed(inputs.arrays, self._backend)
@@ -149,7 +198,12 @@ class StepGraphs:
             return choices, verified
 
         self._forward.plan(group, inputs.groups[0])
-        return _Captured(self._backend.capture(run, [group.meta]), packed, group), tensors
+        what = f"target of {seqs} sequences and {rows} rows"
+        if graph := self._capture(run, group.meta, what):
+            self._target_graphs[seqs, rows] = _Captured(graph, packed, group), tensors
+        else:
+            self._leave_out(what, larger=bool(self._target_graphs))
+            self._missing_targets.add((seqs, rows))
 
     def _advance(self, prev_rows: Tensor, token_ids: Tensor, anchor_rows: Tensor, rows: AttentionInputs) -> None:
         """Move rows to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""

@@ -43,6 +43,13 @@ def test_a_known_code_goes_before_an_unknown_one() -> None:
     ("text", "said"),
     [
         ("[SqCqManage]Alloc sq cq fail, stream_id=7 ... error code is 207005", "--max-graphs"),
+        ("AclmdlRICaptureBegin(capture_stream_, capture_mode), error code is 207008", "HCCL_OP_EXPANSION_MODE=AIV"),
+        ("Insufficient_Stream_Resources(EL0009): The stream resources are insufficient.", "--max-graphs"),
+        (
+            "error code is 507048 ... EI0002: The wait execution of the Notify register times out.",
+            "a rank did not come",
+        ),
+        ("Getting socket times out (EI0006)", "HCCL_IF_IP"),
         ("libhccl.so: cannot open shared object file: No such file or directory", "set_env.sh"),
         ("libascend_hal.so: cannot open shared object file: No such file or directory", "driver/lib64"),
         ("libtorch_npu.so: undefined symbol: aclrtGetDeviceInfo", "2.10.0.post4"),

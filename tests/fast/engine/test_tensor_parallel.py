@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.engine.backend import factory
+from app.engine.backend.accelerator import check_ranks
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.backend.factory import make_backend
+from app.engine.backend.graph import Graph
 from app.engine.backend.moe import MoeConfig
+from app.engine.build import engine as build
 from app.engine.build import loader
 from app.engine.build.engine import Engine, build_engine
 from app.engine.build.loader import SafetensorsWeights
 from app.engine.comm.comm import ALONE, Comm
+from app.engine.comm.process_group import Meeting, start_process_group
+from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig, GatedDeltaConfig, RopeConfig
 from app.engine.models.layers import DecoderLayer, StepRows
@@ -41,6 +48,8 @@ from app.engine.ranks.runner import LeadingRunner, follow
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
 from app.engine.sequence import NOT_FINITE
+from app.engine.step.graph_runner import GraphRunner
+from app.engine.step.graphs import StepGraphs
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests.fast.engine import lossless
@@ -247,12 +256,8 @@ class SharedSubject(Subject):
             return super()._engine(case, block, kv_pages)
 
     def _build(self, config: EngineConfig) -> Engine:
-        config = replace(
-            config,
-            enforce_eager=True,
-            tensor_parallel_size=self.size,
-            draft_tensor_parallel_size=self.draft_size,
-        )
+        sizes: dict[str, Any] = {"tensor_parallel_size": self.size, "draft_tensor_parallel_size": self.draft_size}
+        config = replace(config, max_graphs=4, **sizes)
         self.ranks.append(ThreadRanks(config))
         return self.ranks[-1].engine
 
@@ -278,8 +283,13 @@ CASES = {
     "preempted": (Case(concurrency=4, page_size=4, preempted=True, chunked=True), {}),
     "cached": (Case(concurrency=4, page_size=4, cached=True, block_size=4), {}),
     "four ranks": (Case(concurrency=4), {"size": 4}),
+    "from graphs": (Case(concurrency=4, path="graphs", page_size=4, cached=True), {}),
+    "overlapped": (Case(concurrency=4, path="overlap"), {}),
     "a whole draft on each": (Case(concurrency=4, temperature=0.7), {"draft_size": 1}),
 }
+
+
+LONG_CASES = {"four ranks", "from graphs", "overlapped"}
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +298,7 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "four ranks")) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LONG_CASES)) for name in CASES]
 )
 def test_dflash_on_ranks_changes_no_token(lucky: Pair, name: str):
     """On equals off exactly on the same ranks, equals one rank by the margin rule, and accepts as many drafts."""
@@ -426,8 +436,6 @@ def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: p
 
 
 def test_pages_are_those_of_the_rank_with_the_least_memory(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
-    from app.engine.build import engine as build
-
     own, page = build._kv_bytes, 16 * 2 * 4 * 4 * 16 * 4  # tokens, K and V, layers, KV heads, head dim, bytes
     given = iter([7 * page, 6 * page])
     monkeypatch.setattr(build, "_kv_bytes", lambda *args, **kw: min(own(*args, **kw), next(given)))
@@ -517,7 +525,6 @@ QWEN3 = {"vocab_size": 96}
         ({"vocab_size": 97}, {"tensor_parallel_size": 2}, "97 tokens in its vocabulary, which 2 does not divide"),
         (QWEN3 | {"intermediate_size": 63}, {"tensor_parallel_size": 2}, "63 columns in its MLP"),
         (QWEN3, {"tensor_parallel_size": 2, "compile": True}, "--compile cannot be split yet"),
-        (QWEN3, {"tensor_parallel_size": 2, "enforce_eager": False}, "steps from graphs cannot be split yet"),
         (
             QWEN3 | {"experts": 4, "expert_size": 24},
             {"tensor_parallel_size": 2},
@@ -537,7 +544,7 @@ def test_what_cannot_be_split_is_refused_by_name_before_a_rank_is_started(
 ):
     pair = make_pair(tmp_path, **shape)
 
-    def started() -> Any:
+    def started(backend: Any) -> Any:
         raise AssertionError("ranks were started")
 
     with pytest.raises(UnsupportedError, match=said):
@@ -561,8 +568,127 @@ def test_a_hybrid_whose_heads_do_not_divide_is_refused_with_the_number(
 
 def test_a_device_without_collectives_is_refused_by_name(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(type(BACKEND), "collectives", None)
-    with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2: it is for --device cpu so far"):
+    with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2: cpu has no collectives here"):
         build_engine(EngineConfig(lucky.target, device="cpu", tensor_parallel_size=2))
+
+
+def test_ranks_without_devices_of_their_own_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    four = SimpleNamespace(device_count=lambda: 4)
+    check_ranks(torch.device("cuda:2"), 2, four, "CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,4,6")
+    said = "--tensor-parallel-size 4: .* cuda:2 to cuda:5, and 4 are visible with CUDA_VISIBLE_DEVICES=0,2,4,6"
+    with pytest.raises(UnsupportedError, match=said):
+        check_ranks(torch.device("cuda:2"), 4, four, "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(("device", "opened"), [("cuda:2", "cuda:3"), ("cuda", "cuda:1"), ("cpu", "cpu")])
+def test_each_rank_opens_the_next_device(monkeypatch: pytest.MonkeyPatch, device: str, opened: str):
+    made: list[torch.device] = []
+    module = SimpleNamespace(CpuBackend=made.append, CudaBackend=made.append, TorchCudaBackend=made.append)
+    monkeypatch.setattr(factory.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    factory.make_backend(device, rank=1)
+    assert made == [torch.device(opened)]
+
+
+# Graphs and memory of a device
+
+
+class RankedBackend(CpuBackend):
+    """CPU that captures graphs and measures a step's memory like a device. `failing` may fail a capture of a rank."""
+
+    memory_is_host = False
+    captures = True
+
+    def __init__(self, rank: int, failing: Callable[[int, list[AttentionMetadata]], bool]) -> None:
+        super().__init__(torch.device("cpu"))
+        self._rank, self._failing = rank, failing
+
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
+        graph = super().capture(run, metas)
+        if self._failing(self._rank, metas):
+            raise RuntimeError("the error code is 207008")
+        return graph
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        run()
+        return 0
+
+
+def never(rank: int, metas: list[AttentionMetadata]) -> bool:
+    return False
+
+
+def ranked(
+    monkeypatch: pytest.MonkeyPatch, pair: Pair, failing: Callable[..., bool] = never, **wishes: Any
+) -> tuple[ThreadRanks, dict[str, list[int]]]:
+    """Return the closed ranks of an engine, and its texts."""
+    monkeypatch.setattr(build, "make_backend", lambda device, rank, **_: RankedBackend(rank, failing))
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory": 1 << 20, "max_graphs": 9}
+    ranks = ThreadRanks(EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2, **sizes | wishes))
+    requests = [Request(str(i), (3, 1, 2, i), 12 + i, SamplingParams(0.5 * (i % 2), seed=i)) for i in range(4)]
+    texts = ranks.engine.core.run(requests)
+    ranks.close()
+    assert all(verified == ranks.verified[0] for verified in ranks.verified)
+    return ranks, texts
+
+
+def test_ranks_profile_a_step_each_by_itself_before_the_first_message(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    ranks, texts = ranked(monkeypatch, lucky)
+    assert [decode(message).number for message in ranks.messages] == list(range(len(ranks.messages)))
+    assert isinstance(ranks.engine.core.runner, GraphRunner) and isinstance(ranks.engine.core.runner, LeadingRunner)
+    assert {len(text) for text in texts.values()} == {12, 13, 14, 15}
+
+
+def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Targets and drafts are. The exchange comes before a replay, which the others could not make alone."""
+
+    def failing(rank: int, metas: list[AttentionMetadata]) -> bool:
+        return rank == 1 and len(metas[0].query_lens) == 2  # a block of two, or a sequence with padding behind it
+
+    ranks, texts = ranked(monkeypatch, lucky, failing)
+    graphs: StepGraphs = ranks.engine.core.runner.graphs  # type: ignore[attr-defined]
+    assert (graphs._missing_targets, graphs._missing_drafts) == ({(1, 1), (1, 16)}, {(2, 16)})
+    assert graphs._target_graphs.keys() == {(2, 2), (2, 32), (4, 4), (4, 64)}
+    assert graphs._draft_graphs.keys() == {(1, 16), (4, 16)}
+    assert ranked(monkeypatch, lucky, enforce_eager=True)[1] == texts
+
+
+@pytest.mark.parametrize("what", ["target of 4 sequences", "draft of 4 blocks"])
+def test_a_graph_that_no_larger_one_replaces_ends_all_ranks_with_a_sentence(
+    lucky: Pair, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    num_captured = [0, 0]
+    last_target = 4 if "draft" in what else 0
+
+    def failing(rank: int, metas: list[AttentionMetadata]) -> bool:
+        num_captured[rank] += 1
+        return rank == 1 and num_captured[rank] > last_target
+
+    with pytest.raises(UnsupportedError, match=f"{what} .* which all ranks need, .*--enforce-eager"):
+        ranked(monkeypatch, lucky, failing, max_graphs=7)
+
+
+def test_a_rank_that_fails_before_a_capture_ends_all(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    """It has left others in their collectives, so it must not say that it has lost a graph alone."""
+
+    class Broken(RankedBackend):
+        def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
+            if self._rank == 1:
+                raise RuntimeError("out of memory in the warm-up")
+            return super().capture(run, metas)
+
+    monkeypatch.setattr(sys.modules[__name__], "RankedBackend", Broken)
+    with pytest.raises(RuntimeError, match="out of memory in the warm-up"):
+        ranked(monkeypatch, lucky)
+
+
+def test_a_rank_that_does_not_come_is_told_by_the_flag(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="rank 0 cannot join 2 ranks within 1 s, which is --distributed-timeout-sec"):
+        start_process_group(Meeting(0, 2, tmp_path / "store", 1), "gloo")
 
 
 # Processes

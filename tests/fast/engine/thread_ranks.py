@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from app.engine.build.engine import Engine, build_engine, build_runner
 from app.engine.build.ranks import Rank
 from app.engine.comm.comm import Comm
-from app.engine.ranks.runner import LeadingRunner, follow
+from app.engine.ranks.runner import LeadingGraphRunner, LeadingRunner, follow
+from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 from app.engine_config import EngineConfig
@@ -98,7 +100,7 @@ class ThreadRanks:
         for thread in self._threads:
             thread.start()
         try:
-            self.engine: Engine = build_engine(config, join=lambda: self._rank(0, self._leader), **options)
+            self.engine: Engine = build_engine(config, join=lambda backend: self._leader(), **options)
         except BaseException as error:
             self._errors.append(error)
             self._meeting.barrier.abort()
@@ -113,11 +115,16 @@ class ThreadRanks:
         if self._errors:
             raise _cause(self._errors)
 
-    def _rank(self, rank: int, runner_class: Callable[..., ModelRunner]) -> Rank:
-        return Rank(ThreadComm(rank, self._meeting), runner_class)
+    def _rank(self, rank: int) -> Rank:
+        verified = self.verified[rank]
+        return Rank(self.comm(rank), _noting(ModelRunner, verified), _noting(GraphRunner, verified))
 
-    def _leader(self, *of_runner: Any) -> ModelRunner:
-        return _noting(LeadingRunner, self.verified[0])(self._send, *of_runner)
+    def _leader(self) -> Rank:
+        classes = (_noting(base, self.verified[0]) for base in (LeadingRunner, LeadingGraphRunner))
+        return Rank(self.comm(0), *(partial(runner_class, self._send) for runner_class in classes))
+
+    def comm(self, rank: int) -> Comm:
+        return ThreadComm(rank, self._meeting)
 
     def _send(self, message: bytes) -> None:
         self.messages.append(message)
@@ -131,8 +138,7 @@ class ThreadRanks:
             return message
 
         try:
-            runner_class = _noting(ModelRunner, self.verified[rank])
-            follow(build_runner(config, lambda: self._rank(rank, runner_class), **self._options), receive)
+            follow(build_runner(config, rank, lambda backend: self._rank(rank), **self._options), receive)
         except Ended:
             return
         except BaseException as error:
@@ -140,7 +146,7 @@ class ThreadRanks:
             self._meeting.barrier.abort()
 
 
-def _noting(base: type[ModelRunner], verified: list[Any]) -> Callable[..., ModelRunner]:
+def _noting(base: type[ModelRunner], verified: list[Any]) -> Callable[..., Any]:
     class Noting(base):  # type: ignore[misc, valid-type]
         def launch(self, inputs: StepInputs) -> PendingStep:
             pending: PendingStep = super().launch(inputs)

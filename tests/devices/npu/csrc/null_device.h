@@ -55,6 +55,9 @@ extern int32_t stream_count;
 extern struct graph *active_capture;
 extern aclmdlRICaptureMode capture_mode;
 
+/* device.c */
+EXPORT int npu_stub_launch(const char *name, void *stream);
+
 /* trace.c */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *setting(const char *name, const char *otherwise);

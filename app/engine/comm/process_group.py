@@ -1,0 +1,41 @@
+"""Processes of one host that find each other through a file."""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+
+class Meeting(NamedTuple):
+    """Rank `rank` of `size` ranks, and the new file `store`, in a folder of theirs alone.
+
+    A rank that waits for others longer than `timeout_seconds` gives up with an error. The steps of a loaded engine have
+    a shorter limit, `--step-timeout`.
+    """
+
+    rank: int
+    size: int
+    store: Path
+    timeout_seconds: int
+
+
+def start_process_group(meeting: Meeting, libraries: str) -> None:
+    """Wait until all ranks have come. `libraries` is a backend of torch.distributed, like "gloo".
+
+    Raises RuntimeError if they do not come in time.
+    """
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = timedelta(seconds=meeting.timeout_seconds)
+    store = dist.FileStore(str(meeting.store), meeting.size)
+    store.set_timeout(timeout)
+    try:
+        dist.init_process_group(libraries, store=store, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {meeting.rank} cannot join {meeting.size} ranks within {meeting.timeout_seconds} s, which is "
+            f"--distributed-timeout-seconds: {error}"
+        ) from error
