@@ -10,30 +10,43 @@ from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 
 
+class Sender:
+    """Calls of rank 0 on their way to the other ranks."""
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+        self._num_sent = 0
+
+    def launch(self, inputs: StepInputs) -> None:
+        sampling = [replace(rows, counted=[]) for rows in inputs.sampling]  # rank 0 draws, so it alone counts tokens
+        self._tell("launch", replace(inputs, sampling=sampling))
+
+    def scrub(self, slot_mapping: list[int]) -> None:
+        self._tell("scrub", slot_mapping)
+
+    def _tell(self, call: str, argument: StepInputs | list[int]) -> None:
+        self._send(encode(Message(self._num_sent, call, argument)))
+        self._num_sent += 1
+
+
 class LeadingRunner(ModelRunner):
     """Runner of rank 0, which sends every call to the other ranks."""
 
     def __init__(self, send: Callable[[bytes], None], *of_runner: Any) -> None:
         super().__init__(*of_runner)
-        self._send = send
-        self._num_sent = 0
+        self._others = Sender(send)
 
     def launch(self, inputs: StepInputs) -> PendingStep:
-        sampling = [replace(rows, counted=[]) for rows in inputs.sampling]  # rank 0 draws, so it alone counts tokens
-        self._tell("launch", replace(inputs, sampling=sampling))
+        self._others.launch(inputs)
         return super().launch(inputs)
 
     def scrub(self, slot_mapping: list[int]) -> None:
-        self._tell("scrub", slot_mapping)
+        self._others.scrub(slot_mapping)
         super().scrub(slot_mapping)
 
     def is_fatal(self, error: BaseException) -> bool:
         """Return True, because a step that other ranks have begun cannot run again in parts."""
         return True
-
-    def _tell(self, call: str, argument: StepInputs | list[int]) -> None:
-        self._send(encode(Message(self._num_sent, call, argument)))
-        self._num_sent += 1
 
 
 class LeadingGraphRunner(LeadingRunner, GraphRunner):
