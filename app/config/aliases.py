@@ -10,15 +10,16 @@ class PeerFlag(NamedTuple):
     """A flag of another project. `field` is the setting it sets here, or None if there is nothing to set.
 
     `value` says how to read the value. "same" is the setting's own value. "block" is a DFlash block, so its drafts are
-    one fewer. "algorithm" must be DFLASH. "on" and "off" take no value and set true and false. "ignored" takes no
-    value and sets nothing. "refused" stops the start, and `note` says why.
+    one fewer. "on" and "off" take no value and set true and false. "ignored" takes no value and sets nothing. "only"
+    sets nothing and takes the value `allowed` alone. "refused" stops the start. `note` says why.
     """
 
     flag: str
     field: str | None
     peers: str
     note: str = ""
-    value: Literal["same", "block", "algorithm", "on", "off", "ignored", "refused"] = "same"
+    value: Literal["same", "block", "on", "off", "ignored", "only", "refused"] = "same"
+    allowed: str = ""
 
     @property
     def ours(self) -> str | None:
@@ -37,8 +38,8 @@ class PeerFlag(NamedTuple):
         """Return the value for `field`. Raises ConfigError if this server cannot do what is asked."""
         if self.value == "refused":
             raise ConfigError(f"{self.flag} is refused: {self.note}")
-        if self.value == "algorithm" and value.upper() != "DFLASH":
-            raise ConfigError(f"{self.flag} {value}: this server decodes with DFLASH only")
+        if self.value == "only" and value.upper() != self.allowed:
+            raise ConfigError(f"{self.flag} {value} is refused: {self.note}")
         if self.value == "block":
             if not value.isascii() or not value.isdigit() or len(value) > 9 or int(value) < 2:
                 raise ConfigError(
@@ -49,13 +50,13 @@ class PeerFlag(NamedTuple):
 
 
 BLOCK_NOTE = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
-REPLICAS_NOTE = "a model is on one host; run replicas behind a router"
+REPLICAS_NOTE = "1 alone, because a model is on one host; run replicas behind a router"
 
 PEER_FLAGS = (
     PeerFlag("--model", "model", "vLLM"),
     PeerFlag("--model-path", "model", "SGLang"),
     PeerFlag("--speculative-draft-model-path", "draft_model", "SGLang"),
-    PeerFlag("--speculative-algorithm", None, "SGLang", "DFLASH and no other", "algorithm"),
+    PeerFlag("--speculative-algorithm", None, "SGLang", "this server decodes with DFLASH only", "only", "DFLASH"),
     PeerFlag("--speculative-dflash-block-size", "num_speculative_tokens", "SGLang", BLOCK_NOTE, "block"),
     PeerFlag("--speculative-num-draft-tokens", "num_speculative_tokens", "SGLang", BLOCK_NOTE, "block"),
     PeerFlag("-sc", "speculative_config", "vLLM"),
@@ -71,9 +72,16 @@ PEER_FLAGS = (
     PeerFlag("--tp", "tensor_parallel_size", "SGLang"),
     PeerFlag("--tp-size", "tensor_parallel_size", "SGLang"),
     PeerFlag("-tp", "tensor_parallel_size", "vLLM"),
-    PeerFlag("--pipeline-parallel-size", None, "vLLM", REPLICAS_NOTE, "refused"),
-    PeerFlag("--data-parallel-size", None, "vLLM", REPLICAS_NOTE, "refused"),
-    PeerFlag("--nnodes", None, "vLLM", REPLICAS_NOTE, "refused"),
+    PeerFlag("--pipeline-parallel-size", None, "vLLM, SGLang", REPLICAS_NOTE, "only", "1"),
+    PeerFlag("--pp-size", None, "SGLang", REPLICAS_NOTE, "only", "1"),
+    PeerFlag("-pp", None, "vLLM", REPLICAS_NOTE, "only", "1"),
+    PeerFlag("--data-parallel-size", None, "vLLM, SGLang", REPLICAS_NOTE, "only", "1"),
+    PeerFlag("--dp-size", None, "SGLang", REPLICAS_NOTE, "only", "1"),
+    PeerFlag("-dp", None, "vLLM", REPLICAS_NOTE, "only", "1"),
+    PeerFlag("--nnodes", None, "vLLM, SGLang", REPLICAS_NOTE, "only", "1"),
+    PeerFlag("--enable-expert-parallel", None, "vLLM", "each expert is split among the ranks; leave it out", "refused"),
+    PeerFlag("--distributed-executor-backend", None, "vLLM", "the engine starts its own ranks, like mp", "only", "MP"),
+    PeerFlag("--disable-custom-all-reduce", None, "vLLM, SGLang", "there is none to disable", "ignored"),
     PeerFlag("--enable-prefix-caching", "prefix_caching", "vLLM", "the default", "on"),
     PeerFlag("--no-enable-prefix-caching", "prefix_caching", "vLLM", value="off"),
     PeerFlag("--disable-radix-cache", "prefix_caching", "SGLang", value="off"),

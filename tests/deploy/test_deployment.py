@@ -524,6 +524,22 @@ def test_eight_replicas_have_one_npu_each_and_everybody_knows_them() -> None:
     assert "blackbox" in services() and "replacement: blackbox:9115" in read("docker/prometheus.yml")
 
 
+@pytest.mark.parametrize(("name", "cards"), [("two-cards", 2), ("four-cards", 4)])
+def test_a_model_over_several_cards_has_as_many_devices_as_ranks(
+    name: str, cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, alone = services()[name], services()["server-0"]
+    assert [device for device in service["devices"] if device not in alone["devices"][1:]] == [
+        f"/dev/davinci{card}" for card in range(cards)
+    ]
+    assert service["profiles"] == [name], "it starts in the place of server-0, not beside it"
+    assert service["ports"] == alone["ports"] and service["networks"] == {"default": {"aliases": ["server-0"]}}
+    assert f" up --detach {name} " in GUIDE
+    for variable, value in service["environment"].items():
+        monkeypatch.setenv(variable, value)
+    assert load_config().tensor_parallel_size == cards
+
+
 def test_files_that_compose_mounts_exist_where_the_containers_look_for_them() -> None:
     mounts = [mount for service in services().values() for mount in service.get("volumes", [])]
     mounted = [mount for mount in mounts if isinstance(mount, str) and mount.startswith(".")]
@@ -596,6 +612,15 @@ def test_servers_have_a_read_only_root_and_folders_to_write_to_everywhere() -> N
     empty = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
     mounts = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"] if mount["name"] in empty}
     assert mounts == {"/dev/shm", "/tmp", "/home/dflash"}
+
+
+def test_a_pod_gets_as_many_npus_as_the_model_is_shared_by() -> None:
+    """At the places that the manifest marks, and no others."""
+    for cards in (1, 2, 4):
+        text, places = re.subn(r'1("?) (?=# cards)', rf"{cards}\1 ", MANIFEST)
+        container = yaml.safe_load(text.partition("---")[0])["spec"]["template"]["spec"]["containers"][0]
+        assert places == 3 and load_config(parse_flags(container["args"][1:])).tensor_parallel_size == cards
+        assert {container["resources"][kind]["huawei.com/Ascend910"] for kind in ("requests", "limits")} == {cards}
 
 
 def test_the_pod_asks_for_one_npu_and_for_no_rights() -> None:

@@ -133,6 +133,11 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         (["--speculative-dflash-block-size", "16", "--num-speculative-tokens", "16"], "15 and 16"),
         (["-tp", "0"], "greater than 0"),
         (["--data-parallel-size", "2"], "run replicas behind a router"),
+        (["--pipeline-parallel-size=4"], "run replicas behind a router"),
+        (["-pp", "2"], "run replicas behind a router"),
+        (["--nnodes", "2"], "--nnodes 2 is refused: 1 alone, because a model is on one host; run replicas"),
+        (["--enable-expert-parallel"], "each expert is split among the ranks"),
+        (["--distributed-executor-backend", "ray"], "the engine starts its own ranks"),
     ],
 )
 def test_a_mistake_exits_2_with_one_line_that_names_it(
@@ -151,7 +156,8 @@ def test_the_same_flag_again_wins_as_in_any_command_line() -> None:
 def test_a_vllm_command_starts_as_it_stands() -> None:
     config = typed(
         """Qwen/Qwen3-8B --gpu-memory-utilization 0.8 --max_model_len 4096 --block-size 128 --dtype bfloat16
-        -tp 1 --trust-remote-code --enforce-eager --no-enable-prefix-caching --speculative-config
+        -tp 1 -pp 1 --data-parallel-size 1 --nnodes 1 --distributed-executor-backend mp --disable-custom-all-reduce
+        --trust-remote-code --enforce-eager --no-enable-prefix-caching --speculative-config
         '{"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 15}'"""
     )
     assert (config.model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
