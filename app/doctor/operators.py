@@ -79,8 +79,8 @@ class Inputs:
 
     def rotation(self, rows: int, dim: int) -> tuple[Tensor, ...]:
         angles = torch.arange(rows * dim // 2).view(rows, -1) / dim
-        tables = (table.unsqueeze(1) for table in self.backend.rotary_tables(angles, self.rounded))
-        return tuple(table if table.is_complex() else table.to(self.dtype) for table in tables)
+        found = self.backend.rotation_at(self.backend.rotary_tables(angles, self.rounded), self.int32(range(rows)))
+        return tuple(turns if turns.is_complex() else turns.to(self.dtype) for turns in found)
 
 
 Operator = Callable[[Inputs], Call]

@@ -133,6 +133,10 @@ class Backend(ABC):
         cos, sin = (torch.cat((half, half), dim=-1).to(self.device, dtype) for half in halves)
         return cos, sin
 
+    def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
+        """Return the rows of `rotary_tables` at positions [T], each [T, 1, ...]."""
+        return tuple(table[positions].unsqueeze(1) for table in tables)
+
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return zeros on the device. Memory of the host is taken as it is written."""
         if self.memory_is_host:

@@ -179,7 +179,8 @@ def _load_runner(
 
     def forward_over(num_pages: int) -> tuple[Forward, list[KvPool]]:
         length = max(sizes.padded_len, max_rows)
-        rotaries = [RotaryTable(d.rope, d.head_dim, length, dtype, backend) for d in decoders]
+        tables = {(d.rope, d.head_dim): RotaryTable(d.rope, d.head_dim, length, dtype, backend) for d in decoders}
+        rotaries = [tables[d.rope, d.head_dim] for d in decoders]  # one lookup serves a target and its draft's context
         memory = sizes.page_size, dtype, backend
         pools = [KvPool(d, num_pages, *memory, states if d is shape else None) for d in decoders]
         shared = sampler, backend, sizes.page_size, max_rows

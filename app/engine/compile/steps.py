@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.backend.torch import visible
 from app.engine.compile.aot import Compiled, compiler
 from app.engine.compile.backend import OneCall, Padded
@@ -21,7 +21,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
-from app.engine.models.rope import RotaryTable, rotation_at
+from app.engine.models.rope import RotaryTable
 from app.engine.models.target import Target
 from app.engine.sampling.sampler import Sampler, greedy
 from app.engine.sequence import NOT_FINITE
@@ -117,7 +117,9 @@ class CompiledDrafter(DFlashDrafter):
 
     context_step: Compiled
 
-    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+    def write_context(
+        self, features: Tensor, positions: Tensor, slot_mapping: Tensor, rotation: Rotation | None = None
+    ) -> None:
         self.context_step(features, positions, slot_mapping)
 
 
@@ -170,7 +172,7 @@ def compile_target(forward: Forward, pool: KvPool, folder: Path) -> Compiled:
         positions, slot_mapping = Backend.positions_and_slots(
             backend, x.seq_ids, x.position_offsets, numbers, x.pages, page_size
         )
-        rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
+        rows = StepRows(backend.rotation_at((cos, sin), positions), slot_mapping, [meta])
         hidden, features = model.forward(x.token_ids, rows, _Layers.of(layers))
         hidden = hidden[x.logits_indices]
         choices, is_lost = greedy(torch.nn.functional.linear(hidden[x.choice_rows], model.lm_head))
@@ -212,7 +214,7 @@ def compile_draft(drafter: DFlashDrafter, pool: KvPool, backend: Backend, folder
         positions, slot_mapping = Backend.positions_and_slots(
             backend, numbers // block, x.position_offsets, numbers, x.pages, page_size
         )
-        rows = StepRows(rotation_at((cos, sin), positions), slot_mapping, [meta])
+        rows = StepRows(backend.rotation_at((cos, sin), positions), slot_mapping, [meta])
         embedded = backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
         blocks = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])
         drafts = torch.nn.functional.linear(blocks[:, config.first_draft_row :], model.lm_head).argmax(dim=-1)
@@ -240,7 +242,7 @@ def compile_context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Compi
         k, v, cos, sin = flat
         first_slots = torch.arange(num_layers, dtype=torch.int32) * (k.shape[0] // num_layers)
         slots = (slot_mapping[:, None] + first_slots).flatten()
-        context.write(features, rotation_at((cos, sin), positions), LayerKv(k, v), slots)
+        context.write(features, drafter.rotary.backend.rotation_at((cos, sin), positions), LayerKv(k, v), slots)
         return (slot_mapping,)
 
     all_layers = pool.all_layers

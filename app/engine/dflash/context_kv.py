@@ -57,11 +57,13 @@ class PendingContext:
     same sequences may be stored.
     """
 
-    def __init__(self, write_rows: Callable[[Tensor, Tensor, Tensor], None], max_rows: int) -> None:
-        """`write_rows` takes features [T, layers * H], positions and slots [T] of at most `max_rows` rows."""
+    def __init__(self, write_rows: Callable[..., None], max_rows: int) -> None:
+        """`write_rows` takes features [T, layers * H], positions and slots [T] of at most `max_rows` rows, and the
+        rotation at these positions if it is known."""
         self._write_rows = write_rows
         self._max_rows = max_rows
         self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._rotation: Rotation | None = None
         self._sequences: Sequence[object] = ()
         self._may_wait = False
         self._num_committed = 0
@@ -82,8 +84,12 @@ class PendingContext:
         self._sequences, self._may_wait = sequences or (), sequences is not None
         self._num_committed = len(self._steps)
 
-    def add(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
-        """Add the rows of this step, and write all pending rows unless they may wait longer."""
+    def add(self, features: Tensor, positions: Tensor, slot_mapping: Tensor, rotation: Rotation | None = None) -> None:
+        """Add the rows of this step, and write all pending rows unless they may wait longer.
+
+        A `rotation` of the draft's RoPE that is known spares a lookup, if no other step's rows are written with them.
+        """
+        self._rotation = None if self._steps else rotation
         self._steps.append((features, positions, slot_mapping))
         max_steps = min(MAX_PENDING, self._max_rows // len(slot_mapping))
         if not self._may_wait or len(self._steps) >= max_steps:
@@ -93,7 +99,7 @@ class PendingContext:
         """Write all pending rows."""
         if self._steps:
             rows = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._steps, strict=True)]
-            self._write_rows(*rows)
+            self._write_rows(*rows, self._rotation)
             self._steps.clear()
 
     def rollback(self) -> None:

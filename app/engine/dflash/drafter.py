@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend
+from app.engine.backend.base import AttentionMetadata, Backend, Rotation
 from app.engine.dflash.context_kv import ContextKv
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.kv_pool import KvPool
@@ -45,7 +45,12 @@ class DFlashDrafter:
         hidden = model.forward(embedded, StepRows(self.rotary.at(positions), slot_mapping, [meta]), self._pool)
         return hidden.view(num_blocks, num_rows, -1)[:, model.config.first_draft_row :].flatten(0, 1)
 
-    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
-        """Write the context KV of features [T, layers * H] of target rows at positions and slots [T]."""
+    def write_context(
+        self, features: Tensor, positions: Tensor, slot_mapping: Tensor, rotation: Rotation | None = None
+    ) -> None:
+        """Write the context KV of features [T, layers * H] of target rows at positions and slots [T].
+
+        `rotation` is that of the draft's RoPE at these positions, or None to look it up.
+        """
         slots = self._pool.slots_in_all_layers(slot_mapping)
-        self.context.write(features, self.rotary.at(positions), self._pool.all_layers, slots)
+        self.context.write(features, rotation or self.rotary.at(positions), self._pool.all_layers, slots)

@@ -19,15 +19,11 @@ class RotaryTable:
         angles = torch.outer(torch.arange(length).float(), torch.cat((turning, torch.zeros(still))))
         scales = torch.cat((torch.full_like(turning, scale), torch.ones(still)))
         self.tables = backend.rotary_tables(angles, dtype, scales)
+        self.backend = backend
 
     def at(self, positions: Tensor) -> Rotation:
         """Return the rotation at positions [T]."""
-        return rotation_at(self.tables, positions)
-
-
-def rotation_at(tables: Rotation, positions: Tensor) -> Rotation:
-    """Return the rows of `Backend.rotary_tables` at positions [T], each [T, 1, ...]."""
-    return tuple(table[positions].unsqueeze(1) for table in tables)
+        return self.backend.rotation_at(self.tables, positions)
 
 
 def frequencies(rope: RopeConfig, dim: int) -> Tensor:

@@ -35,6 +35,7 @@ from app.engine.npu.rules import (
     MAX_UNROLLED,
     MIN_EXPERTS,
     PAGE_SIZE,
+    ROTARY_PAIR_DIMS,
 )
 
 logger = logging.getLogger(__name__)
@@ -206,6 +207,35 @@ class NpuBackend(Backend):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
+
+    def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
+        """Return cos and sin as one table [2, positions, D], because one lookup then finds both."""
+        return (torch.stack(super().rotary_tables(angles, dtype, scales)),)
+
+    def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
+        (table,) = tables
+        return table.index_select(1, positions).unsqueeze(2).unbind(0)
+
+    def qkv_into_kv(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        kv: LayerKv,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Return `Backend.qkv_into_kv`, with q and k rotated in place by one call if it takes their head size (N21)."""
+        if qkv.shape[2] not in ROTARY_PAIR_DIMS:
+            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
+        kv_heads = kv.k.shape[2]
+        q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        q = q.contiguous() if q_norm is None else self.rms_norm(q, q_norm, eps)
+        k = k.contiguous() if k_norm is None else self.rms_norm(k, k_norm, eps)
+        q, k = torch_npu.npu_apply_rotary_pos_emb(q, k, *rotation, layout="TND")
+        self.write_kv(k, v, kv, slot_mapping)
+        return q
 
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
         cos, sin = rotation

@@ -23,6 +23,7 @@ from app.engine.npu.rules import (
     MAX_TOP_K,
     MIN_EXPERTS,
     PAGE_SIZE,
+    ROTARY_PAIR_DIMS,
     SCRATCH_BLOCK,
 )
 
@@ -278,6 +279,8 @@ def _rotary(hold: _Holder, call: Mapping[str, Any]) -> None:
             hold("N20", fits, f"cos, sin {table.dtype} {_shape(table)} for {x.dtype} {_shape(x)}; [T, 1, D] alike")
     if "query" in call:
         hold("N21", call.get("layout", "BSND") == "TND", f"layout {call.get('layout', 'BSND')!r}, not 'TND'")
+        sizes = {x.shape[-1] for x in rows}
+        hold("N21", sizes.issubset(ROTARY_PAIR_DIMS), f"head sizes {sizes}, not one of {ROTARY_PAIR_DIMS}")
 
 
 def _gating(hold: _Holder, call: Mapping[str, Any]) -> None:

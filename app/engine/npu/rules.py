@@ -10,6 +10,8 @@ MAX_TOP_K = 1024
 MAX_AXIS = 65535
 """Numbers in a row of an expert's weights."""
 HEAD_DIMS = (64, 128)
+ROTARY_PAIR_DIMS = (64, 128)
+"""Head sizes whose q and k one call rotates."""
 SCRATCH_BLOCK = 0
 """First block of padding requests, which may have more rows than a DFlash block."""
 EXPANSION_MODE, AIV = "HCCL_OP_EXPANSION_MODE", "AIV"

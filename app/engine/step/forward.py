@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend
+from app.engine.backend.base import AttentionMetadata, Backend, Rotation
 from app.engine.backend.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import DFlashDrafter
@@ -75,6 +75,7 @@ class TargetOutput(NamedTuple):
     """Result of the target's layers: hidden states [R, H] of the logit rows, positions and slots [T].
 
     `choices` [R] int64 are greedy ones that are already made. `features` [T, layers * H] are there with a draft.
+    `rotation` is the target's at these positions, if it was looked up.
     """
 
     hidden: Tensor
@@ -82,6 +83,7 @@ class TargetOutput(NamedTuple):
     features: Tensor | None
     positions: Tensor
     slot_mapping: Tensor
+    rotation: Rotation | None = None
 
 
 class Forward:
@@ -160,12 +162,14 @@ class Forward:
         token_ids = inputs.token_ids
         if drafts is not None:
             token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.token_source]
-        hidden, choices, features, positions, slot_mapping = self.run_target(token_ids, inputs, greedy=not draws)
-        if self.drafter is not None and features is not None:
-            self.pending_context.add(features, positions, slot_mapping)
+        out = self.run_target(token_ids, inputs, greedy=not draws)
+        if self.drafter is not None and out.features is not None:
+            rotation = out.rotation if self.drafter.rotary is self.rotary else None
+            self.pending_context.add(out.features, out.positions, out.slot_mapping, rotation)
+        choices = out.choices
         if choices is None:
-            choices = self.sampler.choose(hidden, self.target.lm_head, draws)
-        return hidden, choices
+            choices = self.sampler.choose(out.hidden, self.target.lm_head, draws)
+        return out.hidden, choices
 
     def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
         """Run token ids [T] through the target's layers. If all choices are `greedy`, they may be made here."""
@@ -177,7 +181,7 @@ class Forward:
         hidden, features = self.target.forward(token_ids, rows, self._pool)
         if inputs.logits_indices is not None:
             hidden = hidden[inputs.logits_indices]
-        return TargetOutput(hidden, None, features, positions, slot_mapping)
+        return TargetOutput(hidden, None, features, positions, slot_mapping, rows.rotation)
 
     def verify(self, inputs: TargetTensors, choices: Tensor, drafts: Tensor | None) -> Tensor:
         """Return `engine.verify.verify` of the choices [R] and drafts [D, columns]."""

@@ -82,6 +82,10 @@ def rotary_both() -> dict[str, Any]:
     return {"query": new(3, 4, 128), "key": new(3, 2, 128), **tables}
 
 
+def narrow(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: x[..., :32].contiguous() for name, x in call.items() if isinstance(x, Tensor)}
+
+
 def gating() -> dict[str, Any]:
     return {"x": normal(3, 8, dtype=torch.float32).to("npu:0"), "k": 2, "renorm": 1}
 
@@ -201,6 +205,7 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N20", rotary, "a table in float32", on("r1", Tensor.float)),
     ("N20", rotary, "pairs side by side", with_(rotary_mode="interleave")),
     ("N21", rotary_both, "layout left out", lambda call: call.pop("layout")),
+    ("N21", rotary_both, "heads of another size", lambda call: call.update(narrow(call))),
     ("N33", gating, "logits in bfloat16", on("x", Tensor.bfloat16)),
     ("N33", gating, "more than there are", with_(k=9)),
     ("N34", routing, "experts of int64", on("expert_idx", Tensor.long)),

@@ -33,7 +33,7 @@ class Coupled:
 
     def __init__(self, real: DFlashDrafter, requests: list[Request], ratio: float | None) -> None:
         self._real = real
-        self.decoder = real.decoder
+        self.decoder, self.rotary = real.decoder, real.rotary
         self.write_context = real.write_context
         self._requests = {request.request_id: request for request in requests}
         self._ratio = ratio

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +54,9 @@ def without_context_of_prompts(engine: Engine) -> None:
     drafter = engine.core.runner.forward.drafter
     write, block = drafter.write_context, engine.sizes.block_size
 
-    def forgetful(tapped: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+    def forgetful(tapped: Tensor, positions: Tensor, *rest: Any) -> None:
         if len(positions) <= block:
-            write(tapped, positions, slot_mapping)
+            write(tapped, positions, *rest)
 
     drafter.write_context = forgetful
 

@@ -18,6 +18,7 @@ from app.engine.backend.base import AttentionMetadata
 from app.engine.build.engine import Engine, build_engine
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.config import DecoderConfig
+from app.engine.models.rope import RotaryTable
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.engine_config import EngineConfig
@@ -60,6 +61,10 @@ class PlantedDrafter:
     def decoder(self) -> DecoderConfig:
         return self.real.decoder
 
+    @property
+    def rotary(self) -> RotaryTable:
+        return self.real.rotary
+
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
     ) -> Tensor:
@@ -88,12 +93,12 @@ class PlantedDrafter:
             drafts.append(block)
         return torch.tensor(drafts)
 
-    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+    def write_context(self, features: Tensor, positions: Tensor, slot_mapping: Tensor, *rotation: Any) -> None:
         assert len(features) == len(positions) == len(slot_mapping)
         assert slot_mapping.unique().numel() == slot_mapping.numel(), "a slot is written twice in a step"
         for slot, position, feature in zip(slot_mapping.tolist(), positions.tolist(), features, strict=True):
             self.context[slot] = (position, feature)
-        self.real.write_context(features, positions, slot_mapping)
+        self.real.write_context(features, positions, slot_mapping, *rotation)
 
 
 def plant(engine: Engine, texts: Mapping[str, list[int]], cut: Cut) -> PlantedDrafter:

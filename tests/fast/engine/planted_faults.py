@@ -142,11 +142,11 @@ def in_context(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     """Whenever rows of "bad" are among those that are written, of whatever step they are."""
     write = core.runner.forward.drafter.write_context
 
-    def spoilt(features: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def spoilt(features: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, *rotation: Any) -> None:
         own = {page for seq in core.scheduler.running if seq.request.request_id == "bad" for page in seq.pages}
         if own & set((slot_mapping // PAGE).tolist()):
             raise Planted("in write_context")
-        write(features, positions, slot_mapping)
+        write(features, positions, slot_mapping, *rotation)
 
     patch.setattr(core.runner.forward.drafter, "write_context", spoilt)
 

@@ -138,12 +138,12 @@ def test_features_that_are_not_finite_spoil_no_drafts_but_their_own(lucky: Pair)
         drafter = engine.core.runner.forward.drafter
         write = drafter.write_context
 
-        def spoilt(features: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        def spoilt(features: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, *rotation: Any) -> None:
             if spoil and any(seq.request.request_id == "r1" for seq in engine.core.scheduler.running):
                 (seq,) = (seq for seq in engine.core.scheduler.running if seq.request.request_id == "r1")
                 own = torch.isin(slot_mapping // PAGE, torch.tensor(seq.pages.tolist()))
                 features = features.masked_fill(own[:, None], NAN)
-            write(features, positions, slot_mapping)
+            write(features, positions, slot_mapping, *rotation)
 
         drafter.write_context = spoilt
         found = dict.fromkeys((request.request_id for request in asked), 0)
