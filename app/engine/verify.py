@@ -20,10 +20,12 @@ def verify(
     """
     if drafts is None:
         return torch.stack((choices[logits_start], torch.zeros_like(logits_start)), dim=1)
-    column = torch.arange(drafts.shape[1] + 1, device=choices.device)
-    rows = logits_start[:, None] + torch.minimum(column, num_drafts[:, None])
-    tokens = choices[rows]
-    kept = (tokens[:, :-1] == drafts[draft_index]) & (column[1:] <= num_drafts[:, None])
-    # The first draft that is not kept. A product along the rows would run on an NPU's host processor (N32).
-    accepted = torch.where(kept, drafts.shape[1], column[:-1]).amin(dim=1, keepdim=True)
-    return torch.cat((tokens, accepted), dim=1)
+    columns, limits = drafts.shape[1], num_drafts[:, None]
+    column = torch.arange(columns + 1, dtype=num_drafts.dtype, device=choices.device)
+    column = torch.minimum(column, limits)
+    tokens = choices[logits_start[:, None] + column]
+    # The first draft that is not kept: those that equal their choice are moved past all others. A product along the
+    # rows would run on an NPU's host processor (N32).
+    equal = tokens[:, :-1] == drafts[draft_index]
+    accepted = torch.add(column[:, :-1], equal, alpha=columns).amin(dim=1, keepdim=True)
+    return torch.cat((tokens, torch.minimum(accepted, limits)), dim=1)

@@ -91,6 +91,9 @@ class Backend(ABC):
     device_side_lengths = False
     """True if attention in a graph reads lengths from the device at each replay. Lengths on the host may then be too
     small, so a step is launched before the step in flight is read."""
+    positions_from_host = False
+    """True if a step's copy has positions and slots, because launches cost more than numbers. Lengths on the host are
+    then exact."""
     runs_recurrent_layers = False
     """True if layers with a recurrent state were proved to be right on this device."""
     collectives: str | None = None
@@ -259,8 +262,7 @@ class Backend(ABC):
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
         """Return rows [D * b, H] of the embedding [V, H]: each anchor [D], and b - 1 masks behind it."""
-        blocks = anchors.new_full((anchors.shape[0], block_size), mask_token_id)
-        blocks[:, 0] = anchors
+        blocks = F.pad(anchors[:, None], (0, block_size - 1), value=mask_token_id)
         return F.embedding(blocks.flatten(), embedding)
 
     def positions_and_slots(

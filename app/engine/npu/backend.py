@@ -54,6 +54,7 @@ class NpuBackend(Backend):
     captures = True
     separate_prefill = False
     collectives = "cpu:gloo,npu:hccl"
+    positions_from_host = True
 
     def __init__(self, device: torch.device, *, check_calls: bool = False) -> None:
         super().__init__(device)

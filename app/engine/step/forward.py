@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from app.engine.arrays import Ints
 from app.engine.backend.base import AttentionMetadata, Backend, Rotation
 from app.engine.backend.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
@@ -27,13 +28,15 @@ from app.engine.step.inputs import DraftInputs, RowGroup, TargetInputs
 class AttentionInputs:
     """A RowGroup on the device: R rows of sequences `seq_ids` [R] int32, for the layers of `decoder`.
 
-    `position_offsets` [S] int32 is a row's position less its number in the group.
+    `position_offsets` [S] int32 is a row's position less its number in the group. `places` are the positions and the
+    slots [R] int32, or None if the device computes them.
     """
 
     seq_ids: Tensor
     position_offsets: Tensor
     meta: AttentionMetadata
     decoder: DecoderConfig
+    places: tuple[Tensor, Tensor] | None = None
 
 
 class DraftTensors(NamedTuple):
@@ -111,23 +114,34 @@ class Forward:
         self.pending_context = PendingContext(lambda *rows: forward._drafter.write_context(*rows), max_rows)
         self.row_numbers = torch.arange(max_rows, dtype=torch.int32, device=backend.device)
 
+    def arrays(self, inputs: DraftInputs | TargetInputs) -> list[Ints]:
+        """Return the arrays that `draft_tensors` or `target_tensors` find in a `Packed`."""
+        groups = [inputs.group] if isinstance(inputs, DraftInputs) else inputs.groups
+        if not self.backend.positions_from_host:
+            return inputs.arrays
+        return inputs.arrays + [array for group in groups for array in group.positions_and_slots(self._page_size)]
+
     def draft_tensors(self, inputs: DraftInputs, packed: Packed) -> DraftTensors:
         """Return `inputs` as `packed` holds them. Attention has yet to be planned."""
         anchors, prev_rows, *group = packed.tensors
-        rows = self._rows(inputs.group, group, self._drafter.decoder)
+        rows = self._rows(inputs.group, group[:5], group[5:], self._drafter.decoder)
         return DraftTensors(inputs.request_ids, anchors, prev_rows, rows)
 
     def target_tensors(self, inputs: TargetInputs, packed: Packed) -> TargetTensors:
         """Return `inputs` as `packed` holds them. Attention has yet to be planned."""
         token_ids, source, logits_indices, logits_start, num_drafts, draft_index, prev_rows, *rest = packed.tensors
         decoder = self.target.config
-        groups = [self._rows(group, rest[5 * i : 5 * i + 5], decoder) for i, group in enumerate(inputs.groups)]
+        parts = iter(rest)
+        shares = [[next(parts) for _ in range(5)] for _ in inputs.groups]
+        states = [next(parts) for _ in range(4)] if inputs.recurrent else []
+        places = [[next(parts), next(parts)] if self.backend.positions_from_host else [] for _ in inputs.groups]
+        groups = [self._rows(*part, decoder) for part in zip(inputs.groups, shares, places, strict=True)]
         every_row = len(logits_indices) == len(token_ids)
         logits = None if every_row else logits_indices, logits_start, num_drafts, draft_index
         recurrent = None
         if inputs.recurrent is not None:
             host = inputs.recurrent
-            slots, next_slots, starts, lens = rest[-4:]
+            slots, next_slots, starts, lens = states
             recurrent = RecurrentTensors(
                 slots, next_slots, starts, lens, host.chunk_lens.tolist(), host.width, host.static
             )
@@ -146,10 +160,9 @@ class Forward:
             meta.plans[mask] = self.backend.plan_attention(planned, mask, heads_per_kv)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
-        """Return drafts [D, w - first_draft_row] int32 of the tokens after each anchor, of blocks of w rows."""
+        """Return drafts [D, w - first_draft_row], integers, of the tokens after each anchor, of blocks of w rows."""
         positions, slot_mapping = self._positions_and_slots(inputs.rows)
-        drafts = self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, inputs.rows.meta)
-        return drafts.to(torch.int32)
+        return self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, inputs.rows.meta)
 
     def choose(
         self, inputs: TargetTensors, drafts: Tensor | None, draws: Sequence[SamplingMetadata]
@@ -161,7 +174,7 @@ class Forward:
         """
         token_ids = inputs.token_ids
         if drafts is not None:
-            token_ids = torch.cat((token_ids, drafts.flatten()))[inputs.token_source]
+            token_ids = torch.cat((token_ids, drafts.flatten().to(torch.int32)))[inputs.token_source]
         out = self.run_target(token_ids, inputs, greedy=not draws)
         if self.drafter is not None and out.features is not None:
             rotation = out.rotation if self.drafter.rotary is self.rotary else None
@@ -218,14 +231,18 @@ class Forward:
         in_sequence = self.row_numbers[:num_rows] - firsts[group.seq_ids]
         return rows, group.seq_ids * width + in_sequence.clamp(max=width - 1)
 
-    def _rows(self, group: RowGroup, tensors: Sequence[Tensor], decoder: DecoderConfig) -> AttentionInputs:
+    def _rows(
+        self, group: RowGroup, tensors: Sequence[Tensor], places: Sequence[Tensor], decoder: DecoderConfig
+    ) -> AttentionInputs:
         seq_ids, position_offsets, query_start_loc, seq_lens, page_table = tensors
         table = page_table.view(group.page_table.shape)
         lengths = list(group.query_lens), list(group.host_seq_lens)
         meta = AttentionMetadata(query_start_loc, seq_lens, table, *lengths, self._page_size)
-        return AttentionInputs(seq_ids, position_offsets, meta, decoder)
+        return AttentionInputs(seq_ids, position_offsets, meta, decoder, (places[0], places[1]) if places else None)
 
     def _positions_and_slots(self, rows: AttentionInputs) -> tuple[Tensor, Tensor]:
+        if rows.places is not None:
+            return rows.places
         row_numbers, meta = self.row_numbers[: len(rows.seq_ids)], rows.meta
         return self.backend.positions_and_slots(
             rows.seq_ids, rows.position_offsets, row_numbers, meta.page_table, meta.page_size

@@ -163,7 +163,7 @@ class StepGraphs:
 
     def _capture_draft(self, blocks: int, rows: int) -> None:
         inputs = self._pad_draft(padding.empty_draft(), blocks, rows)
-        packed = Packed(inputs.arrays, self._backend)
+        packed = Packed(self._forward.arrays(inputs), self._backend)
         tensors = self._forward.draft_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
@@ -183,7 +183,7 @@ class StepGraphs:
     def _capture_target(self, seqs: int, rows: int) -> None:
         hybrid = self._forward.target.config.gated_delta is not None
         inputs = self._pad_target(padding.empty_target(hybrid=hybrid), seqs, rows)
-        packed = Packed(inputs.arrays, self._backend)
+        packed = Packed(self._forward.arrays(inputs), self._backend)
         tensors = self._forward.target_tensors(inputs, packed)
         (group,) = tensors.groups
 
@@ -211,7 +211,7 @@ class StepGraphs:
         self._backend.advance_by_accepted(self.verified, prev_rows, token_ids, anchor_rows, offsets, seq_lens)
 
     def _send(self, captured: _Captured, inputs: DraftInputs | TargetInputs) -> None:
-        captured.packed.send(inputs.arrays)
+        captured.packed.send(self._forward.arrays(inputs))
         group = inputs.group if isinstance(inputs, DraftInputs) else inputs.groups[0]
         self._forward.plan(captured.rows, group)
 

@@ -35,6 +35,13 @@ class RowGroup:
         seq_ids = np.repeat(np.arange(len(self.query_lens), dtype=np.int32), self.query_lens)
         return [seq_ids, self.starts - query_start_loc[:-1], query_start_loc, seq_lens, self.page_table.ravel()]
 
+    def positions_and_slots(self, page_size: int) -> list[Ints]:
+        """Return the position [R] of each row, and its slot [R]."""
+        seq_ids, offsets = self.arrays[:2]
+        positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
+        pages, in_page = np.divmod(positions, np.int32(page_size))
+        return [positions, self.page_table[seq_ids, pages] * np.int32(page_size) + in_page]
+
 
 @dataclass(slots=True)
 class DraftInputs:

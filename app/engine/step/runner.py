@@ -72,14 +72,14 @@ class ModelRunner:
         return None if inputs.has_prefill or inputs.draft else inputs.sequence_keys
 
     def _draft(self, inputs: DraftInputs) -> Tensor:
-        """Return drafts [D, w - 1] int32."""
-        tensors = self.forward.draft_tensors(inputs, Packed(inputs.arrays, self.backend))
+        """Return drafts [D, w - 1], integers."""
+        tensors = self.forward.draft_tensors(inputs, Packed(self.forward.arrays(inputs), self.backend))
         self.forward.plan(tensors.rows, inputs.group)
         return self.forward.draft(tensors)
 
     def _target(self, inputs: StepInputs, drafts: Tensor | None, draws: list[SamplingMetadata]) -> Tensor:
         """Return the result of `engine.verify` [S, w + 1]."""
-        tensors = self.forward.target_tensors(inputs.target, Packed(inputs.target.arrays, self.backend))
+        tensors = self.forward.target_tensors(inputs.target, Packed(self.forward.arrays(inputs.target), self.backend))
         for rows, group in zip(tensors.groups, inputs.target.groups, strict=True):
             self.forward.plan(rows, group)
         _, choices = self.forward.choose(tensors, drafts, draws)

@@ -1,71 +1,107 @@
-"""Launches of a decode step on an NPU. `make npu-launches` prints the table of docs/ascend.md.
+"""Tasks and launches of a step on an NPU. `make npu-launches` prints the table of docs/ascend.md.
 
 The target has 36 layers and the draft 5, like Qwen3-8B and its draft. Weights are tiny and random, because sizes do not
 change the number of launches. The null device counts calls of torch_npu 2.13.0's own host code, without an NPU.
 """
 
+import contextlib
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 import app.engine.build.engine as build
 from app.engine.core import EngineCore
+from app.engine.npu.backend import NpuBackend
+from app.engine.npu.graph import NpuGraph
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
-from tests.devices.npu.null_device import Trace, traced
+from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import Pair, make_pair
 
 LAYERS, DRAFT_LAYERS = 36, 5
-FUSED = {
-    "norm": 1,
-    "QKV projection": 1,
-    "norm of q and k, RoPE, K/V write": 1,
-    "attention": 1,
-    "output projection": 1,
-    "residual and norm": 1,
-    "gate and up projection": 1,
-    "SwiGLU": 1,
-    "down projection": 1,
-}
-"""The fewest launches of a layer. npu_qkv_rms_norm_rope_cache would replace six launches by one."""
+LAYER = (
+    "norm",
+    "QKV projection",
+    "norm of q",
+    "norm of k",
+    "RoPE of q and k",
+    "copy of V",
+    "K/V write",
+    "attention",
+    "output projection",
+    "residual and norm",
+    "gate and up projection",
+    "SwiGLU",
+    "down projection",
+)
+"""Tasks of a layer."""
 
 
 SHAPE = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "taps": (1, 9, 17, 25, 33), "block_size": 16}
 
 
-HEAD = f"| a decode step, {LAYERS} + {DRAFT_LAYERS} layers | operators | graphs | updates | copies | waits |"
-_ALL = LAYERS + DRAFT_LAYERS
-FEWEST = f"The fewest that fused operators allow: {len(FUSED)} a layer, {len(FUSED) * _ALL} for {_ALL} layers."
-EXPERTS = "experts, "
-"""Prefix of a way whose target has experts in all of its layers."""
+HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | tasks | launches | graphs | updates | copies | waits |"
+EXPERTS = "experts"
+"""A way whose target has experts in all of its layers."""
 WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs", "experts, eager", "experts, graphs")
 
 
 def main() -> None:
-    """Print Markdown, and the fewest launches below it."""
-    print(HEAD, "|---" * 6 + "|", sep="\n")
+    """Print Markdown, and below it what is not a layer's."""
+    print(HEAD, "|---" * 7 + "|", sep="\n")
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), Numerics():
         for way in WAYS:
-            print(rows(Path(folder), way))
-    print("", FEWEST, sep="\n")
+            lines = rows(Path(folder), way)
+            print(*lines, sep="\n")
+    print("", around(), sep="\n")
 
 
-def rows(folder: Path, way: str) -> str:
-    """Return the rows of a greedy step and of a drawn one."""
+def rows(folder: Path, way: str) -> list[str]:
+    """Return the rows of a way: its prefill and mixed step with a draft, a greedy decode step and a drawn one."""
     experts = 8 if way.startswith(EXPERTS) else 0
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, experts=experts, **SHAPE)
     draft = {"draft": None} if way.startswith("plain") else {}
-    core = engine(pair, enforce_eager=way.endswith("eager"), **draft)
-    return "\n".join(row(core, way, temperature) for temperature in (0.0, 0.7))
+    with tasks_of_graphs() as tasks:
+        core = engine(pair, enforce_eager=way.endswith("eager"), **draft)
+        greedy = steps(core, 0.0, tasks)
+        found = {f"{kind}, greedy": greedy[kind] for kind in greedy if kind == "decode" or way.startswith("DFlash")}
+        found["decode, drawn"] = steps(core, 0.7, tasks)["decode"]
+    return [f"| {way}, {kind} | " + " | ".join(map(str, cells)) + " |" for kind, cells in found.items()]
 
 
-def row(core: EngineCore, way: str, temperature: float) -> str:
-    trace = decode_step(core, temperature)
-    cells = [len(trace.of(kind)) for kind in ("launch", "replay", "update", "copy")] + [len(trace.waits)]
-    return f"| {way}, {'drawn' if temperature else 'greedy'} | " + " | ".join(map(str, cells)) + " |"
+@contextlib.contextmanager
+def tasks_of_graphs() -> Iterator[Callable[[], int]]:
+    """Count the tasks of graphs that are captured in the block. The result returns those replayed since it was asked."""
+    capture, replay = NpuBackend.capture, NpuGraph.replay
+    sizes: WeakKeyDictionary[NpuGraph, int] = WeakKeyDictionary()
+    replayed = 0
+
+    def counted(backend: NpuBackend, *args: Any) -> NpuGraph:
+        with traced() as trace:
+            graph = capture(backend, *args)
+        sizes[graph] = len(trace.of("capture", "capture-copy"))
+        return graph
+
+    def followed(graph: NpuGraph) -> None:
+        nonlocal replayed
+        replayed += sizes.get(graph, 0)
+        replay(graph)
+
+    def since() -> int:
+        nonlocal replayed
+        count, replayed = replayed, 0
+        return count
+
+    NpuBackend.capture, NpuGraph.replay = counted, followed  # type: ignore[method-assign]
+    try:
+        yield since
+    finally:
+        NpuBackend.capture, NpuGraph.replay = capture, replay  # type: ignore[method-assign]
 
 
 def engine(pair: Pair, **config: Any) -> EngineCore:
@@ -74,24 +110,36 @@ def engine(pair: Pair, **config: Any) -> EngineCore:
     return build.build_engine(EngineConfig(**wishes | sizes | config)).core
 
 
-def decode_step(core: EngineCore, temperature: float) -> Trace:
-    """Return the trace of a step in which four sequences verify whole blocks."""
-    for i in range(4):
-        core.add(
-            Request(
-                f"r{i}",
-                tuple(range(1, 20 + i)),
-                sampling=SamplingParams(temperature=temperature, seed=i),
-                max_tokens=60,
-            )
-        )
-    while core.step().stats.kind != "decode":
-        pass
-    with traced() as trace:
-        core.step()
+def steps(core: EngineCore, temperature: float, tasks: Callable[[], int]) -> dict[str, list[int]]:
+    """Return the cells of a step of each kind: three prompts, these three beside a fourth prompt, four whole blocks."""
+    found = {}
+    for kind, first, count in (("prefill", 0, 3), ("decode", 3, 0), ("mixed", 3, 1), ("decode", 4, 0)):
+        for i in range(first, first + count):
+            core.add(request(i, temperature))
+        while kind not in (found_now := one_step(core, tasks)):
+            pass
+        found |= found_now
     for i in range(4):
         core.abort(f"r{i}")
-    return trace
+    return {kind: found[kind] for kind in ("prefill", "mixed", "decode")}
+
+
+def request(i: int, temperature: float) -> Request:
+    sampling = SamplingParams(temperature=temperature, seed=i)
+    return Request(f"r{i}", tuple(range(1, 20 + i)), sampling=sampling, max_tokens=60)
+
+
+def one_step(core: EngineCore, tasks: Callable[[], int]) -> dict[str, list[int]]:
+    """Return the cells of the next step by its kind."""
+    tasks()
+    with traced() as trace:
+        kind = core.step().stats.kind
+    counts = [len(trace.of(column)) for column in ("launch", "replay", "update", "copy")]
+    return {kind: [counts[0] + tasks(), *counts, len(trace.waits)]}
+
+
+def around() -> str:
+    return f"A layer has {len(LAYER)} tasks, {len(LAYER) * (LAYERS + DRAFT_LAYERS)} for {LAYERS + DRAFT_LAYERS} layers."
 
 
 if __name__ == "__main__":

@@ -94,6 +94,11 @@ def on_device(group: RowGroup, page_size: int) -> tuple[list[int], list[int]]:
         seq_ids, position_offsets, row_numbers, meta.page_table, meta.page_size
     )
     assert positions.dtype == slot_mapping.dtype == torch.int32, "what Ascend's operators take"
+    on_host = group.positions_and_slots(page_size)
+    assert all(array.dtype == np.int32 for array in on_host)
+    assert [array.tolist() for array in on_host] == [positions.tolist(), slot_mapping.tolist()], (
+        "an NPU's are the host's"
+    )
     return positions.tolist(), slot_mapping.tolist()
 
 
