@@ -65,11 +65,20 @@ def test_a_sum_is_answered_rightly_in_blocks() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_32_streams_together_each_equal_their_own_plain_run(url: str, temperature: float) -> None:
     together = asyncio.run(streamed(url, QUESTIONS, temperature))
+    verified = num_verified(url)
     alone = [
         answer(url, question, temperature=temperature, seed=3, extra_body={"speculate": False})
         for question in QUESTIONS
     ]
     assert together == alone
+    assert num_verified(url) == verified, "plain runs verify no draft"
+
+
+def num_verified(url: str) -> float:
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
+    found = re.search(r"^dflash:spec_decode_num_draft_tokens_total (\S+)", metrics, re.MULTILINE)
+    assert found is not None
+    return float(found.group(1))
 
 
 def test_no_page_is_used_when_everybody_has_been_served(url: str) -> None:

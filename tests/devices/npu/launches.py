@@ -76,7 +76,7 @@ def rows(folder: Path, way: str) -> list[str]:
 
 @contextlib.contextmanager
 def tasks_of_graphs() -> Iterator[Callable[[], int]]:
-    """Count the tasks of graphs that are captured in the block. The result returns those replayed since it was asked."""
+    """Count tasks of graphs that are captured in the block. The result returns those replayed since it was asked."""
     capture, replay = NpuBackend.capture, NpuGraph.replay
     sizes: WeakKeyDictionary[NpuGraph, int] = WeakKeyDictionary()
     replayed = 0

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.npu.backend import NpuBackend
 from app.engine.npu.check import ContractError, check_update
 from tests.devices.npu.calls import BLOCK, Sequences, causal_mask, normal
 from tests.devices.npu.null_device import traced
@@ -153,6 +155,50 @@ def test_layers_keep_the_lengths_that_they_were_given() -> None:
     graph.update(different)
     graph.replay()
     assert not torch.equal(y.cpu(), eager.run(host_seq_lens).cpu())
+
+
+def test_two_metas_in_one_graph_each_keep_their_mode_and_get_their_own_lengths() -> None:
+    """A draft's blocks, which see all tokens, and a target's causal rows: each output against the dense reference."""
+    turns = [
+        (Sequences([16, 16], [40, 150]), Sequences([3, 5], [130, 9])),
+        (Sequences([16, 16], [129, 16]), Sequences([3, 5], [7, 250])),
+        (Sequences([16, 16], [17, 256]), Sequences([3, 5], [3, 5])),
+    ]
+    backend, masks = NpuBackend(torch.device("npu:0")), (AttentionMask(causal=False), AttentionMask(causal=True))
+    calls = [(torch.zeros_like(it.q).to("npu:0"), _pages(), _meta(it)) for it in turns[0]]
+
+    def fill(turn: tuple[Sequences, Sequences]) -> None:
+        for it, mask, (q, kv, meta) in zip(turn, masks, calls, strict=True):
+            q.copy_(it.q)
+            table = it.table()
+            meta.page_table[:, : table.shape[1]] = table.to("npu:0")
+            for pages, tokens in ((kv.k, it.k), (kv.v, it.v)):
+                pool = it.pool(tokens)
+                pages[: len(pool)] = pool.view(len(pool), BLOCK, KV_HEADS, DIM).to("npu:0")
+            meta.plans[mask] = backend.plan_attention(_meta(it), mask, HEADS // KV_HEADS)
+
+    fill(turns[0])
+    graph = backend.capture(
+        lambda: tuple(backend.attention(q, kv, meta, mask) for mask, (q, kv, meta) in zip(masks, calls, strict=True)),
+        [meta for _, _, meta in calls],
+    )
+    for turn in turns:
+        fill(turn)
+        graph.replay()
+        for it, mask, o in zip(turn, masks, graph.outputs, strict=True):
+            torch.testing.assert_close(o.cpu().double(), it.dense(causal=mask.causal), rtol=2e-2, atol=2e-2)
+
+
+def _pages() -> LayerKv:
+    shape = (6, BLOCK, KV_HEADS, DIM)
+    return LayerKv(*(torch.zeros(shape, dtype=torch.bfloat16, device="npu:0") for _ in range(2)))
+
+
+def _meta(it: Sequences) -> AttentionMetadata:
+    starts, lengths = torch.tensor([0, *accumulate(it.query_lens)]), torch.tensor(it.host_seq_lens)
+    table = torch.zeros(len(lengths), 2, dtype=torch.int32, device="npu:0")
+    device = (x.to("npu:0", torch.int32) for x in (starts, lengths))
+    return AttentionMetadata(*device, table, list(it.query_lens), list(it.host_seq_lens), BLOCK)
 
 
 def test_a_replay_whose_update_never_comes_is_an_error_and_not_a_hang() -> None:

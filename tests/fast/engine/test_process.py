@@ -19,7 +19,7 @@ from app.config.settings import Config
 from app.engine.build.engine import Engine
 from app.engine.process import Link, serve
 from app.engine_config import EngineConfig
-from app.messages import Request, SamplingParams, TokenDelta
+from app.messages import Request, SamplingParams, SpecStep, StepOutput, StepStats, TokenDelta
 from app.wire import Abort, Ready, Reply, Shutdown, Stepped, Submit, decode_config, encode_config
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import Pair, make_pair
@@ -146,6 +146,34 @@ def test_a_request_that_can_never_run_is_refused_and_the_next_one_is_served(
     ended = answers(parent, engine, submit("bad", **changed), submit("good"))
     assert ended["bad"].finish_reason == "error" and re.search(why, str(ended["bad"].error))
     assert ended["good"].finish_reason == "length"
+
+
+SAMPLING = SamplingParams(0.5, (1 << 63) + 1, 3, 0.75, 0.125, 0.5, -0.25, 1.5, [(4, 1.5)], 2)
+WHOLE: tuple[Any, ...] = (
+    Request("r", [1, 2], 7, SAMPLING, [5, 6], speculate=False, cache_salt="salt"),
+    TokenDelta("r", [7, 8, 9], [SpecStep(2, 7, 1), SpecStep(1, 0, 0)], 16, "error", "a reason"),
+    StepStats("mixed", 0.5, *range(1, 16)),
+)
+"""Objects without a field that has its default."""
+
+
+def test_every_field_of_a_request_and_of_a_step_comes_over_the_border_as_it_left(parent: Parent):
+    request, delta, stats = WHOLE
+    for it in (*WHOLE, SAMPLING):
+        assert not [each.name for each in fields(it) if getattr(it, each.name) == each.default]
+    link = Link(*parent.addresses, 1)
+    try:
+        parent.send(Submit(1, request))
+        (command,) = link.receive(wait=True)
+        link.send(Stepped(1, StepOutput([delta, delta], stats)))
+        reply = next(parent.replied())
+    finally:
+        link.close()
+    assert isinstance(command, Submit) and isinstance(reply, Stepped)
+    for found, left in ((command.request, request), (reply.output.deltas[1], delta), (reply.output.stats, stats)):
+        assert [getattr(found, each.name) for each in fields(left)] == [
+            getattr(left, each.name) for each in fields(left)
+        ]
 
 
 def test_every_option_of_the_engine_comes_from_the_settings():

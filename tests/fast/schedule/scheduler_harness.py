@@ -56,7 +56,7 @@ def protected(scheduler: FaultTolerantScheduler) -> set[int]:
 
 def check_pages(scheduler: FaultTolerantScheduler) -> None:
     """Every page but the scratch ones is free, or owned by as many sequences as the pool counts: only with a cache by
-    more than one. Check that a digest finds its page, and that no other digest does."""
+    more than one. Check that a digest finds its page, that no other digest does, and that no seat is lost."""
     pool = scheduler.pool
     owners = Counter(page for seq in (*scheduler.running, *scheduler.waiting) for page in seq.pages)
     free = array("i")
@@ -67,6 +67,8 @@ def check_pages(scheduler: FaultTolerantScheduler) -> None:
     assert scheduler.prefix_caching or max(owners.values(), default=1) == 1
     assert pool._page_of == {digest: page for page, digest in pool._digest_of.items()}
     assert set(pool._free_cached) == set(pool._digest_of) - set(owners)
+    seats = [*scheduler._free_batch_slots, *(seq.batch_slot for seq in scheduler.running)]
+    assert sorted(seats) == list(range(scheduler.max_num_seqs)), "free seats and running sequences are all seats"
 
 
 class Harness:
