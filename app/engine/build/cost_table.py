@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from app.engine.dflash.costs import CostTable, Point
+from app.engine.dflash.costs import CostTable, Point, StepSizes
 
 
 class Shape(NamedTuple):
@@ -26,8 +26,8 @@ def shapes(seqs: int, block_size: int) -> list[Shape]:
     return list(dict.fromkeys((Shape(seqs), Shape(seqs, 1, block_size, block_size), *all_draft)))
 
 
-def cost_table(ms: Mapping[Shape, float]) -> CostTable:
-    """Build a table from {shape: ms} with all of `shapes` for every number of sequences.
+def cost_table(ms: Mapping[Shape, float], sizes: StepSizes | None = None) -> CostTable:
+    """Build a table from {shape: ms} with all of `shapes` for every number of sequences, of steps padded to `sizes`.
 
     Verification cost is linear in drafts while they are few. The draft pass costs what remains of a step in which each
     block verifies two rows, so whole blocks cost what was timed. One sequence that drafts beside plain ones shows what
@@ -56,7 +56,7 @@ def cost_table(ms: Mapping[Shape, float]) -> CostTable:
             draft[w].append((n, pass_ms))
             points.append((n * (w - 1), max(0.0, timed[Shape(n, n, w, w)] - base - pass_ms)))
         verify.append(_rising(sorted(set(points))))
-    return CostTable(_rising(plain), {w: _rising(points) for w, points in draft.items()}, verify)
+    return CostTable(_rising(plain), {w: _rising(points) for w, points in draft.items()}, verify, sizes)
 
 
 def _verify_slope(seqs: int, widths: Sequence[int], timed: Mapping[Shape, float]) -> float:

@@ -63,7 +63,8 @@ def measure_costs(
                     times.setdefault(shape, []).append(_timed(runner, _step(shape, sizes)))
         seqs = [n for n in seqs if n in ends or Shape(n) in times]
     on_progress(MAX_SECONDS, MAX_SECONDS)
-    return cost_table({shape: _expected_ms(shape, times) for n in seqs for shape in shapes(n, sizes.block_size)})
+    expected = {shape: _expected_ms(shape, times) for n in seqs for shape in shapes(n, sizes.block_size)}
+    return cost_table(expected, runner.padded_to)
 
 
 def _expected_ms(shape: Shape, times: Mapping[Shape, Sequence[float]]) -> float:

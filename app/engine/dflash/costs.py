@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import exp, log
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,23 @@ _DRAFTING_PRIOR, _DRAFTING_DRIFT = 0.02, 1e-6
 """Prior variance of the cost of drafting relative to plain decoding. It hardly drifts: it belongs to the model."""
 _MAX_ERROR = 0.7
 """Errors are clipped at a factor of two, because a longer step was held up by something else."""
+
+
+class StepSizes(Protocol):
+    """Sizes that steps are padded to, because they come from graphs."""
+
+    @property
+    def seqs(self) -> tuple[int, ...]:
+        """Return the captured numbers of sequences, ascending."""
+
+    def seqs_for(self, num_seqs: int) -> int:
+        """Return the number of draft blocks that `num_seqs` are padded to."""
+
+    def padded_drafts(self, num_seqs: int) -> tuple[int, list[int]]:
+        """Return the sequences that a target pass is padded to, and the numbers of drafts that it is padded to."""
+
+    def block_width(self, num_blocks: int, width: int) -> int:
+        """Return the width that draft blocks are padded to."""
 
 
 class Scale:
@@ -53,17 +70,23 @@ class CostTable:
 
     Costs are linear between measured sizes and proportional beyond them. A block costs what the next wider measured
     one does. `plain` and each `draft[width]` are points of the same sizes, ascending. `verify[i]` are points
-    (drafts, ms) of `plain[i]` sequences and begin with (0, 0.0).
+    (drafts, ms) of `plain[i]` sequences and begin with (0, 0.0). With graphs a step costs what the one of `sizes` does
+    that it is padded to, so costs are a staircase.
     """
 
     def __init__(
-        self, plain: Sequence[Point], draft: Mapping[int, Sequence[Point]], verify: Sequence[Sequence[Point]]
+        self,
+        plain: Sequence[Point],
+        draft: Mapping[int, Sequence[Point]],
+        verify: Sequence[Sequence[Point]],
+        sizes: StepSizes | None = None,
     ) -> None:
+        self._sizes = sizes
         self.widths = sorted(draft)
         self._plain = np.array(plain, dtype=np.float64).reshape(-1, 2)
         self._draft = {width: np.array(points, dtype=np.float64).reshape(-1, 2) for width, points in draft.items()}
         self._verify = [np.array(points, dtype=np.float64) for points in verify]
-        self._draft_ms = {width: np.zeros(0) for width in draft}
+        self._draft_ms: dict[int, Floats] = {}
         self._target_ms: dict[int, Floats] = {}
         self._scales = [Scale() for _ in self._plain]
 
@@ -93,19 +116,32 @@ class CostTable:
 
     def _draft_pass(self, max_blocks: int, rows: int) -> Floats:
         """Return ms of a pass over 0, 1, ... max_blocks (or more) blocks, from a cache."""
-        width = next((width for width in self.widths if width >= rows), self.widths[-1])
-        known = self._draft_ms[width]
-        if max_blocks >= len(known):
-            known = self._draft_ms[width] = _interpolate(self._draft[width], np.arange(2 * max_blocks + 2))
-            known[0] = 0.0
+        known = self._draft_ms.get(rows)
+        if known is None or max_blocks >= len(known):
+            known = np.array([self._draft_ms_of(blocks, rows) for blocks in range(2 * max_blocks + 2)])
+            self._draft_ms[rows] = known
         return known
+
+    def _draft_ms_of(self, blocks: int, rows: int) -> float:
+        if not blocks:
+            return 0.0
+        if self._sizes is not None and blocks <= self._sizes.seqs[-1]:
+            blocks, rows = self._sizes.seqs_for(blocks), self._sizes.block_width(blocks, rows)
+        width = next((width for width in self.widths if width >= rows), self.widths[-1])
+        return float(_interpolate(self._draft[width], np.array(blocks)))
 
     def _target(self, seqs: int, max_drafts: int) -> Floats:
         """Return ms of a target pass over `seqs` sequences with 0, 1, ... max_drafts (or more) drafts, from a cache."""
         known = self._target_ms.get(seqs)
         if known is None or max_drafts >= len(known):
-            known = self._target_ms[seqs] = self._target_at(seqs, np.arange(2 * max_drafts + 2))
+            known = self._target_ms[seqs] = self._padded_target(seqs, np.arange(2 * max_drafts + 2))
         return known
+
+    def _padded_target(self, seqs: int, drafts: NDArray[np.int64]) -> Floats:
+        if self._sizes is None or seqs > self._sizes.seqs[-1]:
+            return self._target_at(seqs, drafts)
+        padded_seqs, steps = self._sizes.padded_drafts(seqs)
+        return self._target_at(padded_seqs, np.array(steps)[np.searchsorted(steps[:-1], drafts)])
 
     def _target_at(self, seqs: int, drafts: Any) -> Floats:
         """Interpolate between the next smaller and the next larger measured number of sequences."""

@@ -10,6 +10,7 @@ from app.engine.models.kv_pool import KvPool
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.step.forward import Forward
+from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import DraftInputs, Layout, StepInputs
 from app.engine.step.runner import ModelRunner
@@ -27,9 +28,13 @@ class GraphRunner(ModelRunner):
         pools: Sequence[KvPool],
         graphs: StepGraphs,
     ) -> None:
-        layout = replace(layout, draft_columns=graphs.draft_columns, block_widths=graphs.block_widths)
+        layout = replace(layout, draft_columns=graphs.draft_columns, block_sizes=graphs.block_sizes)
         super().__init__(forward, backend, counts, layout, pools)
         self.graphs = graphs
+
+    @property
+    def padded_to(self) -> GraphSizes | None:
+        return self.graphs.block_sizes
 
     def _plain_sequences(self, inputs: StepInputs) -> None:
         """Return None, because a graph writes its step's context KV."""

@@ -79,9 +79,8 @@ class StepGraphs:
         self._missing_drafts: set[Size] = set()
         self._missing_targets: set[Size] = set()
         row_shift = 0 if forward.drafter is None else forward.drafter.model.config.first_draft_row - 1
-        draft_rows = [width + row_shift for width in sizes.blocks] if draft_graphs else []
-        drafts = [(blocks, rows) for blocks in sizes.seqs for rows in draft_rows]
-        targets = [(seqs, sizes.rows(seqs, width)) for seqs in sizes.seqs for width in sizes.widths]
+        drafts = [(blocks, width + row_shift) for blocks, width in sizes.drafts] if draft_graphs else []
+        targets = sizes.targets
         done, total = 0, len(drafts) + len(targets)
         # The largest first: the memory that it leaves serves all others.
         for seqs, rows in reversed(targets):
@@ -96,9 +95,9 @@ class StepGraphs:
         return bool(self._draft_graphs)
 
     @property
-    def block_widths(self) -> tuple[int, ...]:
-        """Return the widths of captured draft blocks, ascending. Without draft graphs any width will do."""
-        return self._sizes.blocks if self.has_draft else ()
+    def block_sizes(self) -> GraphSizes | None:
+        """Return the sizes that draft blocks are widened to. Without draft graphs any width will do."""
+        return self._sizes if self.has_draft else None
 
     def keep(self, drafts: Tensor) -> Tensor:
         """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from app.engine.arrays import Ints
 from app.engine.schedule.batch import Batch, ScheduledSequence
+from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.sampling_rows import SampledSequence, SamplingRows, sampling_rows
 
 
@@ -126,20 +127,22 @@ class Layout:
     """Arrangement of arrays that a runner reads.
 
     Prefill chunks are a group of their own if `separate_prefill`. With graphs drafts lie in `draft_columns`, and blocks
-    are widened to one of the captured `block_widths`. A draft's block has a row for each draft, and with a
+    are widened to a captured width of `block_sizes`. A draft's block has a row for each draft, and with a
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state.
     """
 
     page_size: int
     separate_prefill: bool = True
     draft_columns: int | None = None
-    block_widths: tuple[int, ...] = ()
+    block_sizes: GraphSizes | None = None
     first_draft_row: int = 1
     hybrid: bool = False
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
-        rows = next((width for width in self.block_widths if width >= batch.block_rows), batch.block_rows)
+        rows, num_blocks = batch.block_rows, sum(share.num_drafts > 0 for share in batch.decodes)
+        if self.block_sizes and num_blocks:
+            rows = self.block_sizes.block_width(num_blocks, rows)
         inputs = build(
             batch,
             self.page_size,

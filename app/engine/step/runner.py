@@ -13,6 +13,7 @@ from app.engine.sampling.metadata import SamplingMetadata, sampling_metadata
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.schedule.batch import StepResult
 from app.engine.step.forward import Forward
+from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.inputs import DraftInputs, Layout, StepInputs
 
 
@@ -49,6 +50,11 @@ class ModelRunner:
         draws = sampling_metadata(inputs.sampling, drafts, self._counts, self.backend)
         verified = self._target(inputs, drafts, draws)
         return PendingStep(verified[: len(inputs.target.logits_start)], self.backend)
+
+    @property
+    def padded_to(self) -> GraphSizes | None:
+        """Return the sizes that decode steps are padded to, or None if they are not."""
+        return None
 
     def rollback(self) -> None:
         """Undo a step that failed anywhere, so that it may be launched again, whole or in parts."""

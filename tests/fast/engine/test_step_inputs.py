@@ -291,17 +291,29 @@ def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(
     max_num_seqs: int, block_size: int, max_graphs: int, spare: int
 ) -> None:
     sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
-    assert len(sizes.seqs) * (len(sizes.blocks) + len(sizes.widths)) <= max_graphs
-    assert sizes.blocks == tuple(width for width in sizes.widths if width > 1)
-    assert list(sizes.blocks) == sorted(sizes.blocks) and (block_size == 1 or sizes.blocks[-1] == block_size)
+    assert len(sizes.targets) + len(sizes.drafts) <= max_graphs
+    assert sizes.targets == sorted(set(sizes.targets)) and sizes.drafts == sorted(set(sizes.drafts))
     assert (sizes.seqs[-1], sizes.widths[-1]) == (max_num_seqs, block_size) and len(sizes.widths) <= 4
     assert list(sizes.seqs) == sorted(set(sizes.seqs)) and list(sizes.widths) == sorted(set(sizes.widths))
     for num_seqs in range(1, max_num_seqs + 1):
         for num_rows in {num_seqs, num_seqs * block_size, (num_seqs * block_size + num_seqs) // 2}:
             seqs, rows = sizes.target(num_seqs, num_rows)
             assert seqs >= num_seqs and rows >= num_rows + spare + seqs - num_seqs
-            assert rows in {sizes.rows(seqs, width) for width in sizes.widths}
+            assert (seqs, rows) in sizes.targets
+        for width in range(2, block_size + 1):
+            widened = sizes.block_width(num_seqs, width)
+            assert widened >= width and (sizes.seqs_for(num_seqs), widened) in sizes.drafts
     assert sizes.max_rows == max_num_seqs * block_size + spare, "a full step has no padding but what must be"
+
+
+def test_blocks_of_4_8_and_16_rows_are_captured_at_many_sequences_by_default() -> None:
+    """256 sequences and 48 graphs are an NPU's defaults. A narrow block is worth nothing where there are few."""
+    sizes = settle_graph_sizes(256, 16, 48, draft_graphs=True, spare=1)
+    assert [width for blocks, width in sizes.drafts if blocks == 256] == [4, 8, 16]
+    assert [rows for seqs, rows in sizes.targets if seqs == 256] == [257, 1025, 2049, 4097]
+    assert (sizes.block_width(100, 3), sizes.block_width(3, 3)) == (4, 16)
+    assert sizes.padded_drafts(100) == (128, [0, 384, 896, 1920])
+    assert sizes.padded_drafts(3) == (4, [0, 60]), "a whole block, because no narrower one is captured"
 
 
 def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:

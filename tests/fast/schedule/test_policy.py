@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from app.engine.build.cost_table import Shape, cost_table, shapes
 from app.engine.dflash.costs import CostTable
 from app.engine.dflash.policy import Acceptance, Policy, best_widths, priors, shifted
+from app.engine.step.graph_sizes import settle_graph_sizes
 from tests import GOLDEN
 
 BLOCK = 16
@@ -454,6 +455,21 @@ def test_the_allotment_is_the_best_there_is(rows: list[list[float]], draft_ms: f
     gain = sum(float(row[:n].sum()) for row, n in zip(survival, found, strict=True))
     ms = float(costs.step_ms(*work_of(found)))
     assert (len(rows) + gain) / ms >= brute(survival.tolist(), costs) / 1.031, "3 % are given up for certainty"
+
+
+def test_a_step_from_graphs_costs_what_the_size_does_that_it_is_padded_to() -> None:
+    sizes = settle_graph_sizes(64, 16, 100, draft_graphs=True, spare=1)
+    draft = {4: [(16, 1.0), (64, 4.0)], 16: [(16, 4.0), (64, 16.0)]}
+    costs = CostTable([(16, 5.0), (64, 10.0)], draft, [[(0, 0.0), (240, 24.0)], [(0, 0.0), (960, 96.0)]], sizes)
+
+    def ms(*step: int) -> float:
+        return round(float(costs.step_ms(*step)), 6)
+
+    assert ms(40, 0, 4, 0) == 10.0, "40 plain sequences run as 64"
+    assert {ms(40, 40, 4, drafts) for drafts in (1, 100, 192)} == {10.0 + 4.0 + 19.2}
+    assert {ms(40, 40, 4, drafts) for drafts in (193, 300, 448)} == {10.0 + 4.0 + 44.8}
+    assert ms(16, 9, 3, 20) == ms(16, 16, 4, 48) == 5.0 + 1.0 + 4.8
+    assert ms(64, 64, 16, 960) == 10.0 + 16.0 + 96.0
 
 
 def test_blocks_are_narrow_where_rows_are_dear_and_wide_where_they_are_free() -> None:
