@@ -32,6 +32,9 @@ result.""",
 A floor is the time to read the weights once, or to multiply them, whichever is longer. Layers are those of Qwen3-8B,
 and their time is the sum of their products. Figures of an H200 were measured. Figures of Ascend chips are assumptions
 from secondary sources, good to 15 % at best. A copy counts bytes read and written.""",
+    "costs": """
+RANDOM WEIGHTS of the sizes of Qwen3-8B and its draft, in graphs unless said otherwise. The last line is a prediction
+from these times, beside what vllm-ascend published for this load.""",
     "equality": """
 RANDOM WEIGHTS: the tokens are meaningless. Texts from graphs, eager code and overlap. Tokens are alike before the
 first difference from the text of another way. The same steps run without capture must be the same, drawn tokens too.
@@ -53,6 +56,7 @@ HEADLINES = {
     "engine": None,
     "step": None,
     "roofline": None,
+    "costs": None,
     "speeds": None,
 }
 """Parts whose `found` stands in the summary; None is all parts of the section."""

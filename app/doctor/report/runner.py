@@ -30,6 +30,7 @@ SECTIONS: dict[str, dict[str, tuple[float, float]]] = {
         "engine": (1200.0, math.inf),
         "step": (900.0, math.inf),
         "roofline": (900.0, math.inf),
+        "costs": (900.0, math.inf),
     },
     "cuda": {
         "roofline": (30.0, 60.0),

@@ -3,6 +3,7 @@
 `OnNpu` is the torch backend moved there, to prove the harness; `NpuBackend` is the server's own.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
+from tests.fast.engine.drafted import drafted_by
+from tests.fast.engine.lossless import LUCKY
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
 
 PAGE = 128
@@ -42,8 +45,12 @@ def pair(tmp_path: Path) -> Pair:
 
 
 def engine(pair: Pair, **config: Any) -> Any:
+    return whole_engine(pair, **config).core
+
+
+def whole_engine(pair: Pair, **config: Any) -> build.Engine:
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "float32"}
-    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **sizes | config)).core
+    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **sizes | config))
 
 
 def requests() -> list[Request]:
@@ -63,6 +70,21 @@ def test_tokens_on_the_null_device_are_the_cpu_engines(
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     with torch.inference_mode(), Numerics(lift=["N7"]):
         assert engine(pair, device="npu:0").run(requests()) == wanted
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_drafts_and_how_far_they_are_accepted_are_the_cpu_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    """A mistake in the draft leaves every text right, so texts cannot show it."""
+    lucky = make_pair(tmp_path, **LUCKY | {"head_dim": 64})
+    asked = [replace(request, token_ids=tuple(token % 5 for token in request.token_ids)) for request in requests()]
+    wanted = drafted_by(whole_engine(lucky, device="cpu"), asked)
+    anchored = {(*drafted.token_ids, *drafted.drafts[:2]) for drafted in wanted}
+    assert any(tuple(drafted.token_ids) in anchored for drafted in wanted), "two drafts were accepted somewhere"
+    monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
+    with torch.inference_mode(), Numerics(lift=["N7"]):
+        assert drafted_by(whole_engine(lucky, device="npu:0", enforce_eager=eager), asked) == wanted
 
 
 @pytest.mark.parametrize("eager", [True, False])

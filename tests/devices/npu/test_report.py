@@ -17,7 +17,7 @@ from torch import Tensor
 from app import demo
 from app.doctor import operators
 from app.doctor.operators import Case, Extent, about_pages
-from app.doctor.report import engine, npu_questions, roofline, runner, step
+from app.doctor.report import engine, npu_costs, npu_questions, roofline, runner, step
 from app.doctor.report import operators as report_operators
 from app.doctor.report import section as report_section
 from app.doctor.report.command import Options
@@ -28,6 +28,7 @@ from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, L
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.messages import Request
+from tests.devices.npu.launches import LAYER
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
 from tools.lab.op_count import Launches
@@ -351,6 +352,40 @@ def test_a_chip_that_is_not_known_has_no_shares(backend: NpuBackend, monkeypatch
     assert roofline.copy(backend, None, TINY)["share"] is None
     assert {case["share"] for case in roofline.matmul(backend, None, TINY)["cases"]} == {None}
     assert figures("Ascend910_9391") is not None and figures("Ascend910B1") is None
+
+
+# ---- costs ------------------------------------------------------------------------------------------------------
+
+
+LITTLE = npu_costs.Extent(
+    hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=300, layers=2, draft_layers=1, taps=2, weights=1, kv=150,
+    chunk=40, batches=(1, 2), widths=(4, 8), calls=1, repeats=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", npu_costs.QUESTIONS)
+def test_every_question_about_costs_has_the_figure_that_decides_it(name: str) -> None:
+    with torch.inference_mode(), Numerics(lift=[*UNKNOWN, "N8"]):
+        npu = NpuBackend(torch.device("npu:0"))
+        found = answer(Part(name, partial(npu_costs.answered, npu_costs.QUESTIONS[name], lambda: npu, LITTLE)))
+    result = found["result"]
+    assert found["status"] == "ok" and json.loads(json.dumps(result)) == result, found
+    if name == "NZ pages":  # the harness has none
+        assert result["found"].startswith("It is refused")
+        return
+    assert "error" not in result and any(character.isdigit() for character in result["found"]), result
+    assert result.get("error_of_largest", 0.0) < 0.02
+    if name == "tasks of a layer":
+        assert sum(case["a layer"] for case in result["cases"]) == len(LAYER)
+
+
+def test_the_predicted_speed_follows_from_the_times() -> None:
+    with torch.inference_mode(), Numerics():
+        npu = NpuBackend(torch.device("npu:0"))
+        result = npu_costs.answered(npu_costs.prediction, lambda: npu, LITTLE)
+    step, prompts = sum(result["ms"].values()), 16 * 3500 / LITTLE.chunk * result["chunk_ms"]
+    assert result["tokens_per_second"] == pytest.approx(16 * 1500 / ((1500 / 5.25 * step + prompts) / 1e3))
+    assert result["found"].startswith("PREDICTED, not measured: ") and "1,249 (PIECEWISE) and 1,348" in result["found"]
 
 
 # ---- the process ------------------------------------------------------------------------------------------------
