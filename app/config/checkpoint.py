@@ -7,6 +7,7 @@ safetensors are read here, because `safe_open` imports NumPy (0.1 s of a start) 
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -30,6 +31,20 @@ DTYPE_BITS = {"BOOL": 8} | {
 """Bits of one number, by the safetensors format's name of its dtype."""
 _PREFIX = re.compile(r"^((language_)?model\.)+")
 _AGAIN = "download it again"
+_QUANTISED = tuple(
+    (re.compile(rf".+\.({suffixes})"), quantisation)
+    for suffixes, quantisation in (
+        ("g_idx", "GPTQ"),
+        ("qweight|qzeros|scales", "AWQ or GPTQ"),
+        ("weight_packed|weight_shape|weight_g_idx|weight_zero_point", "compressed-tensors"),
+        (r"(nested_)?(absmax|quant_map)|quant_state\.\w+|SCB", "bitsandbytes"),
+        ("weight_offset|deq_scale|quant_bias", "msModelSlim"),
+        ("weight_scale_inv", "fp8 in blocks"),
+        ("weight_scale_2|weight_global_scale|input_global_scale", "NVFP4"),
+        ("weight_scale|input_scale", "fp8 or int8 with scales"),
+    )
+)
+"""Ends of tensors' names that only weights of one quantisation have, the surest first."""
 
 
 class CheckpointError(ConfigError):
@@ -148,6 +163,21 @@ def count_numbers(folder: Path) -> int:
 def plain_name(stored: str) -> str:
     """Return a tensor's name without `model.` and `language_model.` before it, because files differ in these."""
     return _PREFIX.sub("", stored)
+
+
+def quantised_tensor(names: Iterable[str]) -> str | None:
+    """Return the reason why weights with these tensors are not read: one belongs to quantised weights. Else None.
+
+    Names alone tell, because such a checkpoint may lack `quantization_config` in config.json.
+    """
+    names = sorted(names)
+    for pattern, quantisation in _QUANTISED:
+        if (name := next(filter(pattern.fullmatch, names), None)) is not None:
+            return (
+                f"tensor {name} is of weights that are quantised ({quantisation}), which are not supported yet; give "
+                "the model in bfloat16"
+            )
+    return None
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:

@@ -4,11 +4,11 @@ The engine checks every tensor again when it reads it. The tensors here are thos
 without plain sizes, of quantised weights or of another kind of draft is left to the engine, which refuses it by name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.config.checkpoint import CheckpointError, plain_name, read_json, tensor_shapes
+from app.config.checkpoint import CheckpointError, plain_name, quantised_tensor, read_json, tensor_shapes
 from app.config.draft_keys import DraftKeys, foreign_tensor
 from app.config.error import ConfigError
 
@@ -21,7 +21,10 @@ def check_target_tensors(target: Path) -> None:
     config = read_json(target / "config.json")
     shapes = _shapes(target)
     vocab, hidden = _size(config, "vocab_size"), _size(config, "hidden_size")
-    if not vocab or not hidden or config.get("quantization_config"):
+    if config.get("quantization_config"):
+        return
+    _refuse_quantised(target, shapes)
+    if not vocab or not hidden:
         return
     wanted = dict(_decoder(config))
     wanted["embed_tokens.weight"] = [vocab, hidden]
@@ -55,7 +58,10 @@ def check_draft_tensors(draft: Path, target: Path) -> None:
                 "this target"
             )
     hidden, is_v1 = stated("hidden_size"), keys.outer.get("architectures") in (None, ["DFlashDraftModel"])
-    if not hidden or not target_hidden or not is_v1 or keys.outer.get("quantization_config"):
+    if keys.outer.get("quantization_config"):
+        return
+    _refuse_quantised(draft, shapes)
+    if not hidden or not target_hidden or not is_v1:
         return
     if reason := foreign_tensor(shapes, biases=bool(keys.outer.get("attention_bias"))):
         raise CheckpointError(f"{draft}: {reason}")
@@ -94,6 +100,11 @@ def _decoder(config: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
     return {plain_name(name): shape for name, shape in tensor_shapes(folder).items()}
+
+
+def _refuse_quantised(folder: Path, names: Iterable[str]) -> None:
+    if reason := quantised_tensor(names):
+        raise CheckpointError(f"{folder}: {reason}")
 
 
 def _compare(folder: Path, shapes: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:

@@ -27,9 +27,7 @@ from tools.lab.random_weights import TARGETS, RandomWeights
 
 LAYER_BYTES = 0.1e9
 """About the bytes of one of the layers below in 16 bits."""
-MEANING = (
-    "The best of rounds by turns: one thread loads the checkpoint with the engine's own code, or copies the files."
-)
+MEANING = "The best of rounds by turns: the engine's own code loads the checkpoint, or one thread copies the files."
 
 
 class Kept(RandomWeights):
@@ -83,8 +81,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def load(folder: Path, raw: dict[str, Any]) -> float:
-    """Return the seconds in which the engine's own code loads the checkpoint, on one thread."""
-    torch.set_num_threads(1)
+    """Return the seconds in which the engine's own code loads the checkpoint."""
     backend = make_backend("cpu")
     start = time.perf_counter()
     backend.retain_allocator_memory()

@@ -146,9 +146,9 @@ class Backend(ABC):
             return zeros_on_host(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
-        """Return a weight [out, in] of the same shape and values, in the memory order that `linear` reads fastest."""
-        return weight
+    def pack_weight(self, *parts: Tensor) -> Tensor:
+        """Return one weight [out, in] of the rows of `parts`, in the memory order that `linear` reads fastest."""
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pack_sinks(self, sinks: Tensor) -> Tensor:
         """Return sinks [heads] of the engine's dtype in the dtype that `attention` reads."""

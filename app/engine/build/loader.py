@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from app.config.checkpoint import CheckpointError, count_numbers, plain_name, tensor_files
+from app.config.checkpoint import CheckpointError, count_numbers, plain_name, quantised_tensor, tensor_files
 from app.engine.errors import UnsupportedError
 from app.engine.models.weights import Part, Weights
 
@@ -39,6 +39,8 @@ class SafetensorsWeights:
         if len(self._files) < len(stored):
             name, count = Counter(map(plain_name, stored)).most_common(1)[0]
             raise UnsupportedError(f"{folder}: {count} tensors are called {name} behind their prefixes")
+        if reason := quantised_tensor(self._files):
+            raise UnsupportedError(f"{folder}: {reason}")
         paths = {path for path, _ in self._files.values()}
         self._open = {path: _open(path, device) for path in paths}
         self._total = sum(path.stat().st_size for path in paths)

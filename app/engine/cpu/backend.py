@@ -7,6 +7,7 @@ reads weights, so their layout in memory counts.
 import ctypes
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
@@ -24,6 +25,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
 _MOST_KEPT = (1 << 30, 32 << 20)
 """Blocks up to this many bytes are kept; some versions of glibc refuse more than 32 MiB."""
+_TURNED_ROWS = 512
+"""Rows of a weight that a thread turns at once, few enough for the processor's caches."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of so many bytes, because NumPy has no bfloat16."""
 
 
 @cache
@@ -42,9 +47,14 @@ class CpuBackend(TorchBackend):
         if dtype == torch.float16:
             _warn_of_float16()
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
+    def pack_weight(self, *parts: Tensor) -> Tensor:
         """Return the weight column by column in memory, up to twice as fast with few rows (tools/lab/NOTES.md)."""
-        return weight.t().contiguous().t()
+        columns = parts[0].new_empty(parts[0].shape[1], sum(map(len, parts)))
+        blocks = [rows for part in parts for rows in part.split(_TURNED_ROWS)]
+        places = columns.split([len(rows) for rows in blocks], dim=1)
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(_turn, blocks, places))
+        return columns.t()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
@@ -174,6 +184,12 @@ class CpuBackend(TorchBackend):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
             mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def _turn(rows: Tensor, to: Tensor) -> None:
+    """Write rows [R, in] as columns [in, R], on this thread alone, because PyTorch would start others from each."""
+    bits = _BITS[rows.itemsize]
+    np.copyto(to.view(bits).numpy(), rows.t().contiguous().view(bits).numpy())
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:

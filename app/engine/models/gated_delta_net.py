@@ -33,7 +33,7 @@ class GatedDeltaNet(nn.Module):
         projections = [rows("in_proj_qkv.weight", shape.channels, hidden, blocks=qkv)]
         sizes = {"b": shape.num_v_heads, "a": shape.num_v_heads, "z": values}
         projections += [rows(f"in_proj_{name}.weight", size, hidden) for name, size in sizes.items()]
-        self.in_proj = frozen(backend.pack_weight(torch.cat(projections)))
+        self.in_proj = frozen(backend.pack_weight(*projections))
         self.out_proj = frozen(backend.pack_weight(layer.get("linear_attn.out_proj.weight", hidden, values, split=1)))
         self.conv = frozen(rows("conv1d.weight", shape.channels, 1, shape.conv_kernel, blocks=qkv).squeeze(1))
         self.a_log = frozen(rows("A_log", shape.num_v_heads))

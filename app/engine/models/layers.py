@@ -52,10 +52,10 @@ class Attention(nn.Module):
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         order = head_order(config.rope, dim, backend)
 
-        def fused(kind: str, *columns: int) -> Tensor:
+        def parts(kind: str, *columns: int) -> tuple[Tensor, Tensor, Tensor]:
             sizes = (("q", q_size), ("k", kv_size), ("v", kv_size))
             q, k, v = (layer.get(f"self_attn.{name}_proj.{kind}", size, *columns, split=0) for name, size in sizes)
-            return torch.cat((reordered(q, order), reordered(k, order), v))
+            return reordered(q, order), reordered(k, order), v
 
         def norm(name: str) -> Tensor:
             return reordered(layer.get(f"self_attn.{name}.weight", dim), order)
@@ -63,9 +63,9 @@ class Attention(nn.Module):
         def optional(name: str, make: Callable[[], Tensor], *, given: bool) -> None:
             self.register_parameter(name, frozen(make()) if given else None)
 
-        self.qkv = frozen(backend.pack_weight(fused("weight", hidden)))
+        self.qkv = frozen(backend.pack_weight(*parts("weight", hidden)))
         self.o = frozen(backend.pack_weight(layer.get("self_attn.o_proj.weight", hidden, q_size, split=1)))
-        optional("qkv_bias", lambda: fused("bias"), given=config.qkv_bias)
+        optional("qkv_bias", lambda: torch.cat(parts("bias")), given=config.qkv_bias)
         optional("o_bias", lambda: layer.get_summed("self_attn.o_proj.bias", hidden), given=config.o_bias)
         optional(
             "sinks",
@@ -156,7 +156,7 @@ def load_mlp(layer: LayerSource, name: str, inner: int) -> tuple[nn.Parameter, n
     hidden, pack = layer.config.hidden_size, layer.backend.pack_weight
     gate, up = (layer.get(f"{name}.{part}_proj.weight", inner, hidden, split=0) for part in ("gate", "up"))
     down = layer.get(f"{name}.down_proj.weight", hidden, inner, split=1)
-    return frozen(pack(torch.cat((gate, up)))), frozen(pack(down))
+    return frozen(pack(gate, up)), frozen(pack(down))
 
 
 def tied_head(embedding: nn.Parameter, comm: Comm) -> nn.Parameter:

@@ -152,9 +152,11 @@ class HarmonyCalls:
         return Parsed("".join(content), "", tuple(calls))
 
     def _end_call(self, written: str, end: str, content: list[str], calls: list[ToolCall]) -> None:
+        """Read a call. One without any arguments is of a function without parameters, whose arguments are `{}`."""
         header, found, arguments = written.partition(MESSAGE)
         name = re.match(r"[^\s<]+", header)
-        call = read_call(json.dumps({"name": name[0], "arguments": arguments})) if found and name else None
+        whole = {"name": name[0], "arguments": arguments.strip() or "{}"} if found and name else None
+        call = read_call(json.dumps(whole)) if whole else None
         if call is None:
             content.append(_OPENING + written + end)
         else:

@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 
-from app.text.parsers.base import SPACE, Family, Parsed, ToolCall, num_held, read_call
+from app.text.parsers.base import SPACE, Family, Json, Parsed, ToolCall, num_held, read_call
 
 PYTHON_TAG = "<|python_tag|>"
 
@@ -113,4 +113,26 @@ def _fits(source: str) -> bool:
     return "<|start_header_id|>" in source and '"parameters": ' in source
 
 
-FAMILY = Family("llama3_json", Llama3Calls, (PYTHON_TAG,), _fits, opening='{"name": "', key="parameters")
+def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:
+    """Return messages and tools as Llama 3's chat template reads them, which writes no text of a message with calls.
+
+    The text is then a message of its own before the calls.
+    """
+    read: list[Json] = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"]:
+            read.append({key: value for key, value in message.items() if key != "tool_calls"})
+            message = message | {"content": ""}
+        read.append(message)
+    return read, tools
+
+
+FAMILY = Family(
+    "llama3_json",
+    Llama3Calls,
+    (PYTHON_TAG,),
+    _fits,
+    opening='{"name": "',
+    key="parameters",
+    for_template=for_template,
+)

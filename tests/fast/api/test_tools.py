@@ -21,6 +21,13 @@ LLAMA = """\
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 """As Llama 3.1 has it, much shortened."""
+LLAMA_CALLS = """\
+{%- for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
+{%- if 'tool_calls' in m %}
+{%- set call = m.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}}
+{%- else %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"""
+"""As Llama 3.1 writes a call, beside which it leaves the content out."""
 WEATHER = {
     "type": "function",
     "function": {
@@ -387,6 +394,24 @@ def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, 
         config = Config(tool_call_parser=said)
         family = services_for(config, server.engine, server.tokenizer, server.metrics).tool_family
         assert (family and family.name) == name
+
+
+@pytest.mark.parametrize("content", ["I look.", "", None])
+def test_what_was_said_beside_a_call_is_in_llamas_prompt(
+    model_folder: Path, tmp_path: Path, content: str | None
+) -> None:
+    """Its template would leave it out."""
+    function = {"name": "clock", "arguments": "{}"}
+    turn = {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    with serving_template(model_folder, tmp_path / "own", LLAMA_CALLS) as server:
+        prompt = prompt_of(server, messages=[HELLO, turn, {"role": "tool", "tool_call_id": "a", "content": "noon"}])
+    spoken = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    said = f"{spoken}{content}<|eot_id|>" if content else ""
+    assert f'hello<|eot_id|>{said}{spoken}{{"name": "clock", "parameters": {{}}}}<|eot_id|><|start_header' in prompt
 
 
 def test_bare_completions_are_text_even_if_it_reads_like_a_call(server):

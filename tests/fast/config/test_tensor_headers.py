@@ -1,16 +1,20 @@
 """A tensor that is missing or of another width, and a draft of another target, are told before the server listens."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from app import cli
 from app.config.checkpoint import DEMO, CheckpointError
 from app.config.tensor_headers import check_draft_tensors, check_target_tensors
+from app.engine.build.loader import SafetensorsWeights
+from app.engine.errors import UnsupportedError
 from tests.fast.engine.pairs import make_pair
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -156,3 +160,37 @@ def test_a_config_without_sizes_is_left_to_the_engine(tmp_path: Path) -> None:
     (pair.target / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "32"}))
     check_target_tensors(pair.target)
     check_draft_tensors(pair.draft, pair.target)
+
+
+QUANTISED = {
+    "GPTQ": ("qweight", "qzeros", "scales", "g_idx"),
+    "AWQ or GPTQ": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape"),
+    "bitsandbytes": ("weight", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"),
+    "msModelSlim": ("weight", "weight_scale", "weight_offset"),
+    "fp8 in blocks": ("weight", "weight_scale_inv"),
+    "NVFP4": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+    "fp8 or int8 with scales": ("weight", "weight_scale"),
+}
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("quantisation", QUANTISED)
+def test_quantised_weights_are_named_if_the_config_does_not_name_them(
+    tmp_path: Path, quantisation: str, role: str
+) -> None:
+    pair, name = make_pair(tmp_path), "layers.0.mlp.down_proj"
+    folder = pair.target if role == "target" else pair.draft
+    stored = load_file(folder / "model.safetensors")
+    prefix = "model." if f"model.{name}.weight" in stored else ""
+
+    def quantise(tensors: dict[str, Any]) -> None:
+        weight = tensors.pop(f"{prefix}{name}.weight")
+        tensors.update({f"{prefix}{name}.{part}": weight.clone() for part in QUANTISED[quantisation]})
+
+    change_tensors(folder, quantise)
+    told = rf"tensor {re.escape(name)}\.\S+ is of weights that are quantised \({quantisation}\)"
+    with pytest.raises(CheckpointError, match=told):
+        check_target_tensors(folder) if role == "target" else check_draft_tensors(folder, pair.target)
+    with pytest.raises(UnsupportedError, match=told):
+        SafetensorsWeights(folder, torch.device("cpu"), torch.float32)

@@ -12,9 +12,11 @@ import torch
 from app.engine.build.decoder_config import target_config
 from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import Engine
+from app.engine.models.config import RopeConfig
+from app.engine.models.rope import RotaryTable
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.dialects import DIALECTS, WINDOW, Dialect
-from tests.fast.engine.draft_mistakes import with_masks, with_taps_off_by_one
+from tests.fast.engine.draft_mistakes import with_masks, with_taps_in_another_order, with_taps_off_by_one
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
 from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import Pair
@@ -138,6 +140,11 @@ def without_the_anchors_draft(engine: Engine) -> None:
     drafter.propose = lambda *args: propose(*args).roll(-1, dims=1)
 
 
+def without_yarn(engine: Engine) -> None:
+    drafter = engine.core.runner.forward.drafter
+    drafter.rotary = RotaryTable(RopeConfig(1e4), 16, 200, torch.float32, engine.core.runner.backend)
+
+
 MISTAKES: list[tuple[str, Callable[[Engine], None]]] = [
     ("one sliding layer, causal inside the block", window_off_by(1)),
     ("one sliding layer, causal inside the block", window_off_by(-1)),
@@ -148,6 +155,13 @@ MISTAKES: list[tuple[str, Callable[[Engine], None]]] = [
         "sliding and not causal, by is_causal",
         lambda e: with_masks(e, lambda m: m._replace(causal=m.window is not None)),
     ),
+    (
+        "causal in full layers too, by dflash_config",
+        lambda e: with_masks(e, lambda m: m._replace(causal=m.window is not None)),
+    ),
+    ("a window of one block and a window of its own", window_off_by(1)),
+    ("yarn with noise of a hybrid target", without_yarn),
+    ("half the target's width", with_taps_in_another_order),
     ("use_swa", lambda e: with_masks(e, lambda m: m._replace(window=None))),
     ("biases, sliding", without_k_bias),
     ("reduced vocabulary", d2t_as_ids),

@@ -461,6 +461,13 @@ def test_a_weight_that_was_laid_out_gives_the_same(backend, rows):
     torch.testing.assert_close(backend.linear(x, laid, bias), x @ weight.T + bias)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_of_a_weight_are_laid_out_as_one(backend, dtype):
+    weight = normal(1300, 70).to(dtype)
+    for sizes in ([1300], [3, 1, 1296], [700, 600]):
+        assert torch.equal(backend.pack_weight(*weight.split(sizes)), weight)
+
+
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_the_cpus_positions_and_slots_are_the_composed_ones(page_size):
     owners = torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32)

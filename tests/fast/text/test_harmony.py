@@ -49,6 +49,8 @@ def parse(pieces: list[str]) -> Parsed:
         ),
         (FINAL.replace("final", "commentary") + "<|end|>" + FINAL + "<", "", "It is 4.\n\nIt is 4.<", []),
         (f"{CALL}<|call|>{FINAL}<|end|><|start|>assistant{CALL}", "", "It is 4.", [WEATHER, WEATHER]),
+        ("<|channel|>commentary to=functions.f<|message|><|call|>", "", "", [ToolCall("f", "{}")]),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>\n", "", "", [ToolCall("f", "{}")]),
         ("<|channel|>analysis<|message|>Still thinking", "Still thinking", "", []),
         ("<|channel|>analysis<|message|>a < b <|en", "a < b <|en", "", []),
         ("<|channel|>final<|message|>", "", "", []),
