@@ -77,7 +77,7 @@ def test_drafts_and_how_far_they_are_accepted_are_the_cpu_engines(
         tmp_path, head_dim=64, seed=11, block_size=16, vocab_size=5, num_kv_heads=4, tied=True, own_head=True
     )
     asked = [replace(request, token_ids=tuple(token % 5 for token in request.token_ids)) for request in requests()]
-    wanted = drafted(engine(lucky, device="cpu"), asked)
+    wanted = drafted(engine(lucky, device="cpu", page_size=PAGE), asked)
     assert max(accepted for _, accepted in wanted) > 1
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
     with torch.inference_mode(), Numerics(lift=["N7"]):
