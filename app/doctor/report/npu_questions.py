@@ -61,11 +61,11 @@ class Extent:
     repeats: int = 10
     graphs: int = 64
 
-    def paged(self, lens: Lens, *, causal: bool = True) -> Paged:
-        return Paged(lens, self.heads, self.kv_heads, 128, AttentionMask(causal), PAGE)
+    def paged(self, lens: Lens, *, causal: bool = True, dim: int = 128) -> Paged:
+        return Paged(lens, self.heads, self.kv_heads, dim, AttentionMask(causal), PAGE)
 
-    def both(self, lens: Lens) -> list[Paged]:
-        return [self.paged(lens, causal=causal) for causal in (True, False)]
+    def both(self, lens: Lens, dim: int = 128) -> list[Paged]:
+        return [self.paged(lens, causal=causal, dim=dim) for causal in (True, False)]
 
     def load(self, backend: Backend, rows: int = 16) -> Attention:
         """Return the attention call that is timed."""
@@ -164,6 +164,11 @@ def short_padding(backend: Backend, extent: Extent) -> Result:
         return lambda: call()[:19]
 
     return _judged("A request of 8 rows over 1 token is taken, and for the others", backend, [others])
+
+
+@point("head size 256", "paged TND attention with D 256, causal and bidirectional, which hybrid targets need")
+def wide_heads(backend: Backend, extent: Extent) -> Result:
+    return _judged("D 256 is taken, and", backend, extent.both([(16, 300), (1, 129), (16, 16)], dim=256))
 
 
 @point("partly filled pages", "bidirectional attention (mode 0) where last pages are partly filled")

@@ -8,10 +8,8 @@ from torch import Tensor
 class GatedDeltaStep(NamedTuple):
     """R rows of S decoding sequences in one layer, with its weights and slots. C, Nk, Nv, Dk, Dv and K are its sizes.
 
-    `inputs` [R, C + 2 Nv] enter the recurrence. Sequence i has `counts[i]` of them, from row `first_rows[i]` and from
-    position `starts[i]` on. Its state is read from `slots[i]` and written to `next_slots[i]`. If these differ, the slot
-    that is read stays as it is. All are integers on the device. Slot 0 belongs to padding. The last four fields are
-    those of `LayerState`, which are written in place.
+    `inputs` [R, C + 2 Nv] enter the recurrence. The fields from `slots` to `places` are those of `SequenceRows`, all on
+    the device. Slot 0 belongs to padding. The last four fields are those of `LayerState`, which are written in place.
     """
 
     inputs: Tensor
@@ -22,8 +20,14 @@ class GatedDeltaStep(NamedTuple):
     next_slots: Tensor
     starts: Tensor
     counts: Tensor
-    first_rows: Tensor
+    rows: Tensor
+    places: Tensor
     matrix: Tensor
     conv: Tensor
     pending: Tensor
     num_tokens: Tensor
+
+    @property
+    def first_rows(self) -> Tensor:
+        """Return the first row [S] of each sequence, a strided view."""
+        return self.rows[:, 0]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from app.engine.backend.base import Backend
+from app.engine.backend.delta_rule import CHUNK
 from app.engine.build.config import PREFILL_SHARE, Sizes
 from app.engine.comm.comm import Comm
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
-from app.engine.models.gated_delta import CHUNK
 from app.engine.models.state_pool import StatePool
 from app.engine.schedule.state_slots import StateSlots
 from app.engine_config import EngineConfig

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.engine.backend.delta_rule import delta_rule, last_rows, short_conv
 from app.engine.backend.gated_delta import GatedDeltaStep
-from app.engine.models.gated_delta import delta_rule, last_rows, short_conv
 from app.engine.models.layers import StepRows, frozen, parameters_of
 from app.engine.models.state_pool import LayerState, SequenceRows, State
 from app.engine.models.weights import LayerSource
@@ -57,13 +57,14 @@ class GatedDeltaNet(nn.Module):
             first, done = done, done + len(chunk.places)
             parts.append(self._prefill(inputs[first:done], chunk, memory))
         o = torch.cat(parts)
-        o = o * torch.rsqrt(o.square().mean(dim=-1, keepdim=True) + self._eps) * weights["norm"]
+        o = backend.rms_norm(o, weights["norm"], self._eps)
         gated = o.flatten(1) * F.silu(z.float())
         return self._project(gated.to(x.dtype), weights["out_proj"])
 
     def _verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
-        weights, own = parameters_of(self), (step.slots, step.next_slots, step.starts, step.counts, step.rows[:, 0])
+        weights = parameters_of(self)
+        own = step.slots, step.next_slots, step.starts, step.counts, step.rows, step.places
         slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
         fused = GatedDeltaStep(inputs, weights["conv"], weights["a_log"], weights["dt_bias"], *own, *slots)
         if (found := self._backend.commit_and_verify(fused)) is not None:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from app.engine.backend import accelerator
 from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
+from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.comm.comm import Comm
 from app.engine.comm.process_group import Meeting
 from app.engine.errors import UnsupportedError
+from app.engine.npu import gated_delta
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
@@ -40,7 +42,7 @@ from app.engine.npu.rules import (
 
 logger = logging.getLogger(__name__)
 
-_ROW, _PAGE = (1, 1, HEAD_DIMS[-1]), (1, PAGE_SIZE, 1, HEAD_DIMS[-1])
+_ROW, _PAGE = (1, 1, HEAD_DIMS[1]), (1, PAGE_SIZE, 1, HEAD_DIMS[1])
 
 
 class NpuBackend(Backend):
@@ -55,6 +57,7 @@ class NpuBackend(Backend):
     separate_prefill = False
     collectives = "cpu:gloo,npu:hccl"
     positions_from_host = True
+    runs_recurrent_layers = True
 
     def __init__(self, device: torch.device, *, check_calls: bool = False) -> None:
         super().__init__(device)
@@ -100,7 +103,7 @@ class NpuBackend(Backend):
         if page_size % PAGE_SIZE:
             raise UnsupportedError(f"--page-size {page_size}: an NPU wants a multiple of {PAGE_SIZE}")
         if head_dim not in HEAD_DIMS:
-            raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {' and '.join(map(str, HEAD_DIMS))}")
+            raise UnsupportedError(f"head_dim {head_dim}: an NPU's attention takes {', '.join(map(str, HEAD_DIMS))}")
 
     def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
         if config.num_experts < MIN_EXPERTS:
@@ -206,6 +209,10 @@ class NpuBackend(Backend):
         return torch_npu.npu_rms_norm(x, weight, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return `Backend.add_rms_norm`, by two operators for a weight in another dtype than x (N18)."""
+        if weight.dtype != x.dtype:
+            total = x + residual
+            return self.rms_norm(total, weight, eps), total
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
 
@@ -277,6 +284,9 @@ class NpuBackend(Backend):
             )
         out = _grouped(hidden, weights.down, weights.down_bias, counts)
         return torch_npu.npu_moe_token_unpermute(out, places, probs=shares.to(out.dtype))
+
+    def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
+        return gated_delta.commit_and_verify(step)
 
     def high_half(self, x: Tensor) -> Tensor:
         """Return `Backend.high_half` without a shift, because shifts run on the device's host processor (N32)."""

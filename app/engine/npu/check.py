@@ -20,6 +20,7 @@ from app.engine.npu.rules import (
     MAX_AXIS,
     MAX_BLOCK_ROWS,
     MAX_REQUESTS,
+    MAX_SINK_DIM,
     MAX_TOP_K,
     MIN_EXPERTS,
     PAGE_SIZE,
@@ -193,6 +194,7 @@ def _attention_v2(hold: _Holder, call: Mapping[str, Any]) -> None:
     query, sinks = call["query"], call.get("learnable_sink")
     fits = isinstance(sinks, Tensor) and sinks.dtype == query.dtype and tuple(sinks.shape) == tuple(query.shape[1:2])
     hold("N38", fits, f"learnable_sink is {_kind(sinks)}, for query {_shape(query)}")
+    hold("N38", query.shape[-1] <= MAX_SINK_DIM, f"head size {query.shape[-1]} is above {MAX_SINK_DIM}")
     _attention(hold, {_FIRST_NAMES.get(name, name): value for name, value in call.items()})
 
 
@@ -258,6 +260,7 @@ def _rms_norm(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N18", fits, f"gamma {gamma.dtype} {_shape(gamma)} for x {x.dtype} {_shape(x)}")
     if "x2" in call:
         other = call["x2"]
+        hold("N18", gamma.dtype == x.dtype, f"gamma is {gamma.dtype}, x1 {x.dtype}")
         hold("N18", (other.shape, other.dtype) == (x.shape, x.dtype), f"x2 {other.dtype} {_shape(other)}")
 
 

@@ -9,7 +9,9 @@ MIN_EXPERTS = 2
 MAX_TOP_K = 1024
 MAX_AXIS = 65535
 """Numbers in a row of an expert's weights."""
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
+MAX_SINK_DIM = 128
+"""Head size up to which attention takes sinks."""
 ROTARY_PAIR_DIMS = (64, 128)
 """Head sizes whose q and k one call rotates."""
 SCRATCH_BLOCK = 0

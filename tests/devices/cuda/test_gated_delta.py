@@ -3,13 +3,11 @@
 The reference is the composition in plain PyTorch, which tests/fast/engine holds against Transformers.
 """
 
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.torch import TorchBackend
@@ -17,110 +15,20 @@ from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import GatedDeltaConfig
-from app.engine.models.gated_delta_net import GatedDeltaNet
-from app.engine.models.state_pool import LayerState, SequenceRows, StatePool
+from tests.fast.engine.delta_layers import BLOCK, CLOSE, CPU, SHAPES, SMALL, Layer, assert_slots
 
 torch.set_num_threads(1)
 
-CPU = torch.device("cpu")
-SMALL = GatedDeltaConfig(layers=(0,), conv_kernel=4, num_k_heads=2, num_v_heads=6, k_head_dim=8, v_head_dim=12)
-WIDER = GatedDeltaConfig(layers=(0,), conv_kernel=4, num_k_heads=1, num_v_heads=2, k_head_dim=20, v_head_dim=37)
-ALONE = GatedDeltaConfig(layers=(0,), conv_kernel=2, num_k_heads=3, num_v_heads=3, k_head_dim=16, v_head_dim=16)
-SHAPES = {"grouped": SMALL, "odd sizes and three parts of a head": WIDER, "a head each, two taps": ALONE}
-BLOCK = 5
-NUM_SLOTS = 6
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
-
-@dataclass
-class Layer:
-    """A layer's weights and slots, and its reference. Slots hold the leftovers of owners before, and `garbage`."""
-
-    shape: GatedDeltaConfig
-    dtype: torch.dtype = torch.float32
-    block: int = BLOCK
-
-    def __post_init__(self) -> None:
-        self.draw = torch.Generator().manual_seed(len(self.shape.layers) + self.shape.channels)
-        heads, channels = self.shape.num_v_heads, self.shape.channels
-        self.weights = {
-            "conv": self.normal(channels, self.shape.conv_kernel).to(self.dtype),
-            "a_log": self.normal(heads) - 1.0,
-            "dt_bias": self.normal(heads) - 1.0,
-        }
-        self.memory = StatePool(self.shape, NUM_SLOTS, self.block, self.dtype, TorchBackend(CPU).zeros).layers[0]
-        for tensor in (self.memory.matrix, self.memory.conv, self.memory.pending):
-            tensor.copy_(self.normal(*tensor.shape))
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.draw)
-
-    def rows(self, count: int) -> Tensor:
-        """Inputs as the projection gives them: beside numbers that belong to the gate of the output."""
-        width = self.shape.input_width
-        return self.normal(count, width + 7).to(self.dtype)[:, :width]
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return {name: getattr(self.memory, name).clone() for name in ("matrix", "conv", "pending", "num_tokens")}
-
-    def found(
-        self,
-        inputs: Tensor,
-        slots: list[int],
-        starts: list[int],
-        counts: list[int],
-        next_slots: list[int] | None = None,
-    ) -> Tensor:
-        memory = self.memory
-        ends = torch.tensor(counts).cumsum(0)
-        return gated_delta.commit_and_verify(
-            GatedDeltaStep(
-                inputs,
-                *self.weights.values(),
-                *(torch.tensor(x) for x in (slots, next_slots or slots)),
-                *(torch.tensor(x, dtype=torch.int32) for x in (starts, counts)),
-                torch.stack((ends - torch.tensor(counts), ends), dim=1).int()[:, 0],
-                *(memory.matrix, memory.conv, memory.pending, memory.num_tokens),
-            )
-        )
-
-    def wanted(
-        self,
-        inputs: Tensor,
-        slots: list[int],
-        starts: list[int],
-        counts: list[int],
-        next_slots: list[int] | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Outputs, and the slots afterwards, of the reference on a copy of the slots, one sequence at a time."""
-        net: Any = SimpleNamespace(_parameters=self.weights, _shape=self.shape, _backend=TorchBackend(CPU))
-        for name in ("_verify", "_committed", "_advance"):
-            setattr(net, name, getattr(GatedDeltaNet, name).__get__(net))
-        memory, outputs, first = LayerState(**self.state), [], 0
-        for *places, start, count in zip(slots, next_slots or slots, starts, counts, strict=True):
-            numbers = torch.arange(count)
-            own = (torch.tensor([number]) for number in (*places, start, count))
-            step = SequenceRows(*own, numbers[None], numbers)
-            if count:
-                outputs.append(net._verify(inputs[first : first + count], step, memory))
-            first += count
-        kept = {name: getattr(memory, name) for name in self.state}
-        return torch.cat(outputs), kept
-
-
-def assert_slots(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, tensor in found.items():
-        torch.testing.assert_close(
-            tensor, wanted[name], **CLOSE, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
-        )
+def cuda_layer(*args: Any, **sizes: Any) -> Layer:
+    return Layer(*args[:1], gated_delta.commit_and_verify, *args[1:], **sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_outputs_and_slots_are_the_references(shape: GatedDeltaConfig, dtype: torch.dtype) -> None:
     """Several sequences: every accepted count, counts of rows from 1 to a whole block, and a new one in an old slot."""
-    layer = Layer(shape, dtype)
+    layer = cuda_layer(shape, dtype)
     slots, counts = [3, 1, 5, 2, 6, 4], [BLOCK, 1, 2, BLOCK, 3, 4]
     accepted = [0, 1, 2, 3, 4, BLOCK]
     layer.memory.num_tokens.fill_(40)
@@ -139,7 +47,7 @@ def test_outputs_and_slots_are_the_references(shape: GatedDeltaConfig, dtype: to
 
 def test_a_state_that_moves_leaves_the_slot_that_it_was_read_from() -> None:
     """Two sequences read one checkpoint at different pages, beside one that stays in its slot."""
-    layer = Layer(SMALL)
+    layer = cuda_layer(SMALL)
     layer.memory.num_tokens.fill_(40)
     slots, next_slots, starts, counts = [3, 2, 3], [5, 2, 1], [42, 41, 44], [BLOCK, 2, 1]
     inputs = layer.rows(sum(counts))
@@ -155,7 +63,7 @@ def test_a_state_that_moves_leaves_the_slot_that_it_was_read_from() -> None:
 @pytest.mark.parametrize("accepted", range(1, BLOCK + 1))
 def test_every_accepted_count_is_committed_once_over_many_steps(accepted: int) -> None:
     """In each step a block is verified, of which the same number of rows is accepted."""
-    layer = Layer(SMALL)
+    layer = cuda_layer(SMALL)
     start = 0
     for _ in range(4):
         inputs = layer.rows(BLOCK)
@@ -167,7 +75,7 @@ def test_every_accepted_count_is_committed_once_over_many_steps(accepted: int) -
 
 
 def test_a_dropped_or_repeated_step_commits_nothing_twice() -> None:
-    layer = Layer(SMALL)
+    layer = cuda_layer(SMALL)
     first, second = layer.rows(BLOCK), layer.rows(3)
     layer.found(first, [1], [0], [BLOCK])
     once = layer.found(second, [1], [3], [3])
@@ -182,7 +90,7 @@ def test_a_dropped_or_repeated_step_commits_nothing_twice() -> None:
 
 def test_a_state_may_be_read_from_one_slot_and_written_to_another() -> None:
     """The slot that is read stays as it is, so it may be read again."""
-    layer = Layer(SMALL)
+    layer = cuda_layer(SMALL)
     layer.found(layer.rows(BLOCK), [1], [0], [BLOCK])
     before, rows = layer.state, layer.rows(6)
     wanted, slots = layer.wanted(rows[:3], [1], [2], [3])
@@ -197,12 +105,12 @@ def test_a_state_may_be_read_from_one_slot_and_written_to_another() -> None:
 
 def test_a_row_is_the_same_to_the_last_bit_in_a_block_and_alone() -> None:
     """So what is verified is what plain decoding computes, and what is committed is what was verified."""
-    rows = Layer(SMALL).rows(BLOCK)
-    block, alone = Layer(SMALL), Layer(SMALL)
+    rows = cuda_layer(SMALL).rows(BLOCK)
+    block, alone = cuda_layer(SMALL), cuda_layer(SMALL)
     whole = block.found(rows, [1], [0], [BLOCK])
     parts = [alone.found(rows[i : i + 1], [1], [i], [1]) for i in range(BLOCK)]
     assert torch.equal(torch.cat(parts), whole)
-    last = Layer(SMALL).rows(1)
+    last = cuda_layer(SMALL).rows(1)
     assert torch.equal(block.found(last, [1], [BLOCK], [1]), alone.found(last, [1], [BLOCK], [1]))
     assert torch.equal(block.memory.matrix, alone.memory.matrix)
 
@@ -210,7 +118,7 @@ def test_a_row_is_the_same_to_the_last_bit_in_a_block_and_alone() -> None:
 @pytest.mark.parametrize("nearly", [0.0, 1e-3])
 def test_repeated_tokens_keep_their_digits(nearly: float) -> None:
     """Keys are equal or nearly so, nothing decays and beta is almost 1."""
-    layer = Layer(SMALL, block=16)
+    layer = cuda_layer(SMALL, block=16)
     layer.weights["a_log"].fill_(-12.0)
     start = 0
     for _ in range(3):
@@ -224,7 +132,7 @@ def test_repeated_tokens_keep_their_digits(nearly: float) -> None:
 
 def test_padding_writes_no_slot_and_its_outputs_are_zeros() -> None:
     """Padding sequences are of one row or none, and the last may have more rows than a block."""
-    layer = Layer(SMALL)
+    layer = cuda_layer(SMALL)
     for tensor in (layer.memory.matrix, layer.memory.conv, layer.memory.pending):
         tensor[0] = torch.nan
     inputs, before = layer.rows(12), layer.state
@@ -238,7 +146,7 @@ def test_padding_writes_no_slot_and_its_outputs_are_zeros() -> None:
 
 
 def test_nan_of_rows_that_were_not_accepted_and_of_a_slots_last_owner_leaves_no_trace() -> None:
-    layer = Layer(SMALL)
+    layer = cuda_layer(SMALL)
     for tensor in (layer.memory.matrix, layer.memory.conv, layer.memory.pending):
         tensor.fill_(torch.nan)
     layer.memory.num_tokens.fill_(7)
@@ -252,7 +160,7 @@ def test_nan_of_rows_that_were_not_accepted_and_of_a_slots_last_owner_leaves_no_
 
 
 def test_nan_in_one_sequence_reaches_no_other() -> None:
-    layer = Layer(SMALL)
+    layer = cuda_layer(SMALL)
     inputs = layer.rows(4)
     wanted = layer.wanted(inputs, [1, 2], [0, 0], [2, 2])[0]
     inputs[3] = torch.nan
@@ -263,7 +171,7 @@ def test_nan_in_one_sequence_reaches_no_other() -> None:
 
 def test_more_taken_than_a_block_is_no_more_than_a_block() -> None:
     """A position far ahead would be a bug elsewhere. The slot's neighbours are not read for it."""
-    layer = Layer(SMALL)
+    layer = cuda_layer(SMALL)
     rows = layer.rows(1)
     wanted, slots = layer.wanted(rows, [2], [99], [1])
     torch.testing.assert_close(layer.found(rows, [2], [99], [1]), wanted, **CLOSE)
@@ -278,10 +186,10 @@ def test_a_head_that_does_not_fit_is_refused_by_name() -> None:
 
 
 def test_a_backend_without_an_operator_says_so() -> None:
-    layer = Layer(replace(SMALL, num_v_heads=2))
+    layer = cuda_layer(replace(SMALL, num_v_heads=2))
     memory = layer.memory
     step = GatedDeltaStep(
-        layer.rows(1), *layer.weights.values(), *(torch.zeros(1) for _ in range(5)),
+        layer.rows(1), *layer.weights.values(), *(torch.zeros(1, 1) for _ in range(6)),
         memory.matrix, memory.conv, memory.pending, memory.num_tokens,
     )  # fmt: skip
     assert TorchBackend(CPU).commit_and_verify(step) is None

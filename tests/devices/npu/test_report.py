@@ -129,6 +129,7 @@ def point(name: str, backend: Backend) -> Result:
         ("slots of -1", "Not skipped: 2 slots hold what no row was to write"),
         ("float16", "Float16 is taken, and the result is right"),
         ("padding of few tokens", "for the others the result is right"),
+        ("head size 256", "D 256 is taken, and the result is right"),
         ("partly filled pages", "the result is right"),
         ("more than 16 rows", "the result is right"),
         ("order of heads", "The order by heads is taken, and the result is right"),
@@ -150,7 +151,7 @@ class Other(NpuBackend):
         return super().attention(*call) * 1.5
 
 
-@pytest.mark.parametrize("name", ["float16", "padding of few tokens", "partly filled pages", "more than 16 rows"])
+@pytest.mark.parametrize("name", ["float16", "head size 256", "partly filled pages", "more than 16 rows"])
 def test_attention_that_is_taken_and_wrong_is_said_to_be_wrong(backend: NpuBackend, name: str) -> None:
     found = point(name, Other(torch.device("npu:0")))
     assert "the result is WRONG, to " in found["result"]["found"]

@@ -50,6 +50,11 @@ def sinks() -> dict[str, Any]:
     return {SECOND_NAMES.get(name, name): value for name, value in sliding().items()} | {"learnable_sink": new(4)}
 
 
+def wide_sinks() -> dict[str, Any]:
+    wide = Sequences([3], [9], dim=256).arguments(causal=True)
+    return {SECOND_NAMES.get(name, name): value for name, value in wide.items()} | {"learnable_sink": new(4)}
+
+
 def write() -> dict[str, Any]:
     rows, cache = normal(3, 2, 128).to("npu:0"), new(4, BLOCK, 2, 128)
     slot_mapping = ints(130, 5, 383)
@@ -199,6 +204,7 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N18", norm, "gamma of another size", with_(gamma=new(32))),
     ("N18", norm, "gamma of another dtype", on("gamma", Tensor.half)),
     ("N18", add_norm, "a residual in float32", on("x2", Tensor.float)),
+    ("N18", add_norm, "gamma in float32 beside a residual", on("gamma", Tensor.float)),
     ("N19", swiglu, "an odd axis", with_(input=new(3, 63))),
     ("N19", swiglu, "a strided input", with_(input=new(64, 3).t())),
     ("N20", rotary, "half a table", on("r1", lambda it: it[..., :64])),
@@ -234,13 +240,15 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N38", sinks, "no sinks", lambda call: call.pop("learnable_sink")),
     ("N38", sinks, "sinks in float32", on("learnable_sink", Tensor.float)),
     ("N38", sinks, "a sink for each KV head", with_(learnable_sink=new(2))),
+    ("N38", wide_sinks, "sinks of heads of 256", with_()),
     ("N3", sinks, "more KV than pages", with_(actual_seq_kvlen=[140, 2000])),
     ("N14", sinks, "no scale", lambda call: call.pop("softmax_scale")),
 ]
 
 
 def run(make: Callable[[], dict[str, Any]], call: dict[str, Any]) -> None:
-    getattr(torch_npu, OPERATORS.get(make, "npu_fused_infer_attention_score"))(**call)
+    sinks_of_any_size = {wide_sinks: OPERATORS[sinks]}
+    getattr(torch_npu, (OPERATORS | sinks_of_any_size).get(make, "npu_fused_infer_attention_score"))(**call)
 
 
 @pytest.mark.parametrize(("rule", "make", "what", "spoil"), WRONG, ids=[f"{rule} {what}" for rule, _, what, _ in WRONG])

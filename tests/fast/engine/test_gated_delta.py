@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.models.gated_delta import delta_rule, l2norm, last_rows, short_conv
+from app.engine.backend.delta_rule import delta_rule, l2norm, last_rows, short_conv
 
 torch.set_num_threads(1)
 K_HEADS, V_HEADS, K_DIM, V_DIM = 2, 6, 8, 12

@@ -5,18 +5,20 @@ S sequences have W rows each. q and k are [S, W, Nk, Dk], and v is [S, W, Nv, Dv
 [S, Nv, Dk, Dv]. One formula serves a single row, a block and a prompt, so they differ by fp32 rounding alone.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
 """Rows that are solved together, like in the method's own code. The work within a chunk grows with its square."""
-_L2_EPS = 1e-6
+L2_EPS = 1e-6
 
 
 def l2norm(x: Tensor) -> Tensor:
     """Return x over the square root of its sum of squares + 1e-6, along the last axis."""
-    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _L2_EPS)
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + L2_EPS)
 
 
 def short_conv(before: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
@@ -37,9 +39,8 @@ def last_rows(before: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
     `before` [S, K - 1, C] are the rows before them, and counts [S] are 0 to W.
     """
-    places = counts[:, None] + torch.arange(before.shape[1], device=counts.device)
-    rows = torch.cat((before, rows), dim=1)
-    return rows.gather(1, places.long()[..., None].expand(-1, -1, rows.shape[2]))
+    sequences, places = (torch.arange(size, device=counts.device) for size in before.shape[:2])
+    return torch.cat((before, rows), dim=1)[sequences[:, None], counts[:, None] + places]
 
 
 def delta_rule(
@@ -63,9 +64,7 @@ def delta_rule(
     between = torch.where(is_later, log_decay, 0.0).cumsum(dim=-2).exp().tril()
     k_beta = k * beta
     system = (k_beta @ k.mT) * between
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat((v * beta, k_beta * since_start), dim=-1), upper=False, unitriangular=True
-    )
+    solved = unit_inverse(system) @ torch.cat((v * beta, k_beta * since_start), dim=-1)
     d_alone, d_of_state = solved.split_with_sizes([v.shape[-1], dim], dim=-1)
     seen = (q @ k.mT) * between
     q_of_state, k_at_end = q * since_start, (k * between[..., -1, :, None]).mT
@@ -76,6 +75,34 @@ def delta_rule(
         state = torch.addcmul(k_at_end[:, :, i] @ d, state, since_start[:, :, i, -1:])
     o = torch.stack(outputs, dim=2).flatten(2, 3).transpose(1, 2)
     return o[:, :num_rows], state
+
+
+def unit_inverse(system: Tensor) -> Tensor:
+    """Return the inverse of I + L, where L is `system` [..., n, n] below its diagonal.
+
+    The inverse of two halves gives that of the whole: A^-1 and B^-1 stay, and the corner C between them becomes
+    -B^-1 C A^-1. From halves of one row on, all corners of a size are two products, so an NPU's cube does the work. The
+    series I - L + L^2 - ... would take as few, and lose all digits where keys are nearly equal.
+    """
+    eye, *corners = _corners(system.shape[-1], system.device)
+    if not corners:
+        return eye.expand_as(system)
+    lines = system.flatten(0, -3)
+    found = eye - lines * corners[0]
+    for corner in corners[1:]:
+        found = torch.baddbmm(found, found @ (lines * corner), found, alpha=-1)
+    return found.view(system.shape)
+
+
+@cache
+def _corners(size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return I, and 1 in the corners between halves of 1, 2, 4, ... rows, each [size, size]."""
+    row = torch.arange(size, device=device)
+    corners = []
+    for half in (1 << i for i in range((size - 1).bit_length())):
+        part, pair = row // half, row // (2 * half)
+        corners.append(((pair[:, None] == pair) & (part[:, None] > part)).float())
+    return torch.eye(size, device=device), *corners
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

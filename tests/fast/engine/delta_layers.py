@@ -1,0 +1,111 @@
+"""Decoding rows of a Gated DeltaNet layer for a device's own operator, and the reference's results.
+
+The reference is the composition in plain PyTorch, which tests/fast/engine/test_hybrid.py holds against another model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.engine.backend.gated_delta import GatedDeltaStep
+from app.engine.backend.torch import TorchBackend
+from app.engine.models.config import GatedDeltaConfig
+from app.engine.models.gated_delta_net import GatedDeltaNet
+from app.engine.models.state_pool import LayerState, SequenceRows, StatePool
+
+CPU = torch.device("cpu")
+SMALL = GatedDeltaConfig(layers=(0,), conv_kernel=4, num_k_heads=2, num_v_heads=6, k_head_dim=8, v_head_dim=12)
+WIDER = GatedDeltaConfig(layers=(0,), conv_kernel=4, num_k_heads=1, num_v_heads=2, k_head_dim=20, v_head_dim=37)
+ALONE = GatedDeltaConfig(layers=(0,), conv_kernel=2, num_k_heads=3, num_v_heads=3, k_head_dim=16, v_head_dim=16)
+SHAPES = {"grouped": SMALL, "odd sizes and three parts of a head": WIDER, "a head each, two taps": ALONE}
+BLOCK = 5
+NUM_SLOTS = 6
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+SLOTS = ("matrix", "conv", "pending", "num_tokens")
+
+
+@dataclass
+class Layer:
+    """A layer's weights and slots, and its reference. Slots hold the leftovers of owners before, and `garbage`."""
+
+    shape: GatedDeltaConfig
+    run: Callable[[GatedDeltaStep], Tensor]
+    dtype: torch.dtype = torch.float32
+    block: int = BLOCK
+    device: torch.device = CPU
+
+    def __post_init__(self) -> None:
+        self.draw = torch.Generator().manual_seed(len(self.shape.layers) + self.shape.channels)
+        heads, channels = self.shape.num_v_heads, self.shape.channels
+        self.weights = {
+            "conv": self.normal(channels, self.shape.conv_kernel).to(self.dtype),
+            "a_log": self.normal(heads) - 1.0,
+            "dt_bias": self.normal(heads) - 1.0,
+        }
+        memory = StatePool(self.shape, NUM_SLOTS, self.block, self.dtype, TorchBackend(CPU).zeros).layers[0]
+        for tensor in (memory.matrix, memory.conv, memory.pending):
+            tensor.copy_(self.normal(*tensor.shape))
+        self.memory = LayerState(*(getattr(memory, name).to(self.device) for name in SLOTS))
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.draw)
+
+    def rows(self, count: int) -> Tensor:
+        """Inputs as the projection gives them: beside numbers that belong to the gate of the output."""
+        width = self.shape.input_width
+        return self.normal(count, width + 7).to(self.dtype)[:, :width]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all slots on the host."""
+        return {name: getattr(self.memory, name).cpu().clone() for name in SLOTS}
+
+    def found(
+        self,
+        inputs: Tensor,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        next_slots: list[int] | None = None,
+    ) -> Tensor:
+        first, numbers = torch.tensor(counts).cumsum(0) - torch.tensor(counts), torch.arange(max(counts))
+        places = torch.cat([i * max(counts) + numbers[:count] for i, count in enumerate(counts)])
+        own = [torch.tensor(x) for x in (slots, next_slots or slots)]
+        own += [torch.tensor(x, dtype=torch.int32) for x in (starts, counts)]
+        own += [(first[:, None] + numbers).clamp(max=len(inputs) - 1), places]
+        given = (x.to(self.device) for x in (inputs, *self.weights.values(), *own))
+        return self.run(GatedDeltaStep(*given, *(getattr(self.memory, name) for name in SLOTS))).cpu()
+
+    def wanted(
+        self,
+        inputs: Tensor,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        next_slots: list[int] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs, and the slots afterwards, of the reference on a copy of the slots, one sequence at a time."""
+        net: Any = SimpleNamespace(_parameters=self.weights, _shape=self.shape, _backend=TorchBackend(CPU))
+        for name in ("_verify", "_committed", "_advance"):
+            setattr(net, name, getattr(GatedDeltaNet, name).__get__(net))
+        memory, outputs, first = LayerState(**self.state), [], 0
+        for *places, start, count in zip(slots, next_slots or slots, starts, counts, strict=True):
+            numbers = torch.arange(count)
+            own = (torch.tensor([number]) for number in (*places, start, count))
+            step = SequenceRows(*own, numbers[None], numbers)
+            if count:
+                outputs.append(net._verify(inputs[first : first + count], step, memory))
+            first += count
+        kept = {name: getattr(memory, name) for name in self.state}
+        return torch.cat(outputs), kept
+
+
+def assert_slots(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, tensor in found.items():
+        torch.testing.assert_close(
+            tensor, wanted[name], **CLOSE, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )
