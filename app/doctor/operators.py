@@ -23,6 +23,9 @@ from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, L
 from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.backend.torch import TorchBackend
 from app.engine.build.self_test import TOLERANCE
+from app.engine.models.config import GatedDeltaConfig
+from app.engine.models.gated_delta_net import Recurrence
+from app.engine.models.state_pool import LayerState, SequenceRows
 from app.engine.sampling.sampler import Sampler
 
 EPS = 1e-6
@@ -30,6 +33,7 @@ BF16 = 2.0**-7
 """Two roundings to eight bits, as a share of the largest value."""
 GUMBEL_TOLERANCE = 1e-4
 NUMBER_BYTES = 2
+FLOAT32_BYTES = 4
 WINDOW = 100
 """Tokens that a row of sliding attention sees. It is no multiple of a page, so pages are cut."""
 HINT = "do not serve on it; with versions that belong together, report this output"
@@ -99,7 +103,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Shapes that are compared: heads are (query heads, KV heads, D), `causal` and `both_ways` requests by name."""
+    """Shapes that are compared: heads are (query heads, KV heads, D), `causal` and `both_ways` requests by name.
+
+    `recurrent` are the heads of k and of v in a Gated DeltaNet layer and their size, like those of Qwen3.5-9B.
+    """
 
     heads: tuple[tuple[int, int, int], ...]
     causal: dict[str, Lens]
@@ -113,6 +120,7 @@ class Extent:
     vocab: int = 151936
     num_rows: tuple[int, ...] = (1, 16, 257)
     layers: int = 5
+    recurrent: tuple[int, int, int] = (16, 32, 128)
     block: int = 16
     batches: tuple[int, ...] = (16,)
 
@@ -154,6 +162,7 @@ SMALL = Extent(
     intermediate=512,
     vocab=1024,
     num_rows=(20,),
+    recurrent=(2, 4, 32),
 )
 """Enough for `check` to tell an operator that works from one that does not, in a second."""
 NPU = Extent(
@@ -217,6 +226,10 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         add("embed_blocks", _embed_blocks, batch, block, hidden)
         add("verify", _verify, batch, block)
         add("advance_by_accepted", _advance, batch, block)
+        heads, dim = extent.recurrent[1:]
+        moved = 2 * FLOAT32_BYTES * batch * heads * dim * dim
+        for width in (1, block):
+            add("commit_and_verify", _commit_and_verify, batch, width, *extent.recurrent, tolerance=loose, moved=moved)
     add("noise_bits", _noise_bits, 16, vocab)
     add("gumbel", _gumbel, 16, vocab, tolerance=GUMBEL_TOLERANCE)
     for name, operator in INTEGERS.items():
@@ -398,6 +411,36 @@ def _advance(at: Inputs, batch: int, block: int) -> Call:
         advanced = rows.clone(), offsets.clone(), seq_lens.clone()
         at.backend.advance_by_accepted(verified, prev_row, advanced[0], anchors, *advanced[1:])
         return advanced
+
+    return call
+
+
+def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads: int, dim: int) -> Call:
+    """Commit some rows of a last step, and verify others. States go to other slots, so that a call may be repeated."""
+    shape, block, each = GatedDeltaConfig((0,), 4, k_heads, v_heads, dim, dim), 16, torch.arange(batch)
+    counts, accepted = 1 + 5 * each % width, (3 + each) % (block + 1)
+    is_new = (each == batch // 2) & (each > 0)
+    memory = LayerState(
+        at.normal(2 * batch + 1, v_heads, dim, dim).float(),
+        at.normal(2 * batch + 1, 3, shape.channels),
+        at.normal(2 * batch + 1, block, shape.input_width),
+        at.int32([40] * (2 * batch + 1)),
+    )
+    weights = at.normal(shape.channels, 4), at.normal(v_heads).float() - 1, at.normal(v_heads).float() - 1
+    own = 1 + each, 1 + batch + each, (40 + accepted) * ~is_new, counts
+    slots, next_slots, starts, lens = (at.int32(x) for x in own)
+    row, first = torch.arange(width), counts.cumsum(0) - counts
+    is_row = row < counts[:, None]
+    rows = at.int32(torch.where(is_row, first[:, None] + row, 0)).long()
+    places = at.int32(is_row.flatten().nonzero()[:, 0])
+    step = SequenceRows(slots.long(), next_slots.long(), starts, lens, rows, places)
+    inputs, kept = at.normal(int(counts.sum()), shape.input_width), is_row.to(at.backend.device)[..., None]
+    recurrence = Recurrence(shape, at.backend, *weights)
+
+    def call() -> tuple[Tensor, ...]:
+        o = recurrence.verify(inputs, step, memory)
+        pending = memory.pending[step.next_slots, :width].masked_fill(~kept, 0.0)
+        return o, memory.matrix, memory.conv, memory.num_tokens, pending
 
     return call
 

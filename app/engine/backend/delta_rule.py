@@ -40,7 +40,7 @@ def last_rows(before: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     `before` [S, K - 1, C] are the rows before them, and counts [S] are 0 to W.
     """
     sequences, places = (torch.arange(size, device=counts.device) for size in before.shape[:2])
-    return torch.cat((before, rows), dim=1)[sequences[:, None], counts[:, None] + places]
+    return torch.cat((before, rows), dim=1)[sequences[:, None], (counts[:, None] + places).long()]
 
 
 def delta_rule(

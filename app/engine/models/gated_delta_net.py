@@ -4,20 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.engine.backend.base import Backend
 from app.engine.backend.delta_rule import delta_rule, last_rows, short_conv
 from app.engine.backend.gated_delta import GatedDeltaStep
+from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.layers import StepRows, frozen, parameters_of
 from app.engine.models.state_pool import LayerState, SequenceRows, State
 from app.engine.models.weights import LayerSource
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, short convolution, delta rule and gated norm. The recurrence is in fp32.
+    """Projections, recurrence and gated norm.
 
-    A step of decoding commits the accepted rows of the step before, and verifies its own without a change of the state.
-    Of a verified row the layer keeps its inputs in the engine's dtype: what enters the convolution, and both gates. To
-    commit them it runs them again, because they take a fraction of the memory of a state for each row. Ranks share the
-    heads: those of q and k with those of v that they serve, and their channels of the convolution.
+    Ranks share the heads: those of q and k with those of v that they serve, and their channels of the convolution.
     """
 
     def __init__(self, layer: LayerSource) -> None:
@@ -39,7 +38,8 @@ class GatedDeltaNet(nn.Module):
         self.a_log = frozen(rows("A_log", shape.num_v_heads))
         self.dt_bias = frozen(rows("dt_bias", shape.num_v_heads))
         self.norm = frozen(layer.get("linear_attn.norm.weight", shape.v_head_dim))
-        self._shape = shape
+        self._input_width = shape.input_width
+        self.recurrence = Recurrence(shape, backend, self.conv, self.a_log, self.dt_bias)
         self._eps = layer.config.rms_norm_eps
         self._backend = backend
         self._project = layer.comm.reduced(backend.linear)
@@ -48,36 +48,51 @@ class GatedDeltaNet(nn.Module):
         """Return the output projection [T, H] of normed rows x [T, H]."""
         backend, weights, recurrent = self._backend, parameters_of(self), rows.recurrent
         assert recurrent is not None, "a step of a hybrid target has recurrent rows"
-        inputs, z = backend.linear(x, weights["in_proj"]).tensor_split([self._shape.input_width], dim=1)
+        inputs, z = backend.linear(x, weights["in_proj"]).tensor_split([self._input_width], dim=1)
         parts, done = [], 0
         if recurrent.decodes is not None:
             done = len(recurrent.decodes.places)
-            parts.append(self._verify(inputs[:done], recurrent.decodes, memory))
+            parts.append(self.recurrence.verify(inputs[:done], recurrent.decodes, memory))
         for chunk in recurrent.chunks:
             first, done = done, done + len(chunk.places)
-            parts.append(self._prefill(inputs[first:done], chunk, memory))
+            parts.append(self.recurrence.prefill(inputs[first:done], chunk, memory))
         o = torch.cat(parts)
         o = backend.rms_norm(o, weights["norm"], self._eps)
         gated = o.flatten(1) * F.silu(z.float())
         return self._project(gated.to(x.dtype), weights["out_proj"])
 
-    def _verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
+
+class Recurrence:
+    """Short convolution, gates and delta rule of a layer, in fp32.
+
+    A step of decoding commits the accepted rows of the step before, and verifies its own without a change of the state.
+    Of a verified row the layer keeps its inputs in the engine's dtype: what enters the convolution, and both gates. To
+    commit them it runs them again, because they take a fraction of the memory of a state for each row.
+    """
+
+    def __init__(self, shape: GatedDeltaConfig, backend: Backend, conv: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
+        self._shape = shape
+        self._backend = backend
+        self._conv = conv
+        self._a_log = a_log
+        self._dt_bias = dt_bias
+
+    def verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
-        weights = parameters_of(self)
         own = step.slots, step.next_slots, step.starts, step.counts, step.rows, step.places
         slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
-        fused = GatedDeltaStep(inputs, weights["conv"], weights["a_log"], weights["dt_bias"], *own, *slots)
+        fused = GatedDeltaStep(inputs, self._conv, self._a_log, self._dt_bias, *own, *slots)
         if (found := self._backend.commit_and_verify(fused)) is not None:
             return found
         state, inputs = self._committed(step, memory), inputs[step.rows]
-        o, _ = self._advance(inputs, step.counts, state)
+        o, _ = self.advance(inputs, step.counts, state)
         memory.write(step.next_slots, state, step.starts)
         memory.keep(step.next_slots, inputs)
         return o.flatten(0, 1)[step.places]
 
-    def _prefill(self, inputs: Tensor, chunk: SequenceRows, memory: LayerState) -> Tensor:
+    def prefill(self, inputs: Tensor, chunk: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
-        o, state = self._advance(inputs[chunk.rows], chunk.counts, self._committed(chunk, memory))
+        o, state = self.advance(inputs[chunk.rows], chunk.counts, self._committed(chunk, memory))
         memory.write(chunk.next_slots, state, chunk.starts + chunk.counts)
         return o.flatten(0, 1)
 
@@ -90,24 +105,24 @@ class GatedDeltaNet(nn.Module):
             if not width:
                 return state
             pending = pending[:, :width]
-        return self._advance(pending, counts, state)[1]
+        return self.advance(pending, counts, state)[1]
 
-    def _advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:
+    def advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:
         """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state behind the first `counts` [S] rows.
 
         The other rows may hold anything, and their outputs have no meaning.
         """
-        weights, shape = parameters_of(self), self._shape
+        shape = self._shape
         is_row = (torch.arange(inputs.shape[1], device=counts.device) < counts[:, None])[..., None]
         inputs = torch.where(is_row, inputs, 0.0)
         mixed, b, a = inputs.split_with_sizes([shape.channels, shape.num_v_heads, shape.num_v_heads], dim=2)
         keys = shape.num_k_heads * shape.k_head_dim
-        q, k, v = short_conv(state.conv, mixed, weights["conv"]).split_with_sizes(
+        q, k, v = short_conv(state.conv, mixed, self._conv).split_with_sizes(
             [keys, keys, shape.channels - 2 * keys], dim=2
         )
         q, k = (part.unflatten(2, (shape.num_k_heads, -1)) for part in (q, k))
         # A row without decay and beta leaves the state as it is.
-        log_decay = torch.where(is_row, -weights["a_log"].exp() * F.softplus(a.float() + weights["dt_bias"]), 0.0)
+        log_decay = torch.where(is_row, -self._a_log.exp() * F.softplus(a.float() + self._dt_bias), 0.0)
         beta = torch.where(is_row, b.float().sigmoid(), 0.0)
         o, matrix = delta_rule(q, k, v.unflatten(2, (shape.num_v_heads, -1)), log_decay, beta, state.matrix)
         return o, State(matrix, last_rows(state.conv, mixed, counts))

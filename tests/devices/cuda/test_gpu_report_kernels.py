@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.cuda._utils import _get_device_index as index_of
 
 from app.doctor import operators
@@ -18,7 +19,8 @@ from app.doctor.report.part import Result
 from app.doctor.report.roofline import Chip
 from app.engine.backend import factory
 from app.engine.backend.base import Backend
-from app.engine.cuda import rows
+from app.engine.backend.gated_delta import GatedDeltaStep
+from app.engine.cuda import gated_delta, rows
 from app.engine.cuda.backend import CudaBackend
 from tools.lab import cuda_attention, gpu
 
@@ -34,12 +36,13 @@ SIZES = Extent(
     vocab=300,
     num_rows=(1, 2, 4, 8),
     layers=2,
+    recurrent=(2, 4, 8),
     block=4,
     batches=(1, 2),
 )
 KERNELS = (
     "causal_attention bidirectional_attention sliding_attention rms_norm add_rms_norm gated_mlp moe qkv_into_kv "
-    "context_into_kv positions_and_slots embed_blocks verify advance_by_accepted"
+    "context_into_kv positions_and_slots embed_blocks verify advance_by_accepted commit_and_verify"
 ).split()
 
 
@@ -117,6 +120,15 @@ def test_a_kernel_that_is_wrong_is_found(backend: CudaBackend, monkeypatch: pyte
     monkeypatch.setattr(rows, "rms_norm", lambda *args: own(*args) * wrong)
     found = all_checked(backend)
     assert {name for name, rows in found.items() if not all(row["passed"] for row in rows)} == {"rms_norm"}
+
+
+def test_a_state_that_is_committed_a_row_short_is_found(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(step: GatedDeltaStep) -> Tensor:
+        return gated_delta.commit_and_verify(step._replace(starts=(step.starts - 1).clamp(min=0)))
+
+    monkeypatch.setattr(CudaBackend, "commit_and_verify", lambda self, step: short(step))
+    rows = compared(backend, operators.cases(SIZES)["commit_and_verify"], SIZES.past)["cases"]
+    assert not any(row["passed"] for row in rows)
 
 
 def test_times_are_shares_of_the_bandwidth(backend: CudaBackend) -> None:

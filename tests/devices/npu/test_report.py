@@ -40,6 +40,7 @@ SMALL = Extent(
     hidden=256,
     intermediate=384,
     vocab=3000,
+    recurrent=(2, 4, 32),
     num_rows=(1, 20),
     batches=(16,),
 )

@@ -5,8 +5,6 @@ The reference is the composition in plain PyTorch, which tests/fast/engine/test_
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from torch import Tensor
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.torch import TorchBackend
 from app.engine.models.config import GatedDeltaConfig
-from app.engine.models.gated_delta_net import GatedDeltaNet
+from app.engine.models.gated_delta_net import Recurrence
 from app.engine.models.state_pool import LayerState, SequenceRows, StatePool
 
 CPU = torch.device("cpu")
@@ -89,16 +87,14 @@ class Layer:
         next_slots: list[int] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs, and the slots afterwards, of the reference on a copy of the slots, one sequence at a time."""
-        net: Any = SimpleNamespace(_parameters=self.weights, _shape=self.shape, _backend=TorchBackend(CPU))
-        for name in ("_verify", "_committed", "_advance"):
-            setattr(net, name, getattr(GatedDeltaNet, name).__get__(net))
+        recurrence = Recurrence(self.shape, TorchBackend(CPU), **self.weights)
         memory, outputs, first = LayerState(**self.state), [], 0
         for *places, start, count in zip(slots, next_slots or slots, starts, counts, strict=True):
             numbers = torch.arange(count)
             own = (torch.tensor([number]) for number in (*places, start, count))
             step = SequenceRows(*own, numbers[None], numbers)
             if count:
-                outputs.append(net._verify(inputs[first : first + count], step, memory))
+                outputs.append(recurrence.verify(inputs[first : first + count], step, memory))
             first += count
         kept = {name: getattr(memory, name) for name in self.state}
         return torch.cat(outputs), kept

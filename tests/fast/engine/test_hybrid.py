@@ -240,7 +240,7 @@ def check_states(engine: Engine, reference: HybridReference) -> int:
         for number, layer, memory in recurrent_layers(engine):
             state, pending, counts = memory.at(slots, starts)
             assert int(memory.num_tokens[seq.state_slot]) + int(counts) == seq.num_computed
-            found = layer._advance(pending, counts, state)[1]
+            found = layer.recurrence.advance(pending, counts, state)[1]
             torch.testing.assert_close(found.matrix[0], wanted[number].matrix, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(found.conv[0], wanted[number].inputs, rtol=1e-3, atol=1e-4)
         checked += 1

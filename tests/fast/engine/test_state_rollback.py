@@ -94,7 +94,7 @@ class Layer:
         """Compare the state that the next step begins with."""
         slots, starts = torch.tensor([seq.slot]), torch.tensor([seq.start])
         state, pending, counts = self.memory.at(slots, starts)
-        found = self.net._advance(pending, counts, state)[1]
+        found = self.net.recurrence.advance(pending, counts, state)[1]
         if not seq.tokens:
             assert found.matrix.eq(0).all() and found.conv.eq(0).all()
             return

@@ -47,7 +47,7 @@ class WatchedStates:
             memory, layer = self.pool.layers[number], self.target.layers[number].attention
             state, pending, counts = memory.at(slots, starts)
             assert int(memory.num_tokens[slot]) + int(counts) == start
-            found = layer._advance(pending, counts, state)[1]
+            found = layer.recurrence.advance(pending, counts, state)[1]
             torch.testing.assert_close(found.matrix[0], wanted[number].matrix, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(found.conv[0], wanted[number].inputs, rtol=1e-3, atol=1e-4)
 
