@@ -42,7 +42,8 @@ class Machine:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> CostTable:
-    runner = SimpleNamespace(launch=machine.launch, layout=SimpleNamespace(build=lambda shape: shape))
+    layout = SimpleNamespace(build=lambda shape: shape)
+    runner = SimpleNamespace(launch=machine.launch, layout=layout, padded_to=None)
     monkeypatch.setattr(time_steps, "time", machine)
     monkeypatch.setattr(time_steps, "_step", lambda shape, sizes: shape)
     monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)

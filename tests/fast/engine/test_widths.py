@@ -156,7 +156,8 @@ def test_what_held_a_step_up_while_it_was_timed_is_no_cost(monkeypatch: pytest.M
     monkeypatch.setattr(
         costs, "_timed", lambda runner, shape: next(rounds, 400.0) if shape == (1, 1, 16, 16) else 3.0 + shape.drafting
     )
-    timed = measure_costs(None, Sizes(16, 256, 4, 64, 16), num_pages=16)  # type: ignore[arg-type]
+    runner = SimpleNamespace(padded_to=None)
+    timed = measure_costs(runner, Sizes(16, 256, 4, 64, 16), num_pages=16)  # type: ignore[arg-type]
     assert float(timed.step_ms(1, 1, 16, 15)) == 6.0
 
 
