@@ -159,5 +159,5 @@ $(NPU_STAMP):
 	@$(or $(PYTHON),false) -c '$(RECENT)' || { echo \
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(NPU)/python || $(PYTHON) -m venv .venv-npu
-	$(NPU)/python -m pip install $(NPU_TORCH) numpy safetensors tokenizers jinja2 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
+	$(NPU)/python -m pip install $(NPU_TORCH) numpy safetensors tokenizers jinja2 msgspec pyzmq 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
 	@touch $@

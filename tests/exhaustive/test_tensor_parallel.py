@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from app.engine_config import EngineConfig
-from tests.exhaustive.gloo_ranks import Job, Result, run_on_ranks
+from tests.exhaustive.gloo_ranks import PROGRAM
+from tests.exhaustive.rank_processes import Job, Result, run_on_ranks
 from tests.fast.engine import lossless
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, demo_subject, random_prompts
@@ -53,7 +54,7 @@ def test_two_processes_decode_what_one_does(tmp_path: Path, name: str):
     jobs = [job(subject, case) for case in (*CASES, *offs)]
     if name == "demo":
         jobs.append(job(subject, CASES[0], draft_tensor_parallel_size=1))
-    results = run_on_ranks(jobs, tmp_path)
+    results = run_on_ranks(jobs, tmp_path, PROGRAM)
     assert all(_agree(result) for result in results)
     for case, on, off in zip(CASES, results, results[len(CASES) :], strict=False):
         assert on.run.texts == off.run.texts

@@ -50,7 +50,6 @@ def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, 
             raise UnsupportedError(f"{wish}: {what} cannot be split yet ({config.target}); give 1")
     if backend.collectives is None:
         raise UnsupportedError(f"{wish}: {backend.device} has no collectives here; run one replica per device")
-    backend.check_ranks(size)
     numbers = {"the target": _divided(target, target.vocab_size)}
     if draft:
         split = _divided(draft.decoder, draft.draft_vocab_size)

@@ -4,6 +4,7 @@ The first line of stdin is an EngineConfig, and stdin's end means that rank 0 is
 The last line of stdout says why the process ends.
 """
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -35,6 +36,7 @@ def main() -> None:
         follow(build_runner(config, meeting.rank, lambda backend: Rank(backend.join(meeting))), socket.recv)
     except Exception as error:
         print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
+        os.dup2(2, 1)  # torch_npu writes a line of its own to stdout when a process ends
         raise
 
 

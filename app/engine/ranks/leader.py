@@ -50,9 +50,13 @@ class Followers:
         self._ending = threading.Lock()
 
     def join(self, backend: Backend) -> Rank:
-        """Start the processes, and return rank 0 on its device once all have come."""
+        """Start the processes, and return rank 0 on its device once all have come.
+
+        Raises UnsupportedError if there are fewer devices than ranks.
+        """
         if self._size == 1:
             return Rank()
+        backend.check_ranks(self._size)
         self.start()
         comm = backend.join(Meeting(0, self._size, self._folder / STORE, self._timeout_seconds))
         return Rank(comm, partial(LeadingRunner, self.send), partial(LeadingGraphRunner, self.send))

@@ -14,6 +14,7 @@ EXPORT int HcclCommInitRootInfo(uint32_t size, const void *root, uint32_t rank, 
 EXPORT int HcclCommInitRootInfoConfig(uint32_t size, const void *root, uint32_t rank, const void *config, void **comm) {
     return (void)config, HcclCommInitRootInfo(size, root, rank, comm);
 }
+EXPORT int HcclCommDestroy(void *comm) { return (void)comm, 0; }
 EXPORT int HcclGetCommName(void *comm, char *name) { return (void)comm, strcpy(name, "null"), 0; }
 EXPORT int HcclGetCommAsyncError(void *comm, int *error) { return (void)comm, *error = 0; }
 EXPORT const char *HcclGetErrorString(int code) { return (void)code, "an error of the null device"; }

@@ -1,0 +1,98 @@
+"""Two ranks on "npu:0" and "npu:1" decode what one does, eagerly and from graphs that hold the collectives.
+
+The process group is torch_npu's own, on stub libraries, and Gloo computes. Checked with torch_npu 2.13.0 on the null
+device; not run on an Ascend device.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config.checkpoint import DEMO
+from app.engine.comm.comm import ALONE
+from app.engine.comm.process_group import Meeting
+from app.engine.errors import UnsupportedError
+from app.engine.npu import backend as npu
+from app.engine.npu.backend import NpuBackend
+from app.engine_config import EngineConfig
+from app.messages import Request
+from tests.devices.npu import demo
+from tests.devices.npu.hccl_ranks import PROGRAM
+from tests.exhaustive.rank_processes import Job, Result, run_on_ranks
+
+MARGIN = 1e-4
+SIZES: dict[str, Any] = {"page_size": 128, "max_num_seqs": 4, "max_num_batched_tokens": 160, "max_model_len": 512}
+WAYS: dict[str, dict[str, Any]] = {"graphs": {"max_graphs": 3}, "eager": {"enforce_eager": True}}
+
+
+def requests() -> list[Request]:
+    return demo.requests(5, max_tokens=20)
+
+
+def job(*, draft: bool = True, **wishes: Any) -> Job:
+    pair = DEMO / "target", DEMO / "draft" if draft else None
+    memory: dict[str, Any] = {"kv_cache_memory": 96 << 20, "dtype": "float32", "device": "npu:0"}
+    return EngineConfig(*pair, tensor_parallel_size=2, **SIZES | memory | wishes), requests()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Result], list[list[str]]]:
+    """Results of both ways and of plain decoding, and the collectives of each rank."""
+    jobs = {way: job(**wishes) for way, wishes in WAYS.items()} | {"plain": job(draft=False, max_graphs=2)}
+    folder = tmp_path_factory.mktemp("ranks")
+    found = run_on_ranks(list(jobs.values()), folder, PROGRAM, NPU_STUB_DEVICES="2")
+    noted = [(folder / f"collectives-{rank}").read_text().splitlines() for rank in range(2)]
+    return dict(zip(jobs, found, strict=True)), noted
+
+
+def test_two_npus_decode_what_one_process_does(results: tuple[dict[str, Result], list[list[str]]]) -> None:
+    runs = {name: result.run for name, result in results[0].items()}
+    assert runs["graphs"].texts == runs["eager"].texts == runs["plain"].texts
+    assert runs["graphs"].acceptance_length == runs["eager"].acceptance_length > 2
+    alone = demo.run(demo.engine("cpu"), requests())
+    for request in requests():
+        text, expected = runs["graphs"].texts[request.request_id], alone.texts[request.request_id]
+        at = next((i for i, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b), None)
+        assert at is None or demo.gap(request.token_ids, expected, at, text[at]) < MARGIN
+
+
+def test_both_ranks_verify_alike_and_make_the_same_collectives(
+    results: tuple[dict[str, Result], list[list[str]]],
+) -> None:
+    digests, (first, second) = [result.digests for result in results[0].values()], results[1]
+    assert all(mine == others and len(mine) > 3 for mine, others in digests)
+    assert first == second
+    kinds = {line.partition(" ")[0] + " " + line.split()[1] for line in first}
+    sums = {f"{way} c10d::allreduce_" for way in ("eager", "graph")}
+    assert kinds == sums | {
+        "eager c10d::_allgather_base_",
+        "graph c10d::_allgather_base_",
+        "eager c10d::broadcast_",
+    }
+
+
+def test_more_ranks_than_npus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = NpuBackend(torch.device("npu:0"))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
+    with pytest.raises(UnsupportedError, match="npu:0 to npu:1, and 1 are visible with ASCEND_RT_VISIBLE_DEVICES=5"):
+        backend.check_ranks(2)
+
+
+@pytest.mark.parametrize(("given", "graphs"), [(None, 900), ("AIV", 900), ("HOST", 450)])
+def test_hccls_way_is_aiv_unless_it_is_given_and_bounds_the_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, given: str | None, graphs: int
+) -> None:
+    monkeypatch.delenv(npu.EXPANSION_MODE, raising=False)
+    if given:
+        monkeypatch.setenv(npu.EXPANSION_MODE, given)
+    monkeypatch.setattr(npu.Backend, "join", lambda *_: ALONE)
+    backend = NpuBackend(torch.device("npu:0"))
+    assert (backend.max_graphs(1), backend.max_graphs(4)) == (1800, graphs)
+    with caplog.at_level(logging.INFO):
+        backend.join(Meeting(0, 4, tmp_path / "store", 1))
+    assert os.environ[npu.EXPANSION_MODE] == (given or "AIV")
+    assert f"HCCL_OP_EXPANSION_MODE={given or 'AIV'}" in caplog.text
