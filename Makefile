@@ -100,7 +100,7 @@ test-npu: $(NPU_STAMP)
 	@stubs=$$($(STUBS)) || test -z "$$CI" || exit 1; $(ON_STUBS) pytest tests/devices/npu --numprocesses 3 $(ARGS)
 
 npu-launches: $(NPU_STAMP)
-	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.devices.npu.launches
+	@stubs=$$($(STUBS)) && $(ON_STUBS) tests.devices.npu.launches && echo && $(ON_STUBS) tests.devices.npu.family_launches
 
 proof: $(DEV_STAMP)
 	@$(MAKE) --no-print-directory clients-if-possible

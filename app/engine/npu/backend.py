@@ -261,10 +261,13 @@ class NpuBackend(Backend):
         return bias.float()
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
-        """Return `Backend.moe`. The rows of each expert are counted on the device, so a graph can hold it."""
+        """Return `Backend.moe`. The rows of each expert are counted on the device, so a graph can hold it.
+
+        A row of NaN is given experts that exist, because others may fault the device (N33). Its sum is still NaN.
+        """
         num_experts = config.num_experts
         shares, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
-            router_logits(x, weights), k=config.num_experts_per_tok, renorm=int(config.norm_topk_prob)
+            router_logits(x, weights).nan_to_num(), k=config.num_experts_per_tok, renorm=int(config.norm_topk_prob)
         )
         rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
             x,

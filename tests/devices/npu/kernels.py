@@ -223,10 +223,14 @@ def clipped_swiglu(
 def moe_gating_top_k_softmax_v2(
     x: Tensor, *, k: int = 1, finished: Tensor | None = None, renorm: int = 0, output_softmax: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights [T, k], experts [T, k] int32, nothing) of logits [T, E]. renorm 1 is a softmax over the k."""
+    """Return (weights [T, k], experts [T, k] int32, nothing) of logits [T, E]. renorm 1 is a softmax over the k.
+
+    The experts of a row with NaN are none that exist, because no page says what they are.
+    """
     if finished is not None or output_softmax:
         raise NotImplementedError(f"no CPU reference for {finished=}, {output_softmax=}")
     values, experts = (x.float() if renorm else x.float().softmax(-1)).topk(k, -1)
+    experts = experts.masked_fill(x.isnan().any(-1, keepdim=True), x.shape[-1])
     return (values.softmax(-1) if renorm else values).to(x.dtype), experts.int(), torch.empty(0, dtype=torch.float32)
 
 

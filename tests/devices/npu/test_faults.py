@@ -16,12 +16,12 @@ from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import make_pair
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("temperature", "experts"), [(0.0, 0), (0.8, 0), (0.0, 8)])
 def test_a_sequence_whose_logits_are_nan_ends_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, experts: int
 ) -> None:
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))
-    pair = make_pair(tmp_path, head_dim=64, num_layers=2, draft_layers=1, taps=(0,))
+    pair = make_pair(tmp_path, head_dim=64, num_layers=2, draft_layers=1, taps=(0,), experts=experts)
     good, late = (
         Request(name, tuple(range(1, 9)), 12, sampling=SamplingParams(temperature=temperature, seed=3))
         for name in ("good", "late")

@@ -1,0 +1,64 @@
+"""Launches of a layer on an NPU, by family of targets. `make npu-launches` prints the table of docs/ascend.md.
+
+A layer's launches are what two layers more add to a plain decode step. Weights are tiny and random, because sizes do
+not change the number. The null device counts calls of torch_npu 2.13.0's own host code, without an NPU.
+"""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import app.engine.build.engine as build
+from app.engine_config import EngineConfig
+from app.messages import Request
+from tests.devices.npu.null_device import traced
+from tests.devices.npu.numerics import Numerics
+from tests.fast.engine.pairs import GPT_OSS, make_pair
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Llama 3": {"family": "llama"},
+    "Qwen2.5": {"family": "qwen2"},
+    "Qwen3-MoE": {"experts": 8},
+    "gpt-oss": GPT_OSS,
+}
+HEAD = "| a layer of | launches |"
+
+
+def main() -> None:
+    """Print Markdown."""
+    print(HEAD, "|---|---|", sep="\n")
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), Numerics():
+        for name in FAMILIES:
+            print(row(Path(folder), name))
+
+
+def row(folder: Path, name: str) -> str:
+    """Return the row of a family."""
+    few, many = (_launches(folder / f"{name} {layers}", name, layers) for layers in (2, 4))
+    count, odd = divmod(sum((many - few).values()), 2)
+    assert not odd and few <= many, "layers differ"
+    return f"| {name} | {count} |"
+
+
+def _launches(folder: Path, name: str, num_layers: int) -> Counter[str]:
+    """Return the launches of a decode step of two sequences, by operator."""
+    folder.mkdir()
+    pair = make_pair(folder, num_layers=num_layers, draft_layers=1, taps=(0,), head_dim=64, **FAMILIES[name])
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_memory": 16 << 20, "max_model_len": 256}
+    wishes: dict[str, Any] = {"device": "npu:0", "dtype": "bfloat16", "enforce_eager": True, "draft": None}
+    core = build.build_engine(EngineConfig(target=pair.target, **wishes | sizes)).core
+    for i in range(2):
+        core.add(Request(f"r{i}", tuple(range(1, 20 + i)), max_tokens=20))
+    while core.step().stats.kind != "decode":
+        pass
+    with traced() as trace:
+        core.step()
+    return Counter(trace.launches)
+
+
+if __name__ == "__main__":
+    main()
