@@ -6,6 +6,7 @@
 #   make test | make check                                the fast tests; lint, types and import rules
 #   make test-all | make proof                            every test but the slow ones; those too, to docs/proof.md
 #   make test-clients                                     real clients in .venv-clients (part of `make test-all`), to docs/clients.md
+#   make test-ray                                         replicas on a Ray cluster, in .venv-ray (part of `make test-all`)
 #   make golden                                           the texts of Transformers, to tests/golden
 #   make audit                                            known holes in the installed packages, by PyPI's advisories
 #   make test-images                                      the images built and run, to docs/images.md: root and docker.io
@@ -28,6 +29,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 CLIENTS_STAMP := .venv-clients/.installed
+RAY_STAMP := .venv-ray/.installed
 NPU := .venv-npu/bin
 NPU_STAMP := .venv-npu/.installed
 NPU_TORCH := torch==2.13.0 torch_npu==2.13.0
@@ -37,7 +39,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Takes a value from make's command line only, because conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench test test-rest test-all golden test-clients clients-if-possible test-npu-if-possible test-npu npu-launches check prose proof soak test-images audit
+.PHONY: serve bench test test-rest test-all golden test-clients clients-if-possible test-ray ray-if-possible test-npu-if-possible test-npu npu-launches check prose proof soak test-images audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -61,7 +63,7 @@ test: $(DEV_STAMP)
 
 test-rest: export SLICE = -m "not slow"
 test-rest: $(DEV_STAMP)
-	@$(MAKE) --no-print-directory clients-if-possible
+	@$(MAKE) --no-print-directory clients-if-possible ray-if-possible
 	$(BIN)/python -m pytest tests -m "not fast and not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 	@test -n "$(ARGS)" || $(MAKE) --no-print-directory test-npu-if-possible
 
@@ -71,6 +73,15 @@ test-all: test test-rest
 test-clients: $(DEV_STAMP)
 	@$(MAKE) --no-print-directory $(CLIENTS_STAMP)
 	$(BIN)/python -m tests.clients --report docs/clients.md $(ARGS)
+
+# Ray and a router's wheel have an environment of their own, because they bring other versions of what the server has.
+test-ray: $(DEV_STAMP)
+	@$(MAKE) --no-print-directory $(RAY_STAMP)
+	$(BIN)/python -m pytest tests/ray $(ARGS)
+
+ray-if-possible:
+	@if $(MAKE) --no-print-directory $(RAY_STAMP); then :; elif test -n "$$CI"; then exit 1; \
+	else echo '*** RAY CANNOT BE INSTALLED HERE: NO CLUSTER AND NO ROUTER WAS TESTED ***' >&2; fi
 
 # With CI set the clients' tests must run. Otherwise a machine without a network goes on, and prints that they were left out.
 clients-if-possible:
@@ -153,6 +164,14 @@ $(CLIENTS_STAMP): $(wildcard tests/clients/*.txt tests/clients/node/*)
 	  $(BIN)/uv pip install --python .venv-clients/$$name/bin/python --requirement tests/clients/$$name.txt || exit 1; done
 	@mkdir -p .venv-clients/node && cp tests/clients/node/* .venv-clients/node
 	@.venv-clients/openai2/bin/npm ci --silent --prefix .venv-clients/node
+	@touch $@
+
+# The packages of .venv, which are named in a .pth file, stand behind Ray's own.
+$(RAY_STAMP): tests/ray/requirements.txt
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-ray
+	$(BIN)/uv pip install --python .venv-ray/bin/python --requirement tests/ray/requirements.txt
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/server.pth"
 	@touch $@
 
 $(NPU_STAMP):

@@ -57,28 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str]) -> int:
     """Settle the settings, find and check both checkpoints, and only then start the server."""
-    from app.config.checkpoint import check_files, check_length, resolve
     from app.config.flags import parse_flags
+    from app.config.models import find_models
     from app.config.sources import load_config
-    from app.config.tensor_headers import check_draft_tensors, check_target_tensors
-    from app.config.torch_build import check_torch_build
 
     config = load_config(parse_flags(arguments))
-    check_torch_build(config.device)
-    config.api_keys()
-    target = resolve(config.model, "target")
-    check_files(target, need_tokenizer=True)
-    check_length(target, config.max_model_len)
-    check_target_tensors(target)
-    draft = None
-    draft_name = config.draft_model or ("demo" if config.model == "demo" else None)
-    if config.speculation and draft_name:
-        draft = resolve(draft_name, "draft")
-        check_files(draft, need_tokenizer=False)
-        check_draft_tensors(draft, target)
-    else:
-        reason = "no --draft-model" if config.speculation else "--no-speculation"
-        print(f"{config.model} decodes plainly, without drafts: {reason}", file=sys.stderr)
+    target, draft = find_models(config)
 
     from app.api.server import run
 

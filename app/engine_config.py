@@ -45,6 +45,7 @@ class EngineConfig:
     them. `npu_check` holds every operator call on an NPU to docs/npu-contract.md. `compile` turns a CPU's forwards into
     C++ before the first step. `verify` is how many rows of a block the target verifies, the anchor included: "full" is
     all, "auto" as many as pay, 1 the anchor alone.
+    With `cache_events` steps tell how the prefix cache changes.
     `tensor_parallel_size` processes share each layer of the target, and of the draft, unless
     `draft_tensor_parallel_size` is 1. While they load, one waits for another `distributed_timeout_seconds` at most.
     """
@@ -65,6 +66,7 @@ class EngineConfig:
     draft_enforce_eager: bool = False
     max_graphs: int = 48
     prefix_caching: bool = True
+    cache_events: bool = False
     npu_check: bool = False
     compile: bool = False
     verify: str | int = "full"

@@ -4,7 +4,7 @@ The standard library alone, because device reports run the engine in bare images
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -131,8 +131,25 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """Change of the prefix cache: pages are found from now on, are found no more, or all were forgotten.
+
+    `digests` name pages. Those that are stored follow one another, `parent` is the page before them, and `token_ids`
+    are their tokens. `cache_salt` is that of a salted prompt, with its first page alone.
+    """
+
+    kind: Literal["stored", "removed", "cleared"]
+    digests: list[bytes] = field(default_factory=list)
+    parent: bytes | None = None
+    token_ids: list[int] = field(default_factory=list)
+    page_size: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Result of one engine step for the whole batch."""
+    """Result of one engine step for the whole batch. `cache_events` are empty unless they were asked for."""
 
     deltas: list[TokenDelta]
     stats: StepStats
+    cache_events: list[CacheEvent] = field(default_factory=list)

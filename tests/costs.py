@@ -23,6 +23,7 @@ FOLDERS = {
     "devices/npu": "npu",
     "server": "server",
     "clients": "clients",
+    "ray": "ray",
     "browser": "browser",
     "deploy": "deploy",
     "exhaustive": "exhaustive",

@@ -241,5 +241,7 @@ def event(data: dict[str, Any], name: str = "") -> bytes:
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(
+    body: dict[str, Any] | list[Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     return Response(msgspec.json.encode(body), status, headers=headers, media_type="application/json")

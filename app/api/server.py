@@ -5,33 +5,24 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 import uvloop
+import zmq
 
 from app import log
 from app.api import connection
-from app.api.app import create_app, services_for
 from app.api.display import print_error, show_start
-from app.api.services import Services
-from app.client.admission import Admission
-from app.client.client import EngineClient
-from app.client.supervisor import Supervisor
+from app.api.service import ENGINE_COMMAND, Service
 from app.config.settings import Config
-from app.metrics import metrics_for
 from app.text.chat_template import ChatTemplateError
-from app.text.tokenizer import Tokenizer, TokenizerError
-from app.wire import encode_config
+from app.text.tokenizer import TokenizerError
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "app.engine.process")
-_LOG_METRICS_SECONDS = 10.0
 _GRACEFUL_SECONDS = 5
 """Time in which uvicorn may write the last bytes of its answers."""
 
@@ -44,11 +35,13 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     """
     log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
     try:
-        tokenizer = Tokenizer(target)
+        service = Service(config, target, draft, engine_command)
     except (TokenizerError, ChatTemplateError) as error:
         print_error(str(error))
         return 2
-    _warn(tokenizer, config)
+    except zmq.ZMQError as error:
+        print_error(f"--kv-events-config: an endpoint cannot be bound: {error}")
+        return 1
     try:
         listener = _bind(config.host, config.port)
     except OSError as error:
@@ -56,29 +49,21 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
             f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another with --host, --port."
         )
         return 1
-    sampling = ", ".join(f"{name} {value:g}" for name, value in asdict(tokenizer.defaults).items())
-    logger.info("sampling where a request says nothing: %s", sampling)
-    with contextlib.closing(listener):
-        settings = encode_config(config.for_engine(target, draft))
-        metrics = metrics_for(config.metrics_prefix, config.model_names[0])
-        supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
-        engine = EngineClient(supervisor, Admission(config.max_queue, config.max_concurrency_per_key), metrics)
-        services = services_for(config, engine, tokenizer, metrics)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(Server(config, services, listener).serve())
+    with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Server(service, listener).serve())
 
 
 class Server:
     """One run of the server, from the first signal handler to the exit code."""
 
-    def __init__(self, config: Config, services: Services, listener: socket.socket) -> None:
-        self._config = config
-        self._services = services
-        self._engine = services.engine
+    def __init__(self, service: Service, listener: socket.socket) -> None:
+        self._service = service
+        self._engine = service.engine
         self._listener = listener
-        app = create_app(services)
-        self._http = _Http(uvicorn.Config(app, **connection.SETTINGS, timeout_graceful_shutdown=_GRACEFUL_SECONDS))
-        self._tasks: list[asyncio.Task[None]] = []
+        self._http = _Http(
+            uvicorn.Config(service.app, **connection.SETTINGS, timeout_graceful_shutdown=_GRACEFUL_SECONDS)
+        )
+        self._display: asyncio.Task[None] | None = None
         self._should_exit = asyncio.Event()
         self._force_exit = asyncio.Event()
 
@@ -98,46 +83,43 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_exit)
         logger.info("listening on %s%s", self._url(), " and on every other address" if self._on_all_addresses() else "")
-        self._engine.start()
+        self._service.start()
         serving = asyncio.create_task(self._http.serve([self._listener]))
-        self._tasks = [
-            asyncio.create_task(show_start(self._engine, self._url(), self._services.model_names[0])),
-            asyncio.create_task(self._log_metrics()),
-        ]
+        name = self._service.services.model_names[0]
+        self._display = asyncio.create_task(show_start(self._engine, self._url(), name))
         return serving
 
     async def main_loop(self, serving: "asyncio.Task[None]") -> None:
         """Serve until a signal comes, the engine is dead, or HTTP ends. After a signal, leave and drain."""
-        await _wait_for_first(self._should_exit.wait(), self._engine_death(), asyncio.wait({serving}))
+        await _wait_for_first(self._should_exit.wait(), self._service.death(), asyncio.wait({serving}))
         if not self._should_exit.is_set():
             return
         await self._leave()
         if not self._force_exit.is_set():
-            logger.info("stopping: running requests get %g s", self._config.shutdown_timeout)
-            await _wait_for_first(self._engine.drain(self._config.shutdown_timeout), self._force_exit.wait())
+            await _wait_for_first(self._service.drain(), self._force_exit.wait())
 
     async def _leave(self) -> None:
         """Say 503 on /ready for the drain delay while requests are taken, so that proxies go elsewhere first.
 
         A second signal and the engine's death end it. A server that was never ready has no proxy to tell.
         """
-        delay = self._config.drain_delay
+        delay = self._service.config.drain_delay
         if delay and self._engine.state.phase == "ready":
-            self._services.is_leaving = True
+            self._service.services.is_leaving = True
             logger.info("leaving: /ready says 503, and requests are taken for %g s more", delay)
-            await _wait_for_first(asyncio.sleep(delay), self._force_exit.wait(), self._engine_death())
+            await _wait_for_first(asyncio.sleep(delay), self._force_exit.wait(), self._service.death())
 
     async def shutdown(self, serving: "asyncio.Task[None]") -> None:
-        """End HTTP, the engine and the tasks beside them."""
+        """End HTTP, the engine and the display."""
         self._http.should_exit = True
         if self._force_exit.is_set():
             self._http.force_exit = True
-            await self._engine.shutdown(grace=0)
+            await self._service.stop(grace=0)
         await serving
-        await self._engine.shutdown()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
+        await self._service.stop()
+        if self._display is not None:
+            self._display.cancel()
+            await asyncio.wait([self._display])
 
     def _handle_exit(self) -> None:
         """Begin to drain at the first signal. Force the end at the second."""
@@ -145,15 +127,6 @@ class Server:
             self._force_exit.set()
             self._http.force_exit = True
         self._should_exit.set()
-
-    async def _engine_death(self) -> None:
-        while self._engine.state.phase != "dead":
-            await self._engine.supervisor.next_state()
-
-    async def _log_metrics(self) -> None:
-        while True:
-            await asyncio.sleep(_LOG_METRICS_SECONDS)
-            self._services.metrics.log_line()
 
     def _on_all_addresses(self) -> bool:
         return self._listener.getsockname()[0] in ("0.0.0.0", "::")
@@ -171,20 +144,6 @@ class _Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _warn(tokenizer: Tokenizer, config: Config) -> None:
-    """Log settings and tokenizer files that this server cannot honour."""
-    for name in config.default_chat_template_kwargs:
-        if name not in tokenizer.chat_template.switches:
-            logger.warning("--default-chat-template-kwargs: this model's chat template does not know %s", name)
-    if tokenizer.model_vocab_size is not None and tokenizer.max_id >= tokenizer.model_vocab_size:
-        logger.warning(
-            "tokenizer.json makes token ids up to %d, but by config.json the vocabulary of the model ends at %d: "
-            "a text that has such a token will be refused",
-            tokenizer.max_id,
-            tokenizer.model_vocab_size - 1,
-        )
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -9,10 +9,11 @@ import time
 from typing import NamedTuple
 
 from app.client.admission import Admission, Permits
+from app.client.kv_events import KvEventPublisher
 from app.client.request_stream import RequestStream
 from app.client.supervisor import EngineState, EngineUnavailable, Supervisor
 from app.engine_config import EngineInfo
-from app.messages import Request, StepOutput, StepStats, TokenDelta
+from app.messages import CacheEvent, Request, StepOutput, StepStats, TokenDelta
 from app.metrics import Metrics
 from app.wire import Abort, FlushCache, Submit
 
@@ -26,14 +27,24 @@ class _Running(NamedTuple):
 
 
 class EngineClient:
-    """Client of one engine. `supervisor` starts and restarts its processes, `admission` bounds its requests."""
+    """Client of one engine. `supervisor` starts and restarts its processes, `admission` bounds its requests.
 
-    def __init__(self, supervisor: Supervisor, admission: Admission, metrics: Metrics) -> None:
+    `kv_events` publishes how the prefix cache changes.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        admission: Admission,
+        metrics: Metrics,
+        kv_events: KvEventPublisher | None = None,
+    ) -> None:
         self.supervisor = supervisor
         self.admission = admission
         self.stats: StepStats | None = None
         """State behind the last step of the engine that runs now."""
         self._metrics = metrics
+        self._kv_events = kv_events
         self._running: dict[str, _Running] = {}
         self._paused: set[str] = set()  # those of _running that the engine is done with, and that go on
         self._idle = asyncio.Event()
@@ -41,6 +52,8 @@ class EngineClient:
 
     def start(self) -> None:
         """Start the engine process and return; `state` tells its progress."""
+        if self._kv_events is not None:
+            self._kv_events.start()
         self.supervisor.start(self._handle, self._on_death)
 
     @property
@@ -159,12 +172,17 @@ class EngineClient:
         self.supervisor.drain()
         self._fail_running("the server is shutting down")
         await self.supervisor.stop(grace)
+        if self._kv_events is not None:
+            self._kv_events.close()
+            self._kv_events = None
 
     def _handle(self, output: StepOutput) -> bool:
         """Hand every delta to its stream. Return True while requests run."""
         self.admission.num_unacknowledged = 0
         self._metrics.step(output)
         self.stats = output.stats
+        if self._kv_events is not None and output.cache_events:
+            self._kv_events.publish(output.cache_events)
         for delta in output.deltas:
             if running := self._running.get(delta.request_id):
                 if delta.finish_reason is not None:
@@ -177,6 +195,8 @@ class EngineClient:
 
     def _on_death(self, reason: str) -> None:
         self.stats = None
+        if self._kv_events is not None:
+            self._kv_events.publish([CacheEvent("cleared")])
         self._fail_running(reason)
         self.admission.num_unacknowledged = 0
 

@@ -17,6 +17,7 @@ from app.config.values import (
     Dtype,
     JsonObject,
     Keys,
+    KvEvents,
     LogLevel,
     MetricsPrefix,
     NumDrafts,
@@ -102,6 +103,12 @@ class Config(BaseModel):
         ENGINE, 0.9, "share of the device's memory to use, where --kv-cache-memory is not given", gt=0, le=1
     )
     prefix_caching: bool = setting(ENGINE, True, "reuse the KV pages of prompts that begin alike")
+    kv_events_config: KvEvents | None = setting(
+        ENGINE,
+        None,
+        'publish how the prefix cache changes, as vLLM: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
+        metavar="JSON",
+    )
     enforce_eager: bool = setting(ENGINE, False, "run without graphs")
     compile: bool = setting(
         ENGINE, False, "on a CPU: have g++ compile the forwards, a minute at the first start, kept for the next"
@@ -179,13 +186,19 @@ class Config(BaseModel):
     metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for existing dashboards")
 
     def for_engine(self, target: Path, draft: Path | None) -> EngineConfig:
-        """Return the engine's part, which has no keys. `target` and `draft` are the checkpoints' folders."""
+        """Return the engine's part, which has no keys. `target` and `draft` are the checkpoints' folders.
+
+        Raises ConfigError for settings that exclude each other.
+        """
         own = EngineConfig.__dataclass_fields__.keys() & type(self).model_fields.keys()
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
         drafts = self.num_speculative_tokens
         chosen["block_size"] = None if drafts is None else drafts + 1
         chosen["enforce_eager"] = self.enforce_eager or None
         chosen["verify"] = int(self.verify) if self.verify.isdecimal() else self.verify
+        chosen["cache_events"] = self.kv_events_config is not None and self.kv_events_config.is_on
+        if chosen["cache_events"] and not self.prefix_caching:
+            raise ConfigError("--kv-events-config tells how the prefix cache changes, and --no-prefix-caching has none")
         return EngineConfig(target, draft, **chosen)
 
     @property

@@ -6,7 +6,7 @@ Every value keeps the spelling it came with, so an error names the flag, the var
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,13 +105,19 @@ def _yaml_file(path: Path) -> Iterator[GivenSetting]:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path}: a mapping of names to values is wanted, not a {type(content).__name__}")
-    known = SETTINGS.keys() - {"config"}
-    for key, value in (content or {}).items():
+    yield from settings_of(content or {}, f" in {path}", SETTINGS.keys() - {"config"})
+
+
+def settings_of(
+    content: Mapping[str, Any], where: str = "", known: Collection[str] = SETTINGS.keys()
+) -> Iterator[GivenSetting]:
+    """Yield the settings of a mapping, in whose keys `-` may stand for `_`. Raises ConfigError for an unknown one."""
+    for key, value in content.items():
         field = str(key).replace("-", "_")
         if field not in known:
-            raise _unknown("key", f"{key} in {path}", known, field, str)
+            raise _unknown("key", f"{key}{where}", known, field, str)
         if value is not None:
-            yield GivenSetting(f"{field} in {path}", field, value)
+            yield GivenSetting(f"{field}{where}", field, value)
 
 
 def _unknown(kind: str, shown: str, known: Iterable[str], field: str, spell: Callable[[str], str]) -> ConfigError:

@@ -6,7 +6,17 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    WrapValidator,
+)
 
 DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 PARSERS = dict.fromkeys(
@@ -77,8 +87,36 @@ def _refuse_empty_keys(value: object, settle: Callable[[object], list[str]]) -> 
     return keys
 
 
+class KvEventsConfig(BaseModel):
+    """vLLM's options of KV events. `hwm` bounds the messages that wait for a slow subscriber; 0 is no bound."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enable_kv_cache_events: bool
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: PositiveInt = 10_000
+    hwm: NonNegativeInt = 100_000
+    topic: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+def _read_kv_events(value: object) -> object:
+    """Return the options of an object, or of its JSON. A ValueError names the key at fault."""
+    try:
+        return KvEventsConfig.model_validate(parse_json(value) if isinstance(value, str) else value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the value'}: {first['msg'].lower()}") from None
+
+
 Words = Annotated[list[str], BeforeValidator(_split_words)]
 Keys = Annotated[Words, WrapValidator(_refuse_empty_keys)]
+KvEvents = Annotated[KvEventsConfig, BeforeValidator(_read_kv_events)]
 JsonObject = Annotated[dict[str, Any], _if_text(parse_json)]
 Bytes = Annotated[PositiveInt, _if_text(parse_bytes)]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(DTYPES)]

@@ -161,7 +161,8 @@ def serve(link: Link, engine: Engine) -> None:
 
 def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:
     """Return the reply to a command that no step follows."""
-    return Stepped(link.epoch, StepOutput(list(deltas), engine.core.scheduler.stats()))
+    scheduler = engine.core.scheduler
+    return Stepped(link.epoch, StepOutput(list(deltas), scheduler.stats(), scheduler.take_cache_events()))
 
 
 def _last_words(error: Exception) -> str:

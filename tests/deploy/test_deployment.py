@@ -105,6 +105,19 @@ def test_the_kubernetes_manifest_fits_its_schemas() -> None:
             validate_manifest(MANIFEST.replace(right, wrong))
 
 
+def test_the_inference_pool_selects_the_manifests_pods_and_their_port() -> None:
+    pool, route = yaml.safe_load_all(read("docker/inference-pool.yaml"))
+    deployment = next(yaml.safe_load_all(MANIFEST))
+    pod = deployment["spec"]["template"]
+    (server,) = pod["spec"]["containers"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert [port["number"] for port in pool["spec"]["targetPorts"]] == [server["ports"][0]["containerPort"]]
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    group = pool["apiVersion"].partition("/")[0]
+    assert (backend["group"], backend["kind"], backend["name"]) == (group, pool["kind"], pool["metadata"]["name"])
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 

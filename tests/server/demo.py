@@ -14,6 +14,14 @@ import pytest
 @contextlib.contextmanager
 def ready(*flags: str) -> Iterator[str]:
     """Yield the address of a server that is ready. SIGTERM stops it, which must end it with 0."""
+    with process(*flags) as (url, server):
+        yield url
+    assert server.returncode == 0
+
+
+@contextlib.contextmanager
+def process(*flags: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Yield the address of a server that is ready, and its process, which SIGTERM stops."""
     command = [sys.executable, "-m", "app", "serve", "--port", "0", "--device", "cpu", *flags]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
@@ -24,8 +32,7 @@ def ready(*flags: str) -> Iterator[str]:
                     break
             else:
                 pytest.fail("the server ended before it was ready")
-            yield found.group(1)
+            yield found.group(1), server
         finally:
             server.send_signal(signal.SIGTERM)
             server.stderr.read()
-    assert server.returncode == 0

@@ -40,6 +40,7 @@ from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
+from app.engine.schedule.cache_events import CacheEvents
 from app.engine.step.forward import Forward
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
@@ -240,7 +241,10 @@ def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine
         costs = measure_costs(runner, sizes, num_pages, partial(on_progress, "timing steps"))
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
     name = str(loaded.dtype).removeprefix("torch.")
-    return Engine(core(policy), sizes, str(runner.backend.device), name, loaded.target, loaded.draft, states)
+    serving = core(policy)
+    if config.cache_events:
+        serving.scheduler.pool.events = CacheEvents()
+    return Engine(serving, sizes, str(runner.backend.device), name, loaded.target, loaded.draft, states)
 
 
 def _load(

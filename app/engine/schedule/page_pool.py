@@ -4,6 +4,8 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
+from app.engine.schedule.cache_events import CacheEvents
+
 SCRATCH_PAGES = 1
 """At least the pages [0, SCRATCH_PAGES) are scratch: padded page tables and padding rows point there."""
 
@@ -30,6 +32,8 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self.on_forget: Callable[[bytes], None] = lambda _: None
+        self.events: CacheEvents | None = None
+        """Changes of the cache, if they are wanted."""
 
     @property
     def num_free(self) -> int:
@@ -70,11 +74,13 @@ class PagePool:
             raise OutOfPages(f"{missing} pages wanted, {self.num_free} free")
         pages.extend(self._take() for _ in range(missing))
 
-    def publish(self, page: int, digest: bytes) -> None:
-        """Let an owned page, full of valid KV, be found by `digest`, unless another one is already."""
-        if digest not in self._page_of:
-            self._page_of[digest] = page
-            self._digest_of[page] = digest
+    def publish(self, page: int, digest: bytes) -> bool:
+        """Let an owned page, full of valid KV, be found by `digest`. Return False if another one is already."""
+        if digest in self._page_of:
+            return False
+        self._page_of[digest] = page
+        self._digest_of[page] = digest
+        return True
 
     def forget(self, pages: "array[int]") -> None:
         """Let owned pages be found no more."""
@@ -99,6 +105,8 @@ class PagePool:
         self._free_cached.clear()
         self._page_of.clear()
         self._digest_of.clear()
+        if self.events is not None:
+            self.events.cleared()
 
     def _take(self) -> int:
         if self._free:
@@ -113,3 +121,5 @@ class PagePool:
         digest = self._digest_of.pop(page)
         del self._page_of[digest]
         self.on_forget(digest)
+        if self.events is not None:
+            self.events.removed(digest)

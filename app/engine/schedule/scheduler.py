@@ -8,7 +8,7 @@ from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import OutOfPages, PagePool
 from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import Sequence
-from app.messages import FinishReason, Request, SpecStep, StepStats, TokenDelta
+from app.messages import CacheEvent, FinishReason, Request, SpecStep, StepStats, TokenDelta
 
 
 class Scheduler:
@@ -88,6 +88,10 @@ class Scheduler:
             used_state_checkpoints=self.states.num_used_checkpoints,
             num_state_checkpoints=self.states.num_checkpoints,
         )
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Return the changes of the prefix cache since the last call, if they are wanted."""
+        return [] if self.pool.events is None else self.pool.events.take()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that could never run."""
@@ -314,8 +318,10 @@ class Scheduler:
         """Let pages be found that end between the rows' start and `num_computed`. KV of refused drafts lies past it."""
         seq, page_size = rows.seq, self.pool.page_size
         if seq.cacheable:
-            for page in range(rows.start // page_size, seq.num_computed // page_size):
-                self.pool.publish(seq.pages[page], seq.digest(page, page_size))
+            filled = range(rows.start // page_size, seq.num_computed // page_size)
+            new = [page for page in filled if self.pool.publish(seq.pages[page], seq.digest(page, page_size))]
+            if new and self.pool.events is not None:
+                self.pool.events.stored(seq, new, page_size)
             if self.states.num_checkpoints:
                 self._publish_states(rows)
 

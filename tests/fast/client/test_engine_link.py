@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from app.api.server import ENGINE_COMMAND
+from app.api.service import ENGINE_COMMAND
 from app.client import link as engine_link
 from app.client.child_process import KEYS, engine_environment
 from app.client.link import EngineLink

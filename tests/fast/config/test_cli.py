@@ -58,12 +58,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     module = ModuleType("app.api.server")
     module.run = stand_in.run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "app.api.server", module)
-    for check in (
-        "checkpoint.check_files",
-        "tensor_headers.check_target_tensors",
-        "tensor_headers.check_draft_tensors",
-    ):
-        monkeypatch.setattr(f"app.config.{check}", lambda folder, *more, **named: None)
+    for check in ("check_files", "check_target_tensors", "check_draft_tensors"):
+        monkeypatch.setattr(f"app.config.models.{check}", lambda folder, *more, **named: None)
     return stand_in
 
 

@@ -359,3 +359,35 @@ def test_origins_are_words_or_a_list(tmp_path: Path) -> None:
         "https://b",
     ]
     assert load_config([yaml_file(tmp_path, 'allowed_origins: "*"')]).allowed_origins == ["*"]
+
+
+KV_EVENTS = '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5556", "topic": "kv@pod@tiny"}'
+
+
+def test_vllms_options_of_kv_events_reach_the_engine(tmp_path: Path) -> None:
+    config = load_config([flag("kv_events_config", KV_EVENTS)])
+    assert config.kv_events_config and config.kv_events_config.topic == "kv@pod@tiny"
+    assert config.for_engine(tmp_path, None).cache_events
+    config = load_config([yaml_file(tmp_path, "kv_events_config: {enable_kv_cache_events: false}")])
+    assert not config.for_engine(tmp_path, None).cache_events
+    assert not load_config().for_engine(tmp_path, None).cache_events
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{}", "enable_kv_cache_events"),
+        ('{"enable_kv_cache_events": true, "max_queue_size": 5}', "max_queue_size"),
+        ('{"enable_kv_cache_events": true, "publisher": "kafka"}', "publisher"),
+        ("{", "not JSON"),
+    ],
+)
+def test_options_of_kv_events_that_mean_nothing_here_are_refused_by_name(text: str, named: str) -> None:
+    error = refusal(flag("kv_events_config", text))
+    assert named in str(error) and "--kv-events-config" in str(error)
+
+
+def test_kv_events_need_a_prefix_cache(tmp_path: Path) -> None:
+    config = load_config([flag("kv_events_config", KV_EVENTS), flag("prefix_caching", False)])
+    with pytest.raises(ConfigError, match="--no-prefix-caching"):
+        config.for_engine(tmp_path, None)

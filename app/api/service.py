@@ -1,0 +1,102 @@
+"""One server without HTTP's sockets: tokenizer, engine, application. The command line and Ray Serve host it alike."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from app.api.app import create_app, services_for
+from app.client.admission import Admission
+from app.client.client import EngineClient
+from app.client.kv_events import KvEventPublisher
+from app.client.supervisor import EngineUnavailable, Supervisor
+from app.config.settings import Config
+from app.metrics import metrics_for
+from app.text.tokenizer import Tokenizer
+from app.wire import encode_config
+
+logger = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "app.engine.process")
+_LOG_METRICS_SECONDS = 10.0
+
+
+class Service:
+    """Engine and application of one model. `target` and `draft` are the checkpoints' folders.
+
+    The constructor raises TokenizerError or ChatTemplateError for files that cannot be used. It raises ConfigError for
+    settings that exclude each other, and zmq.ZMQError for an address of KV events that cannot be bound.
+    """
+
+    def __init__(
+        self, config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND
+    ) -> None:
+        tokenizer = Tokenizer(target)
+        _warn(tokenizer, config)
+        sampling = ", ".join(f"{name} {value:g}" for name, value in asdict(tokenizer.defaults).items())
+        logger.info("sampling where a request says nothing: %s", sampling)
+        settings = encode_config(config.for_engine(target, draft))
+        metrics = metrics_for(config.metrics_prefix, config.model_names[0])
+        supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
+        admission = Admission(config.max_queue, config.max_concurrency_per_key)
+        events = config.kv_events_config
+        publisher = KvEventPublisher(events) if events is not None and events.is_on else None
+        self.config = config
+        self.engine = EngineClient(supervisor, admission, metrics, publisher)
+        self.services = services_for(config, self.engine, tokenizer, metrics)
+        self.app = create_app(self.services)
+        self._logging: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the engine process and return."""
+        self.engine.start()
+        self._logging = asyncio.create_task(self._log_metrics())
+
+    async def loaded(self) -> None:
+        """Wait while the engine is loading."""
+        while self.engine.state.phase == "loading":
+            await self.engine.supervisor.next_state()
+
+    async def ready(self) -> None:
+        """Wait until the engine takes requests. Raises EngineUnavailable, with the reason, if it is dead or drains."""
+        await self.loaded()
+        if self.engine.state.phase != "ready":
+            raise EngineUnavailable(self.engine.state.reason or "the engine ended", self.engine.state.phase)
+
+    async def death(self) -> None:
+        """Wait until the engine is dead."""
+        while self.engine.state.phase != "dead":
+            await self.engine.supervisor.next_state()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and give the running ones `shutdown_timeout` seconds."""
+        logger.info("stopping: running requests get %g s", self.config.shutdown_timeout)
+        await self.engine.drain(self.config.shutdown_timeout)
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """End the engine process, which gets `grace` seconds to do that itself. Idempotent."""
+        await self.engine.shutdown(grace)
+        if self._logging is not None:
+            self._logging.cancel()
+            await asyncio.wait([self._logging])
+
+    async def _log_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(_LOG_METRICS_SECONDS)
+            self.services.metrics.log_line()
+
+
+def _warn(tokenizer: Tokenizer, config: Config) -> None:
+    """Log settings and tokenizer files that this server cannot honour."""
+    for name in config.default_chat_template_kwargs:
+        if name not in tokenizer.chat_template.switches:
+            logger.warning("--default-chat-template-kwargs: this model's chat template does not know %s", name)
+    if tokenizer.model_vocab_size is not None and tokenizer.max_id >= tokenizer.model_vocab_size:
+        logger.warning(
+            "tokenizer.json makes token ids up to %d, but by config.json the vocabulary of the model ends at %d: "
+            "a text that has such a token will be refused",
+            tokenizer.max_id,
+            tokenizer.model_vocab_size - 1,
+        )

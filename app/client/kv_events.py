@@ -1,0 +1,116 @@
+"""Publisher of the prefix cache's changes, in the form of vLLM's KV events.
+
+A message has three frames: topic, sequence number (8 bytes, big-endian, from 0 on), and a msgpack array
+`[time, events, 0]` of one data-parallel rank. An event is a map with `type`. The sequence goes on over restarts of the
+engine. A subscriber that has missed some asks the replay endpoint for them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from app.config.values import KvEventsConfig
+from app.messages import CacheEvent
+
+logger = logging.getLogger(__name__)
+
+_END = (-1).to_bytes(8, "big", signed=True)
+"""Sequence number behind the last message of a replay."""
+_MEDIUM = "GPU"
+"""Word for a device's memory, whatever the device. Routers weight a medium that they do not know as slower."""
+
+
+class BlockStored(msgspec.Struct, tag_field="type", tag=True, omit_defaults=True):
+    """Pages that follow one another are cached. `extra_keys` has the salt of the first page of a salted prompt."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag_field="type", tag=True):
+    """Pages are cached no more."""
+
+    block_hashes: list[bytes]
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, tag_field="type", tag=True):
+    """No page is cached."""
+
+
+class KvEventPublisher:
+    """Sockets of one server's events. Raises zmq.ZMQError if an address cannot be bound."""
+
+    def __init__(self, config: KvEventsConfig) -> None:
+        self._topic = config.topic.encode()
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._next = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._events = self._context.socket(zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
+        self._events.set_hwm(config.hwm)
+        self._replay.set_hwm(0)
+        try:
+            self._events.bind(config.endpoint)
+            if config.replay_endpoint is not None:
+                self._replay.bind(config.replay_endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Answer replays in the running event loop."""
+        asyncio.get_running_loop().add_reader(self._replay.fileno(), self.answer_replays)
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        """Send the changes of one step. A subscriber that is too slow loses some, and may ask for a replay."""
+        batch = [time.time(), [_vllms(event) for event in events], 0]
+        payload = msgspec.msgpack.encode(batch)
+        self._sent.append((self._next, payload))
+        self._events.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+        self._next += 1
+
+    def answer_replays(self) -> None:
+        """Send what is kept from the sequence number of each request on, and then the end."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._replay.recv_multipart(zmq.NOBLOCK)
+                if len(frames) != 3 or len(frames[2]) != 8:
+                    logger.warning("a request of %d frames for KV events has no sequence number", len(frames))
+                    continue
+                client, first = frames[0], int.from_bytes(frames[2], "big")
+                for number, payload in self._sent:
+                    if number >= first:
+                        self._replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
+                self._replay.send_multipart((client, b"", self._topic, _END, b""))
+
+    def close(self) -> None:
+        """Deliver what was sent, for a second at most, and free the addresses."""
+        with contextlib.suppress(RuntimeError):  # There is no event loop before the start.
+            asyncio.get_running_loop().remove_reader(self._replay.fileno())
+        self._context.destroy(linger=1000)
+
+
+def _vllms(event: CacheEvent) -> Any:
+    """Return vLLM's event of a change."""
+    if event.kind == "cleared":
+        return AllBlocksCleared()
+    if event.kind == "removed":
+        return BlockRemoved(event.digests, _MEDIUM)
+    extra = [[event.cache_salt], *([None] * (len(event.digests) - 1))] if event.cache_salt else None
+    return BlockStored(
+        event.digests, event.parent, event.token_ids, event.page_size, None, _MEDIUM, None, extra_keys=extra
+    )

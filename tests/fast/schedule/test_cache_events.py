@@ -1,0 +1,149 @@
+"""An index that is rebuilt from the published KV events has the pages that the pool has, and no others."""
+
+import hashlib
+from array import array
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from app.client.kv_events import KvEventPublisher
+from app.config.values import KvEventsConfig
+from app.engine.schedule.cache_events import CacheEvents
+from tests.fast.schedule.scheduler_harness import VOCAB, Harness
+
+PAGE = 4
+END = (1 << 64) - 1
+
+
+class Index:
+    """Index of a router: pages by their hashes. It knows msgpack and vLLM's names of the fields alone."""
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, tuple[int, ...]] = {}
+        self.next = 0
+        self.kinds: set[str] = set()
+        self.longest = 0
+
+    def take(self, topic: bytes, number: bytes, payload: bytes) -> None:
+        assert (topic, int.from_bytes(number, "big")) == (b"kv@here", self.next)
+        self.next += 1
+        _, events, rank = msgspec.msgpack.decode(payload)
+        assert rank == 0
+        for event in events:
+            self.kinds.add(event["type"])
+            getattr(self, event["type"])(event)
+
+    def BlockStored(self, event: dict[str, Any]) -> None:
+        must = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size"}
+        must |= {"lora_id", "lora_name", "medium"}
+        assert must <= event.keys() <= must | {"extra_keys"}
+        assert (event["block_size"], event["medium"], event["lora_id"]) == (PAGE, "GPU", None)
+        hashes, tokens, parent = event["block_hashes"], event["token_ids"], event["parent_block_hash"]
+        assert len(tokens) == PAGE * len(hashes)
+        salt = event["extra_keys"][0][0] if "extra_keys" in event else ""
+        assert not (salt and parent), "only the first page of a prompt has the salt"
+        self.longest = max(self.longest, len(hashes))
+        digest = parent or hashlib.sha256(salt.encode()).digest()
+        for number, name in enumerate(hashes):
+            own = tokens[number * PAGE : (number + 1) * PAGE]
+            digest = hashlib.sha256(digest + array("i", own).tobytes()).digest()
+            assert name == digest, "tokens, parent and salt are not those of the page"
+            assert name not in self.pages
+            self.pages[name] = tuple(own)
+
+    def BlockRemoved(self, event: dict[str, Any]) -> None:
+        assert event.keys() == {"type", "block_hashes", "medium"}
+        for name in event["block_hashes"]:
+            del self.pages[name]
+
+    def AllBlocksCleared(self, event: dict[str, Any]) -> None:
+        assert event.keys() == {"type"}
+        self.pages.clear()
+
+
+@pytest.fixture
+def sockets(tmp_path):
+    """Publisher with a subscriber, and a client of its replays."""
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    options = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay, "topic": "kv@here"}
+    publisher = KvEventPublisher(KvEventsConfig(**options, buffer_steps=50))
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, context.socket(zmq.DEALER) as client:
+        for socket in (subscriber, client):
+            socket.linger, socket.rcvtimeo = 0, 60_000
+            socket.set_hwm(0)
+        subscriber.subscribe(b"kv@here")
+        subscriber.connect(endpoint)
+        client.connect(replay)
+        publisher._events.poll(200)  # A subscription needs a moment to arrive.
+        yield publisher, subscriber, client
+        publisher.close()
+
+
+def work(harness: Harness, random: Random, publisher: KvEventPublisher, steps: int) -> None:
+    """Run requests of a few stems and salts, with aborts and flushes, and publish behind each step."""
+    stems = [[random.randrange(VOCAB) for _ in range(16)] for _ in range(4)]
+    for _ in range(steps):
+        if len(harness.live) < 6:
+            begins = random.choice(stems)[: random.randrange(17)]
+            harness.add(
+                random.randrange(1, 22), random.randrange(1, 9), begins=begins, salt=random.choice(["", "", "s"])
+            )
+        if random.random() < 0.05:
+            harness.abort(random.choice(list(harness.live)))
+        if random.random() < 0.02:
+            harness.flush()
+        if harness.scheduler.has_work:
+            harness.step(lambda rows: random.randrange(rows.num_drafts + 1))
+        if events := harness.scheduler.take_cache_events():
+            publisher.publish(events)
+
+
+def test_the_rebuilt_index_is_the_pools_after_a_random_load(sockets):
+    publisher, subscriber, _ = sockets
+    harness = Harness(page_size=PAGE, spare_pages=6, spare_rows=8, prefix_caching=True)
+    harness.pool.events = CacheEvents()
+    index = Index()
+    for seed in range(3):
+        work(harness, Random(seed), publisher, 40)
+        while index.next < publisher._next:
+            index.take(*subscriber.recv_multipart())
+        assert index.pages.keys() == harness.pool._page_of.keys()
+    assert harness.pages_evicted and harness.pages_found and index.longest > 1
+    assert index.kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+
+
+def test_a_replay_begins_where_it_was_asked_to_and_has_what_is_kept(sockets):
+    publisher, _, client = sockets
+    for _ in range(60):
+        publisher.publish([])
+    for asked, first in ((55, 55), (3, 10), (90, None)):
+        client.send_multipart((b"", asked.to_bytes(8, "big")))
+        assert publisher._replay.poll(60_000)
+        publisher.answer_replays()
+        wanted = [END] if first is None else [*range(first, 60), END]
+        for number in wanted:
+            frames = client.recv_multipart()
+            assert frames[:3] == [b"", b"kv@here", number.to_bytes(8, "big")]
+            assert (frames[3] == b"") == (number == END)
+
+
+def test_a_request_for_a_replay_that_cannot_be_read_is_told_and_the_next_is_answered(sockets, caplog):
+    publisher, _, client = sockets
+    client.send_multipart((b"", b"short"))
+    client.send_multipart((b"", bytes(8)))
+    for _ in range(600):
+        publisher.answer_replays()
+        if client.poll(100):
+            break
+    assert client.recv_multipart() == [b"", b"kv@here", END.to_bytes(8, "big"), b""]
+    assert "no sequence number" in caplog.text
+
+
+def test_without_events_the_pool_collects_none():
+    harness = Harness(page_size=PAGE, prefix_caching=True)
+    harness.add(12, 4)
+    harness.drain()
+    assert harness.pool._page_of and harness.pool.events is None and harness.scheduler.take_cache_events() == []

@@ -1,0 +1,41 @@
+"""A Ray cluster of this machine with the application on it: `python driver.py PORT` in the environment of Ray.
+
+It reads commands from stdin, one JSON object a line, and answers each with a line. The end of stdin ends the cluster.
+"""
+
+import json
+import sys
+from typing import Any
+
+import ray
+from ray import serve
+
+from app.config.error import ConfigError
+from app.ray_serve import application
+
+
+def obey(command: dict[str, Any]) -> Any:
+    """Deploy with these arguments, or return the states of the replicas."""
+    if "deploy" in command:
+        try:
+            serve.run(application(command["deploy"]), name="dflash", route_prefix="/")
+        except ConfigError as error:
+            return {"refused": str(error)}
+        except RuntimeError as error:
+            return {"failed": str(error)}
+    deployments = serve.status().applications["dflash"].deployments.values()
+    return {"states": {str(state): count for one in deployments for state, count in one.replica_states.items()}}
+
+
+def main() -> None:
+    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, configure_logging=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+    print(json.dumps({"started": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(obey(json.loads(line))), flush=True)
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
