@@ -32,11 +32,13 @@ LUCKY_PAIRS: dict[str, Callable[[Path], Pair]] = {
 def subject_of(name: str, folder: Path) -> Subject:
     if name == "demo":
         return demo_subject(6, max_tokens=24)
-    if name in LUCKY_PAIRS:
+    if name in LUCKY_PAIRS:  # short prompts before long ones, whose sequences are preempted
         pair = LUCKY_PAIRS[name](folder / "pair")
+        *longs, one, sixteen, longest = random_prompts(pair.vocab_size, 5)
+        prompts = [replace(prompt, max_tokens=40) for prompt in (one, sixteen, longest, *longs)]
     else:
         pair = make_pair(folder / "pair", vocab_size=96, block_size=16, **FAMILIES[name])
-    prompts = [replace(prompt, max_tokens=min(prompt.max_tokens, 12)) for prompt in random_prompts(pair.vocab_size, 3)]
+        prompts = [replace(prompt, max_tokens=min(prompt.max_tokens, 12)) for prompt in random_prompts(96, 3)]
     return Subject(name, pair.target, pair.draft, prompts)
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,37 @@ def until(condition: Any, seconds: float) -> None:
     ids=["follower killed", "follower stopped", "rank 0 killed", "rank 0 stopped"],
 )
 def test_the_end_of_a_rank_under_load_is_told_and_the_next_engine_serves(victim: str, number: int, said: str):
+    told_and_served_again(lambda ranks: os.kill(ranks[victim], number), said)
+
+
+PLANTED = """
+import sys
+from pathlib import Path
+
+if "app.engine.ranks.follower" in sys.orig_argv:
+    from app.engine.step.runner import ModelRunner
+
+    own, order = ModelRunner.launch, Path(__file__).parent / "raise"
+
+    def launch(runner, inputs):
+        if order.exists():
+            order.unlink()
+            raise ZeroDivisionError("planted")
+        return own(runner, inputs)
+
+    ModelRunner.launch = launch
+"""
+
+
+def test_an_exception_in_a_follower_is_told_and_the_next_engine_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    told = "rank 1 ended with exit code 1: ZeroDivisionError: planted, so the engine ends"
+    told_and_served_again(lambda _: (tmp_path / "raise").touch(), told)
+
+
+def told_and_served_again(end: Callable[[dict[str, int]], None], said: str) -> None:
+    """Assert that the stream in which `end` breaks a rank tells `said`, and that a new engine says the same text."""
     with ready("demo", *FLAGS) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
         whole = client.post("/v1/completions", json=LONG | {"min_tokens": 8, "max_tokens": 8}).json()
         ranks = processes()
@@ -64,7 +96,7 @@ def test_the_end_of_a_rank_under_load_is_told_and_the_next_engine_serves(victim:
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
             events = response.iter_lines()
             assert next(events).startswith("data: ")
-            os.kill(ranks[victim], number)
+            end(ranks)
             rest = "\n".join(events)
         assert said in rest and "[DONE]" not in rest
         until(lambda: all(is_gone(pid) for pid in ranks.values()), 5)

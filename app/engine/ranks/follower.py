@@ -7,6 +7,7 @@ The last line of stdout says why the process ends.
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import zmq
@@ -35,9 +36,10 @@ def main() -> None:
         meeting = Meeting(int(rank), config.tensor_parallel_size, store, config.distributed_timeout_seconds)
         follow(build_runner(config, meeting.rank, lambda backend: Rank(backend.join(meeting))), socket.recv)
     except Exception as error:
+        traceback.print_exc()
         print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
-        os.dup2(2, 1)  # torch_npu writes a line of its own to stdout when a process ends
-        raise
+        # A slow end would let rank 0 blame the connection that closes first, and torch_npu would write to stdout.
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from app.engine.backend import factory
 from app.engine.backend.accelerator import check_ranks
@@ -29,6 +30,7 @@ from app.engine.backend.graph import Graph
 from app.engine.backend.moe import MoeConfig
 from app.engine.build import engine as build
 from app.engine.build import loader
+from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.engine import Engine, build_engine
 from app.engine.build.loader import SafetensorsWeights
 from app.engine.comm.comm import ALONE, Comm
@@ -39,6 +41,7 @@ from app.engine.models.config import DecoderConfig, GatedDeltaConfig, RopeConfig
 from app.engine.models.layers import DecoderLayer, StepRows
 from app.engine.models.qwen3_5 import HybridLayer, TextWeights
 from app.engine.models.qwen3_next import GroupedWeights
+from app.engine.models.registry import target_class
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
 from app.engine.models.weights import ExpertLayout, LayerSource, Part
@@ -52,11 +55,12 @@ from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graphs import StepGraphs
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
-from tests.fast.engine import lossless
+from tests.fast.engine import lossless, thread_ranks
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
+from tests.fast.engine.live_bytes import LiveBytes
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, random_prompts
 from tests.fast.engine.pairs import FAMILIES, GPT_OSS, Pair, make_pair
-from tests.fast.engine.thread_ranks import ThreadRanks, on_ranks
+from tests.fast.engine.thread_ranks import ThreadComm, ThreadRanks, on_ranks
 
 LUCKY_EVEN = LUCKY | {"seed": 16, "vocab_size": 4}
 """A pair with four KV heads and four tokens, of whose drafts some are accepted."""
@@ -510,6 +514,41 @@ def test_a_rank_reads_its_parts_of_experts_and_heads_alone(tmp_path: Path, name:
     elif name in HYBRID:
         more |= {"linear_attn.norm"} | ({"mlp.shared_expert_gate"} if more else set())
     assert whole_tensors(pair, monkeypatch) == WHOLE | more
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", *SPARSE, "Qwen3.5", "Qwen3-Next"])
+def test_loading_takes_the_share_of_a_rank_and_one_tensor_more(tmp_path: Path, name: str):
+    """The embedding is whole on each rank, and here it is one of the largest tensors, as in real models."""
+    pair = pair_of(tmp_path, name, vocab_size=512, dtype=torch.bfloat16)
+    embedding, (own, peak, largest), (whole, _, _) = 512 * 32 * 4, loaded(pair, 2), loaded(pair, 1)
+    print(f"{name}: a rank has {own} of {whole} bytes, and the peak is {peak - own} more; a tensor has {largest}")
+    assert 2 * own - whole <= embedding + 0.05 * whole, "beside the embedding, small tensors alone are whole"
+    assert peak - own <= largest
+
+
+def loaded(pair: Pair, size: int) -> tuple[int, int, int]:
+    """Return the bytes of a target on rank 1 of `size`, those at the peak of its load, and those of a whole tensor."""
+    raw, largest = read_config(pair.target), 0
+    comm = ThreadComm(1, thread_ranks.Meeting(size)) if size > 1 else ALONE
+    with LiveBytes() as live:
+        weights = SafetensorsWeights(pair.target, BACKEND.device, torch.float32)
+
+        def noted(get: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def read(name: str, *shape: int, **how: Any) -> Tensor:
+                nonlocal largest
+                largest = max(largest, 4 * math.prod(shape))
+                return live.note(get(name, *shape, **how))
+
+            return read
+
+        for method in ("get", "get_float32", "packed"):
+            setattr(weights, method, noted(getattr(weights, method)))
+        kept = register_module_parameter_registration_hook(lambda module, name, parameter: live.note(parameter))
+        target = target_class(raw)(target_config(raw).shard(size), weights, BACKEND, (), comm)
+        own = live.now
+        kept.remove()
+    assert len(target.layers) == pair.num_layers
+    return own, live.peak, largest
 
 
 # Refusals
