@@ -20,7 +20,7 @@ from tests.exhaustive.acceptance import (
     keeps,
     requests,
 )
-from tests.fast.engine.draft_mistakes import IN_THE_ENGINE
+from tests.fast.engine.draft_mistakes import IN_THE_ENGINE, with_causal_blocks
 from tests.fast.engine.lossless import run_engine
 
 
@@ -46,8 +46,15 @@ def test_acceptance_stays(domain: str, way: str):
 # weight costs the shipped draft too little to show here; test_draft_parity.py sees it.)
 
 
-@pytest.mark.parametrize("mistake", IN_THE_ENGINE)
-@pytest.mark.parametrize("domain", FLOOR)
+SEEN = [
+    (domain, mistake)
+    for domain in FLOOR
+    for mistake in IN_THE_ENGINE
+    if (domain, mistake) != ("copy", with_causal_blocks)  # a copied word follows from those before: one step of 36
+]
+
+
+@pytest.mark.parametrize(("domain", "mistake"), SEEN)
 def test_a_mistake_falls_through_the_floor_and_leaves_the_text(domain: str, mistake: Callable[[Engine], None]):
     broken = engine()
     mistake(broken)
