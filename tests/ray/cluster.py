@@ -19,6 +19,7 @@ SETTINGS: dict[str, Any] = {
     "model": "demo",
     "device": "cpu",
     "num_replicas": 2,
+    "num_cpus": 0.4,
     "max_num_seqs": 4,
     "max_queue": 2,
     "verify": "full",
@@ -37,8 +38,9 @@ ENVIRONMENT = {
 class Cluster:
     """Cluster with the demo pair's application, at `url`."""
 
-    def __init__(self, program: "subprocess.Popen[str]", port: int) -> None:
+    def __init__(self, program: "subprocess.Popen[str]", port: int, log: Path) -> None:
         self._program = program
+        self._log = log
         self.url = f"http://127.0.0.1:{port}"
 
     def obey(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +55,7 @@ class Cluster:
         for line in self._program.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
-        raise AssertionError("the driver ended")
+        raise AssertionError(f"the driver ended: {self._log.read_text(encoding='utf-8')[-3000:]}")
 
     def deploy(self, **changes: Any) -> dict[str, Any]:
         return self.obey({"deploy": SETTINGS | changes})
@@ -63,17 +65,19 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
-    """Yield a cluster without an application."""
+def cluster(log: Path) -> Iterator[Cluster]:
+    """Yield a cluster without an application. What Ray says goes into `log`."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     command = [PYTHON, ROOT / "tests" / "ray" / "driver.py", str(port)]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as program:
-        running = Cluster(program, port)
+    pipe = subprocess.PIPE
+    with (
+        log.open("w", encoding="utf-8") as lines,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=lines, text=True, env=environment) as program,
+    ):
+        running = Cluster(program, port, log)
         try:
             assert running.answer() == {"started": True}
             yield running

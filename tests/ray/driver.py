@@ -27,8 +27,19 @@ def obey(command: dict[str, Any]) -> Any:
     return {"states": {str(state): count for one in deployments for state, count in one.replica_states.items()}}
 
 
+def start(attempts: int = 4) -> None:
+    """Start Ray. It gives its own node 30 s to start, which a busy machine may exceed."""
+    try:
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, configure_logging=False)
+    except Exception as error:
+        if "timed out during startup" not in str(error) or attempts == 1:
+            raise
+        ray.shutdown()
+        start(attempts - 1)
+
+
 def main() -> None:
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, configure_logging=False)
+    start()
     serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
     print(json.dumps({"started": True}), flush=True)
     for line in sys.stdin:
