@@ -2,7 +2,8 @@
 
 One resolution for Python 3.11 gives all files, so both architectures and both images have the same versions. torch has
 files of its own, because a change of another package must not rebuild its layer of a gigabyte. A file lists the hashes
-of the wheels that fit its architecture and Python 3.11 or 3.12, and nothing else installs.
+of the wheels that fit its architecture and Python 3.11 or 3.12, and nothing else installs. The image for CUDA is of
+amd64 alone, and has a torch of its own with Triton and CUDA's libraries.
 """
 
 import subprocess
@@ -27,6 +28,10 @@ TORCH_CPU = (
 )
 
 
+TORCH_CUDA = "2.11.0"
+"""PyPI's torch for x86, which brings Triton 3.6."""
+
+
 def compile_lock(wanted: Iterable[str], arch: str, python: str, *options: str) -> list[dict[str, Any]]:
     """Return the packages of uv's pylock.toml for one platform; it names the one wheel of each that fits."""
     command = "uv pip compile - --quiet --no-config --format pylock.toml --only-binary :all: --default-index".split()
@@ -37,17 +42,17 @@ def compile_lock(wanted: Iterable[str], arch: str, python: str, *options: str) -
     return list(tomllib.loads(done.stdout)["packages"])
 
 
-def resolve() -> dict[str, str]:
-    """Package -> version, with all that the `npu` extra needs. arm64, because PyPI's torch is a CPU build there."""
+def resolve(*extra: str, arch: str = "arm64") -> dict[str, str]:
+    """Package -> version, with `extra`. PyPI's torch is a CPU build on arm64 and a CUDA build on amd64."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["npu"], BUILD]
-    return {package["name"]: package["version"] for package in compile_lock(wanted, "arm64", PYTHONS[0])}
+    wanted = [*project["dependencies"], *(extra or project["optional-dependencies"]["npu"]), BUILD]
+    return {package["name"]: package["version"] for package in compile_lock(wanted, arch, PYTHONS[0])}
 
 
 def lock(versions: dict[str, str], arch: str) -> dict[str, list[str]]:
     """`name==version` -> sha256 of the wheels that fit `arch` and PYTHONS."""
     locked: dict[str, list[str]] = {}
-    if arch == "amd64":
+    if arch == "amd64" and versions["torch"] != TORCH_CUDA:
         locked["torch==" + TORCH_CPU[0]] = list(TORCH_CPU[1:])
         versions = {name: version for name, version in versions.items() if name != "torch"}
     for python in PYTHONS:
@@ -64,15 +69,24 @@ def main() -> None:
         locked = lock(versions, arch)
         torch = {pin for pin in locked if pin.startswith("torch==")}
         npu = {pin for pin in locked if pin.startswith("torch-npu==")}
-        for name, pins in {
-            f"torch-{arch}": torch,
-            f"requirements-npu-{arch}": locked.keys() - torch,
-            f"requirements-cpu-{arch}": locked.keys() - torch - npu,
-        }.items():
-            text = f"# Written by docker/lock.py for Python {' and '.join(PYTHONS)} on {arch}; do not edit.\n"
-            for pin in sorted(pins):
-                text += " \\\n".join([pin, *(f"    --hash=sha256:{value}" for value in locked[pin])]) + "\n"
-            (ROOT / "docker" / f"{name}.txt").write_text(text, encoding="utf-8")
+        write(f"torch-{arch}", arch, locked, torch)
+        write(f"requirements-npu-{arch}", arch, locked, locked.keys() - torch)
+        write(f"requirements-cpu-{arch}", arch, locked, locked.keys() - torch - npu)
+    main_cuda()
+
+
+def main_cuda() -> None:
+    locked = lock(resolve(f"torch=={TORCH_CUDA}", arch="amd64"), "amd64")
+    torch = {pin for pin in locked if pin.startswith(("torch==", "triton==", "nvidia-", "cuda-"))}
+    write("torch-cuda-amd64", "amd64", locked, torch)
+    write("requirements-cuda-amd64", "amd64", locked, locked.keys() - torch)
+
+
+def write(name: str, arch: str, locked: dict[str, list[str]], pins: Iterable[str]) -> None:
+    text = f"# Written by docker/lock.py for Python {' and '.join(PYTHONS)} on {arch}; do not edit.\n"
+    for pin in sorted(pins):
+        text += " \\\n".join([pin, *(f"    --hash=sha256:{value}" for value in locked[pin])]) + "\n"
+    (ROOT / "docker" / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

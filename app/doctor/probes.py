@@ -5,9 +5,12 @@ The process writes the names of all probes to stdout as one line of JSON. A line
 """
 
 import importlib
+import importlib.util
 import json
 import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -106,13 +109,16 @@ def probes(device: str) -> list[Probe]:
     if kind == "npu":
         host = importlib.import_module("app.doctor.npu_host").probes(settled)
     elif kind == "cuda":
-        host = [Probe("devices", partial(gpus, settled), ("torch",), "there is no such device")]
+        host = [
+            Probe("devices", partial(gpus, settled), ("torch",), "there is no such device"),
+            Probe("compiler", compiler, ("torch",), "Triton cannot compile a launcher"),
+        ]
     opened = cache(lambda: _open(settled))
     return [
         *([Probe("device", lambda: ok(f"auto is {settled} here"))] if device == "auto" else []),
         Probe("torch", partial(torch_build, kind), without="torch cannot be used"),
         *host,
-        Probe("backend", lambda: backend(opened()), ("torch", "devices"), "the backend cannot be opened"),
+        Probe("backend", lambda: backend(opened()), ("torch", "devices", "compiler"), "the backend cannot be opened"),
         Probe("memory", lambda: memory(opened()), ("backend",)),
         *(Probe(name, partial(_operator, opened, name), ("backend",)) for name in OPERATORS),
     ]
@@ -150,6 +156,22 @@ def gpus(device: str) -> Finding:
             else "`nvidia-smi` must list a GPU, and its driver must be recent enough for this torch",
         )
     return ok(f"{found}; {device} is {torch.cuda.get_device_name(index)}")
+
+
+def compiler() -> Finding:
+    """Find what Triton compiles a launcher with when a kernel is first launched: a C compiler, and Python.h."""
+    if not importlib.util.find_spec("triton"):
+        return warning("Triton is not installed: operators are PyTorch's, without graphs", "pip install triton")
+    found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang"))), None)
+    if found is None or not shutil.which(found):
+        return failed(
+            "there is no C compiler" if found is None else f"CC={found} is not there",
+            "install gcc (Debian and Ubuntu: apt-get install gcc libc6-dev), or name another compiler in CC",
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return failed(f"{found}, but no {header}", "install Python's headers (Debian and Ubuntu: python3-dev)")
+    return ok(f"{found}, {header}")
 
 
 def backend(opened: "Backend") -> Finding:

@@ -38,7 +38,7 @@ from tests import ROOT
 DOCKER = ROOT / "docker"
 BIN = Path(sys.executable).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DOCKERFILES = ("Dockerfile.npu", "Dockerfile.cpu")
+DOCKERFILES = ("Dockerfile.npu", "Dockerfile.cpu", "Dockerfile.cuda")
 ARCHITECTURES = ("amd64", "arm64")
 
 
@@ -684,8 +684,9 @@ def test_a_change_rebuilds_no_layer_that_it_does_not_concern(name: str) -> None:
     kind = name.removeprefix("Dockerfile.")
     torch, packages = steps_with(name, "--requirement", "torch.txt"), steps_with(name, "requirements.txt")
     assert len(torch) == len(packages) == 1
-    assert torch[0] in rebuilt(name, "docker/torch-amd64.txt") and torch[0] in rebuilt(name, "TORCH_INDEX_URL")
-    packages_alone = rebuilt(name, f"docker/requirements-{kind}-arm64.txt")
+    lock = "torch-cuda-amd64" if kind == "cuda" else "torch-amd64"
+    assert torch[0] in rebuilt(name, f"docker/{lock}.txt") and torch[0] in rebuilt(name, "TORCH_INDEX_URL")
+    packages_alone = rebuilt(name, f"docker/requirements-{kind}-amd64.txt")
     assert torch[0] not in packages_alone and packages[0] in packages_alone
     for change in ("docker/entrypoint-npu.sh", "app/cli.py", "USER_ID", "GROUP_ID"):
         assert not {*torch, *packages} & {*rebuilt(name, change)}, change
@@ -699,8 +700,11 @@ def test_a_change_rebuilds_no_layer_that_it_does_not_concern(name: str) -> None:
 def test_torch_is_asked_of_its_index_and_all_other_packages_of_theirs(name: str) -> None:
     assert "extra" not in read(f"docker/{name}").lower(), "an index more is asked for every package"
     assert steps_with(name, "pip install", "TORCH_INDEX_URL") == steps_with(name, "torch.txt")
-    for (_, arch), versions in LOCKS.items():
-        assert set(locked(read(f"docker/torch-{arch}.txt"))) == {"torch"} and "torch" in versions
+    for (kind, arch), versions in LOCKS.items():
+        of_torch = set(locked(read(f"docker/{torch_lock(kind, arch)}.txt")))
+        libraries = {package for package in of_torch if package.startswith(("nvidia-", "cuda-"))}
+        assert of_torch - libraries == ({"torch", "triton"} if kind == "cuda" else {"torch"}) and "torch" in versions
+        assert bool(libraries) == (kind == "cuda")
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -725,6 +729,16 @@ def test_a_build_without_buildkit_says_what_is_missing(name: str) -> None:
     done = subprocess.run(["sh", "-c", guard], env={"TARGETARCH": ""}, capture_output=True, text=True)
     assert done.returncode != 0 and "BuildKit" in done.stderr
     assert subprocess.run(["sh", "-c", guard], env={"TARGETARCH": "arm64"}).returncode == 0
+
+
+def test_the_cuda_image_has_what_triton_compiles_with_and_is_refused_on_arm64() -> None:
+    (system,) = steps_with("Dockerfile.cuda", "apt-get install")
+    assert " gcc " in system and " libc6-dev" in system, "`dflash-server check` fails without them"
+    assert "python:3.11-" in read("docker/Dockerfile.cuda"), "this base has Python.h, which Debian's python3 has not"
+    refusal = re.findall(r"if \[ \"\$\{TARGETARCH\}\".*?; fi", system)[0]
+    for arch, code in (("amd64", 0), ("arm64", 1)):
+        done = subprocess.run(["sh", "-c", refusal], env={"TARGETARCH": arch}, capture_output=True, text=True)
+        assert done.returncode == code and ("amd64" in done.stderr) == bool(code)
 
 
 # --- what runs in the images ------------------------------------------------------------------------------------------
@@ -817,10 +831,14 @@ def locked(text: str) -> dict[str, str]:
     return versions
 
 
+def torch_lock(kind: str, arch: str) -> str:
+    return f"torch-cuda-{arch}" if kind == "cuda" else f"torch-{arch}"
+
+
 LOCKS = {
-    (kind, arch): locked(read(f"docker/requirements-{kind}-{arch}.txt")) | locked(read(f"docker/torch-{arch}.txt"))
-    for kind in ("npu", "cpu")
-    for arch in ARCHITECTURES
+    (kind, arch): locked(read(f"docker/requirements-{kind}-{arch}.txt"))
+    | locked(read(f"docker/{torch_lock(kind, arch)}.txt"))
+    for kind, arch in [*((kind, arch) for kind in ("npu", "cpu") for arch in ARCHITECTURES), ("cuda", "amd64")]
 }
 
 
@@ -839,10 +857,12 @@ def test_the_lock_files_satisfy_the_project() -> None:
     assert unmet(["torch==2.11.0", "flask"], LOCKS["npu", "arm64"]) == ["torch==2.11.0", "flask"]
 
 
-def test_all_images_have_the_same_versions_and_a_cpu_torch() -> None:
+def test_images_have_the_same_versions_and_a_cpu_torch_but_for_cudas() -> None:
     assert LOCKS["npu", "amd64"]["torch"] == "2.10.0+cpu", "PyPI's torch for x86 is a CUDA build"
     plain = {key: {name: Version(v).public for name, v in versions.items()} for key, versions in LOCKS.items()}
     assert plain["npu", "amd64"] == plain["npu", "arm64"]
+    cuda = plain["cuda", "amd64"]
+    assert (cuda["torch"], cuda["triton"]) == ("2.11.0", "3.6.0"), "the report was written for these two"
     for arch in ARCHITECTURES:
         assert plain["npu", arch] == plain["cpu", arch] | {"torch-npu": "2.10.0.post4"}
     for name, version in (("torch", "2.10.0"), ("torch_npu", "2.10.0.post4"), ("CANN", "9.1.0")):

@@ -303,3 +303,46 @@ def test_the_operators_that_are_looked_for_are_those_that_the_backend_calls() ->
         listed = host_check.OPERATORS[call.func.attr].split()  # type: ignore[attr-defined]
         assert len(call.args) + len(call.keywords) == len(listed)
         assert {keyword.arg for keyword in call.keywords} <= set(listed[len(call.args) :])
+
+
+# ---- Triton's compiler ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return the folder of a host's programs and headers, which has gcc and Python.h."""
+    gcc = tmp_path / "gcc"
+    gcc.write_text("#!/bin/sh\n")
+    gcc.chmod(0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(probes.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: name)
+    return tmp_path
+
+
+def test_a_compiler_and_headers_of_python_are_found(triton: Path) -> None:
+    assert probes.compiler() == ok(f"{triton}/gcc, {triton}/Python.h")
+
+
+def test_a_host_without_a_compiler_or_headers_is_told_what_to_install(
+    triton: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (triton / "Python.h").unlink()
+    assert "python3-dev" in probes.compiler().hint and probes.compiler().status == "failed"
+    (triton / "gcc").unlink()
+    assert "apt-get install gcc" in probes.compiler().hint and probes.compiler().status == "failed"
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert probes.compiler().found == "CC=/nowhere/cc is not there"
+
+
+def test_without_triton_no_compiler_is_needed(triton: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (triton / "gcc").unlink()
+    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: None)
+    assert probes.compiler().status == "warning"
+
+
+def test_a_gpu_is_not_opened_without_a_compiler() -> None:
+    (asked,) = [probe for probe in probes.probes("cuda") if probe.name == "backend"]
+    assert "compiler" in asked.needs
