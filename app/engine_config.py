@@ -13,7 +13,7 @@ class EngineInfo:
     what was read from the draft's config.json, for people.
     A hybrid target has `state_bytes` of recurrent state beside the KV, and `state_cache_bytes` for
     `num_state_checkpoints` of its prefix cache.
-    `tensor_parallel_size` processes share each layer.
+    `tensor_parallel_size` processes share each layer. `tuned` are the ways of launches that were timed on a GPU.
     """
 
     target: str
@@ -33,6 +33,7 @@ class EngineInfo:
     state_cache_bytes: int = 0
     num_state_checkpoints: int = 0
     tensor_parallel_size: int = 1
+    tuned: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class EngineConfig:
     C++ before the first step. `verify` is how many rows of a block the target verifies, the anchor included: "full" is
     all, "auto" as many as pay, 1 the anchor alone.
     With `cache_events` steps tell how the prefix cache changes.
+    `tune` "off" launches a GPU's operators by default, without timing other ways.
     `tensor_parallel_size` processes share each layer of the target, and of the draft, unless
     `draft_tensor_parallel_size` is 1. While they load, one waits for another `distributed_timeout_seconds` at most.
     """
@@ -70,6 +72,7 @@ class EngineConfig:
     npu_check: bool = False
     compile: bool = False
     verify: str | int = "full"
+    tune: Literal["auto", "off"] = "auto"
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int | None = None
     distributed_timeout_seconds: int = 600

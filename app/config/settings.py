@@ -116,6 +116,11 @@ class Config(BaseModel):
     max_graphs: PositiveInt = setting(
         ENGINE, 48, "most graphs to capture; a step that fits none exactly is padded to the next larger"
     )
+    tune: Literal["auto", "off"] = setting(
+        ENGINE,
+        "auto",
+        "auto | off: time ways to launch kernels at the first start on a GPU, in at most 10 s, and keep them",
+    )
     npu_check: bool = setting(
         ENGINE, False, "hold every operator call on an NPU to docs/npu-contract.md, eagerly and slowly"
     )

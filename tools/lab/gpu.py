@@ -1,4 +1,4 @@
-"""Sections of `report --device cuda` about this server's own work: texts from graphs, speeds, and ways of attention.
+"""Sections of `report --device cuda` about this server's own work: texts from graphs, speeds, kernels and attention.
 
 The report starts them by name, and only a source tree has them: `python -m tools.lab.gpu NAME OPTIONS SKIP SECONDS`.
 """
@@ -12,6 +12,9 @@ MAKERS = {
     "speeds": "tools.lab.speeds.parts",
     "prefill": "tools.lab.cuda_attention.prompts_parts",
     "attention": "tools.lab.cuda_attention.launches_parts",
+    "gemm": "tools.lab.gemms.parts",
+    "graphs": "tools.lab.kernels.graph_parts",
+    "profile": "tools.lab.kernels.profile_parts",
 }
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ TAU = 6.36
 SGLANG = {("plain", 1): 183, ("plain", 32): 4384, ("DFlash", 1): 681, ("DFlash", 32): 7318}
 """Output tokens per second on one H200 with Qwen3-8B and GSM8K, a different workload."""
 TARGETS = {("plain", 1): 200, ("plain", 32): 5000, ("DFlash", 1): 1000, ("DFlash", 32): 10000}
+EXPECTED = {("plain", 1): 180, ("plain", 32): 4290, ("full blocks", 1): 930, ("full blocks", 32): 8200}
+EXPECTED |= {("auto", 1): 930, ("auto", 32): 10300}
+"""Output tokens per second that the performance model of docs/performance.md expects, to 10 %."""
+EXPECTED_STEP_MS = {("plain", 1): 5.5, ("plain", 32): 7.0, ("width 16", 1): 6.7, ("width 16", 32): 20.9}
+EXPECTED_STEP_MS |= {("width 8", 1): 6.7, ("width 8", 32): 13.3}
 WAYS = {"plain": None, "full blocks": "full", "auto": "auto"}
 """Way -> `--verify`, None without a draft. Acceptance is drawn, TAU tokens a whole block on average."""
 
@@ -80,12 +85,14 @@ def speed(engine: Callable[[str], Engine], way: str, load: Load, rounds: int, en
     """Run short answers to warm up, and then the rounds that the time allows."""
     made = engine(way)
     timed(made, replace(load, answer=min(64, load.answer)))
-    speeds, steps, took = list[float](), list[float](), 0.0
+    speeds, steady, steps, took = list[float](), list[float](), list[float](), 0.0
     while not speeds or (len(speeds) < rounds and time.monotonic() + took <= ends):
         begun = time.monotonic()
-        tokens_per_second, of_steps = timed(made, load)
+        tokens_per_second, of_steps, in_steps = timed(made, load)
         speeds.append(tokens_per_second)
-        steps += [median(of_steps)] if of_steps else []
+        if of_steps:
+            steps.append(median(of_steps))
+            steady.append(1000 * in_steps / sum(of_steps))
         took = time.monotonic() - begun
     measured, step = median(speeds), median(steps) if steps else None
     limit = load.concurrency * load.answer / floor_seconds(way, made, load)
@@ -104,27 +111,31 @@ def speed(engine: Callable[[str], Engine], way: str, load: Load, rounds: int, en
         "step ms": step,
         "floor of step ms": step_floor,
         "share of step's floor": step_floor / step if step and step_floor else None,
+        "expected tok/s": EXPECTED.get((way, load.concurrency)),
+        "steady tok/s": steady and median(steady),
         "target": target,
         PUBLISHED: published,
     }
 
 
-def timed(engine: Engine, load: Load) -> tuple[float, list[float]]:
+def timed(engine: Engine, load: Load) -> tuple[float, list[float], int]:
     """Run all requests at once, to the last one's end.
 
-    Returns output tokens per second, and the milliseconds of each step that decoded all of them.
+    Returns output tokens per second, and the milliseconds and the tokens of the steps that decoded all of them.
     """
     core: EngineCore = engine.core
-    tokens, steps = 0, []
+    tokens, in_steps, steps = 0, 0, list[float]()
     for request in requests(load.concurrency, load.prompt, load.answer, engine.target.vocab_size):
         core.add(request)
     started = time.perf_counter()
     while core.has_work:
         step = core.step()
-        tokens += sum(len(delta.token_ids) for delta in step.deltas)
+        emitted = sum(len(delta.token_ids) for delta in step.deltas)
+        tokens += emitted
         if step.stats.kind == "decode" and step.stats.num_decoding == load.concurrency:
             steps.append(1000 * step.stats.seconds)
-    return tokens / (time.perf_counter() - started), steps
+            in_steps += emitted
+    return tokens / (time.perf_counter() - started), steps, in_steps
 
 
 def headline(speed: float, limit: float, target: int | None, published: int | None) -> str:

@@ -18,13 +18,27 @@ from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.doctor.report import runner
 
-LABORATORY, OF_LABORATORY = "tools.lab.gpu", ("equality", "speeds", "prefill", "attention")
+LABORATORY, OF_LABORATORY = (
+    "tools.lab.gpu",
+    (
+        "equality",
+        "speeds",
+        "prefill",
+        "attention",
+        "gemm",
+        "graphs",
+        "profile",
+    ),
+)
 """Program that makes the sections about this server's own work, and these sections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Device of a report, and the load of its engines: `model` has a name like "qwen3-8b", or is a config.json."""
+    """Device of a report, and the load of its engines: `model` has a name like "qwen3-8b", or is a config.json.
+
+    `sections` are made in this order, or all if there are none.
+    """
 
     device: str
     model: str = "qwen3-8b"
@@ -32,6 +46,8 @@ class Options:
     prompt: int = 512
     answer: int = 1024
     rounds: int = 3
+    sections: Sequence[str] = ()
+    seconds: float | None = None
 
     @property
     def kind(self) -> str:
@@ -50,7 +66,7 @@ def main(arguments: Sequence[str], kind: str | None = None) -> int:
         if missing:
             print(f"error: gpu-report needs a CUDA GPU and Triton: {missing}", file=sys.stderr)
             return 2
-        return runner.report(options.device, folder, sections(options), **about(options.kind))
+        return runner.report(options.device, folder, sections(options), **about(options))
     except OSError as error:
         print(f"error: --out {folder}: {error.strerror or error}", file=sys.stderr)
         print("hint: give a folder that this user may write to", file=sys.stderr)
@@ -76,6 +92,14 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
     load.add_argument("--prompt", type=int, metavar="TOKENS", default=512, help="[default: 512]")
     load.add_argument("--answer", type=int, metavar="TOKENS", default=1024, help="[default: 1024]")
     load.add_argument("--rounds", type=int, metavar="N", default=3, help="[default: 3]")
+    parser.add_argument(
+        "--sections",
+        type=lambda names: names.split(","),
+        metavar="A,B",
+        default=[],
+        help="in this order [default: all]",
+    )
+    parser.add_argument("--seconds", type=float, metavar="N", help="limit of all sections [default: 460 on a GPU]")
     given = vars(parser.parse_args(arguments))
     folder, options = given.pop("out"), Options(**given)
     if not re.fullmatch(rf"({kind or 'npu|cuda'})(:\d+)?", options.device):
@@ -83,6 +107,9 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
             f"--device {options.device}: a report is on {kind or 'npu or cuda'}, or on one of several like npu:1",
             "dflash-server check looks at other devices",
         )
+    known = runner.SECTIONS[options.kind]
+    if unknown := [name for name in options.sections if name not in known]:
+        raise ConfigError(f"--sections {','.join(unknown)}: there is none", f"there are {', '.join(known)}")
     return options, folder or Path("gpu-report" if options.kind == "cuda" else "")
 
 
@@ -90,7 +117,8 @@ def sections(options: Options) -> dict[str, runner.Section]:
     """Return the sections of a report. Those that a laboratory makes are started by name, and need a source tree."""
     has_laboratory = (Path(__file__).parents[3] / "tools" / "lab").is_dir()
     found = {}
-    for name, seconds in runner.SECTIONS[options.kind].items():
+    for name in options.sections or runner.SECTIONS[options.kind]:
+        seconds = runner.SECTIONS[options.kind][name]
         program = LABORATORY if name in OF_LABORATORY else "app.doctor.report.section"
         command = (sys.executable, "-P", "-m", program, name, json.dumps(asdict(options)))
         missing = "" if has_laboratory or name not in OF_LABORATORY else "only a source tree has this section"
@@ -98,11 +126,12 @@ def sections(options: Options) -> dict[str, runner.Section]:
     return found
 
 
-def about(kind: str) -> dict[str, Any]:
-    """Return the arguments of `runner.report` that depend on the kind of device alone."""
-    if kind == "npu":
-        return {"name": "npu-report", "host": (sys.executable, "-P", "-m", "app.doctor.probes")}
-    return {"name": "gpu-report", "limit": runner.GPU_SECONDS, "versions": versions()}
+def about(options: Options) -> dict[str, Any]:
+    """Return the arguments of `runner.report` that depend on the kind of device, and the limit."""
+    limit = {"limit": options.seconds} if options.seconds else {}
+    if options.kind == "npu":
+        return {"name": "npu-report", "host": (sys.executable, "-P", "-m", "app.doctor.probes")} | limit
+    return {"name": "gpu-report", "limit": runner.GPU_SECONDS, "versions": versions()} | limit
 
 
 def no_gpu(options: Options) -> str | None:

@@ -47,9 +47,18 @@ request to the last one's end, prompts included. A floor is the time to read wha
 what must be computed at 790 TFLOP/s, as measured on an H200, stage after stage; no engine passes it. That of `auto` is
 of the width that has the lowest. Published: SGLang on one H200 with Qwen3-8B, GSM8K text and up to 2,048 tokens: a
 DIFFERENT WORKLOAD.""",
+    "gemm": """
+Matrix products of a layer, over copies of the weight that no cache holds together. `expected` is what the performance
+model of docs/performance.md says of cuBLAS.""",
+    "graphs": """
+RANDOM WEIGHTS. Each captured target graph behind 1,024 tokens a sequence. The floor reads weights and KV once.""",
+    "profile": """
+RANDOM WEIGHTS. Kernels of a decode step by CUPTI. What they do not fill of a step are gaps. `expected` is the
+performance model's step.""",
     "attention": "Other launches of our attention: the five fastest, and the backend's own.",
     "prefill": "Attention of prompts, a layer, and the first call for these lengths.",
 }
+VERDICT_CHARS = 3000
 HEADLINES = {
     "host": ("chip", "versions", "driver"),
     "open_points": ("combination",),
@@ -58,6 +67,9 @@ HEADLINES = {
     "roofline": None,
     "costs": None,
     "speeds": None,
+    "gemm": None,
+    "graphs": None,
+    "profile": None,
 }
 """Parts whose `found` stands in the summary; None is all parts of the section."""
 
@@ -85,6 +97,14 @@ def summary(report: Report) -> list[str]:
         found = [f"{part['name']}: {part['result']['found']}" for part in told if part["result"].get("found")]
         lines.append(f"{title(name)}: {'; '.join([_counts(parts), *found])}")
     return lines
+
+
+def verdict(report: Report) -> str:
+    """Return the summary again, in VERDICT_CHARS at most, for the end of the output: a reader may see no more."""
+    lines = summary(report)
+    return "\n".join(
+        line if len(line) <= (most := VERDICT_CHARS // len(lines)) else f"{line[: most - 5]} ..." for line in lines
+    )
 
 
 def title(section: str) -> str:

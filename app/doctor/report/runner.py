@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from app.client.child_process import LineProcess
 from app.doctor import check
-from app.doctor.report.page import page
+from app.doctor.report.page import page, verdict
 
 Part = dict[str, Any]
 """Answer of one part, see part.py; `status` is ok, warning, failed or "not tried"."""
@@ -39,6 +39,9 @@ SECTIONS: dict[str, dict[str, tuple[float, float]]] = {
         "speeds": (120.0, 240.0),
         "prefill": (30.0, 60.0),
         "attention": (60.0, 90.0),
+        "profile": (60.0, 90.0),
+        "gemm": (20.0, 60.0),
+        "graphs": (60.0, 60.0),
         "engine": (60.0, 90.0),
         "step": (30.0, 60.0),
     },
@@ -106,6 +109,7 @@ def report(
         _say(f"hint: `dflash-server check --device {device}` tells what is missing, and what to do")
     else:
         print(page(found))
+        print(verdict(found))
     return 1 if found["failed"] else 0
 
 

@@ -1,7 +1,7 @@
 """Operators of a device. models/ and dflash/ use this class alone and name no device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,6 +58,14 @@ class AttentionMetadata:
     host_seq_lens: list[int]
     page_size: int
     plans: dict[AttentionMask, Any] = field(default_factory=dict)
+
+
+class Heads(NamedTuple):
+    """Heads of a decoder's attention, and their size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 Rotation = tuple[Tensor, ...]
@@ -303,11 +311,13 @@ class Backend(ABC):
         `position_offsets` and `seq_lens` [S] grow by the accepted drafts. Its anchor, at `anchor_rows` [S] of
         `token_ids`, becomes the bonus token. A sequence with `prev_row` -1 stays where it is.
         """
-        in_flight, anchors = prev_row >= 0, anchor_rows.long()
+        in_flight = prev_row >= 0
         results = verified[prev_row.clamp(min=0)]
         accepted = results[:, -1:]
         bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and ends its request
-        token_ids[anchors] = torch.where(in_flight, bonus, token_ids[anchors]).to(torch.int32)
+        # A sequence without rows may have no anchor row. Such ones write to a place behind all tokens.
+        places = torch.where(in_flight, anchor_rows, len(token_ids)).long()
+        token_ids.copy_(torch.cat((token_ids, token_ids[:1])).scatter(0, places, bonus.to(torch.int32))[:-1])
         num_accepted = torch.where(in_flight, accepted.flatten(), 0).to(torch.int32)
         position_offsets += num_accepted
         seq_lens += num_accepted
@@ -319,6 +329,16 @@ class Backend(ABC):
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
+
+    def tune(
+        self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
+    ) -> dict[str, str]:
+        """Time ways to launch operators once, before a graph is captured, and use the quickest that are right.
+
+        `decoders` are the target and the draft, and `weights` [out, in] those of the target's layers by name. Returns
+        the choices, by launch, for people; a device without such choices has none.
+        """
+        return {}
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         """Return the recorded launches of `run`, whose attention reads the planned `metas`. None is replayed yet.

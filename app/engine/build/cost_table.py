@@ -15,13 +15,13 @@ class Shape(NamedTuple):
     block: int = 0
 
 
-def shapes(seqs: int, block_size: int) -> list[Shape]:
+def shapes(seqs: int, block_size: int, widths: Sequence[int] = ()) -> list[Shape]:
     """Return the shapes to time for a number of sequences.
 
-    These are a plain step, and one sequence that drafts beside plain ones. Then all draft blocks of a quarter, a half
-    and all of the block size, of which two rows or all are verified.
+    These are a plain step, and one sequence that drafts beside plain ones. Then all draft blocks of `widths`, of which
+    two rows or all are verified. Without `widths` blocks are a quarter, a half and all of the block size.
     """
-    blocks = sorted({max(2, -(-block_size // parts)) for parts in (1, 2, 4)})
+    blocks = sorted({max(2, width) for width in widths or [-(-block_size // parts) for parts in (1, 2, 4)]})
     all_draft = [Shape(seqs, seqs, rows, block) for block in blocks for rows in (2, block)]
     return list(dict.fromkeys((Shape(seqs), Shape(seqs, 1, block_size, block_size), *all_draft)))
 

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from app.config.draft_keys import foreign_tensor
-from app.engine.backend.base import Backend
+from app.engine.backend.base import Backend, Heads
 from app.engine.backend.factory import make_backend
 from app.engine.build.config import Sizes, bytes_per_token, settle_pages, settle_sizes
 from app.engine.build.decoder_config import read_config, target_config
@@ -73,6 +74,8 @@ class Engine:
     target: DecoderConfig
     draft: DFlashConfig | None
     states: StatePool | None
+    tuned: dict[str, str]
+    """Ways in which the device's operators are launched, if it has chosen some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Loaded:
     target: DecoderConfig
     draft: DFlashConfig | None
     states: StatePool | None
+    tuned: dict[str, str]
 
 
 def build_engine(
@@ -168,6 +172,10 @@ def _load_runner(
         return open_weights(folder, backend.device, dtype, partial(on_progress, stage))
 
     target, draft = _load(config, target_class(raw), shape, draft_shape, backend, opened, comm)
+    tuned = {}
+    if config.tune == "auto":
+        heads = [Heads(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) for decoder in decoders]
+        tuned = backend.tune(heads, matrices(target), sizes.max_num_seqs, sizes.page_size)
     vocab = shape.vocab_size
     sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
     counts = TokenCounts(sizes.max_num_seqs, shape.vocab_size, backend)
@@ -214,7 +222,7 @@ def _load_runner(
     if graph_sizes:
         graphs = _capture(config, forward, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
         runner = rank.graph_runner_class(forward, backend, counts, layout, pools, graphs)
-    return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states)
+    return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states, tuned)
 
 
 def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine:
@@ -238,13 +246,30 @@ def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine
     _warm_up(core(Policy(block_size)), sizes, on_progress)
     costs = None
     if config.verify == "auto" and block_size > 1:
-        costs = measure_costs(runner, sizes, num_pages, partial(on_progress, "timing steps"))
+        costs = measure_costs(
+            runner,
+            sizes,
+            num_pages,
+            partial(on_progress, "timing steps"),
+            overlap=_overlaps(runner),
+        )
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
     name = str(loaded.dtype).removeprefix("torch.")
     serving = core(policy)
     if config.cache_events:
         serving.scheduler.pool.events = CacheEvents()
-    return Engine(serving, sizes, str(runner.backend.device), name, loaded.target, loaded.draft, states)
+    device = str(runner.backend.device)
+    return Engine(serving, sizes, device, name, loaded.target, loaded.draft, states, loaded.tuned)
+
+
+def matrices(target: Target) -> dict[str, list[Tensor]]:
+    """Return the 16-bit matrices of all layers, by name, which products read."""
+    named: dict[str, list[Tensor]] = {}
+    for layer in target.layers:
+        for name, weight in layer.named_parameters():
+            if weight.dim() == 2 and weight.dtype.itemsize == 2:
+                named.setdefault(name.rpartition(".")[2], []).append(weight)
+    return {name: same for name, same in named.items() if len({weight.shape for weight in same}) == 1}
 
 
 def _load(

@@ -15,7 +15,7 @@ from app.engine.build.memory import pages_of, verify_batch
 from app.engine.dflash.costs import CostTable
 from app.engine.schedule.batch import Batch
 from app.engine.step.inputs import StepInputs
-from app.engine.step.runner import ModelRunner
+from app.engine.step.runner import ModelRunner, PendingStep
 
 MAX_SECONDS = 10
 """Time for all steps. A step begins only if it is expected to end by then, and its cost is scaled otherwise."""
@@ -32,9 +32,17 @@ of its time than of a step that drafts."""
 
 
 def measure_costs(
-    runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: Callable[[int, int], None] = lambda *_: None
+    runner: ModelRunner,
+    sizes: Sizes,
+    num_pages: int,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+    *,
+    overlap: bool = False,
 ) -> CostTable:
     """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, and return their costs.
+
+    Blocks are as wide as those of the runner's graphs, if it has some. With `overlap` a step is launched before the one
+    before it is read, as in serving, so that the host's part is hidden alike.
 
     Every round runs every shape once, and the quickest time of each counts, because other load only makes steps slower.
     One sequence alone gets twice the time, because it is cheap and a width that looks dear is not tried again. Free
@@ -48,6 +56,7 @@ def measure_costs(
     ends = (seqs[0], seqs[-1])  # they are timed in any case, or scaled
     seqs = list(dict.fromkeys((*ends, *seqs[::2], *seqs)))
     times: dict[Shape, list[float]] = {}
+    widths = [width for width in runner.padded_to.widths if width > 1] if runner.padded_to else []
     begun = time.perf_counter()
     for done in range(_ROUNDS + 1):
         if done < 2:
@@ -56,15 +65,15 @@ def measure_costs(
             is_late = time.perf_counter() - started > (_SECONDS if n > 1 else 2 * _SECONDS)
             if is_late and (done > 1 or (done == 0 and n not in ends)):
                 break
-            for shape in shapes(n, sizes.block_size):
+            for shape in shapes(n, sizes.block_size, widths):
                 seconds = time.perf_counter() - begun
                 on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)
                 if len(times) < 2 or seconds + _expected_seconds(shape, times) <= MAX_SECONDS:
-                    times.setdefault(shape, []).append(_timed(runner, _step(shape, sizes)))
+                    times.setdefault(shape, []).append(_timed(runner, made_up(shape, sizes), overlap=overlap))
         seqs = [n for n in seqs if n in ends or Shape(n) in times]
     on_progress(MAX_SECONDS, MAX_SECONDS)
-    expected = {shape: _expected_ms(shape, times) for n in seqs for shape in shapes(n, sizes.block_size)}
-    return cost_table(expected, runner.padded_to)
+    wanted = [shape for n in seqs for shape in shapes(n, sizes.block_size, widths)]
+    return cost_table({shape: _expected_ms(shape, times) for shape in wanted}, runner.padded_to)
 
 
 def _expected_ms(shape: Shape, times: Mapping[Shape, Sequence[float]]) -> float:
@@ -91,11 +100,11 @@ def _rows(shape: Shape) -> NDArray[np.int64]:
     return np.array((shape.seqs - 1 + shape.drafting * (shape.rows - 1), shape.drafting * shape.block))
 
 
-def _step(shape: Shape, sizes: Sizes) -> Batch:
+def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT) -> Batch:
     """Return a step of made-up sequences, behind a context that is their first page over and over."""
     batch = verify_batch(shape.seqs, shape.rows, sizes)
     batch.block_rows = shape.block
-    pages = min(_CONTEXT, sizes.max_model_len) // sizes.page_size
+    pages = min(context, sizes.max_model_len) // sizes.page_size
     for rows in batch.decodes:
         rows.seq.pages = array("i", [rows.seq.pages[0]] * pages) + rows.seq.pages
         rows.seq.token_ids = [0] * pages * sizes.page_size + rows.seq.token_ids
@@ -122,12 +131,24 @@ def _varied_tokens(vocab_size: int, count: int) -> NDArray[np.int32]:
     return np.random.default_rng(0).integers(vocab_size, size=count, dtype=np.int32)
 
 
-def _timed(runner: ModelRunner, batch: Batch) -> float:
-    """Return the milliseconds of a step that follows others like it, like in serving. A slow one follows none."""
+def _timed(runner: ModelRunner, batch: Batch, *, overlap: bool) -> float:
+    """Return the milliseconds of a step that follows others like it, like in serving. A slow one follows none.
+
+    With `overlap` they are those from one read to the next, with a step launched between them.
+    """
+
+    def launch() -> PendingStep:
+        return runner.launch(_with_varied_tokens(runner, runner.layout.build(batch)))
+
+    ahead = launch() if overlap else None
     for _ in range(_IN_A_ROW):
         begun = time.perf_counter()
-        runner.launch(_with_varied_tokens(runner, runner.layout.build(batch))).read()
+        step = launch()
+        (ahead or step).read()
         ms = 1000 * (time.perf_counter() - begun)
+        ahead = step if overlap else None
         if ms > _SLOW_MS:
             break
+    if ahead:
+        ahead.read()
     return ms

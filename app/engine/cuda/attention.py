@@ -6,8 +6,10 @@ the device. The host decides only the shape of the launch, which follows from te
 Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import e, log2
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,11 +24,11 @@ TILE_ROWS = 16
 """Query rows that share a tile, so one pass over K and V. Each of them adds `group` lines to the tile."""
 MIN_DOT = 16
 """Least number of rows of Triton's matrix product."""
-MIN_SEQS = 32
-"""Least number of sequences that a tile searches at a time. A lower bound means fewer compiled kernels."""
+SEARCHED_SEQS = 128
+"""Sequences that a tile searches at a time for its own."""
 MAX_SPLITS = 16
-WAVES = 2
-"""Tiles a multiprocessor that splitting K and V aims at."""
+COMBINED_PARTS = 32
+"""Parts that a program of `combine` reads, of as many lines as have so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +47,58 @@ class Geometry:
     stages: int
 
 
+class Tile(NamedTuple):
+    """A way to launch tiles of one kind. `waves` tiles a multiprocessor are what splitting K and V aims at."""
+
+    tokens: int
+    warps: int
+    stages: int
+    waves: int
+
+
+def own_tile(group: int, dtype: torch.dtype, head_dim: int, *, plain: bool) -> Tile:
+    """Return the way that is taken where none was measured.
+
+    Triton keeps as many tiles of K and V in flight as `stages` less two. With three it waits for each tile as soon as
+    it has asked for it. Parts of a tile of many rows are dear, because `combine` reads them in fp32.
+    """
+    narrow, wide = dtype.itemsize <= 2, head_dim > 128
+    if plain:
+        return Tile((64 if narrow else 32) // (2 if wide else 1), 4 if narrow or not wide else 8, stages=5, waves=2)
+    if narrow and not wide:
+        return Tile(32, 4 if TILE_ROWS * group <= 64 else 8, stages=5, waves=1)
+    return Tile(16 if wide and not narrow else 32, 8, stages=3, waves=1)
+
+
 def geometry(
-    num_seqs: int,
-    num_rows: int,
+    query_lens: Sequence[int],
     group: int,
     kv_heads: int,
     dtype: torch.dtype,
     multiprocessors: int,
     head_dim: int = 128,
+    tile: Tile | None = None,
 ) -> Geometry:
-    """Return the shape of a launch for `num_rows` rows of `num_seqs` sequences, with `group` query heads a KV head.
+    """Return the shape of a launch for sequences of `query_lens` rows, with `group` query heads a KV head.
 
-    Only the last sequence may have no rows. The result follows from shapes alone. So a graph can hold it, and eager
-    steps find the kernels that graphs compiled.
+    In a graph these are the rows of its capture. If one has more than one row there, a replay may spread all rows over
+    the sequences in any way.
     """
+    num_seqs, num_rows, plain = len(query_lens), sum(query_lens), max(query_lens) <= 1
     narrow, wide = dtype.itemsize <= 2, head_dim > 128
-    # Both rows may belong to the first of two sequences, in a graph for one sequence that verifies one draft.
-    plain = num_rows < num_seqs or num_rows == num_seqs != 2
     # A head of more than 128 dims takes as many registers as the tile of a narrower one, and fp32 those of q thrice.
     rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // 8 if wide else TILE_ROWS // 2
-    tokens = (64 if narrow else 32) // (2 if wide else 1)
-    is_small = rows == 1 and narrow if wide else rows == 1 or (narrow and rows * group <= 64)
-    # Least number of tiles with work. One sequence of a graph may be padding.
-    busy = max(1, num_seqs - 1, num_rows // rows)
-    most = min(MAX_SPLITS, -(-WAVES * multiprocessors // (busy * kv_heads)))
+    tile = tile or own_tile(group, dtype, head_dim, plain=plain)
+    # Least number of tiles with work, but for padding.
+    busy = max(1, sum(count > 0 for count in query_lens), num_rows // rows)
+    most = min(MAX_SPLITS, -(-tile.waves * multiprocessors // (busy * kv_heads)))
     return Geometry(
         rows,
-        tiles=num_rows if rows == 1 else num_seqs + num_rows // rows,
+        tiles=num_seqs if plain else num_seqs + num_rows // rows,
         splits=1 << (most.bit_length() - 1),
-        tokens=tokens,
-        warps=4 if is_small else 8,
-        # Each two more stages keep another read of K and V in flight. Two programs still fit beside one another.
-        stages=5 if rows == 1 else 3,
+        tokens=tile.tokens,
+        warps=tile.warps,
+        stages=tile.stages,
     )
 
 
@@ -123,14 +145,14 @@ def paged_attention(
         UPCAST=INTERPRETED,
         BLOCK_M=max(MIN_DOT, triton.next_power_of_2(at.rows * group)),
         BLOCK_N=at.tokens,
-        BLOCK_S=max(MIN_SEQS, triton.next_power_of_2(num_seqs)),
+        BLOCK_S=SEARCHED_SEQS,
         num_warps=at.warps,
         num_stages=at.stages,
     )
     if at.splits > 1:
-        lines = lines_of_a_program(num_rows * heads, on_gpu=1)
+        lines = lines_of_a_program(num_rows * heads, on_gpu=COMBINED_PARTS // at.splits)
         grid = (triton.cdiv(num_rows * heads, lines),)
-        combine[grid](parts, lse, o, num_rows * heads, DIM=dim, SPLITS=at.splits, LINES=lines, num_warps=2)
+        combine[grid](parts, lse, o, num_rows * heads, DIM=dim, SPLITS=at.splits, LINES=lines, num_warps=4)
     return o
 
 
@@ -176,9 +198,11 @@ def attend(
     else:
         # The tiles of sequence i begin at query_start_loc[i] // ROWS + i. These are at least as many as it needs, and
         # the spare tiles have no rows.
-        seqs = tl.arange(0, BLOCK_S)
-        first_tiles = tl.load(cu_q_ptr + seqs, mask=seqs < num_seqs, other=0) // ROWS + seqs
-        seq = tl.sum(((first_tiles <= tile) & (seqs < num_seqs)).to(tl.int32)) - 1
+        seq = -1
+        for some in range(0, num_seqs, BLOCK_S):
+            seqs = some + tl.arange(0, BLOCK_S)
+            first_tiles = tl.load(cu_q_ptr + seqs, mask=seqs < num_seqs, other=0) // ROWS + seqs
+            seq += tl.sum(((first_tiles <= tile) & (seqs < num_seqs)).to(tl.int32))
         first = (tile - seq - tl.load(cu_q_ptr + seq) // ROWS) * ROWS
     first_q = tl.load(cu_q_ptr + seq)
     q_len = tl.load(cu_q_ptr + seq + 1) - first_q

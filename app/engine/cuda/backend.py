@@ -3,21 +3,25 @@
 Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.graph import Graph
 from app.engine.backend.moe import ExpertWeights, MoeConfig
-from app.engine.cuda import experts, gated_delta, inputs, rows
-from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
+from app.engine.cuda import experts, gated_delta, inputs, products, questions, rows
+from app.engine.cuda import tune as tuning
+from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
+from app.engine.cuda.products import Product
 from app.engine.cuda.torch_backend import TorchCudaBackend
+from app.engine.cuda.tune import Seconds
 from app.engine.errors import UnsupportedError
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -39,6 +43,8 @@ class CudaBackend(TorchCudaBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
+        self._tiles: dict[tuple[bool, int, int], Tile] = {}
+        self._products: dict[tuple[int, int, bool, int], Product] = {}
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
         # workspace of that stream.
@@ -68,10 +74,11 @@ class CudaBackend(TorchCudaBackend):
         return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta), sinks)
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
-        """Return the shape of the launch. It follows from tensor shapes alone, so a graph can hold it."""
-        num_seqs, kv_heads = len(meta.page_table), kv.k.shape[2]
-        num_rows, heads, dim = q_thd.shape
-        return geometry(num_seqs, num_rows, heads // kv_heads, kv_heads, kv.k.dtype, self._multiprocessors, dim)
+        """Return the shape of the launch. A graph holds that of its capture."""
+        kv_heads, dim = kv.k.shape[2:]
+        group = q_thd.shape[1] // kv_heads
+        tile = self._tiles.get((max(meta.query_lens) <= 1, group, dim))
+        return geometry(meta.query_lens, group, kv_heads, kv.k.dtype, self._multiprocessors, dim, tile)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)
@@ -80,7 +87,47 @@ class CudaBackend(TorchCudaBackend):
         return rows.add_rms_norm(x, residual, weight, eps)
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return F.linear(rows.silu_mul(F.linear(x, gate_up)), down)
+        way = self._product(x, gate_up, gated=True)
+        if way is None:
+            return self.linear(rows.silu_mul(F.linear(x, gate_up)), down)
+        return self.linear(products.linear(x, gate_up, way, gated=True), down)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        way = self._product(x, weight) if bias is None else None
+        return super().linear(x, weight, bias) if way is None else products.linear(x, weight, way)
+
+    def _product(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> Product | None:
+        """Return the way that was chosen for this product, or None for PyTorch's."""
+        if not self._products or len(x) > products.MAX_ROWS:
+            return None
+        rows_up_to = next(most for most in products.ROWS if most >= len(x))
+        return self._products.get((*weight.shape, gated, rows_up_to))
+
+    def tune(
+        self,
+        decoders: Sequence[Heads],
+        weights: Mapping[str, Sequence[Tensor]],
+        max_num_seqs: int,
+        page_size: int,
+        seconds: Seconds | None = None,
+    ) -> dict[str, str]:
+        """Choose how attention and products of few rows are launched, in 16 bits; `seconds` is a clock for tests."""
+        if seconds is None and not self.on_gpu:
+            return {}
+        found = questions.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
+        name = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
+        clock = seconds or partial(tuning.seconds_in_a_graph, self.capture_apart)
+        chosen = tuning.tune(list(found.values()), clock, name, is_fatal=self.is_fatal)
+        shown = dict.fromkeys(chosen, "default")
+        for key, question in found.items():
+            way = chosen.get(question.name)
+            if way is not None and isinstance(key, questions.OfAttention):
+                self._tiles[key] = Tile(*way)
+                shown[question.name] = str(self._tiles[key])
+            elif way is not None and isinstance(key, questions.OfProduct):
+                self._products[key] = Product(*way)
+                shown[question.name] = str(self._products[key])
+        return shown
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes bfloat16 alone, and serves many rows of an expert."""
@@ -158,6 +205,6 @@ class CudaBackend(TorchCudaBackend):
         return CudaGraph(run, self._graph_pool, self._capture_stream)
 
     def capture_apart(self, run: Callable[[], tuple[Tensor, ...]]) -> CudaGraph:
-        """Return a graph of `run` with memory of its own, for timing. It may be freed before other graphs."""
+        """Return a graph of `run` with memory and a stream of its own, for timing. It may be freed before others."""
         run()
-        return CudaGraph(run, None, self._capture_stream)
+        return CudaGraph(run, None, torch.cuda.Stream(self.device))

@@ -10,6 +10,9 @@ from app.engine.backend.base import Defaults
 from app.engine.backend.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 
+DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
+"""Parts of messages after which no other call of the process can use the device."""
+
 
 class TorchCudaBackend(TorchBackend):
     """Backend with PyTorch's operators, pinned copies and the GPU's own memory. On a CPU it is for tests."""
@@ -47,6 +50,11 @@ class TorchCudaBackend(TorchBackend):
 
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
         return accelerator.start_download(x, torch.cuda) if self.on_gpu else super().start_download(x)
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Return `Backend.is_fatal`. Triton and cuBLAS raise RuntimeError where PyTorch raises AcceleratorError."""
+        of_device = isinstance(error, RuntimeError) and any(name in str(error) for name in DEVICE_ERRORS)
+        return of_device or super().is_fatal(error)
 
     def memory(self) -> tuple[int, int]:
         return accelerator.memory(self.device, torch.cuda) if self.on_gpu else super().memory()

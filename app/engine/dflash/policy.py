@@ -145,7 +145,9 @@ def _best_of_block(survival: Floats, rows: int, costs: CostTable) -> tuple[float
     likeliest = -np.sort(-masked.reshape(len(drafting), -1))
     tokens = num_seqs + np.cumsum(likeliest, axis=1)
     rates = tokens / costs.step_ms(num_seqs, drafting[:, None], rows, np.arange(1, num_seqs * num_drafts + 1))
-    preference = rates.copy()
+    # Equally likely drafts are verified together, so a choice between them would cost more than its rate says.
+    ends = np.diff(likeliest, axis=1, append=-1.0) < 0
+    preference = np.where(ends, rates, 0.0)
     whole = np.arange(len(drafting)), drafting * num_drafts - 1
     preference[whole] *= np.where((drafting > 1) | (rows == costs.widths[-1]), _WHOLE_BLOCKS, 1.0)
     size, last = np.unravel_index(preference.argmax(), rates.shape)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from app.engine.errors import UnsupportedError
 
 MAX_WIDTHS = 4
+FLAT_ROWS = 64
+"""Rows up to which a step takes hardly longer with more of them, because it reads all weights once (docs/cuda.md)."""
 FEW_SEQS = 8
 """Sequences whose steps may all be whole blocks. Up to some 128 rows the weights are most of a step's time."""
 
@@ -19,16 +21,29 @@ class GraphSizes:
     All ascend. The largest are all sequences and the whole block, so every step has a size to round up to. Every graph
     has at least `spare` padding rows, because attention on an NPU does not accept a sequence without rows. Up to `few`
     sequences, or draft blocks, only width 1 and the whole block are captured.
+
+    With `totals` the target's graphs are of one row a sequence, and of so many rows, which sequences share in any way.
+    Then a sequence may have no rows, and there is no `spare`.
     """
 
     seqs: tuple[int, ...]
     widths: tuple[int, ...]
     spare: int
     few: int = 0
+    totals: tuple[int, ...] = ()
 
     @property
     def targets(self) -> list[tuple[int, int]]:
-        """Return (sequences, rows) of the target's graphs, ascending."""
+        """Return (sequences, rows) of the target's graphs, ascending; with `totals` by rows.
+
+        Sequences that share rows have one each at least, and one of them two: a step of T rows has fewer than T.
+        One sequence alone has a graph of its own for a block, because tiles without work are launched too.
+        """
+        if self.totals:
+            plain = [(n, n) for n in self.seqs] if 1 in self.widths else []
+            shared = {(min(self.seqs[-1], total - 1), total) for total in self.totals}
+            alone = {(1, total) for total in self.totals[:1] if total == self.widths[-1]}
+            return sorted([*plain, *(shared | alone)], key=lambda at: (at[1], at[0] != at[1], at[0]))
         return [(seqs, self.rows(seqs, width)) for seqs in self.seqs for width in self._widths_of(seqs)]
 
     @property
@@ -46,17 +61,25 @@ class GraphSizes:
         return next(size for size in sizes if size not in missing)
 
     def target(self, num_seqs: int, num_rows: int, missing: Collection[Size] = ()) -> Size:
-        """Return (sequences, rows) that a step is padded to, none of `missing`. Padding sequences have a row each."""
-        sizes = (
-            (seqs, self.rows(seqs, width))
-            for seqs in self.seqs
-            for width in self._widths_of(seqs)
-            if seqs >= num_seqs and seqs * width >= num_rows + seqs - num_seqs
+        """Return (sequences, rows) that a step is padded to, none of `missing`."""
+        return next(
+            (seqs, rows)
+            for seqs, rows in self.targets
+            if seqs >= num_seqs
+            and rows >= num_rows + self.spare + (seqs - num_seqs) * self.padding_rows(seqs, rows)
+            and (seqs, rows) not in missing
         )
-        return next(size for size in sizes if size not in missing)
+
+    def padding_rows(self, seqs: int, rows: int) -> int:
+        """Return the rows of each missing sequence of a target graph, but for the last one's: 1, or 0 if rows are
+        shared."""
+        return 0 if self.totals and rows > seqs else 1
 
     def padded_drafts(self, num_seqs: int) -> tuple[int, list[int]]:
         """Return the sequences that a target pass is padded to, and the numbers of drafts that its graphs hold."""
+        if self.totals:
+            shared = [rows for seqs, rows in self.targets if rows > seqs >= num_seqs]
+            return num_seqs, [0, *(rows - num_seqs for rows in dict.fromkeys(shared))]
         seqs = self.seqs_for(num_seqs)
         return seqs, [seqs * (width - 1) for width in self._widths_of(seqs)]
 
@@ -82,25 +105,50 @@ def settle_graph_sizes(
 ) -> GraphSizes:
     """Return sizes of at most `max_graphs` graphs: powers of two of sequences, by a mean of 1, b/4, b/2 and b rows.
 
-    If these are too many, b/4 and b/2 go first where there are few sequences. Then they go everywhere, then every other
-    number of sequences, and 1 last. Raises UnsupportedError if not even one size fits.
+    Where sequences may be empty (`spare` 0), targets are sized by rows, and blocks of 3b/8 and 3b/4 are captured too.
+    If these are too many, blocks narrower than b go first where there are few sequences. Then those two widths and
+    fine numbers of rows go, then b/4 and b/2 everywhere, every other number of sequences and rows, and 1 last. Raises
+    UnsupportedError if not even one size fits.
     """
-    widths = sorted({1, -(-block_size // 4), -(-block_size // 2), block_size})[-MAX_WIDTHS:]
-    seqs = [1 << i for i in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]
     if max_graphs < 1 + draft_graphs:
         raise UnsupportedError(
             f"--max-graphs {max_graphs} is too small: a step takes {1 + draft_graphs}; or give --enforce-eager"
         )
-    few = 0
+    quarters = {1, -(-block_size // 4), -(-block_size // 2), block_size}
+    widths, few = sorted(quarters)[-MAX_WIDTHS:], 0
+    seqs = [1 << i for i in range((max_num_seqs - 1).bit_length())] + [max_num_seqs]
+    totals, coarse = [], []
+    if spare == 0 and block_size > 1:
+        widths = sorted(quarters | {-(-3 * block_size // 8), -(-3 * block_size // 4)})
+        totals, coarse = (_totals(block_size, block_size * max_num_seqs, fine=fine) for fine in (True, False))
     while True:
-        sizes = GraphSizes(tuple(seqs), tuple(widths), spare, few)
+        sizes = GraphSizes(tuple(seqs), tuple(widths), spare, few, tuple(totals))
         if len(sizes.targets) + draft_graphs * len(sizes.drafts) <= max_graphs:
             return sizes
         if len(widths) > 2 and few < min(FEW_SEQS, seqs[-1]):
             few = sizes.seqs_for(few + 1)
+        elif len(widths) > MAX_WIDTHS:
+            widths = sorted(quarters)
+        elif len(totals) > len(coarse):
+            totals = coarse
         elif len(widths) > 2:
             widths.pop(1)
         elif len(seqs) > 1:
-            seqs = seqs[-1::-2][::-1]
+            seqs, totals = seqs[-1::-2][::-1], totals[-1::-2][::-1]
+        elif len(totals) > 1:
+            totals = totals[-1:]
         else:
             widths.pop(0)
+
+
+def _totals(block_size: int, most: int, *, fine: bool) -> list[int]:
+    """Return rows of target graphs, up to `most`: a block's times powers of two.
+
+    If `fine`, sizes between them are added where rows cost: one in each doubling, and three from some size on.
+    """
+    totals, size = {most}, block_size
+    while size < most:
+        parts = (5, 6, 7) if size >= 4 * FLAT_ROWS else (6,) if size >= FLAT_ROWS else ()
+        totals |= {size, *(size * part // 4 for part in parts if fine)}
+        size *= 2
+    return sorted(total for total in totals if total <= most)

@@ -99,6 +99,9 @@ class StepGraphs:
         """Return the sizes that draft blocks are widened to. Without draft graphs any width will do."""
         return self._sizes if self.has_draft else None
 
+    def target_graph(self, seqs: int, rows: int) -> Graph:
+        return self._target_graphs[seqs, rows][0].graph
+
     def keep(self, drafts: Tensor) -> Tensor:
         """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""
         assert self.drafts is not None
@@ -219,5 +222,11 @@ class StepGraphs:
 
     def _pad_target(self, inputs: TargetInputs, seqs: int, rows: int) -> TargetInputs:
         return padding.pad_target(
-            inputs, seqs, rows, self._pages, self._scratch_pages, block_size=self.draft_columns + 1
+            inputs,
+            seqs,
+            rows,
+            self._pages,
+            self._scratch_pages,
+            block_size=self.draft_columns + 1,
+            each=self._sizes.padding_rows(seqs, rows),
         )

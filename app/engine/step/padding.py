@@ -21,17 +21,17 @@ def empty_draft() -> DraftInputs:
 
 
 def pad_target(
-    inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int, block_size: int
+    inputs: TargetInputs, seqs: int, rows: int, pages: int, scratch_pages: int, block_size: int, each: int = 1
 ) -> TargetInputs:
     """Return the rows of a decode step as `rows` rows of `seqs` + 1 sequences, with page tables `pages` wide.
 
-    Each missing sequence becomes one padding row, and the last sequence has all other padding rows, if any. They write
-    to the scratch pages, each row to a slot of its own. No sequence has more than `block_size` rows.
+    Each missing sequence gets `each` padding rows, 0 or 1, and the last sequence all others, if any. They write to the
+    scratch pages, each row to a slot of its own. No other sequence has more than `block_size` rows.
     """
     (group,) = inputs.groups
     num_rows, num_seqs = len(inputs.token_ids), len(group.query_lens)
-    singles = seqs - num_seqs
-    padding = [1] * singles + [rows - num_rows - singles]
+    missing = seqs - num_seqs
+    padding = [each] * missing + [rows - num_rows - each * missing]
     batch_slots = seqs + 1
     return TargetInputs(
         token_ids=_grown(inputs.token_ids, rows),
@@ -47,7 +47,7 @@ def pad_target(
         draft_index=_grown(inputs.draft_index, batch_slots),
         prev_rows=_grown(inputs.prev_rows, seqs, -1),
         groups=[_pad_group(group, padding, pages, scratch_pages)],
-        recurrent=_pad_recurrent(inputs.recurrent, batch_slots, min(block_size, rows - seqs + 1)),
+        recurrent=_pad_recurrent(inputs.recurrent, batch_slots, min(block_size, rows - each * (seqs - 1))),
     )
 
 

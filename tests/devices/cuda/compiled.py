@@ -26,8 +26,9 @@ from triton.runtime import driver
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.moe import ExpertWeights, MoeConfig
-from app.engine.cuda import experts
+from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.products import WAYS
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -94,7 +95,8 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
     kv = LayerKv(*(empty(4096, 16, kv_heads, dim) for _ in range(2)))
     for num_seqs, rows in SIZES:
         table = numbers(num_seqs, 100)
-        meta = AttentionMetadata(numbers(num_seqs + 1), numbers(num_seqs), table, [], [], 16, dict.fromkeys(MASKS))
+        lens = [1] * (num_seqs - 1) + [0] if rows < num_seqs else [0] * (num_seqs - 1) + [rows]
+        meta = AttentionMetadata(numbers(num_seqs + 1), numbers(num_seqs), table, lens, [], 16, dict.fromkeys(MASKS))
         rotation = (empty(rows, 1, dim), empty(rows, 1, dim))
         qkv = empty(rows, heads + 2 * kv_heads, dim)
         for norms in ((None, None), (empty(dim), empty(dim))):
@@ -116,6 +118,13 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.advance_by_accepted(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
 
 
+def launch_products() -> None:
+    """Every way to multiply, gated and not, at each number of columns of a tile."""
+    for way, rows, gated in product(WAYS, (1, 32, 64), (False, True)):
+        if products.fits(way, 4096, 4096, rows, gated=gated):
+            products.linear(empty(rows, 4096), empty(8192, 4096), way, gated=gated)
+
+
 def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
     for heads, kv_heads, dim, dtype in shapes:
         given = empty(heads, dtype=torch.float32) if sinks else None
@@ -125,7 +134,7 @@ def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, tor
                 numbers(num_seqs + 1),
                 numbers(num_seqs),
                 numbers(num_seqs, 100),
-                [],
+                [0] * (num_seqs - 1) + [rows],
                 [],
                 16,
                 dict.fromkeys([*MASKS, *WINDOWED]),
@@ -194,11 +203,13 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend._multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks"]:
+    for model in [*models, "others", "sinks", "products"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
+        elif model == "products":
+            launch_products()
         else:
             launch_attention(backend, [*MORE_ATTENTION, *SINKS], sinks=False)
             launch_experts()

@@ -1,6 +1,5 @@
 """Our attention is a softmax over each sequence's own tokens, however the launch is cut up, whatever lies elsewhere."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.build.self_test import check_attention
-from app.engine.cuda.attention import MAX_SPLITS, TILE_ROWS, geometry, paged_attention
+from app.engine.cuda import attention
+from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
@@ -137,43 +137,64 @@ def test_prompts_go_to_pytorchs_attention_and_verify_rows_never_do(backend):
     assert backend.plan_attention(graph.meta, graph.mask, 2) is None
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2, 9, 33, 257])
-@pytest.mark.parametrize("width", [1, 4, 16])
-def test_there_are_tiles_for_all_rows_and_no_more_splits_than_help(num_seqs, width):
-    at = geometry(num_seqs, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132)
-    for longest in (1, width, num_seqs * width - num_seqs + 1):  # the others have a row each, at least
-        spread = [longest] + [1] * (num_seqs - 1)
-        assert longest == width == 1 or at.rows == TILE_ROWS
-        if sum(spread) <= num_seqs * width:
-            assert at.tiles >= sum(-(-rows // at.rows) for rows in spread)
-    assert at.splits & (at.splits - 1) == 0 and 1 <= at.splits <= MAX_SPLITS
-    assert at.splits == 1 or at.splits * (num_seqs - 1) * 8 <= 2 * 132 + num_seqs * 8
+def shape(query_lens: list[int]) -> Geometry:
+    return geometry(query_lens, 4, 8, torch.bfloat16, multiprocessors=132)
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 10, 16])
+@pytest.mark.parametrize("max_num_seqs", [1, 5, 64])
+def test_a_graphs_tiles_have_room_for_all_rows_however_a_replay_spreads_them(block_size, max_num_seqs):
+    """A tile of one row is for graphs in which no sequence has more."""
+    sizes = settle_graph_sizes(max_num_seqs, block_size, 48, draft_graphs=True, spare=0)
+    for seqs, rows in sizes.targets:
+        each = sizes.padding_rows(seqs, rows)
+        at = shape([each] * seqs + [rows - each * seqs])
+        assert at.rows == (1 if seqs == rows else TILE_ROWS)
+        for longest in (1, min(rows, block_size)) if seqs < rows else (1,):
+            spread = [longest] * (rows // longest)
+            spread = [*spread, rows - sum(spread)][: seqs + 1]
+            assert at.tiles >= sum(-(-count // at.rows) for count in spread)
+            assert at.rows > 1 or at.tiles >= len(spread)
 
 
 @pytest.mark.parametrize(("num_seqs", "splits"), [(1, 16), (2, 16), (4, 8), (8, 4), (16, 2), (32, 2), (64, 1)])
-@pytest.mark.parametrize("width", [1, 4, 16])
-def test_the_padding_sequence_takes_no_splits_from_the_others(num_seqs, splits, width):
-    """Steps from graphs have one, without rows if they are full; eager ones have none, and launch the same kernels."""
-    for num_padding in (0, 1):
-        assert (
-            geometry(num_seqs + num_padding, num_seqs * width, 4, 8, torch.bfloat16, multiprocessors=132).splits
-            == splits
-        )
+def test_one_row_a_sequence_is_split_over_two_tiles_a_multiprocessor(num_seqs, splits):
+    """A sequence without rows, which a graph has behind the others, takes no splits from them."""
+    assert shape([1] * num_seqs).splits == shape([1] * num_seqs + [0]).splits == splits
 
 
-@pytest.mark.parametrize("block_size", range(1, 17))
-def test_a_tile_is_one_row_only_where_no_sequence_of_a_graph_has_more(block_size):
-    sizes = settle_graph_sizes(64, block_size, 48, draft_graphs=True, spare=0)
-    for num_seqs, width in itertools.product(sizes.seqs, sizes.widths):
-        at = geometry(num_seqs + 1, sizes.rows(num_seqs, width), 4, 8, torch.bfloat16, multiprocessors=132)
-        assert at.rows > 1 or width == 1
-        assert at.tiles >= num_seqs and at.rows * at.tiles >= sizes.rows(num_seqs, width)
+@pytest.mark.parametrize(("num_seqs", "splits"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 2), (32, 1), (64, 1)])
+def test_blocks_are_split_over_one_tile_a_multiprocessor(num_seqs, splits):
+    """A graph in which sequences share rows counts whole blocks."""
+    assert shape([16] * num_seqs).splits == shape([0] * num_seqs + [16 * num_seqs]).splits == splits
+    assert shape([4] * num_seqs).splits == splits
+
+
+def test_eager_steps_find_the_kernels_that_graphs_compiled():
+    """No kernel is compiled while serving: a launch is compiled for its splits, and not for its number of sequences."""
+    sizes = settle_graph_sizes(48, 16, 48, draft_graphs=True, spare=0)
+    captured = set()
+    for seqs, rows in sizes.targets:
+        each = sizes.padding_rows(seqs, rows)
+        captured.add(compiled(shape([each] * seqs + [rows - each * seqs])))
+    for num_seqs in range(1, 49):
+        for width in (1, 2, 7, 16):
+            assert compiled(shape([width] * num_seqs)) in captured
+
+
+def compiled(at: Geometry) -> tuple[int, ...]:
+    return at.rows, at.splits, at.tokens, at.warps, at.stages
+
+
+def test_more_sequences_than_are_searched_at_a_time_find_their_tiles(backend, monkeypatch):
+    monkeypatch.setattr(attention, "SEARCHED_SEQS", 2)
+    check(Paged([1, 16, 3, 0, 7], [70, 90, 3, 0, 64]), backend)
 
 
 def test_long_groups_of_rows_have_tiles_enough_without_splits():
     for num_seqs, rows in ((1, 2048), (4, 512)):
-        assert geometry(num_seqs, num_seqs * rows, 4, 8, torch.bfloat16, multiprocessors=132).splits == 1
-    assert geometry(1, 64, 4, 8, torch.bfloat16, multiprocessors=132).splits == 8
+        assert shape([rows] * num_seqs).splits == 1
+    assert shape([64]).splits == 4
 
 
 def test_start_up_checks_pass_and_find_a_draft_attention_that_stays_causal(backend):

@@ -95,7 +95,25 @@ def test_every_backend_captures_on_a_stream_of_its_own(said: list[Any], backend:
 def test_every_timing_has_a_pool_of_its_own_for_its_graph_ends_with_it(said: list[Any], backend: CudaBackend) -> None:
     for _ in range(2):
         assert seconds_in_a_graph(backend, lambda: run(said, "a")) == pytest.approx(40e-3 / CALLS)
-    assert [event[1] for event in said if event[0] == "begin"] == [None, None]
+    assert [event[1:] for event in said if event[0] == "begin"] == [(None, "stream 2"), (None, "stream 3")], (
+        "the end of one frees the workspace that cuBLAS has for its stream, and the engine's graphs are on stream 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal"),
+    [
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), True),
+        (torch.AcceleratorError("CUDA error: misaligned address", 716), True),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (ValueError("CUBLAS_STATUS"), False),
+    ],
+)
+def test_a_fault_of_the_device_ends_the_engine_whoever_reports_it(error: Exception, fatal: bool) -> None:
+    """No step can run after it, so running halves of the batch would blame a sequence for it."""
+    for backend in (CudaBackend(CPU), TorchCudaBackend(CPU)):
+        assert backend.is_fatal(error) is fatal
 
 
 def test_on_a_cpu_the_stretch_is_run_again(said: list[Any]) -> None:

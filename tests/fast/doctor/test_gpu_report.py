@@ -15,18 +15,21 @@ import pytest
 import torch
 
 from app import cli
-from app.doctor.report import command, runner
+from app.config.error import ConfigError
+from app.doctor.report import command, page, runner
 from app.doctor.report.page import PUBLISHED
 from app.doctor.report.roofline import H200
 from app.doctor.report.runner import Section
 from app.engine.build.decoder_config import target_config
 from app.engine.build.draft_config import draft_config
+from app.engine.cpu.backend import CpuBackend
 from app.engine.dflash.config import DFlashConfig
 from app.engine.models.config import DecoderConfig
 from tests import ROOT
 from tests.fast.doctor.patient import HANG, Patient
+from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.tools.tiny import TINY
-from tools.lab import floors, gpu
+from tools.lab import floors, gemms, gpu, kernels
 from tools.lab.floors import Load
 from tools.lab.random_weights import TARGETS, draft_for
 from tools.lab.speeds import headline
@@ -286,7 +289,7 @@ def test_all_of_it_takes_less_than_eight_minutes() -> None:
     limits = list(sections.values())
     assert runner.GPU_SECONDS < 8 * 60 and all(part <= whole for part, whole in limits)
     assert runner.GPU_SECONDS - sum(whole for _, whole in limits[:3]) > 120
-    assert list(sections)[3] == "speeds" and command.about("cuda")["limit"] == runner.GPU_SECONDS
+    assert list(sections)[3] == "speeds" and command.about(command.Options("cuda"))["limit"] == runner.GPU_SECONDS
 
 
 @pytest.mark.exhaustive
@@ -350,7 +353,24 @@ def test_both_commands_have_the_same_options(monkeypatch: pytest.MonkeyPatch) ->
     assert cli.main(["bench", "gpu-report", *flags]) == cli.main(["report", "--device", "cuda", *flags]) == 0
     assert asked[0] == asked[1] and asked[0][:2] == ("cuda", Path("gpu-report"))
     wishes = {"device": "cuda", "model": "qwen3-4b", "concurrency": [1, 8], "prompt": 9, "answer": 7, "rounds": 2}
+    wishes |= {"sections": [], "seconds": None}
     assert asked[0][2] == ["speeds", json.dumps(wishes)]
+
+
+def test_sections_that_are_named_are_made_in_that_order_within_the_seconds_given() -> None:
+    options, _ = command.parse(["--sections", "profile,speeds,gemm", "--seconds", "480"], "cuda")
+    assert list(command.sections(options)) == ["profile", "speeds", "gemm"]
+    assert command.about(options)["limit"] == 480.0
+    with pytest.raises(ConfigError, match="--sections speed: there is none"):
+        command.parse(["--sections", "speeds,speed"], "cuda")
+
+
+def test_the_verdict_is_the_end_of_the_output_and_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = f"('one', lambda: {{'found': {'x' * 9000!r}, 'cases': [{{'a': 1}}] * 50}})"
+    _, report = write({"speeds": section(f"[{long}]"), "gemm": section(f"[{long}]")}, tmp_path)
+    out = capsys.readouterr().out
+    end = page.verdict(report)
+    assert out.endswith(f"{end}\n") and len(end) <= page.VERDICT_CHARS and "Gemm: 1 ok; one: xxx" in end
 
 
 def test_without_a_source_tree_the_laboratorys_sections_are_not_tried(
@@ -393,6 +413,42 @@ def test_engines_are_built_compared_and_timed_on_a_bare_image(tmp_path: Path) ->
     ways = ("plain", "full blocks", "auto")
     assert [(row["way"], row["concurrency"]) for row in speeds] == [(w, c) for w in ways for c in (1, 2)]
     assert all(row["tok/s"] > 0 and row["step ms"] > 0 and len(row["rounds"]) == 2 for row in speeds)
+    assert all(row["steady tok/s"] > 0 for row in speeds)
+    assert [row["expected tok/s"] for row in speeds] == [180, None, 930, None, 930, None]
     assert [row["target"] for row in speeds] == [200, None, 1000, None, 1000, None]
     assert speeds[4]["floor tok/s"] >= speeds[2]["floor tok/s"] and speeds[4]["floor of step ms"] is None
     assert len(hurried["rounds"]) == 1, "when time is up"
+
+
+@pytest.mark.exhaustive
+def test_graphs_products_and_kernels_are_timed_at_tiny_sizes(tmp_path: Path) -> None:
+    """On a CPU, where graphs are steps that are run again, and kernels are PyTorch's operators."""
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    model = str(tmp_path / "tiny.json")
+    with device_lengths():
+        (stairs,) = [part.run() for part in kernels.graph_parts_of(model, 2, "cpu", 16, lambda graph: [2e-3, 3e-3])]
+        profiles = [part.run() for part in kernels.profile_parts_of(model, [2], "cpu", 8)]
+    assert [(case["rows"], case["run"]) for case in stairs["cases"]] == [
+        (1, "1 x 1"),
+        (2, "2 x 1"),
+        (16, "1 x 16"),
+        (16, "2 x 8"),
+        (32, "2 x 16"),
+    ]
+    assert all(case["ms"] == 2.5 and case["slowest ms"] == 3.0 for case in stairs["cases"])
+    for found in profiles:
+        shares = [case["share"] for case in found["cases"]]
+        assert 0 < len(shares) <= kernels.MOST_KERNELS and shares == sorted(shares, reverse=True)
+        assert found["kernels ms"] >= sum(case["us"] for case in found["cases"]) / 1e3 - 1e-6 and found["launches"] > 50
+    backend = CpuBackend(torch.device("cpu"))
+    made = gemms.parts_of(target_config(TINY), lambda: backend, (1, 2), 1.0, lambda _: lambda run: run() or 1e-6)
+    for part in made:
+        cases = part.run()["cases"]
+        assert [case["rows"] for case in cases] == [1, 2] and all(case["expected us"] > 0 for case in cases)
+    assert [part.name for part in made] == ["o", "qkv", "down", "gate_up", "lm_head"]
+
+
+def test_the_model_of_products_expects_reads_at_few_rows_and_operations_at_many() -> None:
+    """The figures of an 8B's o (34 MB) and gate_up (201 MB)."""
+    assert gemms.expected_seconds(33.6e6, 2 * 16 * 4096 * 4096) == pytest.approx(13.0e-6, rel=0.01)
+    assert gemms.expected_seconds(201e6, 2 * 512 * 24576 * 4096) == pytest.approx(181e-6, rel=0.01)

@@ -248,7 +248,8 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     scratch_pages = -(-sizes.max_rows // page_size)
     pages = scratch_pages + 40
     seqs, rows = sizes.target(num_seqs, num_rows)
-    padded = padding.pad_target(inputs.target, seqs, rows, pages, scratch_pages, block_size)
+    each = sizes.padding_rows(seqs, rows)
+    padded = padding.pad_target(inputs.target, seqs, rows, pages, scratch_pages, block_size, each)
     assert padded.token_ids[:num_rows].tolist() == inputs.target.token_ids.tolist()
     drafts = np.where(
         inputs.target.token_source < num_rows, inputs.target.token_source, inputs.target.token_source + rows - num_rows
@@ -260,7 +261,8 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     assert padded.prev_rows.tolist() == [-1] * seqs
     (own,), (group,) = inputs.target.groups, padded.groups
     check_padded(own, group, rows, pages, scratch_pages, page_size)
-    assert min(group.query_lens[:-1]) > 0 and group.query_lens[-1] >= spare
+    assert set(group.query_lens[num_seqs:-1]) <= {each} and group.query_lens[-1] >= spare
+    assert each or not spare, "an NPU's attention takes no empty sequence"
     if inputs.draft:
         blocks = sizes.seqs_for(len(inputs.draft.anchors))
         draft = padding.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
@@ -292,14 +294,18 @@ def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(
 ) -> None:
     sizes = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     assert len(sizes.targets) + len(sizes.drafts) <= max_graphs
-    assert sizes.targets == sorted(set(sizes.targets)) and sizes.drafts == sorted(set(sizes.drafts))
-    assert (sizes.seqs[-1], sizes.widths[-1]) == (max_num_seqs, block_size) and len(sizes.widths) <= 4
+    assert len(sizes.targets) == len(set(sizes.targets)) and sizes.drafts == sorted(set(sizes.drafts))
+    assert (sizes.seqs[-1], sizes.widths[-1]) == (max_num_seqs, block_size)
     assert list(sizes.seqs) == sorted(set(sizes.seqs)) and list(sizes.widths) == sorted(set(sizes.widths))
     for num_seqs in range(1, max_num_seqs + 1):
         for num_rows in {num_seqs, num_seqs * block_size, (num_seqs * block_size + num_seqs) // 2}:
             seqs, rows = sizes.target(num_seqs, num_rows)
-            assert seqs >= num_seqs and rows >= num_rows + spare + seqs - num_seqs
-            assert (seqs, rows) in sizes.targets
+            each = sizes.padding_rows(seqs, rows)
+            assert (seqs, rows) in sizes.targets and seqs >= num_seqs
+            assert rows >= num_rows + spare + each * (seqs - num_seqs)
+            assert each or rows > seqs, "the capture of rows that are shared has a sequence of more than one"
+            if num_rows > num_seqs and each == 0:
+                assert rows - num_seqs in sizes.padded_drafts(num_seqs)[1]
         for width in range(2, block_size + 1):
             widened = sizes.block_width(num_seqs, width)
             assert widened >= width and (sizes.seqs_for(num_seqs), widened) in sizes.drafts
@@ -314,6 +320,16 @@ def test_blocks_of_4_8_and_16_rows_are_captured_at_many_sequences_by_default() -
     assert (sizes.block_width(100, 3), sizes.block_width(3, 3)) == (4, 16)
     assert sizes.padded_drafts(100) == (128, [0, 384, 896, 1920])
     assert sizes.padded_drafts(3) == (4, [0, 60]), "a whole block, because no narrower one is captured"
+
+
+def test_rows_are_shared_in_sizes_between_powers_of_two() -> None:
+    sizes = settle_graph_sizes(32, 16, 48, draft_graphs=True, spare=0)
+    assert sizes.widths == (1, 4, 6, 8, 12, 16)
+    assert sizes.target(17, 17 * 16) == (32, 320) and sizes.target(32, 32 * 6) == (32, 192)
+    assert sizes.target(1, 16) == (1, 16) and sizes.target(3, 3) == (4, 4) and sizes.target(3, 4) == (15, 16)
+    assert sizes.padded_drafts(17) == (17, [0, 15, 47, 79, 111, 175, 239, 303, 367, 431, 495])
+    many = settle_graph_sizes(256, 16, 48, draft_graphs=True, spare=0)
+    assert many.target(1, 16) == (1, 16) and many.target(256, 256 * 4) == (256, 1024)
 
 
 def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:

@@ -666,7 +666,7 @@ def ranked(
 ) -> tuple[ThreadRanks, dict[str, list[int]]]:
     """Return the closed ranks of an engine, and its texts."""
     monkeypatch.setattr(build, "make_backend", lambda device, rank, **_: RankedBackend(rank, failing))
-    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory": 1 << 20, "max_graphs": 9}
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory": 1 << 20, "max_graphs": 10}
     ranks = ThreadRanks(EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2, **sizes | wishes))
     requests = [Request(str(i), (3, 1, 2, i), 12 + i, SamplingParams(0.5 * (i % 2), seed=i)) for i in range(4)]
     texts = ranks.engine.core.run(requests)
@@ -691,7 +691,7 @@ def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(lucky: Pair, mo
     ranks, texts = ranked(monkeypatch, lucky, failing)
     graphs: StepGraphs = ranks.engine.core.runner.graphs  # type: ignore[attr-defined]
     assert (graphs._missing_targets, graphs._missing_drafts) == ({(1, 1), (1, 16)}, {(2, 16)})
-    assert graphs._target_graphs.keys() == {(2, 2), (2, 32), (4, 4), (4, 64)}
+    assert graphs._target_graphs.keys() == {(2, 2), (4, 4), (4, 16), (4, 32), (4, 64)}
     assert graphs._draft_graphs.keys() == {(1, 16), (4, 16)}
     assert ranked(monkeypatch, lucky, enforce_eager=True)[1] == texts
 
@@ -701,7 +701,7 @@ def test_a_graph_that_no_larger_one_replaces_ends_all_ranks_with_a_sentence(
     lucky: Pair, monkeypatch: pytest.MonkeyPatch, what: str
 ):
     num_captured = [0, 0]
-    last_target = 4 if "draft" in what else 0
+    last_target = 5 if "draft" in what else 0
 
     def failing(rank: int, metas: list[AttentionMetadata]) -> bool:
         num_captured[rank] += 1

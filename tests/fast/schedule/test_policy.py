@@ -507,3 +507,34 @@ def test_what_has_ended_is_forgotten() -> None:
         policy.record_time(1, 1, 16, 15, 5.0)
         policy.forget(i)
     assert not policy.histories
+
+
+def stairs() -> CostTable:
+    """Costs of graphs of 16, 32, 64 and 96 rows ..., of which a row costs 0.1 ms."""
+    sizes = settle_graph_sizes(16, BLOCK, 48, draft_graphs=True, spare=0)
+    points = [(1, 1.0), (16, 16.0)]
+    return CostTable([(1, 10.0), (16, 10.0)], {BLOCK: points}, [[(0, 0.0), (512, 51.2)]] * 2, sizes)
+
+
+def test_drafts_up_to_the_rows_that_a_graph_shares_are_free() -> None:
+    table = stairs()
+    assert set(table.step_ms(9, 8, BLOCK, np.array([1, 7, 23])).round(6).tolist()) == {
+        10.0 + 8.0 + 0.7,
+        10.0 + 8.0 + 2.3,
+    }
+    assert float(table.step_ms(9, 8, BLOCK, 24)) == pytest.approx(10.0 + 8.0 + 5.5), "64 rows"
+    assert float(table.step_ms(9, 5, BLOCK, 24)) == float(table.step_ms(9, 8, BLOCK, 24)), "8 blocks"
+    assert float(table.step_ms(9, 0, BLOCK, 0)) == 10.0, "a plain step has a graph of its own"
+
+
+def test_what_a_step_verifies_fills_its_graph_and_begins_no_other() -> None:
+    """Sequences of which nothing is known are alike, so their drafts are verified together or not at all."""
+    rng = np.random.default_rng(0)
+    table, full = stairs(), 0
+    for _ in range(20):
+        chances = rng.uniform(0.3, 0.9, size=(9, BLOCK - 1)).cumprod(axis=1)
+        rows = 9 + sum(best_widths(chances, table))
+        full += rows in (16, 32, 64, 96, 128) or (rows - 9) % (BLOCK - 1) == 0  # or whole blocks, which are preferred
+    assert full == 20
+    alike = np.full((9, BLOCK - 1), 0.8).cumprod(axis=1)
+    assert len(set(best_widths(alike, table)) - {0}) == 1

@@ -1,0 +1,176 @@
+"""Matrix products of few rows, where reading the weights is the time: C = X W^T, with its epilogue in the same launch.
+
+A tile of W has 64 rows or more, which fill the tensor core's wide side, and the rows of X are the narrow one. K is
+split so that all multiprocessors read. The last program of a tile sums the parts in their order.
+So a row's bits depend neither on other rows of its tile nor on timing.
+
+Interpreted and compiled for sm_90; not run on a GPU.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from app.engine.cuda.launch import INTERPRETED
+
+MAX_ROWS = 64
+MIN_DOT = 16
+"""Least number of columns of Triton's matrix product."""
+MAX_TILES = 1 << 14
+SHARED_MEMORY = 227 << 10
+"""Bytes of a program on sm_90."""
+
+
+ROWS = (1, 16, 32, MAX_ROWS)
+"""Rows up to which a product has a way of its own. One row alone is cuBLAS's matrix by vector."""
+
+
+class Product(NamedTuple):
+    """A way to launch a product: rows of W and numbers of K of a tile, parts of K, and Triton's warps and stages."""
+
+    rows: int
+    depth: int
+    splits: int
+    warps: int = 4
+    stages: int = 4
+
+
+WAYS = [Product(64, depth, splits) for splits in (4, 2, 8, 1) for depth in (128, 256)]
+
+
+def fits(way: Product, out_features: int, in_features: int, num_rows: int, *, gated: bool) -> bool:
+    """Return True if K is whole tiles in each of its parts, and the tiles in flight have room in 16 bits."""
+    shared = 2 * way.stages * way.depth * (way.rows * (1 + gated) + columns_of(num_rows))
+    tiles = triton.cdiv(out_features, way.rows)
+    return in_features % (way.splits * way.depth) == 0 and shared <= SHARED_MEMORY and tiles <= MAX_TILES
+
+
+def columns_of(num_rows: int) -> int:
+    columns: int = max(MIN_DOT, triton.next_power_of_2(num_rows))
+    return columns
+
+
+def linear(x: Tensor, weight: Tensor, way: Product, *, gated: bool = False) -> Tensor:
+    """Return x @ weight.T `[T, out]` for x `[T, in]` of at most MAX_ROWS rows and a weight `[out, in]`.
+
+    With `gated` the weight is `[2 * I, in]`, gate first, and the result silu(gate) * up `[T, I]`, from products in fp32
+    that are rounded once.
+    """
+    num_rows, in_features = x.shape
+    out_features = len(weight) // (1 + gated)
+    assert num_rows <= MAX_ROWS and fits(way, out_features, in_features, num_rows, gated=gated)
+    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(out_features, way.rows)
+    columns = columns_of(num_rows)
+    parts, arrived = out, out
+    if way.splits > 1:
+        shape = (tiles, way.splits, 1 + gated, way.rows, columns)
+        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+        arrived = counters(x.device)
+    product[tiles, way.splits](
+        x.contiguous(),
+        weight,
+        out,
+        parts,
+        arrived,
+        num_rows,
+        out_features,
+        in_features,
+        way.splits,
+        GATED=gated,
+        SPLIT=way.splits > 1,
+        UPCAST=INTERPRETED,
+        BLOCK_M=columns,
+        BLOCK_N=way.rows,
+        BLOCK_K=way.depth,
+        num_warps=way.warps,
+        num_stages=way.stages,
+    )
+    return out
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """Return a zero for each tile. The last program of a tile leaves a zero again, so every launch finds zeros.
+
+    Launches that share it must follow one another, as those of one stream do.
+    """
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits"])
+def product(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    part_ptr,
+    arrived_ptr,
+    num_rows,
+    out_features,
+    in_features,
+    splits,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Compute BLOCK_N columns of the result over one of `splits` parts of K, and finish them if the others have come.
+
+    Sizes of the weight are no part of what is compiled, because a start must try several ways in seconds.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    column = tile * BLOCK_N + columns
+    is_row, is_column = (rows < num_rows)[None, :], (column < out_features)[:, None]
+    steps = in_features // (splits * BLOCK_K)  # a multiple of BLOCK_K begins a part, so that loads are wide
+    depth = split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
+    w = w_ptr + column.to(tl.int64)[:, None] * in_features + depth[None, :]
+    x = x_ptr + rows[None, :] * in_features + depth[:, None]
+    up_of_w = w + out_features.to(tl.int64) * in_features
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for _ in range(steps):
+        x_part = tl.load(x, mask=is_row, other=0.0)
+        w_part = tl.load(w, mask=is_column, other=0.0)
+        if UPCAST:
+            x_part = x_part.to(tl.float32)
+            w_part = w_part.to(tl.float32)
+        acc = tl.dot(w_part, x_part, acc, input_precision="tf32x3")
+        if GATED:
+            up_part = tl.load(up_of_w, mask=is_column, other=0.0)
+            if UPCAST:
+                up_part = up_part.to(tl.float32)
+            up = tl.dot(up_part, x_part, up, input_precision="tf32x3")
+            up_of_w += BLOCK_K
+        w += BLOCK_K
+        x += BLOCK_K
+
+    is_last = True
+    if SPLIT:
+        size = BLOCK_N * BLOCK_M * (1 + GATED)
+        places = part_ptr + (tile * splits).to(tl.int64) * size + columns[:, None] * BLOCK_M + rows[None, :]
+        tl.store(places + split * size, acc)
+        if GATED:
+            tl.store(places + split * size + BLOCK_N * BLOCK_M, up)
+        tl.debug_barrier()  # all warps have stored before one of them counts
+        is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
+        if is_last:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for other in range(splits):
+                # Past the multiprocessor's own cache, which may still have the parts of an earlier launch.
+                acc += tl.load(places + other * size, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(places + other * size + BLOCK_N * BLOCK_M, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+    if is_last:
+        if GATED:
+            acc = acc / (1.0 + tl.exp(-acc)) * up
+        to = out_ptr + rows.to(tl.int64)[None, :] * out_features + column[:, None]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_column)

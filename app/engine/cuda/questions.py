@@ -1,0 +1,130 @@
+"""Launches of an engine that `tune` chooses, each with operands of the engine's sizes."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads, LayerKv
+from app.engine.cuda import products, rows
+from app.engine.cuda.attention import Tile, geometry, paged_attention
+from app.engine.cuda.products import Product
+from app.engine.cuda.tune import Question, Way
+
+MOST_SEQS = 32
+CONTEXT = 1024
+"""Tokens behind which rows of attention are timed."""
+BLOCK = 16
+OF_ONE_ROW = [Tile(32, 4, 5, 2), Tile(64, 4, 3, 2), Tile(64, 4, 5, 1), Tile(128, 4, 3, 2)]
+OF_BLOCKS = [Tile(32, 4, 7, 1), Tile(64, 4, 3, 1), Tile(64, 4, 5, 1), Tile(64, 8, 3, 1), Tile(32, 4, 5, 2)]
+"""Ways beside the default. The rows of a head of more than 128 dims have no others."""
+
+
+class OfAttention(NamedTuple):
+    """Launches of attention that share a way: one row a sequence or more, query heads a KV head, and their size."""
+
+    plain: bool
+    group: int
+    head_dim: int
+
+
+class OfProduct(NamedTuple):
+    """Products that share a way: shape of the weight, SwiGLU or not, and the most rows."""
+
+    out_features: int
+    in_features: int
+    gated: bool
+    most_rows: int
+
+
+def of_engine(
+    decoders: Sequence[Heads],
+    weights: Mapping[str, Sequence[Tensor]],
+    num_seqs: int,
+    page_size: int,
+    multiprocessors: int,
+) -> dict[OfAttention | OfProduct, Question]:
+    """Return the questions of an engine in 16 bits, those that save most first.
+
+    `weights` are matrices of layers by name, of which one called "gate_up" is `[2 * I, H]` and has its SwiGLU.
+    """
+    some = [weight for named in weights.values() for weight in named]
+    if not some or some[0].dtype.itemsize != 2:
+        return {}
+    asked: dict[OfAttention | OfProduct, Question] = {}
+    for most_rows in (16, 1, 64, 32):
+        for name, named in weights.items():
+            shape = named[0].shape
+            gated = name == "gate_up"
+            asked[OfProduct(shape[0], shape[1], gated, most_rows)] = product(list(named), most_rows, gated=gated)
+    for decoder in decoders:
+        for plain in (False, True) if decoder.head_dim <= 128 else ():
+            key = OfAttention(plain, decoder.num_heads // decoder.num_kv_heads, decoder.head_dim)
+            question = attention(decoder, some[0], min(num_seqs, MOST_SEQS), page_size, multiprocessors, plain=plain)
+            asked.setdefault(key, question)
+    return asked
+
+
+def product(weights: list[Tensor], num_rows: int, *, gated: bool) -> Question:
+    """Return the question how to multiply `num_rows` rows. It is timed over all layers' weights in turn."""
+    out_features, in_features = len(weights[0]) // (1 + gated), weights[0].shape[1]
+    noise = torch.Generator(weights[0].device).manual_seed(0)
+    x = torch.empty(num_rows, in_features, dtype=weights[0].dtype, device=weights[0].device)
+    x.normal_(generator=noise)
+
+    def run(way: Way | None, weight: Tensor = weights[0]) -> Tensor:
+        if way is not None:
+            return products.linear(x, weight, Product(*way), gated=gated)
+        done = F.linear(x, weight)
+        return rows.silu_mul(done) if gated else done
+
+    def timed(way: Way | None) -> None:
+        for weight in weights:
+            run(way, weight)
+
+    ways = [way for way in products.WAYS if products.fits(way, out_features, in_features, num_rows, gated=gated)]
+    kind = "SwiGLU" if gated else "product"
+    name = f"{kind} {out_features} x {in_features}, {num_rows} rows"
+    return Question(name, ways, run, lambda: run(None), timed)
+
+
+def attention(
+    decoder: Heads, like: Tensor, num_seqs: int, page_size: int, multiprocessors: int, *, plain: bool
+) -> Question:
+    """Return the question how to launch attention over CONTEXT tokens a sequence; start-up checks the default."""
+    counts = [1 if plain else BLOCK] * num_seqs
+    group, dim = decoder.num_heads // decoder.num_kv_heads, decoder.head_dim
+    sizes = group, decoder.num_kv_heads, like.dtype, multiprocessors, dim
+    at = [geometry(counts, *sizes, tile) for tile in (None, *(OF_ONE_ROW if plain else OF_BLOCKS))]
+    ways = list(OF_ONE_ROW if plain else OF_BLOCKS)
+    made: list[tuple[Tensor, LayerKv, AttentionMetadata]] = []
+
+    def operands() -> tuple[Tensor, LayerKv, AttentionMetadata]:
+        """Make them at the first call, because they take memory."""
+        if not made:
+            noise = torch.Generator(like.device).manual_seed(0)
+            pages = -(-CONTEXT // page_size)
+            shape = (num_seqs * pages, page_size, decoder.num_kv_heads, dim)
+            kv, q = (
+                [like.new_empty(shape_of).normal_(generator=noise) for shape_of in shapes]
+                for shapes in ([shape, shape], [(sum(counts), decoder.num_heads, dim)])
+            )
+            numbers = partial(torch.tensor, dtype=torch.int32, device=like.device)
+            table = torch.arange(num_seqs * pages, dtype=torch.int32, device=like.device).view(pages, num_seqs).T
+            lens = [CONTEXT] * num_seqs
+            starts = [0, *accumulate(counts)]
+            meta = AttentionMetadata(numbers(starts), numbers(lens), table.contiguous(), counts, lens, page_size)
+            made.append((q[0], LayerKv(*kv), meta))
+        return made[0]
+
+    def run(way: Way | None) -> Tensor:
+        q, kv, meta = operands()
+        launch = at[0] if way is None else at[1 + ways.index(Tile(*way))]
+        return paged_attention(q, kv, meta, AttentionMask(causal=True), launch)
+
+    name = f"attention of {'one row' if plain else 'blocks'}, {group} heads of {dim} a KV head"
+    return Question(name, ways, run, lambda: run(None), run)

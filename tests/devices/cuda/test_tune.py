@@ -1,0 +1,184 @@
+"""Launches are chosen by their time alone among those that are right, within a limit, and once on a device."""
+
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from app.engine.backend.base import Heads
+from app.engine.cuda import products, questions, tune
+from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.products import Product
+from app.engine.cuda.tune import Question, Way
+from tests.devices.cuda.pages import Paged
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+RIGHT, WRONG = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.2])
+MS: dict[Way | None, float] = {None: 1.0, (1,): 0.5, (2,): 0.7, (3,): 0.1, (4,): 0.2, (5,): 0.99}
+
+
+class Machine:
+    """Timing double: a call takes MS of its way, and a second of a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timed: list[tuple[str, Way | None]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        self.now += 1.0
+        call()
+        return MS[self.timed[-1][1]]
+
+    def question(self, name: str, *ways: Way) -> Question:
+        def run(way: Way | None) -> torch.Tensor:
+            if way == (4,):
+                raise RuntimeError("out of shared memory")
+            return WRONG if way == (3,) else RIGHT
+
+        return Question(name, ways, run, lambda: RIGHT, lambda way: self.timed.append((name, way)))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(tune, "time", made)
+    return made
+
+
+def test_the_quickest_way_is_chosen_and_a_wrong_one_is_not_even_timed(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = tune.choose([machine.question("a", (2,), (3,), (4,), (1,))], machine.seconds, {})
+    assert chosen == {"a": (1,)}
+    assert [way for _, way in machine.timed] == [None, (2,), (1,)]
+    assert "a: (3,) is wrong on this device" in caplog.text
+
+
+def test_a_fault_of_the_device_ends_the_start_and_names_the_flag(machine: Machine) -> None:
+    with pytest.raises(RuntimeError, match="shared memory") as raised:
+        tune.choose([machine.question("a", (2,), (4,))], machine.seconds, {}, lambda error: True)
+    assert raised.value.__notes__ == ["a: (4,) was tried; --tune off starts without timing such ways"]
+
+
+def test_a_difference_within_noise_is_none(machine: Machine) -> None:
+    assert tune.choose([machine.question("a", (5,))], machine.seconds, {}) == {"a": None}
+
+
+def test_a_result_that_is_no_number_is_wrong() -> None:
+    assert tune.error_of(torch.tensor([float("nan"), 1.0]), RIGHT) == float("inf")
+
+
+def test_questions_end_within_ten_seconds_and_go_on_at_the_next_start(machine: Machine, tmp_path: Path) -> None:
+    asked = [machine.question(name, (2,), (1,)) for name in "abcdef"]
+    first = tune.tune(asked, machine.seconds, "a GPU", tmp_path)
+    assert machine.now <= tune.MAX_SECONDS + 2 and 2 <= len(first) < 6 and set(first.values()) == {(1,)}
+    second = tune.tune(asked, machine.seconds, "a GPU", tmp_path)
+    assert set(second) > set(first)
+    assert not {name for name, _ in machine.timed[-3:]} & set(first)
+
+
+def test_answers_are_kept_by_device_and_version(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = [machine.question("a", (1,))]
+    with caplog.at_level(logging.INFO):
+        assert tune.tune(asked, machine.seconds, "a GPU", tmp_path) == {"a": (1,)}
+    assert "1 of 1 launches other than by default" in caplog.text and "a: (1,)" in caplog.text
+    before = len(machine.timed)
+    assert tune.tune(asked, machine.seconds, "a GPU", tmp_path) == {"a": (1,)} and len(machine.timed) == before
+    tune.tune(asked, machine.seconds, "another GPU", tmp_path)
+    assert len(machine.timed) == before + 2
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    tune.tune(asked, machine.seconds, "a GPU", tmp_path)
+    assert len(machine.timed) == before + 4
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": 7}', '{"a": ["x"]}', '{"a": [1, 2, 3]}', "\x00"])
+def test_a_file_that_cannot_be_read_is_as_none(machine: Machine, tmp_path: Path, text: str) -> None:
+    tune.kept(tmp_path, "a GPU").write_text(text)
+    assert tune.tune([machine.question("a", (1,))], machine.seconds, "a GPU", tmp_path) == {"a": (1,)}
+
+
+def test_a_folder_that_cannot_be_written_to_costs_no_start(
+    machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    assert tune.tune([machine.question("a", (1,))], machine.seconds, "a GPU", tmp_path / "file") == {"a": (1,)}
+    assert "cannot be kept" in caplog.text
+
+
+DECODER = Heads(num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def weights() -> dict[str, list[torch.Tensor]]:
+    noise = torch.Generator().manual_seed(0)
+    shapes = {"o": (64, 256), "gate_up": (256, 64)}
+    return {
+        name: [torch.randn(shape, generator=noise).to(torch.bfloat16) / 8 for _ in range(2)]
+        for name, shape in shapes.items()
+    }
+
+
+def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every other way is quicker here. Each was compared with the default's result before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "MAX_SECONDS", 1e9)
+    monkeypatch.setattr(questions, "CONTEXT", 20)
+    monkeypatch.setattr(products, "WAYS", [Product(32, 32, 2)])
+    calls = (0.9**call for call in itertools.count())
+    backend, own = CudaBackend(CPU), weights()
+    chosen = backend.tune([DECODER], own, 2, 16, lambda call: next(calls))
+    assert chosen["product 64 x 256, 16 rows"] == str(Product(32, 32, 2)) and "SwiGLU 128 x 64, 1 rows" in chosen
+    assert len(chosen) == 2 * 4 + 2, "two weights at four numbers of rows, and two kinds of attention"
+    launched: list[Any] = []
+    launch = products.linear
+    monkeypatch.setattr(products, "linear", lambda *args, **how: launched.append(how) or launch(*args, **how))
+    for num_rows in (1, 7, 64, 65):
+        x = torch.randn(num_rows, 256).to(torch.bfloat16)
+        found, expected = backend.linear(x, own["o"][0]), F.linear(x, own["o"][0])
+        torch.testing.assert_close(found.float(), expected.float(), atol=3e-2, rtol=3e-2)
+    assert len(launched) == 3, "more rows are cuBLAS's"
+    x, down = torch.randn(3, 64).to(torch.bfloat16), torch.randn(64, 128).to(torch.bfloat16)
+    expected = CudaBackend(CPU).gated_mlp(x, own["gate_up"][0], down)
+    found = backend.gated_mlp(x, own["gate_up"][0], down)
+    torch.testing.assert_close(found.float(), expected.float(), atol=0.1, rtol=3e-2)
+    assert launched[-1] == {"gated": True}
+    case = Paged([1, 1], [40, 20])
+    tile = backend.geometry(case.q, case.kv, case.meta)
+    chosen_tile = questions.OF_ONE_ROW[-1]
+    assert (tile.tokens, tile.stages) == (chosen_tile.tokens, chosen_tile.stages) != (64, 5)
+    assert backend._tiles == {(True, 2, 16): chosen_tile, (False, 2, 16): questions.OF_BLOCKS[-1]}
+
+
+def test_nothing_is_timed_in_fp32_nor_off_a_gpu() -> None:
+    in_fp32 = {name: [weight.float() for weight in own] for name, own in weights().items()}
+    assert questions.of_engine([DECODER], in_fp32, 2, 16, 132) == {}
+    assert CudaBackend(CPU).tune([DECODER], weights(), 2, 16) == {}
+
+
+def test_a_clock_reads_the_least_of_some_replays_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([40.0, 20.0, 30.0, 50.0])
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: next(took))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    ran: list[str] = []
+    graph = SimpleNamespace(replay=lambda: ran.append("replay"))
+    found = tune.seconds_in_a_graph(lambda run: run() or graph, lambda: ran.append("run"))
+    assert found == pytest.approx(20e-3) and ran == ["run", *["replay"] * 4]
+
+
+def test_a_kept_file_is_readable_by_people(machine: Machine, tmp_path: Path) -> None:
+    tune.tune([machine.question("a", (1,)), machine.question("b", (5,))], machine.seconds, "a GPU", tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text()) == {"a": [1], "b": None}

@@ -1,0 +1,93 @@
+"""Matrix products of a target's layers by rows, over weights that no cache holds, beside what the model predicts."""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from app.doctor.report.command import Options
+from app.doctor.report.part import Part, Result
+from app.doctor.report.roofline import H200, NUMBER_BYTES
+from app.doctor.report.timing import Timer, timer
+from app.engine.backend.base import Backend
+from app.engine.backend.factory import make_backend
+from app.engine.build.decoder_config import target_config
+from app.engine.models.config import DecoderConfig
+from tools.lab.random_weights import TARGETS
+
+ROWS = (1, 16, 32, 64, 128, 192, 256, 384, 512)
+ROTATED = 300e6
+"""Bytes of weights that take turns: six times the 50 MB of an H200's cache."""
+EXPECTED_SHARES = ((40e6, 0.60), (60e6, 0.67), (120e6, 0.77), (300e6, 0.85), (float("inf"), 0.92))
+"""Bytes of a weight, up to which cuBLAS is expected to reach this share of the memory's bandwidth at few rows."""
+EXPECTED_FLOPS = 570e12
+"""Operations a second that are expected at 512 rows, because 128 x 128 tiles do not fill 132 multiprocessors."""
+
+Multiply = Callable[[Tensor, Tensor], object]
+
+
+def parts(options: Options, ends: float) -> list[Part]:
+    return parts_of(target_config(TARGETS[options.model]), cache(partial(make_backend, options.device)))
+
+
+def parts_of(
+    config: DecoderConfig,
+    opened: Callable[[], Backend],
+    rows: tuple[int, ...] = ROWS,
+    rotated: float = ROTATED,
+    timed: Timer = timer,
+) -> list[Part]:
+    return [
+        Part(name, partial(measured, opened, shape, rows, rotated, timed)) for name, shape in shapes(config).items()
+    ]
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Return [out, in] of each product of a step."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    return {
+        "o": (hidden, heads),
+        "qkv": (heads + 2 * config.num_kv_heads * config.head_dim, hidden),
+        "down": (hidden, config.intermediate_size),
+        "gate_up": (2 * config.intermediate_size, hidden),
+        "lm_head": (config.vocab_size, hidden),
+    }
+
+
+@torch.inference_mode()
+def measured(
+    opened: Callable[[], Backend], shape: tuple[int, int], rows: tuple[int, ...], rotated: float, timed: Timer
+) -> Result:
+    """Time one product at each number of rows. `expected us` is the performance model's."""
+    backend, size = opened(), NUMBER_BYTES * shape[0] * shape[1]
+    dtype = backend.defaults.dtype
+    count = max(1, round(rotated / size))
+    weights = [torch.empty(shape, dtype=dtype, device=backend.device).normal_(std=0.02) for _ in range(count)]
+    cases: list[Result] = []
+    for num_rows in rows:
+        x = torch.empty(num_rows, shape[1], dtype=dtype, device=backend.device).normal_()
+        seconds = timed(backend)(partial(_all, backend.linear, x, weights)) / count
+        operations = 2 * num_rows * shape[0] * shape[1]
+        cases.append(
+            {
+                "rows": num_rows,
+                "us": 1e6 * seconds,
+                "expected us": 1e6 * expected_seconds(size, operations),
+                "TB/s": size / seconds / 1e12,
+                "TFLOP/s": operations / seconds / 1e12,
+            }
+        )
+    few = cases[min(1, len(cases) - 1)]
+    found = f"{few['TB/s']:.3g} TB/s at {few['rows']} rows, {cases[-1]['TFLOP/s']:.3g} TFLOP/s at {cases[-1]['rows']}"
+    return {"weight": list(shape), "copies": count, "cases": cases, "found": found}
+
+
+def expected_seconds(size: float, operations: float) -> float:
+    share = next(share for most, share in EXPECTED_SHARES if size <= most)
+    return max(size / H200.bandwidth / share, operations / EXPECTED_FLOPS)
+
+
+def _all(multiply: Multiply, x: Tensor, weights: list[Tensor]) -> None:
+    for weight in weights:
+        multiply(x, weight)
