@@ -13,11 +13,11 @@ from torch import Tensor
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.models.config import GatedDeltaConfig
 from app.engine.npu.gated_delta import commit_and_verify
+from tests import ROOT
 from tests.devices.npu.null_device import Trace, traced
 from tests.fast.engine.delta_layers import BLOCK, CLOSE, SHAPES, SMALL, Layer, assert_slots
 
 NPU = torch.device("npu:0")
-MOST_LAUNCHES = 90
 pytestmark = pytest.mark.usefixtures("numerics")
 
 
@@ -130,8 +130,10 @@ def test_a_layer_launches_operators_of_static_shapes_and_the_host_waits_for_none
         _, trace = traces  # the first call makes what depends on shapes alone
         assert trace.waits == [] and trace.of("copy") == []
         launches[rows] = trace.launches
-    print(f"launches to commit and verify: {launches[1].total()} for 1 row, {launches[16].total()} for 16")
-    assert launches[1].total() <= launches[16].total() <= MOST_LAUNCHES, launches[16]
+    narrow, wide = (counted.total() for counted in launches.values())
+    print(f"launches to commit and verify: {narrow} for 1 row, {wide} for 16")
+    assert narrow <= wide
+    assert f" take {wide} launches " in (ROOT / "docs" / "ascend.md").read_text(), launches[16]
 
 
 def test_products_in_float32_keep_float32() -> None:
