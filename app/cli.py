@@ -77,10 +77,13 @@ def check(arguments: Sequence[str]) -> int:
 
     parser = Parser(prog="dflash-server check", description=check.__doc__)
     parser.add_argument("--device", help="auto | cpu | cuda | cuda:N | npu | npu:N [default: auto, DFLASH_DEVICE]")
+    parser.add_argument("--tensor-parallel-size", metavar="N", help="add up on N devices, from that one on")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    given = [GivenSetting("--device", "device", options.device)] if options.device else []
-    return report(load_config(given).device, as_json=options.json)
+    names = {"--device": "device", "--tensor-parallel-size": "tensor_parallel_size"}
+    given = [GivenSetting(flag, name, value) for flag, name in names.items() if (value := getattr(options, name))]
+    config = load_config(given)
+    return report(config.device, as_json=options.json, ranks=config.tensor_parallel_size)
 
 
 def report(arguments: Sequence[str], kind: str | None = None) -> int:

@@ -26,16 +26,24 @@ class Result(TypedDict):
 
 
 def report(
-    device: str, *, as_json: bool, command: Sequence[str] = COMMAND, probe_seconds: float = PROBE_SECONDS
+    device: str,
+    *,
+    as_json: bool,
+    ranks: int = 1,
+    command: Sequence[str] = COMMAND,
+    probe_seconds: float = PROBE_SECONDS,
 ) -> int:
-    """Print a line for every probe as it comes, or all of them as one JSON object. Return 1 if one failed, else 0."""
+    """Print a line for every probe as it comes, or all of them as one JSON object. Return 1 if one failed, else 0.
+
+    Several `ranks` of one model each have a device, and add up.
+    """
 
     def tell(result: Result, names: list[str]) -> None:
         if not as_json:
             print(text(result, max(map(len, names))), flush=True)
 
     try:
-        results = asyncio.run(ask([*command, device], probe_seconds, tell))
+        results = asyncio.run(ask([*command, device, str(ranks)], probe_seconds, tell))
     except KeyboardInterrupt:
         return INTERRUPTED
     failures = sum(result["status"] == "failed" for result in results)

@@ -1,4 +1,5 @@
-"""Probes of a device and of the host that it is in: `python -m app.doctor.probes DEVICE`, started by `check`.
+"""Probes of a device and of the host that it is in: `python -m app.doctor.probes DEVICE [RANKS]`, started by
+`check`.
 
 The process writes the names of all probes to stdout as one line of JSON. A line follows for each probe in turn:
 `{"name", "status", "found", "hint"}`. DEVICE is one that the settings know. Output of libraries goes to stderr.
@@ -36,6 +37,8 @@ OPERATORS = (
 MEMORY_SHARE = 0.9
 """The default of --memory-utilization."""
 GIB = 1 << 30
+RANKS_SECONDS = 240.0
+"""Time for all ranks to meet and add up, less than a probe has."""
 
 Status = Literal["ok", "warning", "failed", "not tried"]
 
@@ -72,10 +75,10 @@ class Probe:
 
 
 def main() -> int:
-    (device,) = sys.argv[1:]
+    device, *ranks = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as lines:
         os.dup2(2, 1)
-        asked = probes(device)
+        asked = probes(device, *map(int, ranks))
         print(json.dumps([probe.name for probe in asked]), file=lines, flush=True)
         for name, finding in run(asked):
             print(json.dumps({"name": name} | asdict(finding)), file=lines, flush=True)
@@ -101,8 +104,11 @@ def _ask(probe: Probe) -> Finding:
         return failed(f"{type(error).__name__}: {message}", explain(str(error)) or "report it with this output")
 
 
-def probes(device: str) -> list[Probe]:
-    """Return the probes of a device, each behind those that it needs. "auto" is the device that `serve` would take."""
+def probes(device: str, ranks: int = 1) -> list[Probe]:
+    """Return the probes of a device, each behind those that it needs. "auto" is the device that `serve` would take.
+
+    Several `ranks` have a device each, from this one on, and a collective is tried between them.
+    """
     settled = _settle(device)
     kind = settled.partition(":")[0]
     host: list[Probe] = []
@@ -121,6 +127,7 @@ def probes(device: str) -> list[Probe]:
         Probe("backend", lambda: backend(opened()), ("torch", "devices", "compiler"), "the backend cannot be opened"),
         Probe("memory", lambda: memory(opened()), ("backend",)),
         *(Probe(name, partial(_operator, opened, name), ("backend",)) for name in OPERATORS),
+        *([Probe("all_reduce", lambda: all_reduce(opened(), settled, ranks), ("backend",))] if ranks > 1 else []),
     ]
 
 
@@ -193,6 +200,19 @@ def memory(opened: "Backend") -> Finding:
             found, f"{held / GIB:.1f} GiB are held by others and will be missing: end them, or see --memory-utilization"
         )
     return ok(found)
+
+
+def all_reduce(opened: "Backend", device: str, ranks: int) -> Finding:
+    """Let `ranks` processes add up, each on a device of its own."""
+    from app.doctor.collectives import measured
+
+    opened.check_ranks(ranks)
+    cases = measured(device, ranks, RANKS_SECONDS)
+    wrong = [case["rows"] for case in cases if not case["passed"]]
+    if wrong:
+        return failed(f"the sum of {ranks} ranks is wrong for {wrong} rows", "report it with this output")
+    times = [f"{case['rows']} rows in {case['eager_us']:.0f} us" for case in (cases[0], cases[-1])]
+    return ok(f"{ranks} ranks add up {' and '.join(times)}")
 
 
 def _operator(opened: Callable[[], "Backend"], name: str) -> Finding:

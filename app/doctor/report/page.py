@@ -35,6 +35,10 @@ from secondary sources, good to 15 % at best. A copy counts bytes read and writt
     "costs": """
 RANDOM WEIGHTS of the sizes of Qwen3-8B and its draft, in graphs unless said otherwise. The last line is a prediction
 from these times, beside what vllm-ascend published for this load.""",
+    "collectives": """
+Sums of rows of 4,096 over ranks with a device each, in the server's dtype, by the library that the server uses. A time
+is of one sum, launched eagerly or among 20 in a graph. `same_bits_alone` False means that a row's bits depend on rows
+beside it, so text depends on the batch within rounding. `added_in_order_of_ranks` True is the order that a CPU has.""",
     "equality": """
 RANDOM WEIGHTS: the tokens are meaningless. Texts from graphs, eager code and overlap. Tokens are alike before the
 first difference from the text of another way. The same steps run without capture must be the same, drawn tokens too.
@@ -66,6 +70,7 @@ HEADLINES = {
     "step": None,
     "roofline": None,
     "costs": None,
+    "collectives": None,
     "speeds": None,
     "gemm": None,
     "graphs": None,

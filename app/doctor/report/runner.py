@@ -31,6 +31,7 @@ SECTIONS: dict[str, dict[str, tuple[float, float]]] = {
         "step": (900.0, math.inf),
         "roofline": (900.0, math.inf),
         "costs": (900.0, math.inf),
+        "collectives": (700.0, math.inf),
     },
     "cuda": {
         "roofline": (30.0, 60.0),
@@ -44,6 +45,7 @@ SECTIONS: dict[str, dict[str, tuple[float, float]]] = {
         "graphs": (60.0, 60.0),
         "engine": (60.0, 90.0),
         "step": (30.0, 60.0),
+        "collectives": (70.0, 200.0),
     },
 }
 """Seconds of one part and of a whole section, in the order of what matters most.

@@ -23,6 +23,7 @@ MAKERS = {
     "engine": "app.doctor.report.engine.parts",
     "step": "app.doctor.report.step.parts",
     "roofline": "app.doctor.report.roofline.parts",
+    "collectives": "app.doctor.report.ranks.parts",
     "costs": "app.doctor.report.npu_costs.parts",
 }
 """Section -> the function that makes its parts."""

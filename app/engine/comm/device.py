@@ -13,6 +13,9 @@ from app.engine.comm.process_group import Meeting, start_process_group
 KEPT_NUMBERS = 1 << 20
 """Numbers of a result that all_gather keeps memory for. A pair for each of 65,536 rows of 8 ranks has as many."""
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather into one tensor. Its name is another one from torch 2.13 on."""
+
 
 class DeviceComm(Comm):
     """Ranks that have a device each. Collectives are queued on it without a wait of the host, and graphs hold them.
@@ -31,7 +34,7 @@ class DeviceComm(Comm):
     def all_gather(self, x: Tensor) -> Tensor:
         """Return `Comm.all_gather`, in memory that the next call may overwrite."""
         gathered = self._room(x)
-        dist.all_gather_into_tensor(gathered, x.contiguous().flatten())
+        _gather(gathered, x.contiguous().flatten())
         return gathered.view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ device; not run on an Ascend device.
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from app.config.checkpoint import DEMO
+from app.doctor import collectives
 from app.engine.comm.comm import ALONE
 from app.engine.comm.process_group import Meeting
 from app.engine.errors import UnsupportedError
@@ -73,6 +75,16 @@ def test_both_ranks_verify_alike_and_make_the_same_collectives(
         "graph c10d::_allgather_base_",
         "eager c10d::broadcast_",
     }
+
+
+def test_the_doctor_adds_up_eagerly_and_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_STUB_DEVICES", "2")
+    command = (sys.executable, "-m", "tests.devices.npu.hccl_collectives")
+    cases = collectives.measured("npu:0", 2, 240.0, command)
+    assert [case["rows"] for case in cases] == [1, 16]
+    for case in cases:
+        assert all(case[kind] for kind in case if kind.startswith(("same_bits", "passed"))), case
+        assert case["captured_us"] > 0
 
 
 def test_more_ranks_than_npus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

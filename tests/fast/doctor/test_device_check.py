@@ -73,13 +73,13 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
 
 
 def test_the_device_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool]] = []
-    monkeypatch.setattr(check_command, "report", lambda device, as_json: asked.append((device, as_json)) or 0)
+    asked: list[tuple[str, bool, int]] = []
+    monkeypatch.setattr(check_command, "report", lambda *device, **how: asked.append((*device, *how.values())) or 0)
     monkeypatch.setenv("DFLASH_DEVICE", "npu:2")
     assert cli.main(["check", "--json"]) == 0
     monkeypatch.delenv("DFLASH_DEVICE")
-    cli.main(["check"])
-    assert asked == [("npu:2", True), ("auto", False)]
+    cli.main(["check", "--tensor-parallel-size", "4"])
+    assert asked == [("npu:2", True, 1), ("auto", False, 4)]
 
 
 def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
