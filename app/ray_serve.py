@@ -67,10 +67,18 @@ def application(args: Mapping[str, Any]) -> serve.Application:
 
 def _replicas(given: Mapping[str, Any]) -> Replicas:
     try:
-        return Replicas(**given)
+        replicas = Replicas(**given)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{first['loc'][0]}={first['input']}: {first['msg']}") from None
+    if replicas.max_replicas is None:
+        for name in given.keys() & {"min_replicas", "target_ongoing_requests"}:
+            raise ConfigError(f"{name} is read with max_replicas alone: give that too, or num_replicas")
+    elif "num_replicas" in given:
+        raise ConfigError("num_replicas is not read with max_replicas, by which the number follows the load: give one")
+    elif replicas.max_replicas < replicas.min_replicas:
+        raise ConfigError(f"max_replicas={replicas.max_replicas} is below min_replicas={replicas.min_replicas}")
+    return replicas
 
 
 def options(config: Config, replicas: Replicas) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class KvEventPublisher:
 
     def __init__(self, config: KvEventsConfig) -> None:
         self._topic = config.topic.encode()
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps if config.replay_endpoint else 0)
         self._next = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events = self._context.socket(zmq.PUB)

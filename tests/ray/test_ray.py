@@ -103,6 +103,8 @@ def test_a_wrong_argument_is_refused_once_with_its_sentence(two: Cluster):
     assert two.deploy(max_num_seqs="many")["refused"].startswith("max_num_seqs many: ")
     assert two.deploy(port=9000)["refused"].startswith("port is not read here")
     assert two.deploy(device="auto")["refused"].startswith("device=auto: say cpu, cuda or npu")
+    assert two.deploy(max_replicas=3)["refused"].startswith("num_replicas is not read with max_replicas")
+    assert two.deploy(min_replicas=2)["refused"].startswith("min_replicas is read with max_replicas alone")
     assert two.num_running() == 2
 
 

@@ -29,7 +29,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     block, channels, width = step.pending.shape[1], step.conv.shape[2], step.rows.shape[1]
     keys = (channels - num_heads * v_dim) // 2
     k_heads = keys // k_dim
-    fixed = _fixed(len(step.slots), block, width, k_dim, step.inputs.device)
+    fixed, sequences = _fixed(block, width, k_dim, step.inputs.device), _numbers(len(step.slots), step.inputs.device)
 
     is_new = (step.starts == 0) | (step.slots == 0)  # whatever the slot's last owner has left
     accepted = (step.starts - step.num_tokens[step.slots]).clamp(0, block).masked_fill(is_new, 0)
@@ -67,7 +67,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     of_q, seen = (x.flatten(0, 1)[:, -width:] for x in (of_state[:, :, 0], seen))
     o = torch.baddbmm(of_q, seen, d.flatten(0, 1), beta=scale, alpha=scale)
 
-    to_end = between[fixed.sequence, :, accepted][..., None]
+    to_end = between[sequences, :, accepted][..., None]
     committed = (qk[:, :, -d.shape[2] :] * to_end[:, :, 1:]).mT @ d
     committed = torch.addcmul(committed, state, to_end[:, :, :1])
     o = o.view(-1, num_heads, width, v_dim).transpose(1, 2).flatten(0, 1)[step.places]
@@ -81,25 +81,28 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
 class _Fixed(NamedTuple):
     """Numbers that depend on shapes alone. P is the pending rows of a sequence and those of the step.
 
-    `place` [P] is a row's place in its part, and `sequence` [S] counts sequences. `rows_between` [P, (P + 1)^2] is -1
-    for the rows behind row i up to row t, and `never` [(P + 1)^2] leaves no way back. `l2_weight` makes an RMSNorm an
-    l2norm.
+    `place` [P] is a row's place in its part. `rows_between` [P, (P + 1)^2] is -1 for the rows behind row i up to row t,
+    and `never` [(P + 1)^2] leaves no way back. `l2_weight` makes an RMSNorm an l2norm.
     """
 
     place: Tensor
-    sequence: Tensor
     rows_between: Tensor
     never: Tensor
     l2_weight: Tensor
 
 
 @cache
-def _fixed(num_seqs: int, block: int, width: int, k_dim: int, device: torch.device) -> _Fixed:
-    """Return them, made on the device, because an upload would let the host wait."""
+def _fixed(block: int, width: int, k_dim: int, device: torch.device) -> _Fixed:
+    """Return them, made on the device, because an upload would let the host wait. 32 rows take 139 kB."""
     place = torch.cat([torch.arange(size, dtype=torch.int32, device=device) for size in (block, width)])
     row = torch.arange(1 + block + width, device=device)
     t, i, between = row[:, None], row, row[1:, None, None]
     rows_between = -((i < between) & (between <= t)).float().flatten(1)
     never = (i > t).float().flatten() * _NEVER
-    sequence = torch.arange(num_seqs, device=device)
-    return _Fixed(place, sequence, rows_between, never, torch.full((k_dim,), k_dim**-0.5, device=device))
+    return _Fixed(place, rows_between, never, torch.full((k_dim,), k_dim**-0.5, device=device))
+
+
+@cache
+def _numbers(num_seqs: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ... apart from what is larger, because steps beside prefill have any number of sequences."""
+    return torch.arange(num_seqs, device=device)

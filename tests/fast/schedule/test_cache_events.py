@@ -130,6 +130,13 @@ def test_a_replay_begins_where_it_was_asked_to_and_has_what_is_kept(sockets):
             assert (frames[3] == b"") == (number == END)
 
 
+def test_without_an_endpoint_for_replays_none_is_kept(tmp_path):
+    publisher = KvEventPublisher(KvEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events"))
+    publisher.publish([])
+    assert not publisher._sent
+    publisher.close()
+
+
 def test_a_request_for_a_replay_that_cannot_be_read_is_told_and_the_next_is_answered(sockets, caplog):
     publisher, _, client = sockets
     client.send_multipart((b"", b"short"))
