@@ -45,7 +45,7 @@ def measured(device: str, size: int, seconds: float, command: Sequence[str] = CO
     ends = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "ranks")
-        ranks = [
+        processes = [
             subprocess.Popen(
                 [*command, device, str(size), str(rank), store, str(max(1, int(seconds)))],
                 stdout=subprocess.PIPE,
@@ -54,15 +54,15 @@ def measured(device: str, size: int, seconds: float, command: Sequence[str] = CO
             for rank in range(size)
         ]
         try:
-            while any(rank.poll() is None for rank in ranks) and time.monotonic() < ends:
-                if any(rank.poll() for rank in ranks):
+            while any(process.poll() is None for process in processes) and time.monotonic() < ends:
+                if any(process.poll() for process in processes):
                     break
                 time.sleep(0.05)
-            codes = [rank.poll() for rank in ranks]
+            codes = [process.poll() for process in processes]
         finally:
-            for rank in ranks:
-                rank.kill()
-        said = [rank.communicate()[0].strip() for rank in ranks]
+            for process in processes:
+                process.kill()
+        said = [process.communicate()[0].strip() for process in processes]
     for rank, code in enumerate(codes):
         if code:
             raise RuntimeError(f"rank {rank}: {_error(said[rank]) or f'its process ended with exit code {code}'}")
