@@ -50,10 +50,33 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: boo
     }
 
 
+_QWEN3_5 = {key: value for key, value in _QWEN3.items() if not key.startswith(("rope", "use_sliding"))} | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
 TARGETS = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3.5-0.8b": _QWEN3_5
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+    },
 }
 """Name -> contents of the published config.json."""
 
@@ -135,7 +158,9 @@ def draft_for(target: dict[str, Any]) -> dict[str, Any]:
     """Return a draft's config: the target's sizes, but few layers. A target with few layers gets fewer taps too."""
     num_layers, vocab_size = target["num_hidden_layers"], target["vocab_size"]
     layers = max(1, min(DRAFT_LAYERS, num_layers - 3))
-    shape = {key: value for key, value in target.items() if key not in ("layer_types", "tie_word_embeddings")}
+    others = ("layer_types", "tie_word_embeddings", "rope_parameters")
+    shape = {key: value for key, value in target.items() if key not in others and not key.startswith("linear_")}
+    shape |= {"model_type": "qwen3", "rope_theta": target.get("rope_theta", 1e6)}
     return shape | {
         "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": layers,

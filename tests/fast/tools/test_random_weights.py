@@ -9,11 +9,12 @@ import torch
 from app import cli
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
-from app.engine.backend.factory import make_backend
+from app.engine.backend.torch import TorchBackend
 from app.engine.build.decoder_config import target_config
 from app.engine.build.draft_config import draft_config
 from app.engine.dflash.model import DFlashModel
-from app.engine.models.qwen3 import Qwen3
+from app.engine.models.registry import target_class
+from app.engine.models.weights import Part
 from app.messages import Request
 from tests.fast.tools.tiny import TINY, tiny_engine
 from tools.lab.random_weights import TARGETS, RandomWeights, draft_for, taps, write_configs
@@ -30,10 +31,12 @@ class Counted:
     def __contains__(self, name: str) -> bool:
         return False
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
         tensor = torch.empty(shape, device="meta")
         self.total += tensor.numel()
         return tensor
+
+    get_float32 = get
 
     def get_indices(self, name: str, *shape: int) -> torch.Tensor:
         raise NotImplementedError(name)
@@ -45,14 +48,14 @@ class Counted:
 
 @pytest.mark.parametrize(
     ("name", "billions", "draft_billions"),
-    [("qwen3-8b", 8.191, 1.049), ("qwen3-4b", 4.022, None), ("qwen3-0.6b", 0.596, None)],
+    [("qwen3-8b", 8.191, 1.049), ("qwen3-4b", 4.022, None), ("qwen3-0.6b", 0.596, None), ("qwen3.5-0.8b", 0.752, None)],
 )
 def test_each_has_as_many_parameters_as_the_published_model(
     name: str, billions: float, draft_billions: float | None
 ) -> None:
-    backend, counted = make_backend("cpu"), Counted()
+    backend, counted = TorchBackend(torch.device("cpu")), Counted()
     config = target_config(TARGETS[name])
-    target = Qwen3(config, counted, backend)
+    target = target_class(TARGETS[name])(config, counted, backend)
     assert counted.total / 1e9 == pytest.approx(billions, abs=0.001)
     if draft_billions:
         counted.total = 0
