@@ -57,6 +57,7 @@ OPERATORS = {
     "npu_rms_norm": "input gamma epsilon",
     "npu_add_rms_norm": "x1 x2 gamma epsilon",
     "npu_rotary_mul": "input r1 r2",
+    "npu_apply_rotary_pos_emb": "query key cos sin layout",
     "npu_swiglu": "input",
     "npu_clipped_swiglu": "x alpha limit bias interleaved",
     "npu_moe_gating_top_k_softmax_v2": "x k renorm",

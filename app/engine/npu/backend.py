@@ -241,7 +241,8 @@ class NpuBackend(Backend):
         q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         q = q.contiguous() if q_norm is None else self.rms_norm(q, q_norm, eps)
         k = k.contiguous() if k_norm is None else self.rms_norm(k, k_norm, eps)
-        q, k = torch_npu.npu_apply_rotary_pos_emb(q, k, *rotation, layout="TND")
+        cos, sin = rotation
+        q, k = torch_npu.npu_apply_rotary_pos_emb(q, k, cos, sin, layout="TND")
         self.write_kv(k, v, kv, slot_mapping)
         return q
 
