@@ -27,7 +27,10 @@ from tools.lab.random_weights import TARGETS, RandomWeights
 
 LAYER_BYTES = 0.1e9
 """About the bytes of one of the layers below in 16 bits."""
-MEANING = "The best of rounds by turns: the engine's own code loads the checkpoint, or one thread copies the files."
+MEANING = (
+    "The best of rounds by turns: the engine's own code loads the checkpoint, or one thread copies the files. Seconds "
+    "of the CPU are of the copy, and of all threads of the load."
+)
 
 
 class Kept(RandomWeights):
@@ -68,27 +71,45 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         copied, loaded = [], []
         for _ in range(options.rounds):
-            start = time.perf_counter()
+            start = _clocks()
             for file in files:
                 shutil.copyfile(file, Path(folder) / "copy")
-            copied.append(time.perf_counter() - start)
+            copied.append(_since(start))
             with ProcessPoolExecutor(1, get_context("spawn")) as process:  # a new one has no memory to use again
                 loaded.append(process.submit(load, Path(folder), raw).result())
-    best = min(copied), min(loaded)
-    row = {"GB": f"{size / 1e9:.1f}", "copied s": f"{best[0]:.1f}", "loaded s": f"{best[1]:.1f}"}
-    table = Table("loading", "Loading", MEANING, [row | {"loading / copying": f"{best[0] / best[1]:.0%}"}])
+    (copy, copy_cpu), (loading, loading_cpu) = (
+        [min(each) for each in zip(*both, strict=True)] for both in (copied, loaded)
+    )
+    row = {
+        "GB": f"{size / 1e9:.1f}",
+        "copied s": f"{copy:.1f}",
+        "loaded s": f"{loading:.1f}",
+        "loading / copying": f"{copy / loading:.0%}",
+        "by rounds": ", ".join(f"{a[0] / b[0]:.0%}" for a, b in zip(copied, loaded, strict=True)),
+        "CPU s": f"{copy_cpu:.1f}, {loading_cpu:.1f}",
+    }
+    table = Table("loading", "Loading", MEANING, [row])
     return publish("loading", arguments, [table], to)
 
 
-def load(folder: Path, raw: dict[str, Any]) -> float:
-    """Return the seconds in which the engine's own code loads the checkpoint."""
+def load(folder: Path, raw: dict[str, Any]) -> tuple[float, float]:
+    """Return the seconds, and those of the CPU, in which the engine's own code loads the checkpoint."""
     backend = make_backend("cpu")
-    start = time.perf_counter()
+    start = _clocks()
     backend.retain_allocator_memory()
     weights = SafetensorsWeights(folder, backend.device, torch.bfloat16)
     target_class(raw)(target_config(raw), weights, backend)
     weights.close()
-    return time.perf_counter() - start
+    return _since(start)
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(start: tuple[float, float]) -> tuple[float, float]:
+    now = _clocks()
+    return now[0] - start[0], now[1] - start[1]
 
 
 def _parser() -> argparse.ArgumentParser:
