@@ -74,14 +74,14 @@ test-clients: $(DEV_STAMP)
 	@$(MAKE) --no-print-directory $(CLIENTS_STAMP)
 	$(BIN)/python -m tests.clients --report docs/clients.md $(ARGS)
 
-# Ray and a router's wheel have an environment of their own, because they bring other versions of what the server has.
+# Ray has an environment of its own, because it brings other versions of what the server has.
 test-ray: $(DEV_STAMP)
 	@$(MAKE) --no-print-directory $(RAY_STAMP)
 	$(BIN)/python -m pytest tests/ray $(ARGS)
 
 ray-if-possible:
 	@if $(MAKE) --no-print-directory $(RAY_STAMP); then :; elif test -n "$$CI"; then exit 1; \
-	else echo '*** RAY CANNOT BE INSTALLED HERE: NO CLUSTER AND NO ROUTER WAS TESTED ***' >&2; fi
+	else echo '*** RAY CANNOT BE INSTALLED HERE: NO CLUSTER WAS TESTED ***' >&2; fi
 
 # With CI set the clients' tests must run. Otherwise a machine without a network goes on, and prints that they were left out.
 clients-if-possible:

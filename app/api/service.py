@@ -35,8 +35,6 @@ class Service:
     ) -> None:
         tokenizer = Tokenizer(target)
         _warn(tokenizer, config)
-        sampling = ", ".join(f"{name} {value:g}" for name, value in asdict(tokenizer.defaults).items())
-        logger.info("sampling where a request says nothing: %s", sampling)
         settings = encode_config(config.for_engine(target, draft))
         metrics = metrics_for(config.metrics_prefix, config.model_names[0])
         supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
@@ -51,6 +49,9 @@ class Service:
 
     def start(self) -> None:
         """Start the engine process and return."""
+        defaults = asdict(self.services.tokenizer.defaults).items()
+        sampling = ", ".join(f"{name} {value:g}" for name, value in defaults)
+        logger.info("sampling where a request says nothing: %s", sampling)
         self.engine.start()
         self._logging = asyncio.create_task(self._log_metrics())
 

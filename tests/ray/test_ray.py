@@ -5,7 +5,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 
 import httpx
 import pytest
@@ -108,29 +107,6 @@ def test_a_wrong_argument_is_refused_once_with_its_sentence(two: Cluster):
     assert two.num_running() == 2
 
 
-def test_conversations_with_a_session_header_stay_where_their_prefixes_are(two: Cluster):
-    client = client_of(two.url)
-
-    def cached(session: str) -> int:
-        text, total = f"{session}: {PROMPTS[0]} ", 0
-        for _ in range(5):
-            headers = {"x-session-id": session}
-            answer = client.completions.create(
-                model="demo", prompt=text, max_tokens=24, temperature=0, extra_headers=headers
-            )
-            assert answer.usage and answer.usage.prompt_tokens_details
-            total += answer.usage.prompt_tokens_details.cached_tokens or 0
-            text += answer.choices[0].text + " And then? "
-        return total
-
-    spread = sum(cached(f"conversation {number}") for number in range(8))
-    with ready("--verify", "full", "--max-num-seqs", "4") as url:
-        client = client_of(url)
-        alone = sum(cached(f"conversation {number}") for number in range(8))
-    print(f"{spread} of {alone} cached tokens")
-    assert alone > 0 and spread >= 0.9 * alone
-
-
 def test_a_full_replica_says_429_and_when_to_come_again(two: Cluster):
     headers = {"x-session-id": "one"}
     body = {"model": "demo", "prompt": "x", "max_tokens": 400, "ignore_eos": True, "speculate": False}
@@ -164,30 +140,3 @@ def test_the_death_of_a_replica_fails_its_own_streams_alone_and_it_is_replaced(w
     until(lambda: len(set(engines().values())) == 2, "two engines")
     client = client_of(whole.url)
     assert all(text_of(client, prompt) for prompt in PROMPTS)
-
-
-def test_a_change_of_a_flag_under_load_fails_no_request(whole: Cluster):
-    before, client, over = set(engines()), client_of(whole.url), threading.Event()
-
-    def load(_: int) -> int:
-        for number in count():
-            if over.is_set():
-                return number
-            assert text_of(client, PROMPTS[number % len(PROMPTS)], max_tokens=8)
-        return 0
-
-    with ThreadPoolExecutor(3) as pool:
-        loads = [pool.submit(load, index) for index in range(3)]
-        try:
-            assert whole.deploy(max_num_seqs=5) == {"states": {"RUNNING": 2}}
-        finally:
-            over.set()
-        assert sum(one.result(PATIENCE) for one in loads) > 0
-    assert not before & set(engines())
-
-
-def test_a_smaller_number_of_replicas_lets_a_long_stream_end(two: Cluster):
-    ended = outcomes(two, 4, 900, lambda: two.deploy(num_replicas=1, max_num_seqs=5))
-    assert ended == ["length"] * 4
-    until(lambda: len(engines()) == 1, "one replica")
-    assert text_of(client_of(two.url), PROMPTS[0])
