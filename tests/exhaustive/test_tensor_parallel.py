@@ -21,12 +21,12 @@ CASES = (
 )
 FOUR_TOKENS = LUCKY | {"vocab_size": 4}
 LUCKY_PAIRS: dict[str, Callable[[Path], Pair]] = {
-    "Qwen3-MoE": lambda folder: make_pair(folder, **FOUR_TOKENS | {"seed": 1, "experts": 8}),
+    "Qwen3-MoE": lambda folder: make_pair(folder, **FOUR_TOKENS | {"seed": 6, "experts": 8}),
     "gpt-oss": lambda folder: make_pair(folder, **GPT_OSS | FOUR_TOKENS | {"seed": 14}),
     "Qwen3.5": lambda folder: make_hybrid_pair(folder, **FOUR_TOKENS | {"seed": 16}),
     "Qwen3-Next": lambda folder: make_hybrid_pair(folder, **FOUR_TOKENS | {"seed": 1, "experts": 8, "grouped": True}),
 }
-"""Random pairs, found by trying seeds, of whose drafts some are accepted. With these prompts none of Qwen3-MoE is."""
+"""Random pairs, found by trying seeds, of whose drafts some are accepted."""
 
 
 def subject_of(name: str, folder: Path) -> Subject:
@@ -65,7 +65,7 @@ def test_two_processes_decode_what_one_does(tmp_path: Path, name: str):
         assert on.run.cached_tokens > 0 or not case.cached
         assert on.run.preemptions > 0 or not case.preempted or name == "demo"
         assert on.run.acceptance_length == pytest.approx(alone.acceptance_length, rel=0.05)
-        assert on.run.acceptance_length > 1.1 or name not in LUCKY_PAIRS.keys() - {"Qwen3-MoE"}
+        assert on.run.acceptance_length > 1.1 or name not in LUCKY_PAIRS
     if name == "demo":
         assert results[-1].run.texts == results[0].run.texts
         assert results[0].run.acceptance_length > 2
