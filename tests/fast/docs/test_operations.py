@@ -5,6 +5,7 @@ import re
 import yaml
 
 from app.api import body, connection, middleware, schemas
+from app.config.aliases import PEER_FLAGS
 from app.config.settings import flag_name
 from app.config.sources import SETTINGS
 from app.metrics import TABLE
@@ -33,6 +34,7 @@ def test_every_alert_has_its_row_and_every_row_its_alert() -> None:
 def test_every_flag_and_metric_that_is_named_exists() -> None:
     flags = {flag_name(field) for field in SETTINGS}
     flags |= {flag.replace("--", "--no-", 1) for flag in flags} | {"--base-url", "--concurrency", "--dataset"}
+    flags |= {peer.flag for peer in PEER_FLAGS}
     flags |= {"--health-check-endpoint", "--head", "--address"}  # of a router and of Ray
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE + SECURITY)) <= flags
     metrics = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in TABLE}
