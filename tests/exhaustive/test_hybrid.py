@@ -149,6 +149,23 @@ def test_dflash_changes_no_token(subject: Subject, near_ties: list[Comparison], 
     assert math.isnan(run.acceptance_length) or run.acceptance_length > 1.1
 
 
+@pytest.mark.parametrize("draft", [True, False], ids=["with DFlash", "plain"])
+def test_a_conversation_from_the_prefix_cache_says_transformers_text(tmp_path: Path, draft: bool):
+    """Each turn continues the answer before it, from a state that decoding left behind a page of that answer."""
+    pair = make_hybrid_pair(tmp_path, seed=4, max_position_embeddings=256)
+    target, text = load_transformers(pair.target), tokens_of(19)
+    of_draft = pair.draft if draft else None
+    core = make_engine(pair.target, of_draft, page_size=4, max_model_len=256, prefix_caching=True).core
+    hits = []
+    for turn in range(4):
+        text = text + tokens_of(3 + turn)
+        (answer,) = core.run([Request(str(turn), tuple(text), 20 + turn)]).values()
+        assert answer == greedy(target, text, 20 + turn)
+        hits.append(core.scheduler.prefix_cache_hits - sum(hits))
+        text = text + answer
+    assert hits[0] == 0 and all(found > 30 for found in hits[1:]), "beyond the prompt of the turn before"
+
+
 @pytest.mark.parametrize("cut", range(16))
 def test_every_accepted_count_at_every_position_says_transformers_text(tmp_path: Path, cut: int):
     """A step at each position of a window accepts `cut` drafts, and the steps around it draw theirs."""
