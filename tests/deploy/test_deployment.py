@@ -645,7 +645,8 @@ def test_the_pod_asks_for_one_npu_and_for_no_rights() -> None:
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert service["spec"]["selector"] == pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"]
+    selector = deployment["spec"]["selector"]["matchLabels"]
+    assert service["spec"]["selector"] == selector and selector.items() <= pod["metadata"]["labels"].items()
     assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
 
 
@@ -890,4 +891,4 @@ def test_the_guide_and_the_log_mean_the_same_by_an_error_code() -> None:
 def test_no_page_says_more_than_was_checked() -> None:
     wording = "checked against torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device"
     assert wording in " ".join(GUIDE.split())
-    assert "<!-- launches -->" in GUIDE or "## Launches per decode step" in GUIDE
+    assert "## Tasks and launches of a step" in GUIDE
