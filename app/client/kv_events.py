@@ -62,7 +62,7 @@ class KvEventPublisher:
         self._events = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
         self._events.set_hwm(config.hwm)
-        self._replay.set_hwm(0)
+        self._replay.set_hwm(2 * (config.buffer_steps + 1))  # two whole replays for a client that does not read
         try:
             self._events.bind(config.endpoint)
             if config.replay_endpoint is not None:
@@ -95,7 +95,7 @@ class KvEventPublisher:
                 for number, payload in self._sent:
                     if number >= first:
                         self._replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
-                self._replay.send_multipart((client, b"", self._topic, _END, b""))
+                self._replay.send_multipart((client, b"", b"", _END, b""))
 
     def close(self) -> None:
         """Deliver what was sent, for a second at most, and free the addresses."""

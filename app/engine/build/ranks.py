@@ -42,12 +42,8 @@ def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, 
     if size == 1:
         return
     wish = f"--tensor-parallel-size {size}"
-    not_yet = {
-        "--compile": config.compile,
-    }
-    for what, given in not_yet.items():
-        if given:
-            raise UnsupportedError(f"{wish}: {what} cannot be split yet ({config.target}); give 1")
+    if config.compile:
+        raise UnsupportedError(f"{wish}: --compile cannot be split yet ({config.target}); give 1")
     if backend.collectives is None:
         raise UnsupportedError(f"{wish}: {backend.device} has no collectives here; run one replica per device")
     numbers = {"the target": _divided(target, target.vocab_size)}
