@@ -19,7 +19,9 @@ def steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     So `verify="auto"` decides the same on every machine.
     """
 
-    def costs(runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: object = None) -> CostTable:
+    def costs(
+        runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: object = None, *, overlap: bool = False
+    ) -> CostTable:
         timed = [shape for seqs in (1, sizes.max_num_seqs) for shape in shapes(seqs, sizes.block_size)]
         return cost_table({s: 9.0 + s.seqs + s.drafting * (0.05 * s.block + 0.1 * s.rows) for s in timed})
 

@@ -182,7 +182,7 @@ def test_every_option_of_the_engine_comes_from_the_settings():
     assert (engine.target, engine.draft, engine.block_size, engine.verify) == (Path("a"), None, 16, 4)
     assert (engine.enforce_eager, engine.page_size) == (True, 32)
     assert EngineConfig(Path("a"), verify="auto") == Config().for_engine(Path("a"), None)
-    same = {field.name for field in fields(EngineConfig)} - {"target", "draft", "block_size"}
+    same = {field.name for field in fields(EngineConfig)} - {"target", "draft", "block_size", "cache_events"}
     assert same <= set(Config.model_fields), "a setting of the same name, whose value for_engine takes"
 
 
