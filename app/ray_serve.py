@@ -27,7 +27,7 @@ _PYTHON_PROXY = (
     "Ray's Python proxy hands each chunk of a stream through Ray: 148 ms a chunk at 32 streams on two cores, where "
     "HAProxy takes 4 ms. Set RAY_SERVE_ENABLE_HA_PROXY=1 where Ray is started and here, or say allow_python_proxy=true"
 )
-_RAYS = {"host": "http_options", "port": "http_options", "root_path": "route_prefix", "drain_delay": "nothing"}
+_RAYS = {"host": "http_options", "port": "http_options", "root_path": "route_prefix", "drain_delay": "Ray's own drain"}
 """Settings that Ray has in our place, and their names there."""
 _MIN_SHUTDOWN_SECONDS = 35.0
 """HAProxy sends requests for up to 30 s to a replica that is to end."""
@@ -57,9 +57,9 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     known = Replicas.model_fields.keys()
     replicas = _replicas({name: value for name, value in args.items() if name in known})
     given = {name: value for name, value in args.items() if name not in known}
-    for name in given.keys() & _RAYS.keys():
-        raise ConfigError(f"{name} is not read here, because Ray listens and drains: use {_RAYS[name]}")
     config = load_config(settings_of(given))
+    for name in sorted(config.model_fields_set & _RAYS.keys()):
+        raise ConfigError(f"{name} is not read here, because Ray listens and drains: use {_RAYS[name]}")
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" and not replicas.allow_python_proxy:
         raise ConfigError(_PYTHON_PROXY)
     return serve.deployment(serve.ingress()(Replica), **options(config, replicas)).bind(config, replicas.hold_seconds)

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -97,7 +98,9 @@ def test_both_replicas_serve_and_their_texts_are_a_lone_servers(two: Cluster):
     assert 0 < max(ended) < 2 * len(PROMPTS), "one replica had all requests"
 
 
-def test_a_wrong_argument_is_refused_once_with_its_sentence(two: Cluster):
+def test_a_wrong_argument_is_refused_once_with_its_sentence(two: Cluster, tmp_path: Path):
+    (tmp_path / "settings.yaml").write_text("drain_delay: 5")
+    assert two.deploy(config=str(tmp_path / "settings.yaml"))["refused"].startswith("drain_delay is not read here")
     assert "unknown key devise" in two.deploy(devise="cpu")["refused"]
     assert two.deploy(max_num_seqs="many")["refused"].startswith("max_num_seqs many: ")
     assert two.deploy(port=9000)["refused"].startswith("port is not read here")
