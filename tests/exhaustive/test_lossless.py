@@ -66,7 +66,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def make_subject(name: str, prompts: int, folder: Path) -> Subject:
     if name == "demo":
-        return demo_subject(prompts, max_tokens=24, load=load_transformers)
+        return demo_subject(prompts, max_tokens=32, load=load_transformers)
     return next(s for s in random_subjects(folder, prompts, load_transformers) if s.name == name)
 
 
