@@ -173,7 +173,7 @@ def _load_runner(
 
     target, draft = _load(config, target_class(raw), shape, draft_shape, backend, opened, comm)
     tuned = {}
-    if config.tune == "auto":
+    if config.tune == "auto" and comm.size == 1:  # ranks must launch alike, and their clocks would not agree
         heads = [Heads(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) for decoder in decoders]
         tuned = backend.tune(heads, matrices(target), sizes.max_num_seqs, sizes.page_size)
     vocab = shape.vocab_size

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from app.engine.cache_folder import cache_folder
+
 MAX_OF_A_NAME = 8
 """Packages kept of each function: shapes, settings and releases that a machine is likely to change between."""
 AT_WORK_SECONDS = 3600.0
@@ -53,8 +55,8 @@ def load_package(package: Path) -> Callable[..., Any]:
 
 
 def _own_folder() -> Path | None:
-    with contextlib.suppress(OSError, RuntimeError):  # Path.home() raises RuntimeError for a user without one.
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / "compiled"
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = cache_folder("compiled")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_ours = folder.stat().st_uid == os.getuid() and _owners_above(folder) <= {0, os.getuid()}
         if is_ours and os.access(folder, os.W_OK):

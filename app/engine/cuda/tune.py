@@ -3,6 +3,7 @@
 No way is timed before its result was compared with the reference's on this device. A way that raises is left out too.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from app.engine.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -142,10 +145,6 @@ def seconds_in_a_graph(capture: Callable[[Callable[[], tuple[Tensor, ...]]], Any
     return min(taken)
 
 
-def tuned_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-server" / "tuned"
-
-
 def tune(
     questions: Sequence[Question],
     seconds: Seconds,
@@ -153,12 +152,14 @@ def tune(
     folder: Path | None = None,
     is_fatal: Callable[[BaseException], bool] = lambda error: False,
 ) -> Chosen:
-    """Return `choose`'s answers, from an earlier start where that kept them."""
-    file = kept(folder or tuned_folder(), device_name)
-    known = load(file)
+    """Return `choose`'s answers, from an earlier start where that kept them. A user without a home keeps none."""
+    file = None
+    with contextlib.suppress(RuntimeError):
+        file = kept(folder or cache_folder("tuned"), device_name)
+    known = load(file) if file else {}
     begun = time.monotonic()
     chosen = choose(questions, seconds, known, is_fatal)
-    if any(name not in known for name in chosen):
+    if file and any(name not in known for name in chosen):
         save(file, known | chosen)
     found = {name: way for name, way in chosen.items() if way is not None}
     logger.info(

@@ -439,6 +439,17 @@ def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: p
         ranks.close()
 
 
+def test_ranks_launch_alike_because_none_times_its_own_ways(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+    def timed(*_: object) -> dict[str, str]:
+        raise AssertionError("a rank has chosen by its own clock")
+
+    monkeypatch.setattr("app.engine.backend.torch.TorchBackend.tune", timed)
+    config = EngineConfig(lucky.target, None, device="cpu", max_model_len=32, tensor_parallel_size=2)
+    ThreadRanks(config).close()
+    with pytest.raises(AssertionError, match="own clock"):
+        build.build_engine(replace(config, tensor_parallel_size=1))
+
+
 def test_pages_are_those_of_the_rank_with_the_least_memory(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
     own, page = build._kv_bytes, 16 * 2 * 4 * 4 * 16 * 4  # tokens, K and V, layers, KV heads, head dim, bytes
     given = iter([7 * page, 6 * page])
