@@ -23,8 +23,6 @@ MIN_DOT = 16
 MAX_TILES = 1 << 14
 SHARED_MEMORY = 227 << 10
 """Bytes of a program on sm_90."""
-
-
 ROWS = (1, 16, 32, MAX_ROWS)
 """Rows up to which a product has a way of its own. One row alone is cuBLAS's matrix by vector."""
 

@@ -99,8 +99,6 @@ def attention(
     counts = [1 if plain else BLOCK] * num_seqs
     group, dim = decoder.num_heads // decoder.num_kv_heads, decoder.head_dim
     sizes = group, decoder.num_kv_heads, like.dtype, multiprocessors, dim
-    at = [geometry(counts, *sizes, tile) for tile in (None, *(OF_ONE_ROW if plain else OF_BLOCKS))]
-    ways = list(OF_ONE_ROW if plain else OF_BLOCKS)
     made: list[tuple[Tensor, LayerKv, AttentionMetadata]] = []
 
     def operands() -> tuple[Tensor, LayerKv, AttentionMetadata]:
@@ -109,22 +107,22 @@ def attention(
             noise = torch.Generator(like.device).manual_seed(0)
             pages = -(-CONTEXT // page_size)
             shape = (num_seqs * pages, page_size, decoder.num_kv_heads, dim)
-            kv, q = (
-                [like.new_empty(shape_of).normal_(generator=noise) for shape_of in shapes]
-                for shapes in ([shape, shape], [(sum(counts), decoder.num_heads, dim)])
+            k, v, q = (
+                like.new_empty(each).normal_(generator=noise)
+                for each in (shape, shape, (sum(counts), decoder.num_heads, dim))
             )
             numbers = partial(torch.tensor, dtype=torch.int32, device=like.device)
             table = torch.arange(num_seqs * pages, dtype=torch.int32, device=like.device).view(pages, num_seqs).T
             lens = [CONTEXT] * num_seqs
             starts = [0, *accumulate(counts)]
             meta = AttentionMetadata(numbers(starts), numbers(lens), table.contiguous(), counts, lens, page_size)
-            made.append((q[0], LayerKv(*kv), meta))
+            made.append((q, LayerKv(k, v), meta))
         return made[0]
 
     def run(way: Way | None) -> Tensor:
         q, kv, meta = operands()
-        launch = at[0] if way is None else at[1 + ways.index(Tile(*way))]
+        launch = geometry(counts, *sizes, None if way is None else Tile(*way))
         return paged_attention(q, kv, meta, AttentionMask(causal=True), launch)
 
     name = f"attention of {'one row' if plain else 'blocks'}, {group} heads of {dim} a KV head"
-    return Question(name, ways, run, lambda: run(None), run)
+    return Question(name, OF_ONE_ROW if plain else OF_BLOCKS, run, lambda: run(None), run)

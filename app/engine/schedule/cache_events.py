@@ -1,6 +1,6 @@
 """Changes of the prefix cache, collected for routers that keep an index of its pages."""
 
-from itertools import pairwise
+from itertools import groupby
 
 from app.engine.sequence import Sequence
 from app.messages import CacheEvent
@@ -14,9 +14,9 @@ class CacheEvents:
 
     def stored(self, seq: Sequence, pages: list[int], page_size: int) -> None:
         """Tell that these pages of a sequence, ascending numbers in its order, are found from now on."""
-        starts = [pages[0], *(page for before, page in pairwise(pages) if page != before + 1)]
-        for start, next_start in zip(starts, [*starts[1:], pages[-1] + 1], strict=True):
-            run = [page for page in pages if start <= page < next_start]
+        for _, numbered in groupby(enumerate(pages), lambda at: at[1] - at[0]):
+            run = [page for _, page in numbered]
+            start = run[0]
             tokens = seq.token_ids[start * page_size : (run[-1] + 1) * page_size]
             digests = [seq.digest(page, page_size) for page in run]
             parent = seq.digest(start - 1, page_size) if start else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from app.engine.errors import UnsupportedError
 
@@ -14,7 +15,7 @@ FEW_SEQS = 8
 Size = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GraphSizes:
     """A target graph for each of `seqs` with each mean width of `widths`, and a draft graph with each width above 1.
 
@@ -32,7 +33,7 @@ class GraphSizes:
     few: int = 0
     totals: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def targets(self) -> list[tuple[int, int]]:
         """Return (sequences, rows) of the target's graphs, ascending; with `totals` by rows.
 
