@@ -18,18 +18,8 @@ from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.doctor.report import runner
 
-LABORATORY, OF_LABORATORY = (
-    "tools.lab.gpu",
-    (
-        "equality",
-        "speeds",
-        "prefill",
-        "attention",
-        "gemm",
-        "graphs",
-        "profile",
-    ),
-)
+LABORATORY = "tools.lab.gpu"
+OF_LABORATORY = ("equality", "speeds", "prefill", "attention", "gemm", "graphs", "profile")
 """Program that makes the sections about this server's own work, and these sections."""
 
 
