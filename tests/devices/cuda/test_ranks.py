@@ -1,0 +1,95 @@
+"""Two ranks with all our kernels in every step decode what one rank on the CPU backend does.
+
+The ranks are threads, and Triton's interpreter holds the place in a grid for the whole process, so one kernel runs at a
+time. Not run on two GPUs.
+"""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+import app.engine.build.engine as build
+from app.engine.cuda.backend import CudaBackend
+from app.engine_config import EngineConfig
+from app.messages import Request
+from tests.fast.engine.flat_request import flat_request
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
+from tests.fast.engine.launch_log import Log
+from tests.fast.engine.lossless import make_engine, run_engine
+from tests.fast.engine.pairs import Pair, make_pair
+from tests.fast.engine.thread_ranks import ThreadRanks
+
+SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16, "kv_cache_memory": 1 << 20}
+GRAPHS: dict[str, Any] = {"enforce_eager": False, "max_graphs": 2}
+EAGER: dict[str, Any] = {"enforce_eager": True}
+DRAFT: dict[str, Any] = {"draft_layers": 1, "taps": (0,), "own_head": True}
+KERNELS = {"dense": (), "experts": ("route", "expert_rows"), "hybrid": ("mix", "recur")}
+LAYERS = ("linear_attention", "full_attention")
+
+
+def pair_of(folder: Path, kind: str) -> Pair:
+    """Return a random pair, found by trying seeds, of whose drafts some are accepted in texts that wander."""
+    if kind == "hybrid":
+        return make_hybrid_pair(folder, seed=19, vocab_size=4, layer_types=LAYERS, **DRAFT)
+    sizes = {"vocab_size": 4, "experts": 4} if kind == "experts" else {"vocab_size": 6}
+    return make_pair(folder, seed=26, num_layers=2, **sizes, **DRAFT)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the names of the kernels that run, one at a time."""
+    own, lock, names = GridExecutor.__call__, threading.Lock(), set[str]()
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            names.add(kernel.fn.__name__)
+            return own(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", run)
+    return names
+
+
+def requests(**asked: Any) -> list[Request]:
+    prompts = [tuple(i * i % 3 for i in range(19)), (1, 2)]
+    return [flat_request(f"r{i}", prompt, max_tokens=9 - i, seed=i, **asked) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "wishes"),
+    [
+        ("dense", {}, GRAPHS),
+        ("dense", {"temperature": 1.0, "top_k": 4}, EAGER),
+        ("dense", {}, GRAPHS | {"draft": False}),
+        ("experts", {}, GRAPHS),
+        ("hybrid", {}, GRAPHS),
+    ],
+    ids=["dense", "dense, drawn", "dense, off", "experts", "hybrid"],
+)
+def test_two_ranks_on_our_kernels_decode_what_one_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launched: set[str],
+    kind: str,
+    asked: dict[str, Any],
+    wishes: dict[str, Any],
+) -> None:
+    pair, wishes = pair_of(tmp_path, kind), wishes.copy()
+    monkeypatch.setattr(build, "check_attention", lambda *_: None)  # it is in test_attention.py
+    monkeypatch.setattr(build, "_warm_up", lambda *_: None)
+    expected = run_engine(make_engine(pair.target, None, **SIZES | EAGER), requests(**asked)).texts
+    monkeypatch.setattr(build, "make_backend", lambda device, **_: CudaBackend(torch.device(device)))
+    draft = pair.draft if wishes.pop("draft", True) else None
+    config: dict[str, Any] = {"device": "cpu", "dtype": "float32", "tensor_parallel_size": 2}
+    ranks = ThreadRanks(EngineConfig(pair.target, draft, **config | SIZES | wishes))
+    log = Log(ranks.engine.core)
+    run = run_engine(ranks.engine, requests(**asked))
+    ranks.close()
+    assert run.texts == expected
+    assert (run.verify_tokens > (1.05 if asked else 1.2) * run.verify_steps) == (draft is not None)
+    assert len(ranks.verified[0]) > 3 and ranks.verified[1] == ranks.verified[0]
+    assert bool(log.overlapped) == (not asked), "steps from graphs are launched ahead"
+    assert {"attend", "rope_and_write", *KERNELS[kind]} <= launched
