@@ -1,5 +1,12 @@
-"""Mistakes of a user at start-up."""
+"""Mistakes of a user at start-up, and errors in a line."""
 
 
 class UnsupportedError(ValueError):
     """A checkpoint, size or device that this engine would run wrongly, or not at all. The message says what to do."""
+
+
+def last_words(error: Exception) -> str:
+    """Return why a process ends. If the backend knew the device's error code, its meaning follows the first line."""
+    said = f"{type(error).__name__}: {error}"
+    notes = getattr(error, "__notes__", [])
+    return f"{said.splitlines()[0]} ({notes[0]})" if notes else said

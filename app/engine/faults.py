@@ -305,8 +305,7 @@ class FaultTolerantCore(EngineCore):
     def _rollback(self, error: Exception) -> None:
         """Undo the launches that were not read. Raises `error` if the device cannot go on after it."""
         if self.runner.is_fatal(error):
-            if meaning := self.runner.backend.explain(error):
-                error.add_note(meaning)
+            self.runner.backend.annotate(error)
             raise error
         self.scheduler.discard_ahead()
         self.runner.rollback()

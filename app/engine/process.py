@@ -18,7 +18,7 @@ import zmq
 
 from app import log
 from app.engine.build.engine import Engine, Progress, build_engine
-from app.engine.errors import UnsupportedError
+from app.engine.errors import UnsupportedError, last_words
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.parent import leave_with_parent
 from app.engine_config import EngineConfig, EngineInfo
@@ -116,7 +116,7 @@ def main() -> int:
         return 2
     except Exception as error:
         followers.wait_for_end(_FOLLOWER_END_SECONDS)
-        link.send(Fatal(link.epoch, _last_words(error)))
+        link.send(Fatal(link.epoch, last_words(error)))
         raise
     finally:
         followers.close()
@@ -163,13 +163,6 @@ def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:
     """Return the reply to a command that no step follows."""
     scheduler = engine.core.scheduler
     return Stepped(link.epoch, StepOutput(list(deltas), scheduler.stats(), scheduler.take_cache_events()))
-
-
-def _last_words(error: Exception) -> str:
-    """Return why the engine ends. If the backend knew the device's error code, its meaning follows the first line."""
-    said = f"{type(error).__name__}: {error}"
-    notes = getattr(error, "__notes__", [])
-    return f"{said.splitlines()[0]} ({notes[0]})" if notes else said
 
 
 def _add(engine: Engine, request: Request) -> TokenDelta | None:

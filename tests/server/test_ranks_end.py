@@ -68,23 +68,36 @@ from pathlib import Path
 if "app.engine.ranks.follower" in sys.orig_argv:
     from app.engine.step.runner import ModelRunner
 
-    own, order = ModelRunner.launch, Path(__file__).parent / "raise"
+    own, folder = ModelRunner.launch, Path(__file__).parent
+
+    class Failed:
+        def read(self):
+            raise RuntimeError("CUDA error: planted")
 
     def launch(runner, inputs):
-        if order.exists():
-            order.unlink()
+        if (folder / "raise").exists():
+            (folder / "raise").unlink()
             raise ZeroDivisionError("planted")
+        if (folder / "fail later").exists():
+            (folder / "fail later").unlink()
+            return Failed()
         return own(runner, inputs)
 
     ModelRunner.launch = launch
 """
 
 
-def test_an_exception_in_a_follower_is_told_and_the_next_engine_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("order", "told"), [("raise", "ZeroDivisionError: planted"), ("fail later", "RuntimeError: CUDA error: planted")]
+)
+def test_an_exception_in_a_follower_is_told_and_the_next_engine_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, told: str
+):
+    """A device that fails behind the launch leaves rank 0 in a collective, and the follower with nothing to do."""
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    told = "rank 1 ended with exit code 1: ZeroDivisionError: planted, so the engine ends"
-    told_and_served_again(lambda _: (tmp_path / "raise").touch(), told)
+    told = f"rank 1 ended with exit code 1: {told}, so the engine ends"
+    told_and_served_again(lambda _: (tmp_path / order).touch(), told)
 
 
 def told_and_served_again(end: Callable[[dict[str, int]], None], said: str) -> None:

@@ -351,6 +351,11 @@ class Backend(ABC):
         """Return what an error code of this device in the message of `error` means, or None."""
         return None
 
+    def annotate(self, error: BaseException) -> None:
+        """Add the meaning of an error code of this device to `error`, as a note."""
+        if meaning := self.explain(error):
+            error.add_note(meaning)
+
     def is_fatal(self, error: BaseException) -> bool:
         """Return True if the state of the device is unknown after `error`, so the engine has to be started again."""
         out_of_memory = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)

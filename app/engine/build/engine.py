@@ -122,8 +122,7 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     try:
         yield backend
     except Exception as error:
-        if meaning := backend.explain(error):
-            error.add_note(meaning)
+        backend.annotate(error)
         raise
 
 

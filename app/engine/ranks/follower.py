@@ -16,6 +16,7 @@ from app import log
 from app.engine.build.engine import build_runner
 from app.engine.build.ranks import Rank
 from app.engine.comm.process_group import Meeting
+from app.engine.errors import last_words
 from app.engine.ranks.leader import STORE
 from app.engine.ranks.parent import leave_with_parent
 from app.engine.ranks.runner import follow
@@ -32,12 +33,16 @@ def main() -> None:
     socket = context.socket(zmq.PULL)
     socket.set_hwm(0)
     socket.connect(address)
+
+    def receive(milliseconds: int | None) -> bytes | None:
+        return socket.recv() if socket.poll(milliseconds) else None
+
     try:
         meeting = Meeting(int(rank), config.tensor_parallel_size, store, config.distributed_timeout_seconds)
-        follow(build_runner(config, meeting.rank, lambda backend: Rank(backend.join(meeting))), socket.recv)
+        follow(build_runner(config, meeting.rank, lambda backend: Rank(backend.join(meeting))), receive)
     except Exception as error:
         traceback.print_exc()
-        print(f"{type(error).__name__}: {error}".splitlines()[0], flush=True)
+        print(last_words(error).splitlines()[0], flush=True)
         # A slow end would let rank 0 blame the connection that closes first, and torch_npu would write to stdout.
         os._exit(1)
 

@@ -9,6 +9,10 @@ from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 
+_QUIET_MS = 100
+"""Time without a message behind which rank 0 waits for a step or is idle. An earlier read would hold up a step that is
+launched ahead."""
+
 
 class Sender:
     """Calls of rank 0 on their way to the other ranks."""
@@ -53,15 +57,34 @@ class LeadingGraphRunner(LeadingRunner, GraphRunner):
     """LeadingRunner whose decode steps come from graphs, on all ranks alike."""
 
 
-def follow(runner: ModelRunner, receive: Callable[[], bytes]) -> None:
-    """Make the calls of rank 0, until `receive` raises an error."""
+def follow(runner: ModelRunner, receive: Callable[[int | None], bytes | None]) -> None:
+    """Make the calls of rank 0, until `receive` or a step raises an error.
+
+    `receive` waits some milliseconds for a message, or for ever if that is None. It returns None if none has come. Then
+    the last step is read, because a device may tell its error there alone, while rank 0 waits for this rank.
+    """
+    try:
+        _follow(runner, receive)
+    except Exception as error:
+        runner.backend.annotate(error)
+        raise
+
+
+def _follow(runner: ModelRunner, receive: Callable[[int | None], bytes | None]) -> None:
     expected = 0
+    unread: PendingStep | None = None
     while True:
-        number, _, argument = decode(receive())
+        message = receive(_QUIET_MS if unread else None)
+        if message is None:
+            assert unread
+            unread.read()
+            unread = None
+            continue
+        number, _, argument = decode(message)
         if number != expected:
             raise RuntimeError(f"message {number} of rank 0 came in the place of message {expected}")
         expected += 1
         if isinstance(argument, StepInputs):
-            runner.launch(argument)
+            unread = runner.launch(argument)
         else:
             runner.scrub(argument)

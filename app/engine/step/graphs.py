@@ -11,7 +11,7 @@ from app.engine.backend.base import AttentionMetadata, Backend
 from app.engine.backend.graph import Graph
 from app.engine.backend.transfer import Packed
 from app.engine.comm.comm import ALONE, Comm
-from app.engine.errors import UnsupportedError
+from app.engine.errors import UnsupportedError, last_words
 from app.engine.step import padding
 from app.engine.step.forward import AttentionInputs, Forward, TargetTensors
 from app.engine.step.graph_sizes import GraphSizes, Size
@@ -147,7 +147,8 @@ class StepGraphs:
         except Exception as error:
             if self._comm.size == 1 or not has_run:
                 raise
-            logger.error("%s: the graph cannot be captured on rank %d: %s", what, self._comm.rank, error)
+            self._backend.annotate(error)
+            logger.error("%s: the graph cannot be captured on rank %d: %s", what, self._comm.rank, last_words(error))
         if not self._comm.minimum(graph is not None):
             return None
         assert graph is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -45,6 +46,7 @@ from app.engine.models.registry import target_class
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
 from app.engine.models.weights import ExpertLayout, LayerSource, Part
+from app.engine.npu.error_codes import explain
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.messages import Message, decode, encode
 from app.engine.ranks.runner import LeadingRunner, follow
@@ -53,6 +55,9 @@ from app.engine.sampling.sharded import ShardedSampler
 from app.engine.sequence import NOT_FINITE
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graphs import StepGraphs
+from app.engine.step.inputs import StepInputs
+from app.engine.step.padding import empty_target
+from app.engine.step.runner import ModelRunner, PendingStep
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests.fast.engine import lossless, thread_ranks
@@ -394,7 +399,48 @@ def test_a_follower_gets_no_texts_and_each_message_once(lucky: Pair):
 def test_a_message_that_is_lost_ends_a_follower_by_name():
     messages = iter([encode(Message(1, "scrub", []))])
     with pytest.raises(RuntimeError, match="message 1 of rank 0 came in the place of message 0"):
-        follow(None, lambda: next(messages))  # type: ignore[arg-type]
+        follow(Follower(), lambda _: next(messages))
+
+
+class Follower(ModelRunner):
+    """Runner of a follower whose device fails in the step `failing`, which shows when that is read."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.backend = BACKEND
+        self.failing = failing
+        self.read: list[int] = []
+
+    def launch(self, inputs: StepInputs) -> PendingStep:
+        number = inputs.target.prev_rows[0]
+
+        def wait() -> Tensor:
+            self.read.append(number)
+            if number == self.failing:
+                raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            return torch.zeros(1, 1)
+
+        return PendingStep(torch.empty(0), SimpleNamespace(start_download=lambda _: wait))  # type: ignore[arg-type]
+
+
+def test_a_follower_whose_device_fails_behind_a_launch_ends_because_it_reads_when_rank_0_is_silent():
+    """It reads no step behind which the next one has come, so that steps which are launched ahead stay ahead."""
+    steps = [encode(Message(number, "launch", empty_step(number))) for number in range(4)]
+    messages, waited = iter([steps[0], steps[1], None, steps[2], steps[3], None]), []
+
+    def receive(milliseconds: int | None) -> bytes | None:
+        waited.append(milliseconds)
+        return next(messages)
+
+    follower = Follower(failing=3)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        follow(follower, receive)
+    assert follower.read == [1, 3]
+    assert [milliseconds is None for milliseconds in waited] == [True, False, False, True, False, False]
+
+
+def empty_step(number: int) -> StepInputs:
+    target = replace(empty_target(hybrid=False), prev_rows=np.array([number], dtype=np.int32))
+    return StepInputs(target=target, draft=None, sampling=[], sequence_keys=[], has_prefill=False)
 
 
 def test_stale_arrays_on_a_follower_are_seen(tmp_path: Path):
@@ -660,6 +706,9 @@ class RankedBackend(CpuBackend):
             raise RuntimeError("the error code is 207008")
         return graph
 
+    def explain(self, error: BaseException) -> str | None:
+        return explain(str(error))
+
     def memory(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30
 
@@ -693,13 +742,16 @@ def test_ranks_profile_a_step_each_by_itself_before_the_first_message(lucky: Pai
     assert {len(text) for text in texts.values()} == {12, 13, 14, 15}
 
 
-def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(
+    lucky: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     """Targets and drafts are. The exchange comes before a replay, which the others could not make alone."""
 
     def failing(rank: int, metas: list[AttentionMetadata]) -> bool:
         return rank == 1 and len(metas[0].query_lens) == 2  # a block of two, or a sequence with padding behind it
 
     ranks, texts = ranked(monkeypatch, lucky, failing)
+    assert "on rank 1: RuntimeError: the error code is 207008 (207008: no stream" in caplog.text
     graphs: StepGraphs = ranks.engine.core.runner.graphs  # type: ignore[attr-defined]
     assert (graphs._missing_targets, graphs._missing_drafts) == ({(1, 1), (1, 16)}, {(2, 16)})
     assert graphs._target_graphs.keys() == {(2, 2), (4, 4), (4, 16), (4, 32), (4, 64)}

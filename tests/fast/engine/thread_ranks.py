@@ -132,8 +132,12 @@ class ThreadRanks:
             messages.put(self._changed(message))
 
     def _follow(self, config: EngineConfig, rank: int) -> None:
-        def receive() -> bytes:
-            if (message := self._queues[rank - 1].get()) is None:
+        def receive(milliseconds: int | None) -> bytes | None:
+            try:
+                message = self._queues[rank - 1].get(timeout=None if milliseconds is None else milliseconds / 1000)
+            except queue.Empty:
+                return None
+            if message is None:
                 raise Ended
             return message
 
