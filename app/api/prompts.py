@@ -11,7 +11,7 @@ from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
 from app.api.forced_call import Prefix
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
-from app.api.validation import check_strict, check_template, warn_of_names
+from app.api.validation import check_strict, check_template, warn_of_names, warn_of_reasoning
 from app.engine_config import EngineInfo
 from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
@@ -61,13 +61,13 @@ async def render_and_encode(
         continue_final_message=bool(body.continue_final_message),
         switches={**services.template_kwargs, **body.switches(template.switches)},
     )
-    warnings: list[dict[str, Any]] = []
+    warnings = [] if template.writes_reasoning else warn_of_reasoning(body)
     try:
         text = await asyncio.to_thread(render, conversation)
         if any(message.name for message in body.messages):
             marked, marks = _with_marked_names(conversation)
             shown = await asyncio.to_thread(render, marked)
-            warnings = warn_of_names(body, lambda index: marks[index] in shown)
+            warnings += warn_of_names(body, lambda index: marks[index] in shown)
     except ChatTemplateError as error:
         raise bad_request(clip(str(error), _MAX_TEMPLATE_ERROR), "messages") from None
     end = body.messages[-1].text if body.continue_final_message else text[-_END_LENGTH:]

@@ -257,14 +257,19 @@ class ChatMessage(Body):
         parts = self.content if isinstance(self.content, list) else []
         return "\n".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
 
+    @property
+    def any_reasoning(self) -> str:
+        """The reasoning, under whichever of its names it was sent."""
+        return self.reasoning_content or self.reasoning or self.thinking
+
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it. "developer" is OpenAI's newer word for "system"."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         for field in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, field)) is not None:
                 message[field] = value
-        if reasoning := self.reasoning_content or self.reasoning or self.thinking:
-            message["reasoning_content"] = reasoning
+        if self.any_reasoning:
+            message["reasoning_content"] = self.any_reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message

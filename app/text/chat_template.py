@@ -66,6 +66,12 @@ class ChatTemplate:
         return "message.tool_calls[0]" in source and "in message.tool_calls" not in source
 
     @property
+    def writes_reasoning(self) -> bool:
+        """True if the template reads a message's reasoning, by its usual name or by gpt-oss's."""
+        source = self.source or ""
+        return "reasoning_content" in source or ".thinking" in source
+
+    @property
     def switches(self) -> list[str]:
         """Names that `chat_template_kwargs` may set, sorted."""
         return sorted(self.variables - self._own - _STANDARD_VARIABLES - self._special.keys() - _GLOBALS.keys())

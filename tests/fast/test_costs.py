@@ -76,16 +76,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dict(re.findall(r"(?m)^(?:PASSED|ERROR) test_(\w+)\.py::test_it(.*)$", done.stdout))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", FAST)
 def test_a_test_is_fast_that(what: str, report: dict[str, str]) -> None:
     assert report[what] == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", DEAR)
 def test_a_test_is_not_fast_that(what: str, report: dict[str, str]) -> None:
     assert "s of process time" in report[what]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", LIVE)
 def test_nor_is_one_that(what: str, report: dict[str, str]) -> None:
     assert "a fast test loads Transformers" in report[what]

@@ -101,7 +101,7 @@ def warned(server: Server, messages: list[dict[str, object]], **fields: object) 
     warnings = whole.get("warnings", [])
     assert [warning for chunk in chunks for warning in chunk.get("warnings", [])] == warnings
     assert server.http.post("/tokenize", json=ask).json().get("warnings", []) == warnings
-    assert {warning["code"] for warning in warnings} <= {"name_left_out"}
+    assert {warning["code"] for warning in warnings} <= {"name_left_out", "reasoning_left_out"}
     return [warning["param"] for warning in warnings]
 
 
@@ -110,6 +110,19 @@ def test_a_name_that_the_template_leaves_out_is_told_in_the_answer(server, role)
     messages = [HELLO, {"role": role, "content": "x", "name": "Ann"}]
     assert warned(server, messages) == ["messages.1.name"]
     assert prompt_of(server, messages=messages) == prompt_of(server, messages=[HELLO, {"role": role, "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reasoning_content": "2"}, {"reasoning": "2"}, {"content": [{"type": "thinking", "thinking": "2"}]}],
+    ids=["reasoning_content", "reasoning", "part"],
+)
+def test_reasoning_that_the_template_has_no_place_for_is_told_in_the_answer(server, start, fields):
+    messages = [HELLO, SAID | fields, HELLO, SAID | fields, HELLO]
+    assert warned(server, messages) == []
+    without = start(NAMED)
+    assert warned(without, messages) == ["messages.1.reasoning_content"]
+    assert warned(without, [HELLO | {"name": "Ann"}, SAID | {"reasoning": ""}]) == []
 
 
 def test_names_that_are_left_out_are_told_once_however_many_choices_and_messages(server):

@@ -362,14 +362,26 @@ def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
     assert scrubbed and log.overlapped
 
 
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "counts"])
+CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 40, "prefix_caching": True}
+QUICK_PHASES = ("more pages", "draft", "verify", "read")
+"""Phases of the fast tests. test_faults.py has all of them there, without a step ahead."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed_texts(lucky: Pair) -> dict[str, list[int]]:
+    return undisturbed(eager(lucky, **CHUNKED), requests(6))
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [*QUICK_PHASES]
+    + [pytest.param(p, marks=pytest.mark.exhaustive) for p in PHASES if p not in ("counts", *QUICK_PHASES)],
+)
 def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
-    lucky: Pair, phase: str, monkeypatch: pytest.MonkeyPatch
+    lucky: Pair, undisturbed_texts: dict[str, list[int]], phase: str, monkeypatch: pytest.MonkeyPatch
 ):
     good = requests(6)
-    settings: dict[str, Any] = {"max_num_batched_tokens": 40, "prefix_caching": True}
-    expected = undisturbed(eager(lucky, **settings), good)
-    engine = overlapping(lucky, **settings)
+    engine = overlapping(lucky, **CHUNKED)
     log = Log(engine.core)
     run = Run(engine, good[:2]).until(5)
     PHASES[phase](monkeypatch, engine.core)
@@ -379,7 +391,7 @@ def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
     run.to_the_end()
     assert list(run.errors()) == ["bad"] and log.overlapped
     del run.texts["bad"]
-    assert run.texts == expected
+    assert run.texts == undisturbed_texts
     assert run.scheduler.num_faults == 1
 
 

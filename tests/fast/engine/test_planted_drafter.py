@@ -18,7 +18,7 @@ from tests.fast.engine.planted import PlannedRun, make_engine
 from tests.fast.engine.reference import ReferenceTarget, features, load_target, sampled
 
 LONGEST_ANSWER = 36
-BLOCKS = [2, 5, 8]
+BLOCKS = [pytest.param(2, marks=pytest.mark.exhaustive), 5, pytest.param(8, marks=pytest.mark.exhaustive)]
 PAGES = [1, 4, 16]
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Collection
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -30,8 +31,13 @@ def take(split: str, count: int, domain: str = TOOLS) -> list[Sample]:
     return list(itertools.islice(samples(domain, split, 5), count))  # type: ignore[arg-type]
 
 
-def render(sample: Sample, template: str = CHAT_TEMPLATE, **options: Any) -> str:
-    return ChatTemplate(template, {}).render(sample.messages, tools=list(sample.tools) or None, **options)
+@cache
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {})
+
+
+def render(sample: Sample, source: str = CHAT_TEMPLATE, **options: Any) -> str:
+    return template_of(source).render(sample.messages, tools=list(sample.tools) or None, **options)
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
@@ -123,7 +129,7 @@ def test_the_tools_section_is_qwens() -> None:
         {"role": "tool", "tool_call_id": "x", "content": "3"},
         {"role": "tool", "tool_call_id": "y", "content": "7"},
     ]
-    assert ChatTemplate(CHAT_TEMPLATE, {}).render(messages, tools=[tool]) == (
+    assert template_of(CHAT_TEMPLATE).render(messages, tools=[tool]) == (
         "<|im_start|>system\nBe kind.\n\n# Tools\n\nYou may call one or more functions to assist with the user query."
         "\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
         '{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}\n</tools>\n\n'
