@@ -282,7 +282,6 @@ def captures(backend: Backend, extent: Extent) -> Result:
             block_size=16,
             pages=5,
             scratch_pages=-(-sizes.max_rows // PAGE),
-            draft_graphs=True,
             on_graph=lambda done, total: captured.append(done),
         )
     except RuntimeError as error:

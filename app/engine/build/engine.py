@@ -219,7 +219,7 @@ def _load_runner(
     forward, pools = forward_over(num_pages)
     runner = rank.runner_class(forward, backend, counts, layout, pools)
     if graph_sizes:
-        graphs = _capture(config, forward, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
+        graphs = _capture(forward, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
         runner = rank.graph_runner_class(forward, backend, counts, layout, pools, graphs)
     return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states, tuned)
 
@@ -336,17 +336,12 @@ def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphS
         sizes.max_num_seqs,
         sizes.block_size,
         max_graphs,
-        draft_graphs=_draft_graphs(config),
+        draft_graphs=config.draft is not None and not config.draft_enforce_eager,
         spare=0 if backend.allows_empty_sequences else 1,
     )
 
 
-def _draft_graphs(config: EngineConfig) -> bool:
-    return config.draft is not None and not config.draft_enforce_eager
-
-
 def _capture(
-    config: EngineConfig,
     forward: Forward,
     graph_sizes: GraphSizes,
     sizes: Sizes,
@@ -361,7 +356,6 @@ def _capture(
             block_size=sizes.block_size,
             pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
             scratch_pages=sizes.scratch_pages,
-            draft_graphs=_draft_graphs(config),
             on_graph=on_graph,
             comm=comm,
         )

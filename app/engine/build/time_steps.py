@@ -56,7 +56,7 @@ def measure_costs(
     ends = (seqs[0], seqs[-1])  # they are timed in any case, or scaled
     seqs = list(dict.fromkeys((*ends, *seqs[::2], *seqs)))
     times: dict[Shape, list[float]] = {}
-    widths = [width for width in runner.padded_to.widths if width > 1] if runner.padded_to else []
+    widths = sorted({width for _, width in runner.padded_to.drafts}) if runner.padded_to else []
     begun = time.perf_counter()
     for done in range(_ROUNDS + 1):
         if done < 2:

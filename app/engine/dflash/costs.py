@@ -25,18 +25,11 @@ _MAX_ERROR = 0.7
 class StepSizes(Protocol):
     """Sizes that steps are padded to, because they come from graphs."""
 
-    @property
-    def seqs(self) -> tuple[int, ...]:
-        """Return the captured numbers of sequences, ascending."""
+    def target_passes(self, num_seqs: int) -> Sequence[tuple[int, int]]:
+        """Return (sequences, drafts) that target passes of `num_seqs` are padded to, by drafts, which ascend."""
 
-    def seqs_for(self, num_seqs: int) -> int:
-        """Return the number of draft blocks that `num_seqs` are padded to."""
-
-    def padded_drafts(self, num_seqs: int) -> tuple[int, list[int]]:
-        """Return the sequences that a target pass is padded to, and the numbers of drafts that it is padded to."""
-
-    def block_width(self, num_blocks: int, width: int) -> int:
-        """Return the width that draft blocks are padded to."""
+    def draft_passes(self, width: int) -> Sequence[tuple[int, int]]:
+        """Return (blocks, width) that draft passes of blocks of `width` rows are padded to, by blocks, which ascend."""
 
 
 class Scale:
@@ -118,17 +111,19 @@ class CostTable:
         """Return ms of a pass over 0, 1, ... max_blocks (or more) blocks, from a cache."""
         known = self._draft_ms.get(rows)
         if known is None or max_blocks >= len(known):
-            known = np.array([self._draft_ms_of(blocks, rows) for blocks in range(2 * max_blocks + 2)])
-            self._draft_ms[rows] = known
+            known = self._draft_ms[rows] = self._padded_draft(np.arange(2 * max_blocks + 2), rows)
+            known[0] = 0.0
         return known
 
-    def _draft_ms_of(self, blocks: int, rows: int) -> float:
-        if not blocks:
-            return 0.0
-        if self._sizes is not None and blocks <= self._sizes.seqs[-1]:
-            blocks, rows = self._sizes.seqs_for(blocks), self._sizes.block_width(blocks, rows)
+    def _padded_draft(self, blocks: NDArray[np.int64], rows: int) -> Floats:
+        passes = self._sizes.draft_passes(rows) if self._sizes else ()
+        if not passes:
+            return self._draft_at(blocks, rows)
+        return _staircase([up_to for up_to, _ in passes], [self._draft_at(*size) for size in passes], blocks)
+
+    def _draft_at(self, blocks: Any, rows: int) -> Floats:
         width = next((width for width in self.widths if width >= rows), self.widths[-1])
-        return float(_interpolate(self._draft[width], np.array(blocks)))
+        return _interpolate(self._draft[width], np.asarray(blocks))
 
     def _target(self, seqs: int, max_drafts: int) -> Floats:
         """Return ms of a target pass over `seqs` sequences with 0, 1, ... max_drafts (or more) drafts, from a cache."""
@@ -138,10 +133,10 @@ class CostTable:
         return known
 
     def _padded_target(self, seqs: int, drafts: NDArray[np.int64]) -> Floats:
-        if self._sizes is None or seqs > self._sizes.seqs[-1]:
+        passes = self._sizes.target_passes(seqs) if self._sizes else ()
+        if not passes:
             return self._target_at(seqs, drafts)
-        padded_seqs, steps = self._sizes.padded_drafts(seqs)
-        return self._target_at(padded_seqs, np.array(steps)[np.searchsorted(steps[:-1], drafts)])
+        return _staircase([up_to for _, up_to in passes], [self._target_at(*size) for size in passes], drafts)
 
     def _target_at(self, seqs: int, drafts: Any) -> Floats:
         """Interpolate between the next smaller and the next larger measured number of sequences."""
@@ -154,6 +149,11 @@ class CostTable:
         )
         ms: Floats = _interpolate(self._plain, np.array(seqs)) + verify
         return ms
+
+
+def _staircase(ends: Sequence[int], ms: Sequence[Floats], counts: NDArray[np.int64]) -> Floats:
+    """Return for each count the ms of the first end that is no smaller, else of the last."""
+    return np.array(ms)[np.searchsorted(ends[:-1], counts)]
 
 
 def _interpolate(points: Floats, sizes: Any) -> Floats:

@@ -28,13 +28,13 @@ class GraphRunner(ModelRunner):
         pools: Sequence[KvPool],
         graphs: StepGraphs,
     ) -> None:
-        layout = replace(layout, draft_columns=graphs.draft_columns, block_sizes=graphs.block_sizes)
+        layout = replace(layout, draft_columns=graphs.draft_columns, graph_sizes=graphs.sizes)
         super().__init__(forward, backend, counts, layout, pools)
         self.graphs = graphs
 
     @property
-    def padded_to(self) -> GraphSizes | None:
-        return self.graphs.block_sizes
+    def padded_to(self) -> GraphSizes:
+        return self.graphs.sizes
 
     def _plain_sequences(self, inputs: StepInputs) -> None:
         """Return None, because a graph writes its step's context KV."""

@@ -1,7 +1,7 @@
 """Sizes of decode steps that are captured in graphs, and the size that a step is padded to. No torch."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from app.engine.errors import UnsupportedError
@@ -24,7 +24,8 @@ class GraphSizes:
     sequences, or draft blocks, only width 1 and the whole block are captured.
 
     With `totals` the target's graphs are of one row a sequence, and of so many rows, which sequences share in any way.
-    Then a sequence may have no rows, and there is no `spare`.
+    Then a sequence may have no rows, and there is no `spare`. Steps of the sizes that could not be captured,
+    `missing_targets` and `missing_drafts`, are padded to larger ones.
     """
 
     seqs: tuple[int, ...]
@@ -32,9 +33,12 @@ class GraphSizes:
     spare: int
     few: int = 0
     totals: tuple[int, ...] = ()
+    draft_graphs: bool = True
+    missing_targets: frozenset[Size] = frozenset()
+    missing_drafts: frozenset[Size] = frozenset()
 
     @cached_property
-    def targets(self) -> list[tuple[int, int]]:
+    def targets(self) -> list[Size]:
         """Return (sequences, rows) of the target's graphs, ascending; with `totals` by rows.
 
         Sequences that share rows have one each at least, and one of them two: a step of T rows has fewer than T.
@@ -44,31 +48,34 @@ class GraphSizes:
             plain = [(n, n) for n in self.seqs] if 1 in self.widths else []
             shared = {(min(self.seqs[-1], total - 1), total) for total in self.totals}
             alone = {(1, total) for total in self.totals[:1] if total == self.widths[-1]}
-            return sorted([*plain, *(shared | alone)], key=lambda at: (at[1], at[0] != at[1], at[0]))
-        return [(seqs, self.rows(seqs, width)) for seqs in self.seqs for width in self._widths_of(seqs)]
+            sizes = sorted([*plain, *(shared | alone)], key=lambda at: (at[1], at[0] != at[1], at[0]))
+        else:
+            sizes = [(seqs, self.rows(seqs, width)) for seqs in self.seqs for width in self._widths_of(seqs)]
+        return [size for size in sizes if size not in self.missing_targets]
 
-    @property
-    def drafts(self) -> list[tuple[int, int]]:
+    @cached_property
+    def drafts(self) -> list[Size]:
         """Return (blocks, width) of the draft's graphs, ascending."""
-        return [(blocks, width) for blocks in self.seqs for width in self._widths_of(blocks) if width > 1]
+        if not self.draft_graphs:
+            return []
+        sizes = [(blocks, width) for blocks in self.seqs for width in self._widths_of(blocks) if width > 1]
+        return [size for size in sizes if size not in self.missing_drafts]
 
-    def seqs_for(self, num_seqs: int) -> int:
-        """Return the number of sequences that `num_seqs` are padded to."""
-        return next(size for size in self.seqs if size >= num_seqs)
+    def captured(self, targets: Collection[Size], drafts: Collection[Size]) -> "GraphSizes":
+        """Return these sizes, of which no others than `targets` and `drafts` could be captured."""
+        missing = frozenset(self.targets) - frozenset(targets), frozenset(self.drafts) - frozenset(drafts)
+        return replace(self, missing_targets=missing[0], missing_drafts=missing[1])
 
-    def draft(self, num_blocks: int, rows: int, missing: Collection[Size] = ()) -> Size:
-        """Return (blocks, rows of each) that the draft is padded to, none of `missing`."""
-        sizes = ((blocks, rows) for blocks in self.seqs if blocks >= num_blocks)
-        return next(size for size in sizes if size not in missing)
+    def draft(self, num_blocks: int, width: int) -> Size:
+        """Return (blocks, width) that the draft is padded to."""
+        return next(size for size in self.drafts if size[0] >= num_blocks and size[1] >= width)
 
-    def target(self, num_seqs: int, num_rows: int, missing: Collection[Size] = ()) -> Size:
-        """Return (sequences, rows) that a step is padded to, none of `missing`."""
+    def target(self, num_seqs: int, num_rows: int) -> Size:
+        """Return (sequences, rows) that a step is padded to."""
         return next(
             (seqs, rows)
             for seqs, rows in self.targets
-            if seqs >= num_seqs
-            and rows >= num_rows + self.spare + (seqs - num_seqs) * self.padding_rows(seqs, rows)
-            and (seqs, rows) not in missing
+            if seqs >= num_seqs and rows >= num_rows + self.spare + (seqs - num_seqs) * self.padding_rows(seqs, rows)
         )
 
     def padding_rows(self, seqs: int, rows: int) -> int:
@@ -76,18 +83,22 @@ class GraphSizes:
         shared."""
         return 0 if self.totals and rows > seqs else 1
 
-    def padded_drafts(self, num_seqs: int) -> tuple[int, list[int]]:
-        """Return the sequences that a target pass is padded to, and the numbers of drafts that its graphs hold."""
-        if self.totals:
-            shared = [rows for seqs, rows in self.targets if rows > seqs >= num_seqs]
-            return num_seqs, [0, *(rows - num_seqs for rows in dict.fromkeys(shared))]
-        seqs = self.seqs_for(num_seqs)
-        return seqs, [seqs * (width - 1) for width in self._widths_of(seqs)]
+    def target_passes(self, num_seqs: int) -> list[Size]:
+        """Return (sequences, drafts) of the passes that steps of `num_seqs` are padded to, by drafts, which ascend.
 
-    def block_width(self, num_blocks: int, width: int) -> int:
-        """Return the width that `num_blocks` draft blocks of `width` rows are widened to."""
-        captured = self._widths_of(self.seqs_for(num_blocks))
-        return next(each for each in captured if each >= max(width, 2))
+        Sequences that have no rows count for nothing.
+        """
+        passes: list[Size] = []
+        for seqs, rows in self.targets:
+            counted = seqs if self.padding_rows(seqs, rows) else num_seqs
+            drafts = rows - self.spare - counted
+            if seqs >= num_seqs and (not passes or drafts > passes[-1][1]):
+                passes.append((counted, drafts))
+        return passes
+
+    def draft_passes(self, width: int) -> list[Size]:
+        """Return (blocks, width) of the passes that blocks of `width` rows are padded to, by blocks, which ascend."""
+        return [self.draft(blocks, width) for blocks in self.seqs if self.drafts]
 
     def _widths_of(self, seqs: int) -> tuple[int, ...]:
         return tuple(dict.fromkeys((self.widths[0], self.widths[-1]))) if seqs <= self.few else self.widths
@@ -123,11 +134,11 @@ def settle_graph_sizes(
         widths = sorted(quarters | {-(-3 * block_size // 8), -(-3 * block_size // 4)})
         totals, coarse = (_totals(block_size, block_size * max_num_seqs, fine=fine) for fine in (True, False))
     while True:
-        sizes = GraphSizes(tuple(seqs), tuple(widths), spare, few, tuple(totals))
-        if len(sizes.targets) + draft_graphs * len(sizes.drafts) <= max_graphs:
+        sizes = GraphSizes(tuple(seqs), tuple(widths), spare, few, tuple(totals), draft_graphs)
+        if len(sizes.targets) + len(sizes.drafts) <= max_graphs:
             return sizes
         if len(widths) > 2 and few < min(FEW_SEQS, seqs[-1]):
-            few = sizes.seqs_for(few + 1)
+            few = next(size for size in seqs if size > few)
         elif len(widths) > MAX_WIDTHS:
             widths = sorted(quarters)
         elif len(totals) > len(coarse):

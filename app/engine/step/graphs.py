@@ -1,7 +1,7 @@
 """A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -45,8 +45,8 @@ class StepGraphs:
 
     `drafts` [max_num_seqs, b - 1] carries drafts from one graph to the other, or is None without a draft. Narrower
     blocks fill the first columns. `verified` [max_num_seqs + 1, b + 1] is the last verification, where the next step
-    begins with `device_side_lengths`. `pages` is the width of page tables. `draft_graphs` False captures the target
-    alone. All ranks of `comm` capture the same graphs in the same order.
+    begins with `device_side_lengths`. `pages` is the width of page tables. All ranks of `comm` capture the same graphs
+    in the same order. `sizes` are those that all of them could capture.
     """
 
     def __init__(
@@ -58,14 +58,13 @@ class StepGraphs:
         block_size: int,
         pages: int,
         scratch_pages: int,
-        draft_graphs: bool,
         on_graph: Callable[[int, int], None],
         comm: Comm = ALONE,
     ) -> None:
         self._forward = forward
         self._comm = comm
         self._backend = backend
-        self._sizes = sizes
+        self.sizes = sizes
         self._pages = pages
         self._scratch_pages = scratch_pages
         self._hidden = forward.target.embedding.new_empty(sizes.max_rows, forward.target.config.hidden_size)
@@ -76,28 +75,20 @@ class StepGraphs:
         self.verified = torch.zeros(sizes.seqs[-1] + 1, block_size + 1, dtype=torch.int64, device=backend.device)
         self._draft_graphs: dict[Size, _Captured] = {}
         self._target_graphs: dict[Size, tuple[_Captured, TargetTensors]] = {}
-        self._missing_drafts: set[Size] = set()
-        self._missing_targets: set[Size] = set()
-        row_shift = 0 if forward.drafter is None else forward.drafter.model.config.first_draft_row - 1
-        drafts = [(blocks, width + row_shift) for blocks, width in sizes.drafts] if draft_graphs else []
-        targets = sizes.targets
-        done, total = 0, len(drafts) + len(targets)
+        self._row_shift = 0 if forward.drafter is None else forward.drafter.model.config.first_draft_row - 1
+        done, total = 0, len(sizes.drafts) + len(sizes.targets)
         # The largest first: the memory that it leaves serves all others.
-        for seqs, rows in reversed(targets):
+        for seqs, rows in reversed(sizes.targets):
             self._capture_target(seqs, rows)
             on_graph(done := done + 1, total)
-        for blocks, rows in reversed(drafts):
-            self._capture_draft(blocks, rows)
+        for blocks, width in reversed(sizes.drafts):
+            self._capture_draft(blocks, width)
             on_graph(done := done + 1, total)
+        self.sizes = sizes.captured(self._target_graphs, self._draft_graphs)
 
     @property
     def has_draft(self) -> bool:
         return bool(self._draft_graphs)
-
-    @property
-    def block_sizes(self) -> GraphSizes | None:
-        """Return the sizes that draft blocks are widened to. Without draft graphs any width will do."""
-        return self._sizes if self.has_draft else None
 
     def target_graph(self, seqs: int, rows: int) -> Graph:
         return self._target_graphs[seqs, rows][0].graph
@@ -111,9 +102,9 @@ class StepGraphs:
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Return drafts [D, b - 1], which stay until the next ones."""
-        size = self._sizes.draft(len(inputs.anchors), inputs.group.query_lens[0], self._missing_drafts)
-        captured = self._draft_graphs[size]
-        self._send(captured, self._pad_draft(inputs, *size))
+        blocks, width = self.sizes.draft(len(inputs.anchors), inputs.group.query_lens[0] - self._row_shift)
+        captured = self._draft_graphs[blocks, width]
+        self._send(captured, self._pad_draft(inputs, blocks, width + self._row_shift))
         captured.graph.replay()
         assert self.drafts is not None
         return self.drafts[: len(inputs.anchors)]
@@ -121,7 +112,7 @@ class StepGraphs:
     def target(self, inputs: TargetInputs) -> GraphOutput:
         """Verify the drafts that were made or kept last. All results stay until the next replay."""
         (group,) = inputs.groups
-        size = self._sizes.target(len(group.query_lens), len(inputs.token_ids), self._missing_targets)
+        size = self.sizes.target(len(group.query_lens), len(inputs.token_ids))
         captured, tensors = self._target_graphs[size]
         self._send(captured, self._pad_target(inputs, *size))
         captured.graph.replay()
@@ -155,16 +146,17 @@ class StepGraphs:
         graph.replay()
         return graph
 
-    def _leave_out(self, what: str, *, larger: bool) -> None:
-        """Let a larger graph serve such steps. Raises UnsupportedError if there is none."""
-        if not larger:
+    def _leave_out(self, what: str, captured: Collection[Size]) -> None:
+        """Let a larger one of the `captured` graphs serve such steps. Raises UnsupportedError if there is none."""
+        if not captured:
             raise UnsupportedError(
                 f"{what}: this graph, which all ranks need, cannot be captured on all of them; the log of each says "
                 "why: give a smaller --max-num-seqs, --kv-cache-memory or --memory-utilization, or --enforce-eager"
             )
         logger.warning("%s: without a graph of its own, such a step is padded to a larger one", what)
 
-    def _capture_draft(self, blocks: int, rows: int) -> None:
+    def _capture_draft(self, blocks: int, width: int) -> None:
+        rows = width + self._row_shift
         inputs = self._pad_draft(padding.empty_draft(), blocks, rows)
         packed = Packed(self._forward.arrays(inputs), self._backend)
         tensors = self._forward.draft_tensors(inputs, packed)
@@ -178,10 +170,9 @@ class StepGraphs:
         self._forward.plan(tensors.rows, inputs.group)
         what = f"draft of {blocks} blocks of {rows} rows"
         if graph := self._capture(run, tensors.rows.meta, what):
-            self._draft_graphs[blocks, rows] = _Captured(graph, packed, tensors.rows)
+            self._draft_graphs[blocks, width] = _Captured(graph, packed, tensors.rows)
         else:
-            self._leave_out(what, larger=any(size[1] == rows for size in self._draft_graphs))
-            self._missing_drafts.add((blocks, rows))
+            self._leave_out(what, self._draft_graphs)
 
     def _capture_target(self, seqs: int, rows: int) -> None:
         hybrid = self._forward.target.config.gated_delta is not None
@@ -205,8 +196,7 @@ class StepGraphs:
         if graph := self._capture(run, group.meta, what):
             self._target_graphs[seqs, rows] = _Captured(graph, packed, group), tensors
         else:
-            self._leave_out(what, larger=bool(self._target_graphs))
-            self._missing_targets.add((seqs, rows))
+            self._leave_out(what, self._target_graphs)
 
     def _advance(self, prev_rows: Tensor, token_ids: Tensor, anchor_rows: Tensor, rows: AttentionInputs) -> None:
         """Move rows to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""
@@ -229,5 +219,5 @@ class StepGraphs:
             self._pages,
             self._scratch_pages,
             block_size=self.draft_columns + 1,
-            each=self._sizes.padding_rows(seqs, rows),
+            each=self.sizes.padding_rows(seqs, rows),
         )

@@ -127,22 +127,22 @@ class Layout:
     """Arrangement of arrays that a runner reads.
 
     Prefill chunks are a group of their own if `separate_prefill`. With graphs drafts lie in `draft_columns`, and blocks
-    are widened to a captured width of `block_sizes`. A draft's block has a row for each draft, and with a
+    are widened to a captured width of `graph_sizes`. A draft's block has a row for each draft, and with a
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state.
     """
 
     page_size: int
     separate_prefill: bool = True
     draft_columns: int | None = None
-    block_sizes: GraphSizes | None = None
+    graph_sizes: GraphSizes | None = None
     first_draft_row: int = 1
     hybrid: bool = False
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
         rows, num_blocks = batch.block_rows, sum(share.num_drafts > 0 for share in batch.decodes)
-        if self.block_sizes and num_blocks:
-            rows = self.block_sizes.block_width(num_blocks, rows)
+        if self.graph_sizes and self.graph_sizes.drafts and num_blocks:
+            _, rows = self.graph_sizes.draft(num_blocks, rows)
         inputs = build(
             batch,
             self.page_size,

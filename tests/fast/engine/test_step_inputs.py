@@ -264,7 +264,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     assert set(group.query_lens[num_seqs:-1]) <= {each} and group.query_lens[-1] >= spare
     assert each or not spare, "an NPU's attention takes no empty sequence"
     if inputs.draft:
-        blocks = sizes.seqs_for(len(inputs.draft.anchors))
+        blocks, _ = sizes.draft(len(inputs.draft.anchors), block_size)
         draft = padding.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
         assert set(draft.group.query_lens) == {block_size} and len(draft.anchors) == blocks
         assert draft.prev_rows.tolist() == [-1] * blocks
@@ -305,10 +305,11 @@ def test_every_step_finds_a_graph_and_there_are_no_more_than_allowed(
             assert rows >= num_rows + spare + each * (seqs - num_seqs)
             assert each or rows > seqs, "the capture of rows that are shared has a sequence of more than one"
             if num_rows > num_seqs and each == 0:
-                assert rows - num_seqs in sizes.padded_drafts(num_seqs)[1]
+                assert (num_seqs, rows - num_seqs) in sizes.target_passes(num_seqs)
         for width in range(2, block_size + 1):
-            widened = sizes.block_width(num_seqs, width)
-            assert widened >= width and (sizes.seqs_for(num_seqs), widened) in sizes.drafts
+            blocks, widened = sizes.draft(num_seqs, width)
+            assert blocks >= num_seqs and widened >= width and (blocks, widened) in sizes.drafts
+            assert sizes.draft(num_seqs, widened) == (blocks, widened)
     assert sizes.max_rows == max_num_seqs * block_size + spare, "a full step has no padding but what must be"
 
 
@@ -317,9 +318,9 @@ def test_blocks_of_4_8_and_16_rows_are_captured_at_many_sequences_by_default() -
     sizes = settle_graph_sizes(256, 16, 48, draft_graphs=True, spare=1)
     assert [width for blocks, width in sizes.drafts if blocks == 256] == [4, 8, 16]
     assert [rows for seqs, rows in sizes.targets if seqs == 256] == [257, 1025, 2049, 4097]
-    assert (sizes.block_width(100, 3), sizes.block_width(3, 3)) == (4, 16)
-    assert sizes.padded_drafts(100) == (128, [0, 384, 896, 1920])
-    assert sizes.padded_drafts(3) == (4, [0, 60]), "a whole block, because no narrower one is captured"
+    assert (sizes.draft(100, 3), sizes.draft(3, 3)) == ((128, 4), (4, 16))
+    assert sizes.target_passes(100)[:4] == [(128, 0), (128, 384), (128, 896), (128, 1920)]
+    assert sizes.target_passes(3)[:2] == [(4, 0), (4, 60)], "a whole block, because no narrower one is captured"
 
 
 def test_rows_are_shared_in_sizes_between_powers_of_two() -> None:
@@ -327,9 +328,38 @@ def test_rows_are_shared_in_sizes_between_powers_of_two() -> None:
     assert sizes.widths == (1, 4, 6, 8, 12, 16)
     assert sizes.target(17, 17 * 16) == (32, 320) and sizes.target(32, 32 * 6) == (32, 192)
     assert sizes.target(1, 16) == (1, 16) and sizes.target(3, 3) == (4, 4) and sizes.target(3, 4) == (15, 16)
-    assert sizes.padded_drafts(17) == (17, [0, 15, 47, 79, 111, 175, 239, 303, 367, 431, 495])
+    drafts = [15, 47, 79, 111, 175, 239, 303, 367, 431, 495]
+    assert sizes.target_passes(17) == [(32, 0), *((17, each) for each in drafts)]
     many = settle_graph_sizes(256, 16, 48, draft_graphs=True, spare=0)
     assert many.target(1, 16) == (1, 16) and many.target(256, 256 * 4) == (256, 1024)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.sampled_from([1, 3, 8, 20]), st.sampled_from([2, 4, 16]), st.integers(2, 48), st.integers(0, 1))
+def test_steps_are_padded_to_what_could_be_captured_and_cost_that(
+    data: st.DataObject, max_num_seqs: int, block_size: int, max_graphs: int, spare: int
+) -> None:
+    """Any graph but the largest may be missing."""
+    planned = settle_graph_sizes(max_num_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
+    kept = st.lists(st.booleans(), min_size=max_graphs, max_size=max_graphs)
+    targets, drafts = (
+        {size for size, keep in zip(sizes, data.draw(kept), strict=False) if keep} | {sizes[-1]}
+        for sizes in (planned.targets, planned.drafts)
+    )
+    sizes = planned.captured(targets, drafts)
+    assert (set(sizes.targets), set(sizes.drafts)) == (targets, drafts)
+    for num_seqs in range(1, max_num_seqs + 1):
+        passes = sizes.target_passes(num_seqs)
+        for num_drafts in range(num_seqs * (block_size - 1) + 1):
+            seqs, rows = sizes.target(num_seqs, num_seqs + num_drafts)
+            assert (seqs, rows) in targets
+            counted, up_to = next(each for each in passes if each[1] >= num_drafts)
+            assert counted == (seqs if sizes.padding_rows(seqs, rows) else num_seqs)
+            assert counted + up_to + spare == rows
+        for width in range(2, block_size + 1):
+            blocks, widened = sizes.draft(num_seqs, width)
+            assert (blocks, widened) in drafts and blocks >= num_seqs and widened >= width
+            assert next(each for each in sizes.draft_passes(width) if each[0] >= num_seqs) == (blocks, widened)
 
 
 def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:

@@ -753,9 +753,9 @@ def test_a_graph_that_one_rank_cannot_capture_is_left_out_by_all(
     ranks, texts = ranked(monkeypatch, lucky, failing)
     assert "on rank 1: RuntimeError: the error code is 207008 (207008: no stream" in caplog.text
     graphs: StepGraphs = ranks.engine.core.runner.graphs  # type: ignore[attr-defined]
-    assert (graphs._missing_targets, graphs._missing_drafts) == ({(1, 1), (1, 16)}, {(2, 16)})
-    assert graphs._target_graphs.keys() == {(2, 2), (4, 4), (4, 16), (4, 32), (4, 64)}
-    assert graphs._draft_graphs.keys() == {(1, 16), (4, 16)}
+    assert graphs.sizes.targets == [(2, 2), (4, 4), (4, 16), (4, 32), (4, 64)]
+    assert graphs.sizes.drafts == [(1, 16), (4, 16)]
+    assert ranks.engine.core.runner.padded_to is graphs.sizes, "prices are of these"
     assert ranked(monkeypatch, lucky, enforce_eager=True)[1] == texts
 
 

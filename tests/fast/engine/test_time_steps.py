@@ -139,14 +139,19 @@ def test_the_hosts_part_counts_only_where_serving_does_not_hide_it(
     assert not device.in_flight, "a step that is not read would hold the next one up"
 
 
+@pytest.mark.parametrize("draft_enforce_eager", [False, True])
 def test_steps_of_a_runner_with_graphs_cost_what_they_are_padded_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft_enforce_eager: bool
 ) -> None:
+    """Blocks without graphs of their own are not widened, but the target's steps are padded."""
     pair = make_pair(tmp_path)
     monkeypatch.setattr(time_steps, "MAX_SECONDS", 0.3)
-    engine = make_engine(pair.target, pair.draft, verify="auto", max_num_seqs=2, enforce_eager=False, max_model_len=64)
+    wishes: dict[str, Any] = {"enforce_eager": False, "draft_enforce_eager": draft_enforce_eager, "max_model_len": 64}
+    engine = make_engine(pair.target, pair.draft, verify="auto", max_num_seqs=2, **wishes)
     costs, sizes = engine.core.scheduler.policy.costs, engine.core.runner.padded_to
-    assert costs is not None and sizes is not None and costs.widths == [width for width in sizes.widths if width > 1]
+    captured = [] if draft_enforce_eager else [2, 3, 4, 6, 8]
+    assert costs is not None and sizes is not None and costs.widths == (captured or [2, 4, 8])
+    assert [width for blocks, width in sizes.drafts if blocks == 2] == captured
     most = engine.sizes.block_size
     flat = costs.step_ms(2, 1, most, np.arange(1, most - 1))
     assert len(set(flat.tolist())) == 1, "one graph holds them"

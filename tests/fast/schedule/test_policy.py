@@ -472,6 +472,18 @@ def test_a_step_from_graphs_costs_what_the_size_does_that_it_is_padded_to() -> N
     assert ms(64, 64, 16, 960) == 10.0 + 16.0 + 96.0
 
 
+def test_a_step_costs_the_larger_size_where_its_own_could_not_be_captured() -> None:
+    planned = settle_graph_sizes(64, 16, 100, draft_graphs=True, spare=1)
+    sizes = planned.captured(set(planned.targets) - {(64, 257), (64, 65)}, set(planned.drafts) - {(16, 4), (64, 4)})
+    draft = {width: [(16, 16.0 * width), (64, 64.0 * width)] for width in (4, 8, 16)}
+    costs = CostTable([(16, 5.0), (64, 10.0)], draft, [[(0, 0.0), (240, 24.0)], [(0, 0.0), (960, 96.0)]], sizes)
+    assert float(costs.step_ms(40, 0, 4, 0)) == pytest.approx(10.0 + 44.8), (
+        "40 plain sequences run as 64 and 448 drafts"
+    )
+    assert float(costs.step_ms(40, 40, 4, 192)) == pytest.approx(10.0 + 44.8 + 512.0), "and blocks of 4 as of 8"
+    assert float(costs.step_ms(16, 9, 4, 20)) == pytest.approx(5.0 + 4.8 + 128.0)
+
+
 def test_blocks_are_narrow_where_rows_are_dear_and_wide_where_they_are_free() -> None:
     survival = np.cumprod(np.full((16, BLOCK - 1), 0.9), axis=1)
     assert max(best_widths(survival, planted("flat"))) == BLOCK - 1
