@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from tools.demo_pair.model import Draft, Shape, Target
-from tools.demo_pair.tokenizer import IM_END, MASK, PAD, save_tokenizer
+from tools.demo_pair.tokenizer import IM_END, PAD, save_tokenizer
 
 CHECKPOINT = Path(__file__).parents[2] / "app" / "demo" / "checkpoint"
 
@@ -48,10 +48,10 @@ def save_target(target: Target, tokenizer: Tokenizer, folder: Path) -> None:
     _save(target, folder)
 
 
-def save_draft(draft: Draft, tokenizer: Tokenizer, folder: Path) -> None:
+def save_draft(draft: Draft, mask_token_id: int, folder: Path) -> None:
     shape = draft.shape
     folder.mkdir(parents=True, exist_ok=True)
-    dflash = {"target_layer_ids": list(shape.taps), "mask_token_id": tokenizer.token_to_id(MASK)}
+    dflash = {"target_layer_ids": list(shape.taps), "mask_token_id": mask_token_id}
     config = {
         "architectures": ["DFlashDraftModel"],
         **qwen3_config(shape, shape.draft_layers),

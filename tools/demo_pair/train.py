@@ -128,7 +128,7 @@ def _train_draft(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
         options.work_dir / "draft.pt",
     )
     if worker() == 0:
-        save_draft(draft, tokenizer, options.out / "draft")
+        save_draft(draft, mask_id, options.out / "draft")
     return minutes
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.engine.backend import gated_delta
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.backend.host_memory import zeros_on_host
@@ -220,12 +221,12 @@ class Backend(ABC):
         """Raise UnsupportedError, which names the size, if `commit_and_verify` cannot do it."""
         return
 
-    def commit_and_verify(self, step: GatedDeltaStep) -> Tensor | None:
+    def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         """Return outputs [R, Nv, Dv] fp32 of a step's rows, after those that were accepted before them are committed.
 
-        None means that the device has no operator of its own for it. Rows of padding have any finite outputs.
+        Rows of padding have any finite outputs.
         """
-        return None
+        return gated_delta.commit_and_verify(step)
 
     def qkv_into_kv(
         self,

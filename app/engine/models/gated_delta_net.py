@@ -81,14 +81,9 @@ class Recurrence:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
         own = step.slots, step.next_slots, step.starts, step.counts, step.rows, step.places
         slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
-        fused = GatedDeltaStep(inputs, self._conv, self._a_log, self._dt_bias, *own, *slots)
-        if (found := self._backend.commit_and_verify(fused)) is not None:
-            return found
-        state, inputs = self._committed(step, memory), inputs[step.rows]
-        o, _ = self.advance(inputs, step.counts, state)
-        memory.write(step.next_slots, state, step.starts)
-        memory.keep(step.next_slots, inputs)
-        return o.flatten(0, 1)[step.places]
+        can_wait = self._backend.can_wait_cheaply and not step.static
+        weights = self._conv, self._a_log, self._dt_bias
+        return self._backend.commit_and_verify(GatedDeltaStep(inputs, *weights, *own, *slots, can_wait))
 
     def prefill(self, inputs: Tensor, chunk: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
@@ -97,14 +92,10 @@ class Recurrence:
         return o.flatten(0, 1)
 
     def _committed(self, step: SequenceRows, memory: LayerState) -> State:
-        """Return the state in front of the sequences' rows."""
+        """Return the state in front of the rows of a prompt, which go on behind verified rows after a preemption."""
         state, pending, counts = memory.at(step.slots, step.starts)
-        if self._backend.can_wait_cheaply and not step.static:
-            # A plain step has one pending row, so the width of a block would take most of this layer's time.
-            width = int(counts.max())
-            if not width:
-                return state
-            pending = pending[:, :width]
+        if self._backend.can_wait_cheaply and not counts.any():
+            return state
         return self.advance(pending, counts, state)[1]
 
     def advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:

@@ -82,10 +82,6 @@ class LayerState:
         self.conv.index_copy_(0, slots, state.conv)
         self.num_tokens.index_copy_(0, slots, num_tokens)
 
-    def keep(self, slots: Tensor, inputs: Tensor) -> None:
-        """Keep inputs [S, W, C + 2 Nv] of rows behind the state, until it is known which of them are accepted."""
-        self.pending[:, : inputs.shape[1]].index_copy_(0, slots, inputs)
-
 
 class StatePool:
     """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, and `num_slots` are behind it.

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from app.engine.backend import accelerator
 from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
-from app.engine.backend.gated_delta import GatedDeltaStep
+from app.engine.backend.gated_delta import GatedDeltaStep, commit_and_verify
 from app.engine.backend.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.comm.comm import Comm
 from app.engine.comm.process_group import Meeting
 from app.engine.errors import UnsupportedError
-from app.engine.npu import gated_delta
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
+from app.engine.npu.gated_delta import l2norm
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
 from app.engine.npu.rules import (
     AIV,
@@ -290,7 +290,7 @@ class NpuBackend(Backend):
         return torch_npu.npu_moe_token_unpermute(out, places, probs=shares.to(out.dtype))
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
-        return gated_delta.commit_and_verify(step)
+        return commit_and_verify(step, l2norm)
 
     def high_half(self, x: Tensor) -> Tensor:
         """Return `Backend.high_half` without a shift, because shifts run on the device's host processor (N32)."""

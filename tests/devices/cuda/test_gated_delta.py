@@ -1,16 +1,13 @@
 """Decoding rows of a Gated DeltaNet layer on our kernels, in the interpreter: the reference's outputs, state and slots.
 
-The reference is the composition in plain PyTorch, which tests/fast/engine holds against Transformers.
+The reference is plain PyTorch, which tests/fast/engine/test_hybrid.py holds against another model.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from app.engine.backend.gated_delta import GatedDeltaStep
-from app.engine.backend.torch import TorchBackend
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import UnsupportedError
@@ -183,13 +180,3 @@ def test_a_head_that_does_not_fit_is_refused_by_name() -> None:
     backend.check_gated_delta(256)
     with pytest.raises(UnsupportedError, match="linear_key_head_dim 512: a GPU takes 256 at most"):
         backend.check_gated_delta(512)
-
-
-def test_a_backend_without_an_operator_says_so() -> None:
-    layer = cuda_layer(replace(SMALL, num_v_heads=2))
-    memory = layer.memory
-    step = GatedDeltaStep(
-        layer.rows(1), *layer.weights.values(), *(torch.zeros(1, 1) for _ in range(6)),
-        memory.matrix, memory.conv, memory.pending, memory.num_tokens,
-    )  # fmt: skip
-    assert TorchBackend(CPU).commit_and_verify(step) is None

@@ -10,15 +10,20 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.gated_delta import GatedDeltaStep
+from app.engine.backend.gated_delta import GatedDeltaStep, _fixed
+from app.engine.backend.gated_delta import commit_and_verify as commit_and_verify_with
 from app.engine.models.config import GatedDeltaConfig
-from app.engine.npu.gated_delta import _fixed, commit_and_verify
+from app.engine.npu.gated_delta import l2norm
 from tests import ROOT
 from tests.devices.npu.null_device import Trace, traced
 from tests.fast.engine.delta_layers import BLOCK, CLOSE, SHAPES, SMALL, Layer, assert_slots
 
 NPU = torch.device("npu:0")
 pytestmark = pytest.mark.usefixtures("numerics")
+
+
+def commit_and_verify(step: GatedDeltaStep) -> Tensor:
+    return commit_and_verify_with(step, l2norm)
 
 
 def npu_layer(shape: GatedDeltaConfig = SMALL, **sizes: Any) -> Layer:

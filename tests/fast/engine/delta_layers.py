@@ -1,6 +1,6 @@
 """Decoding rows of a Gated DeltaNet layer for a device's own operator, and the reference's results.
 
-The reference is the composition in plain PyTorch, which tests/fast/engine/test_hybrid.py holds against another model.
+The reference commits and then verifies, each by the rows' own chunk of the delta rule, like in a prompt.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.torch import TorchBackend
 from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.gated_delta_net import Recurrence
-from app.engine.models.state_pool import LayerState, SequenceRows, StatePool
+from app.engine.models.state_pool import LayerState, StatePool
 
 CPU = torch.device("cpu")
 SMALL = GatedDeltaConfig(layers=(0,), conv_kernel=4, num_k_heads=2, num_v_heads=6, k_head_dim=8, v_head_dim=12)
@@ -35,6 +35,7 @@ class Layer:
     dtype: torch.dtype = torch.float32
     block: int = BLOCK
     device: torch.device = CPU
+    can_wait: bool = False
 
     def __post_init__(self) -> None:
         self.draw = torch.Generator().manual_seed(len(self.shape.layers) + self.shape.channels)
@@ -76,7 +77,7 @@ class Layer:
         own += [torch.tensor(x, dtype=torch.int32) for x in (starts, counts)]
         own += [(first[:, None] + numbers).clamp(max=len(inputs) - 1), places]
         given = (x.to(self.device) for x in (inputs, *self.weights.values(), *own))
-        return self.run(GatedDeltaStep(*given, *(getattr(self.memory, name) for name in SLOTS))).cpu()
+        return self.run(GatedDeltaStep(*given, *(getattr(self.memory, name) for name in SLOTS), self.can_wait)).cpu()
 
     def wanted(
         self,
@@ -90,11 +91,13 @@ class Layer:
         recurrence = Recurrence(self.shape, TorchBackend(CPU), **self.weights)
         memory, outputs, first = LayerState(**self.state), [], 0
         for *places, start, count in zip(slots, next_slots or slots, starts, counts, strict=True):
-            numbers = torch.arange(count)
-            own = (torch.tensor([number]) for number in (*places, start, count))
-            step = SequenceRows(*own, numbers[None], numbers)
+            slot, next_slot, begin, rows = (torch.tensor([number]) for number in (*places, start, count))
+            state, pending, accepted = memory.at(slot, begin)
+            state, new = recurrence.advance(pending, accepted, state)[1], inputs[None, first : first + count]
             if count:
-                outputs.append(recurrence.verify(inputs[first : first + count], step, memory))
+                outputs.append(recurrence.advance(new, rows, state)[0][0])
+                memory.write(next_slot, state, begin)
+                memory.pending[next_slot, :count] = new
             first += count
         kept = {name: getattr(memory, name) for name in self.state}
         return torch.cat(outputs), kept
