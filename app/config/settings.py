@@ -124,6 +124,11 @@ class Config(BaseModel):
     npu_check: bool = setting(
         ENGINE, False, "hold every operator call on an NPU to docs/npu-contract.md, eagerly and slowly"
     )
+    npu_chunk_prefill: bool = setting(
+        ENGINE,
+        False,
+        "read prompts of recurrent layers by an NPU's own operator, which rounds their states to bfloat16",
+    )
     tensor_parallel_size: PositiveInt = setting(
         ENGINE,
         1,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend import gated_delta
+from app.engine.backend.delta_rule import delta_rule
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.backend.host_memory import zeros_on_host
@@ -217,8 +218,8 @@ class Backend(ABC):
         """Return the mixture of experts [T, H] of rows [T, H], as `backend.moe.mixture`."""
         return mixture(x, weights, config)
 
-    def check_gated_delta(self, k_head_dim: int) -> None:
-        """Raise UnsupportedError, which names the size, if `commit_and_verify` cannot do it."""
+    def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
+        """Raise UnsupportedError, which names the size, if recurrent layers cannot have it."""
         return
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
@@ -227,6 +228,12 @@ class Backend(ABC):
         Rows of padding have any finite outputs.
         """
         return gated_delta.commit_and_verify(step)
+
+    def delta_rule_of_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return `delta_rule` over rows of prompts."""
+        return delta_rule(q, k, v, log_decay, beta, state)
 
     def qkv_into_kv(
         self,

@@ -118,7 +118,8 @@ def build_runner(
 @contextmanager
 def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     """Yield the backend of a rank. Errors of its device get a note with their meaning."""
-    backend = make_backend(config.device, rank=rank, npu_check=config.npu_check, compiled=config.compile)
+    npu = {"npu_check": config.npu_check, "npu_chunk_prefill": config.npu_chunk_prefill}
+    backend = make_backend(config.device, rank=rank, **npu, compiled=config.compile)
     try:
         yield backend
     except Exception as error:
@@ -136,7 +137,8 @@ def _load_runner(
     dtype = _dtype(config, shape, backend)
     if shape.gated_delta:
         check_recurrent(config, backend, dtype)
-        backend.check_gated_delta(shape.gated_delta.k_head_dim)
+        delta = shape.gated_delta
+        backend.check_gated_delta(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
     else:
         check_no_states(config)
     if config.draft is not None:

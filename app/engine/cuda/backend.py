@@ -136,7 +136,7 @@ class CudaBackend(TorchCudaBackend):
             return super().moe(x, weights, config)
         return experts.mixture(x, weights, config)
 
-    def check_gated_delta(self, k_head_dim: int) -> None:
+    def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
         if k_head_dim > gated_delta.MAX_K_HEAD_DIM:
             raise UnsupportedError(
                 f"linear_key_head_dim {k_head_dim}: a GPU takes {gated_delta.MAX_K_HEAD_DIM} at most"

@@ -1,5 +1,7 @@
 """The Gated DeltaNet layer (arXiv 2412.06464) in the place of attention. Its state rolls back with refused drafts."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -87,18 +89,21 @@ class Recurrence:
 
     def prefill(self, inputs: Tensor, chunk: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
-        o, state = self.advance(inputs[chunk.rows], chunk.counts, self._committed(chunk, memory))
+        state, rule = self._committed(chunk, memory), self._backend.delta_rule_of_prompt
+        o, state = self.advance(inputs[chunk.rows], chunk.counts, state, rule)
         memory.write(chunk.next_slots, state, chunk.starts + chunk.counts)
         return o.flatten(0, 1)
 
     def _committed(self, step: SequenceRows, memory: LayerState) -> State:
-        """Return the state in front of the rows of a prompt, which go on behind verified rows after a preemption."""
+        """Return the state in front of a prompt's rows. A checkpoint that a decoding sequence left has pending rows."""
         state, pending, counts = memory.at(step.slots, step.starts)
         if self._backend.can_wait_cheaply and not counts.any():
             return state
         return self.advance(pending, counts, state)[1]
 
-    def advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:
+    def advance(
+        self, inputs: Tensor, counts: Tensor, state: State, rule: Callable[..., tuple[Tensor, Tensor]] = delta_rule
+    ) -> tuple[Tensor, State]:
         """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state behind the first `counts` [S] rows.
 
         The other rows may hold anything, and their outputs have no meaning.
@@ -115,5 +120,5 @@ class Recurrence:
         # A row without decay and beta leaves the state as it is.
         log_decay = torch.where(is_row, -self._a_log.exp() * F.softplus(a.float() + self._dt_bias), 0.0)
         beta = torch.where(is_row, b.float().sigmoid(), 0.0)
-        o, matrix = delta_rule(q, k, v.unflatten(2, (shape.num_v_heads, -1)), log_decay, beta, state.matrix)
+        o, matrix = rule(q, k, v.unflatten(2, (shape.num_v_heads, -1)), log_decay, beta, state.matrix)
         return o, State(matrix, last_rows(state.conv, mixed, counts))

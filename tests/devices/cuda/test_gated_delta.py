@@ -177,6 +177,6 @@ def test_more_taken_than_a_block_is_no_more_than_a_block() -> None:
 
 def test_a_head_that_does_not_fit_is_refused_by_name() -> None:
     backend = CudaBackend(CPU)
-    backend.check_gated_delta(256)
+    backend.check_gated_delta(2, 256, 128)
     with pytest.raises(UnsupportedError, match="linear_key_head_dim 512: a GPU takes 256 at most"):
-        backend.check_gated_delta(512)
+        backend.check_gated_delta(2, 512, 128)
