@@ -148,8 +148,12 @@ class CacheEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Result of one engine step for the whole batch. `cache_events` are empty unless they were asked for."""
+    """Result of one engine step for the whole batch. `cache_events` are empty unless they were asked for.
+
+    `scheduled` are the ids of requests whose prompts began in the step, or began again behind a preemption.
+    """
 
     deltas: list[TokenDelta]
     stats: StepStats
     cache_events: list[CacheEvent] = field(default_factory=list)
+    scheduled: list[str] = field(default_factory=list)

@@ -23,6 +23,7 @@ from app.api.stream import Choice, Choices, EventStream, events, unless_gone
 from app.api.strict import StrictFunctions
 from app.client.admission import Permits
 from app.client.request_stream import RequestStream
+from app.client.timeline import Timeline
 from app.engine_config import EngineInfo
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import END_THINK, OutputParser
@@ -114,6 +115,11 @@ def submit(call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequ
                 goes_on=prompt.prefix is not None and prompt.prefix.follows_reasoning,
             )
             choices.append(_choice(call, prompt, request, deltas, index))
+            if (tracer := call.services.tracer) is not None:
+                deltas.timeline = Timeline(call.arrived)
+                if choices.on_close is None:
+                    traced = call.model_name, call.body.num_choices, request, choices
+                    choices.on_close = tracer.begin(call.request.headers, *traced)
     except Exception:
         choices.close()
         raise

@@ -6,16 +6,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.api.app import create_app, services_for
 from app.client.admission import Admission
 from app.client.client import EngineClient
 from app.client.kv_events import KvEventPublisher
 from app.client.supervisor import EngineUnavailable, Supervisor
+from app.config.error import ConfigError
 from app.config.settings import Config
 from app.metrics import metrics_for
 from app.text.tokenizer import Tokenizer
 from app.wire import encode_config
+
+if TYPE_CHECKING:
+    from app.api.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,7 @@ class Service:
     def __init__(
         self, config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND
     ) -> None:
+        tracer = _tracer(config)
         tokenizer = Tokenizer(target)
         _warn(tokenizer, config)
         settings = encode_config(config.for_engine(target, draft))
@@ -44,6 +50,7 @@ class Service:
         self.config = config
         self.engine = EngineClient(supervisor, admission, metrics, publisher)
         self.services = services_for(config, self.engine, tokenizer, metrics)
+        self.services.tracer = tracer
         self.app = create_app(self.services)
         self._logging: asyncio.Task[None] | None = None
 
@@ -82,11 +89,28 @@ class Service:
         if self._logging is not None:
             self._logging.cancel()
             await asyncio.wait([self._logging])
+        if self.services.tracer is not None:
+            await self.services.tracer.close()
+            self.services.tracer = None
 
     async def _log_metrics(self) -> None:
         while True:
             await asyncio.sleep(_LOG_METRICS_SECONDS)
             self.services.metrics.log_line()
+
+
+def _tracer(config: Config) -> "Tracer | None":
+    """Return the tracer that is asked for. Raises ConfigError if its packages are not installed."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from app.api.tracing import tracer_to
+
+        return tracer_to(config.otlp_traces_endpoint)
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint: OpenTelemetry is not installed ({error})", "pip install 'dflash-server[otlp]'"
+        ) from None
 
 
 def _warn(tokenizer: Tokenizer, config: Config) -> None:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
@@ -15,6 +15,9 @@ from app.metrics import Metrics
 from app.text.parsers import Family, Reasoning
 from app.text.parsers.reasoning import ReasoningParser
 from app.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from app.api.tracing import Tracer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 
@@ -30,7 +33,7 @@ class Services:
     their addresses. With `admin_keys`, a request that changes the server must have one of these. `allowed_origins` are
     for CORS.
     `num_unread_bytes` counts the bytes of the bodies that have not arrived whole. While the server `is_leaving`, /ready
-    says 503, and requests are still taken.
+    says 503, and requests are still taken. `tracer` makes a span of each request.
     """
 
     engine: EngineClient
@@ -50,6 +53,7 @@ class Services:
     root_path: str = ""
     num_unread_bytes: int = 0
     is_leaving: bool = False
+    tracer: "Tracer | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def client_id(self, request: Request) -> str:

@@ -19,6 +19,7 @@ from app.api.forced_call import ForcedCall
 from app.api.strict import StrictFunctions
 from app.client.client import EngineClient
 from app.client.request_stream import RequestStream
+from app.client.timeline import Timeline
 from app.messages import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser, Parsed, Reasoning, ToolCall
@@ -197,7 +198,7 @@ class Choices:
     """All choices of one request, by index. The `num_per_prompt` choices of a prompt are neighbours.
 
     The last piece of a choice has the warnings about its calls of `strict` functions. That of the first one has those
-    about the prompt too.
+    about the prompt too. `on_close` is called once, behind the end of all choices.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class Choices:
         self._strict = strict
         self._warnings = warnings
         self._choices: list[Choice] = []
+        self.on_close: Callable[[], None] | None = None
         self._event = asyncio.Event()
 
     def append(self, choice: Choice) -> None:
@@ -222,6 +224,14 @@ class Choices:
         """Abort the choices that still run. Idempotent."""
         for choice in self._choices:
             choice.deltas.close()
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """Timelines of the choices, if the request is traced."""
+        return [line for choice in self._choices if (line := choice.deltas.timeline) is not None]
 
     def usage(self, with_speculation: bool) -> dict[str, Any]:
         """Return the usage so far.

@@ -183,6 +183,9 @@ class EngineClient:
         self.stats = output.stats
         if self._kv_events is not None and output.cache_events:
             self._kv_events.publish(output.cache_events)
+        for request_id in output.scheduled:
+            if (running := self._running.get(request_id)) and running.stream.timeline:
+                running.stream.timeline.begin(time.monotonic() - output.stats.seconds)
         for delta in output.deltas:
             if running := self._running.get(delta.request_id):
                 if delta.finish_reason is not None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from app.client.timeline import Timeline
 from app.messages import FinishReason, TokenDelta
 from app.metrics import Metrics
 
@@ -16,6 +17,7 @@ class RequestStream:
     of messages. A reader of several streams gives all of them the same event.
     With `goes_on` the end of the engine's request is not the end of the stream: another request follows it.
     `arrived` is the `time.monotonic()` of the request. `expired` is set before a deadline aborts it.
+    The `timeline` of a request that is traced takes its events.
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class RequestStream:
         self.request_id = request_id
         self.expired = False
         self.goes_on = False
+        self.timeline: Timeline | None = None
         self._on_close = on_close
         self._metrics = metrics
         self._arrived = arrived
@@ -44,6 +47,8 @@ class RequestStream:
                 self._metrics.first_token(now - self._arrived)
             self._has_tokens = True
         self._latest = now
+        if self.timeline is not None:
+            self.timeline.add(delta, now)
         self._pending = delta if self._pending is None else _joined(self._pending, delta)
         self._event.set()
 
@@ -80,7 +85,10 @@ class RequestStream:
         self._closed = True
         self._on_close(self)
         ended = "deadline" if self.expired else self._finish_reason
-        self._metrics.request_ended(reason or ended or "abort", self._latest - self._arrived)
+        outcome = reason or ended or "abort"
+        if self.timeline is not None:
+            self.timeline.outcome = outcome
+        self._metrics.request_ended(outcome, self._latest - self._arrived)
 
 
 def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:

@@ -89,6 +89,9 @@ PEER_FLAGS = (
     PeerFlag("--enable-auto-tool-choice", None, "vLLM", "`tool_choice` of a request decides", "ignored"),
     PeerFlag("--enable-reasoning", None, "vLLM", "see --reasoning-parser", "ignored"),
     PeerFlag("--disable-log-requests", None, "vLLM", "prompts are not logged unless --log-prompts", "ignored"),
+    PeerFlag(
+        "--collect-detailed-traces", None, "vLLM", "a span is of a request; step_seconds has the steps", "refused"
+    ),
     PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),
 )
 

@@ -24,6 +24,7 @@ from app.config.values import (
     ParserName,
     RootPath,
     ToolParserName,
+    Url,
     Words,
 )
 from app.engine_config import EngineConfig
@@ -194,6 +195,12 @@ class Config(BaseModel):
     log_format: Literal["text", "json"] = setting(LOGS, "text", "text | json, one object a line")
     log_prompts: bool = setting(LOGS, False, "let prompts into the log")
     metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for existing dashboards")
+    otlp_traces_endpoint: Url | None = setting(
+        LOGS,
+        None,
+        "send a span of each request to a collector of OpenTelemetry: http://host:4317; needs 'dflash-server[otlp]'",
+        metavar="URL",
+    )
 
     def for_engine(self, target: Path, draft: Path | None) -> EngineConfig:
         """Return the engine's part, which has no keys. `target` and `draft` are the checkpoints' folders.

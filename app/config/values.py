@@ -131,6 +131,13 @@ NumDrafts = Annotated[
     int, require(lambda count: count >= 1, "a block needs at least 1 draft token; --no-speculation decodes plainly")
 ]
 BlockRows = Annotated[str, Field(pattern=r"^(auto|full|[1-9]\d*)$")]
+Url = Annotated[
+    str,
+    require(
+        lambda url: re.fullmatch(r"(https?|grpc)://[^/\s]+\S*", url),
+        "an address begins with http://, https:// or grpc://",
+    ),
+]
 RootPath = Annotated[str, Field(pattern=r"^(/[^/\s]+)*$")]
 MetricsPrefix = Annotated[str, Field(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$")]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _spelt({})]

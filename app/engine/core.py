@@ -91,7 +91,7 @@ class EngineCore:
             self._record_time(batch, 1000 * seconds)
         kind = batch.kind if batch else "idle"
         stats = self.scheduler.stats(kind, seconds, num_decoding=num_seqs, num_drafting=batch.num_drafting)
-        return StepOutput(deltas, stats, self.scheduler.take_cache_events())
+        return StepOutput(deltas, stats, self.scheduler.take_cache_events(), batch.begun)
 
     def _record_time(self, batch: Batch, ms: float) -> None:
         """Let the policy learn the time of a decode step."""

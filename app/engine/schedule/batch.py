@@ -83,6 +83,11 @@ class Batch:
         return sum(rows.num_drafts for rows in self.decodes)
 
     @property
+    def begun(self) -> list[str]:
+        """Return the ids of requests whose first rows are in the step."""
+        return [rows.seq.request.request_id for rows in self.prefills if rows.start == rows.seq.num_found]
+
+    @property
     def has_live_rows(self) -> bool:
         return any(rows.seq.batch_slot >= 0 for rows in self.rows)
 

@@ -112,6 +112,7 @@ class ScriptedEngine:
     def step(self, request_id: str, token_ids: list[int], finish: Any, error: str | None) -> None:
         """Send one engine step, cut at the first stop token or at the limit, as the engine cuts it."""
         request = self.running.get(request_id)
+        begun = [request_id] if request and not self.emitted[request_id] else []
         if request is not None:
             room = request.max_tokens - self.emitted[request_id]
             stops = [index for index, token in enumerate(token_ids[:room]) if token in request.stop_token_ids]
@@ -124,7 +125,7 @@ class ScriptedEngine:
             self.running.pop(request_id, None)
         steps = [SpecStep(len(token_ids), 15, len(token_ids) - 1)] if token_ids else []
         delta = TokenDelta(request_id, token_ids, steps, self.cached_tokens, finish, error)
-        self.send(Stepped(self.epoch, StepOutput([delta], self.stats(0.01))))
+        self.send(Stepped(self.epoch, StepOutput([delta], self.stats(0.01), scheduled=begun)))
 
     def stats(self, seconds: float) -> StepStats:
         return StepStats("decode", seconds, len(self.running), 0, 3 * len(self.running), 100, 0)

@@ -21,6 +21,7 @@ RUNS_DATA = re.compile(
 WALL_CLOCK = re.compile(r"time\.(time|time_ns)|(datetime\.)*(now|utcnow|today)")
 SAYS_WHEN = {
     "client/kv_events.py": 1,
+    "api/tracing.py": 1,
     "api/answers.py": 1,  # `created` of an answer
     "api/responses_answers.py": 1,  # `created_at` and `completed_at` of a response
     "engine/compile/cache.py": 1,  # the age of files

@@ -27,8 +27,10 @@ from tests.fast.schedule.scheduler_harness import VOCAB, Harness
 def test_prompts_are_taken_in_chunks_within_the_budget_and_in_order_of_arrival():
     harness = Harness(max_num_seqs=3, block_size=4, spare_pages=40)  # 12 rows a step
     first, second, third = harness.add(10, 4), harness.add(5, 4), harness.add(3, 4)
-    chunks = [[(rows.seq.request.request_id, rows.count) for rows in harness.step()[0].prefills] for _ in range(2)]
-    assert chunks == [[(first, 10), (second, 2)], [(second, 3), (third, 3)]]
+    batches = [harness.step()[0] for _ in range(3)]
+    chunks = [[(rows.seq.request.request_id, rows.count) for rows in batch.prefills] for batch in batches]
+    assert chunks == [[(first, 10), (second, 2)], [(second, 3), (third, 3)], []]
+    assert [batch.begun for batch in batches] == [[first, second], [third], []]
 
 
 def test_decoding_sequences_are_served_first_and_prefill_takes_the_rest():
