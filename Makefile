@@ -159,9 +159,9 @@ $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --editable '.[dev]'
 	@touch $@
 
-# uv takes 15 to 60 s here, and pip 6 minutes, for two environments of 120 packages each. It has settings of its own for mirrors.
+# uv takes 15 to 60 s here, and pip 6 minutes, for environments of 120 packages. It has settings of its own for mirrors.
 $(CLIENTS_STAMP): $(wildcard tests/clients/*.txt tests/clients/node/*)
-	@for name in openai2 openai3; do \
+	@for name in openai2 openai3 router; do \
 	  $(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-clients/$$name && \
 	  $(BIN)/uv pip install --python .venv-clients/$$name/bin/python --requirement tests/clients/$$name.txt || exit 1; done
 	@mkdir -p .venv-clients/node && cp tests/clients/node/* .venv-clients/node

@@ -6,20 +6,20 @@ in front of it take the place of ours. Arguments are those of REPLICAS, and the 
 """
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 from ray import serve
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from app import log
 from app.api.service import Service
 from app.client.admission import MAX_QUEUED_PER_RUNNING
 from app.config.error import ConfigError
-from app.config.models import find_models
+from app.config.models import check_settings, find_checkpoints, find_models
 from app.config.settings import Config
 from app.config.sources import load_config, settings_of
 
@@ -62,6 +62,9 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         raise ConfigError(f"{name} is not read here, because Ray listens and drains: use {_RAYS[name]}")
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" and not replicas.allow_python_proxy:
         raise ConfigError(_PYTHON_PROXY)
+    check_settings(config)
+    if all(name in (None, "demo") or Path(name).is_dir() for name in (config.model, config.draft_model)):
+        find_checkpoints(config)
     return serve.deployment(serve.ingress()(Replica), **options(config, replicas)).bind(config, replicas.hold_seconds)
 
 
@@ -90,7 +93,7 @@ def options(config: Config, replicas: Replicas) -> dict[str, Any]:
         "ray_actor_options": _resources(config, replicas),
         "graceful_shutdown_timeout_s": shutdown,
         "health_check_period_s": replicas.health_check_period_s,
-        "max_constructor_retry_count": 3,
+        "max_constructor_retry_count": 1,  # a replica starts its engine three times before it gives up
         "max_ongoing_requests": 10_000,  # the server's own bound answers 429 with a sentence
     }
     running = config.max_num_seqs
@@ -129,8 +132,7 @@ class Replica:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
         target, draft = await asyncio.to_thread(find_models, config)
-        self._service = Service(config, target, draft)
-        self._hold_seconds = hold_seconds
+        self._service = Service(config, target, draft, hold_seconds=hold_seconds)
         self._service.start()
         try:
             await self._service.ready()
@@ -139,7 +141,7 @@ class Replica:
             raise
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Held(self._service, self._hold_seconds)
+        return self._service.app
 
     def check_health(self) -> None:
         """Raise if the engine cannot be started again. One that is being started is no fault of the replica."""
@@ -158,17 +160,3 @@ class Replica:
         if service := getattr(self, "_service", None):
             await service.drain()
             await service.stop()
-
-
-class Held:
-    """Application that holds requests while its engine is started again, because Ray's proxy repeats none."""
-
-    def __init__(self, service: Service, seconds: float) -> None:
-        self._service = service
-        self._seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and self._service.engine.state.phase == "loading":
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._service.loaded(), self._seconds)
-        await self._service.app(scope, receive, send)

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from app.api import chat, completions, errors, models, openapi, ops, page, responses, tokenize
-from app.api.middleware import Cors, Gate, Keys, RequestIds
+from app.api.middleware import Cors, Gate, Hold, Keys, RequestIds
 from app.api.services import Services
 from app.client.client import EngineClient
 from app.config.settings import Config
@@ -37,7 +37,8 @@ def create_app(services: Services) -> ASGIApp:
     needed = bool(services.api_keys), bool(services.admin_keys)
     app.openapi = functools.cache(functools.partial(openapi.describe, app, *needed))  # type: ignore[method-assign]
     keys = Keys([*services.api_keys, *services.admin_keys] if services.api_keys else [])
-    layers: ASGIApp = Gate(app, keys, services.root_path)
+    held = Hold(app, services.engine, services.hold_seconds) if services.hold_seconds else app
+    layers: ASGIApp = Gate(held, keys, services.root_path)
     if services.allowed_origins:
         layers = Cors(
             layers,

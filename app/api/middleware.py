@@ -1,6 +1,7 @@
 """ASGI layers around every request: its id and the access log, CORS, and the gate that judges its head."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -16,6 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, unavailable
+from app.client.client import EngineClient
 from app.log import request_id
 
 logger = logging.getLogger("app.access")
@@ -167,6 +169,21 @@ class Gate:
         if self._keys and path not in OPEN_PATHS:
             self._keys.check(Headers(scope=scope), "A valid API key")
         return self._app
+
+
+class Hold:
+    """Layer that lets a request wait while the engine is loading, for some seconds at most."""
+
+    def __init__(self, app: ASGIApp, engine: EngineClient, seconds: float) -> None:
+        self._app = app
+        self._engine = engine
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and self._engine.state.phase == "loading":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._engine.loaded(), self._seconds)
+        await self._app(scope, receive, send)
 
 
 def head_too_large() -> ApiError:

@@ -35,22 +35,23 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     """
     log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
     try:
-        service = Service(config, target, draft, engine_command)
-    except (TokenizerError, ChatTemplateError) as error:
-        print_error(str(error))
-        return 2
-    except zmq.ZMQError as error:
-        print_error(f"--kv-events-config: an endpoint cannot be bound: {error}")
-        return 1
-    try:
         listener = _bind(config.host, config.port)
     except OSError as error:
         print_error(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another with --host, --port."
         )
         return 1
-    with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(service, listener).serve())
+    with contextlib.closing(listener):
+        try:
+            service = Service(config, target, draft, engine_command)
+        except (TokenizerError, ChatTemplateError) as error:
+            print_error(str(error))
+            return 2
+        except zmq.ZMQError as error:
+            print_error(f"--kv-events-config: an endpoint cannot be bound: {error}")
+            return 1
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(Server(service, listener).serve())
 
 
 class Server:

@@ -13,7 +13,6 @@ from app.client.admission import Admission
 from app.client.client import EngineClient
 from app.client.kv_events import KvEventPublisher
 from app.client.supervisor import EngineUnavailable, Supervisor
-from app.config.error import ConfigError
 from app.config.settings import Config
 from app.metrics import metrics_for
 from app.text.tokenizer import Tokenizer
@@ -31,12 +30,18 @@ _LOG_METRICS_SECONDS = 10.0
 class Service:
     """Engine and application of one model. `target` and `draft` are the checkpoints' folders.
 
+    Requests wait for an engine that is loading, for `hold_seconds` at most.
     The constructor raises TokenizerError or ChatTemplateError for files that cannot be used. It raises ConfigError for
     settings that exclude each other, and zmq.ZMQError for an address of KV events that cannot be bound.
     """
 
     def __init__(
-        self, config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND
+        self,
+        config: Config,
+        target: Path,
+        draft: Path | None,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+        hold_seconds: float = 0.0,
     ) -> None:
         tracer = _tracer(config)
         tokenizer = Tokenizer(target)
@@ -50,7 +55,7 @@ class Service:
         self.config = config
         self.engine = EngineClient(supervisor, admission, metrics, publisher)
         self.services = services_for(config, self.engine, tokenizer, metrics)
-        self.services.tracer = tracer
+        self.services.tracer, self.services.hold_seconds = tracer, hold_seconds
         self.app = create_app(self.services)
         self._logging: asyncio.Task[None] | None = None
 
@@ -62,14 +67,9 @@ class Service:
         self.engine.start()
         self._logging = asyncio.create_task(self._log_metrics())
 
-    async def loaded(self) -> None:
-        """Wait while the engine is loading."""
-        while self.engine.state.phase == "loading":
-            await self.engine.supervisor.next_state()
-
     async def ready(self) -> None:
         """Wait until the engine takes requests. Raises EngineUnavailable, with the reason, if it is dead or drains."""
-        await self.loaded()
+        await self.engine.loaded()
         if self.engine.state.phase != "ready":
             raise EngineUnavailable(self.engine.state.reason or "the engine ended", self.engine.state.phase)
 
@@ -100,17 +100,11 @@ class Service:
 
 
 def _tracer(config: Config) -> "Tracer | None":
-    """Return the tracer that is asked for. Raises ConfigError if its packages are not installed."""
     if config.otlp_traces_endpoint is None:
         return None
-    try:
-        from app.api.tracing import tracer_to
+    from app.api.tracing import tracer_to
 
-        return tracer_to(config.otlp_traces_endpoint)
-    except ImportError as error:
-        raise ConfigError(
-            f"--otlp-traces-endpoint: OpenTelemetry is not installed ({error})", "pip install 'dflash-server[otlp]'"
-        ) from None
+    return tracer_to(config.otlp_traces_endpoint)
 
 
 def _warn(tokenizer: Tokenizer, config: Config) -> None:

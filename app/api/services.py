@@ -33,7 +33,8 @@ class Services:
     their addresses. With `admin_keys`, a request that changes the server must have one of these. `allowed_origins` are
     for CORS.
     `num_unread_bytes` counts the bytes of the bodies that have not arrived whole. While the server `is_leaving`, /ready
-    says 503, and requests are still taken. `tracer` makes a span of each request.
+    says 503, and requests are still taken. `tracer` makes a span of each request. A request of an
+    engine that is loading waits for it, for `hold_seconds` at most.
     """
 
     engine: EngineClient
@@ -53,6 +54,7 @@ class Services:
     root_path: str = ""
     num_unread_bytes: int = 0
     is_leaving: bool = False
+    hold_seconds: float = 0.0
     tracer: "Tracer | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
 

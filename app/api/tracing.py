@@ -4,7 +4,6 @@ This file alone imports OpenTelemetry. It is imported where `--otlp-traces-endpo
 """
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +19,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from app import log
 from app.api.stream import Choices
 from app.client.timeline import Timeline
-from app.config.error import ConfigError
+from app.config.models import otlp_protocol
 from app.messages import Request
 
-PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-"""Environment variable of OpenTelemetry, which vLLM reads too."""
 _CLOSE_SECONDS = 5.0
 """Longest wait at the end for a collector. What it has not taken by then is lost."""
 
@@ -74,21 +71,18 @@ class Tracer:
 
 
 def tracer_to(endpoint: str) -> Tracer:
-    """Return a tracer that sends to a collector. Raises ConfigError for a protocol that is not OTLP's."""
+    """Return a tracer that sends to a collector."""
     return Tracer(BatchSpanProcessor(_exporter(endpoint)))
 
 
 def _exporter(endpoint: str) -> SpanExporter:
-    protocol = os.environ.get(PROTOCOL, "grpc")
-    if protocol == "grpc":
+    if otlp_protocol() == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
 
         return Grpc(endpoint)
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
 
-        return Http(endpoint)
-    raise ConfigError(f"{PROTOCOL}={protocol}: a protocol of --otlp-traces-endpoint is grpc or http/protobuf")
+    return Http(endpoint)
 
 
 def _usage(choices: Choices) -> dict[str, Any]:

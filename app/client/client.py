@@ -60,6 +60,11 @@ class EngineClient:
     def state(self) -> EngineState:
         return self.supervisor.state
 
+    async def loaded(self) -> None:
+        """Wait while the engine is loading."""
+        while self.state.phase == "loading":
+            await self.supervisor.next_state()
+
     @property
     def num_running(self) -> int:
         """The number of requests that were submitted and have not ended in the engine."""
@@ -172,9 +177,9 @@ class EngineClient:
         self.supervisor.drain()
         self._fail_running("the server is shutting down")
         await self.supervisor.stop(grace)
-        if self._kv_events is not None:
-            self._kv_events.close()
-            self._kv_events = None
+        kv_events, self._kv_events = self._kv_events, None
+        if kv_events is not None:
+            await kv_events.stop()
 
     def _handle(self, output: StepOutput) -> bool:
         """Hand every delta to its stream. Return True while requests run."""

@@ -97,10 +97,13 @@ class KvEventPublisher:
                         self._replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
                 self._replay.send_multipart((client, b"", b"", _END, b""))
 
+    async def stop(self) -> None:
+        """Answer no more replays, and close in a thread."""
+        asyncio.get_running_loop().remove_reader(self._replay.fileno())
+        await asyncio.to_thread(self.close)
+
     def close(self) -> None:
         """Deliver what was sent, for a second at most, and free the addresses."""
-        with contextlib.suppress(RuntimeError):  # There is no event loop before the start.
-            asyncio.get_running_loop().remove_reader(self._replay.fileno())
         self._context.destroy(linger=1000)
 
 

@@ -1,6 +1,7 @@
 """Environments of the clients. `make .venv-clients/.installed` fills them from the files beside this one.
 
-Clients disagree about the version of the openai package, so they share two environments. Node has its own folder.
+Clients disagree about the version of the openai package, so they share two environments. Node and
+a router have their own.
 """
 
 import json
@@ -26,7 +27,7 @@ QUIET = {
 
 
 def are_complete() -> bool:
-    return (FOLDER / ".installed").is_file()
+    return (FOLDER / ".installed").is_file() and python_of("router").exists()
 
 
 def python_of(environment: str) -> Path:

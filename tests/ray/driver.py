@@ -15,14 +15,20 @@ from app.ray_serve import application
 
 
 def obey(command: dict[str, Any]) -> Any:
-    """Deploy with these arguments, or return the states of the replicas."""
-    if "deploy" in command:
-        try:
+    """Deploy with these arguments, try an application that fails, or return the states of the replicas."""
+    try:
+        if "deploy" in command:
             serve.run(application(command["deploy"]), name="dflash", route_prefix="/")
-        except ConfigError as error:
-            return {"refused": str(error)}
-        except RuntimeError as error:
-            return {"failed": str(error)}
+        if "fail" in command:
+            serve.run(application(command["fail"]), name="failing", route_prefix="/failing")
+    except ConfigError as error:
+        return {"refused": str(error)}
+    except RuntimeError as error:
+        said = {"failed": str(error)}
+        if (failing := serve.status().applications.get("failing")) is not None:
+            said = {"failed": "".join(one.message for one in failing.deployments.values())}
+            serve.delete("failing")
+        return said
     deployments = serve.status().applications["dflash"].deployments.values()
     return {"states": {str(state): count for one in deployments for state, count in one.replica_states.items()}}
 

@@ -5,13 +5,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import httpx
 import pytest
 from openai import APIConnectionError, APIError, APIStatusError, OpenAI
 
-from tests.ray.cluster import PATIENCE, PYTHON, Cluster, cluster, engines, until
+from tests.ray.cluster import PATIENCE, PYTHON, SETTINGS, Cluster, cluster, engines, until
 from tests.server.demo import ready
 
 PROMPTS = ["Count from one to nine.", "The fox said:", "def add(a, b):", "1, 2, 3, 4,", "Once upon a time", "Hello"]
@@ -107,7 +108,36 @@ def test_a_wrong_argument_is_refused_once_with_its_sentence(two: Cluster, tmp_pa
     assert two.deploy(device="auto")["refused"].startswith("device=auto: say cpu, cuda or npu")
     assert two.deploy(max_replicas=3)["refused"].startswith("num_replicas is not read with max_replicas")
     assert two.deploy(min_replicas=2)["refused"].startswith("min_replicas is read with max_replicas alone")
+    assert two.deploy(draft_model=str(tmp_path))["refused"].startswith(f"{tmp_path}/config.json")
+    events = {"enable_kv_cache_events": True}
+    assert "--no-prefix-caching" in two.deploy(kv_events_config=events, prefix_caching=False)["refused"]
+    assert "--api-key-file /nowhere" in two.deploy(api_key_file="/nowhere")["refused"]
     assert two.num_running() == 2
+
+
+def test_what_a_replica_alone_finds_fails_once_with_its_sentence(two: Cluster):
+    settings = SETTINGS | {"num_replicas": 1, "tensor_parallel_size": 3}
+    failed = two.obey({"fail": settings})["failed"]
+    assert "failed to start 1 times" in failed and "--tensor-parallel-size 3" in failed
+    assert two.num_running() == 2
+
+
+def test_conversations_with_a_session_header_stay_where_their_prefixes_are(two: Cluster):
+    def cached(client: OpenAI, session: str) -> int:
+        text, total = f"{session}: {PROMPTS[0]} ", 0
+        for _ in range(5):
+            answer = client.completions.create(
+                model="demo", prompt=text, max_tokens=24, temperature=0, extra_headers={"x-session-id": session}
+            )
+            assert answer.usage and answer.usage.prompt_tokens_details
+            total += answer.usage.prompt_tokens_details.cached_tokens or 0
+            text += answer.choices[0].text + " And then? "
+        return total
+
+    spread = sum(cached(client_of(two.url), f"conversation {number}") for number in range(8))
+    with ready("--verify", "full", "--max-num-seqs", "4") as url:
+        alone = sum(cached(client_of(url), f"conversation {number}") for number in range(8))
+    assert alone > 0 and spread >= 0.9 * alone, f"{spread} of {alone} cached tokens"
 
 
 def test_a_full_replica_says_429_and_when_to_come_again(two: Cluster):
@@ -143,3 +173,31 @@ def test_the_death_of_a_replica_fails_its_own_streams_alone_and_it_is_replaced(w
     until(lambda: len(set(engines().values())) == 2, "two engines")
     client = client_of(whole.url)
     assert all(text_of(client, prompt) for prompt in PROMPTS)
+
+
+def test_a_change_of_a_flag_under_load_fails_no_request(whole: Cluster):
+    before, client, over = set(engines()), client_of(whole.url), threading.Event()
+
+    def load(index: int) -> int:
+        for number in count(index):
+            if over.is_set():
+                return number - index
+            assert text_of(client, PROMPTS[number % len(PROMPTS)], max_tokens=8)
+        return 0
+
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(load, index) for index in range(3)]
+        try:
+            assert whole.deploy(max_num_seqs=5) == {"states": {"RUNNING": 2}}
+        finally:
+            over.set()
+        assert min(one.result(PATIENCE) for one in loads) > 0
+    assert not before & set(engines())
+
+
+def test_a_smaller_number_of_replicas_lets_a_long_stream_end(two: Cluster):
+    """Last, because it leaves one replica."""
+    ended = outcomes(two, 6, 900, lambda: two.deploy(num_replicas=1, max_num_seqs=5))
+    assert ended == ["length"] * 6
+    until(lambda: len(engines()) == 1, "one replica")
+    assert text_of(client_of(two.url), PROMPTS[0])

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from app.api.tracing import PROTOCOL
+from app.config.models import OTLP_PROTOCOL
 from tests.fast.api.served import PATIENCE
 from tests.server.demo import process
 
@@ -62,7 +62,7 @@ def grpc_collector(sent: "Queue[Sent]") -> Iterator[str]:
 
 @pytest.mark.parametrize(("protocol", "collector"), [("grpc", grpc_collector), ("http/protobuf", http_collector)])
 def test_a_collector_gets_the_spans_with_their_time_in_the_queue(protocol, collector, monkeypatch):
-    monkeypatch.setenv(PROTOCOL, protocol)
+    monkeypatch.setenv(OTLP_PROTOCOL, protocol)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "named")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     sent: Queue[Sent] = Queue()

@@ -9,9 +9,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from app.api import service, tracing
 from app.api.tracing import Tracer
+from app.config import models
 from app.config.error import ConfigError
+from app.config.models import OTLP_PROTOCOL, check_settings, find_models
 from app.config.settings import Config
 from tests.fast.api.errors import CHAT, TEXT
 from tests.fast.api.served import serving, until
@@ -134,17 +135,29 @@ def test_a_request_that_is_refused_before_the_engine_has_no_span(server):
     assert span().status.status_code is StatusCode.UNSET
 
 
-def test_a_missing_extra_is_refused_with_the_line_that_installs_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "app.api.tracing", None)
-    with pytest.raises(ConfigError, match="--otlp-traces-endpoint") as refused:
-        service.Service(Config(otlp_traces_endpoint="http://127.0.0.1:4317"), tmp_path, None)
-    assert refused.value.hint == "pip install 'dflash-server[otlp]'"
+@pytest.mark.parametrize(("protocol", "package"), [("grpc", "grpc"), ("http/protobuf", "http")])
+def test_a_missing_extra_is_refused_with_the_line_that_installs_it(monkeypatch, protocol, package):
+    config = Config(otlp_traces_endpoint="http://127.0.0.1:4317")
+    monkeypatch.setenv(OTLP_PROTOCOL, protocol)
+    check_settings(config)
+
+    def without_a_parent(name):
+        raise ModuleNotFoundError
+
+    exporter = f"opentelemetry.exporter.otlp.proto.{package}"
+    for absent in (without_a_parent, lambda name: None if name == exporter else pytest.fail(name)):
+        monkeypatch.setattr(models, "find_spec", absent)
+        with pytest.raises(ConfigError, match="--otlp-traces-endpoint") as refused:
+            find_models(config)
+        assert refused.value.hint == "pip install 'dflash-server[otlp]'"
 
 
-def test_a_protocol_that_is_not_otlps_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv(tracing.PROTOCOL, "http/json")
+def test_a_protocol_that_is_not_otlps_and_an_address_without_a_scheme_are_refused(monkeypatch):
+    monkeypatch.setenv(OTLP_PROTOCOL, "http/json")
     with pytest.raises(ConfigError, match="http/json"):
-        service.Service(Config(otlp_traces_endpoint="http://127.0.0.1:4317"), tmp_path, None)
+        check_settings(Config(otlp_traces_endpoint="http://127.0.0.1:4317"))
+    with pytest.raises(ValueError, match="begins with http"):
+        Config(otlp_traces_endpoint="127.0.0.1:4317")
 
 
 def test_without_the_flag_neither_the_sdk_nor_an_exporter_is_imported():

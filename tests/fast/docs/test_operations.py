@@ -1,13 +1,19 @@
 """docs/operations.md and SECURITY.md name what there is, and everything that there is of it."""
 
 import re
+from dataclasses import fields
+from types import SimpleNamespace
 
+import promql_parser
+import torch
 import yaml
 
 from app.api import body, connection, middleware, schemas
 from app.config.aliases import PEER_FLAGS
 from app.config.settings import flag_name
 from app.config.sources import SETTINGS
+from app.engine.build.config import bytes_per_token
+from app.engine_config import EngineInfo
 from app.metrics import TABLE
 from app.text import chat_template
 from tests import ROOT
@@ -41,6 +47,28 @@ def test_every_flag_and_metric_that_is_named_exists() -> None:
     symptoms = PAGE.partition("| symptom |")[2].partition("\n\n")[0]
     for name in re.findall(r"`((?:num|step|kv|decode|[a-z_]+_total)[a-z_]*)(?:\{[^`]*)?`", symptoms):
         assert name in metrics, name
+
+
+def test_queries_and_formulas_of_capacity_are_the_servers() -> None:
+    capacity = PAGE.partition("## How many replicas")[2]
+    queries = [query for query in re.findall(r"`([^`]*dflash:[^`]+)`", capacity) if query != "dflash:"]
+    names = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in TABLE}
+    for query in queries:
+        promql_parser.parse(query)
+        assert set(re.findall(r"dflash:(\w+)", query)) <= names, query
+    assert len(queries) == 6
+    qwen3_8b = SimpleNamespace(num_kv_layers=36, num_kv_heads=8, head_dim=128)
+    draft = SimpleNamespace(num_kv_layers=5, num_kv_heads=8, head_dim=128)
+    target, both = (
+        bytes_per_token(qwen3_8b, torch.bfloat16),
+        sum(bytes_per_token(m, torch.bfloat16) for m in (qwen3_8b, draft)),
+    )
+    tokens = 20 * 2**30 // both
+    for figure in (target, both, tokens):
+        assert f"{figure:,}" in capacity
+    assert f"are {tokens // 4096} sequences of 4,096" in capacity.replace("\n", " ")
+    facts = {field.name for field in fields(EngineInfo)}
+    assert {"num_pages", "page_size", "block_size", "max_num_seqs", "state_bytes", "state_cache_bytes"} <= facts
 
 
 def test_the_limits_that_are_told_are_the_codes_own() -> None:

@@ -1,6 +1,8 @@
 """An index that is rebuilt from the published KV events has the pages that the pool has, and no others."""
 
+import asyncio
 import hashlib
+import threading
 from array import array
 from random import Random
 from typing import Any
@@ -136,6 +138,25 @@ def test_without_an_endpoint_for_replays_none_is_kept(tmp_path):
     publisher.publish([])
     assert not publisher._sent
     publisher.close()
+
+
+def test_the_event_loop_goes_on_while_the_last_events_are_delivered(tmp_path, monkeypatch):
+    publisher = KvEventPublisher(KvEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events"))
+    close, delivered = publisher.close, threading.Event()
+
+    def close_late() -> None:
+        assert delivered.wait(20), "the loop was blocked"
+        close()
+
+    async def stop() -> None:
+        publisher.start()
+        stopping = asyncio.create_task(publisher.stop())
+        await asyncio.sleep(0.01)
+        delivered.set()
+        await stopping
+
+    monkeypatch.setattr(publisher, "close", close_late)
+    asyncio.run(stop())
 
 
 def test_a_request_for_a_replay_that_cannot_be_read_is_told_and_the_next_is_answered(sockets, caplog):
