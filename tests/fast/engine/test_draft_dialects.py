@@ -14,6 +14,7 @@ from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import Engine
 from app.engine.models.config import RopeConfig
 from app.engine.models.rope import RotaryTable
+from tests.costs import fast_ones
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.dialects import DIALECTS, WINDOW, Dialect
 from tests.fast.engine.draft_mistakes import with_masks, with_taps_in_another_order, with_taps_off_by_one
@@ -29,7 +30,7 @@ def engine_of(pair: Pair, **settings: Any) -> Engine:
     return make_engine(pair.target, pair.draft, **sizes)
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", fast_ones(DIALECTS, list(DIALECTS)[::3]))
 def test_drafts_are_the_references_over_whole_answers(tmp_path, name: str):
     """Contexts are longer than the window, cross pages, and are prefilled in chunks beside decoding rows."""
     pair = DIALECTS[name].make(tmp_path)

@@ -18,6 +18,7 @@ from app.engine.build.engine import Engine
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence
 from app.messages import Request, StepOutput
+from tests.costs import fast_ones
 from tests.fast.engine.draft_mistakes import (
     IN_THE_ENGINE,
     IN_THE_WEIGHTS,
@@ -136,15 +137,19 @@ SETTINGS: dict[str, dict] = {
     "block 5 of 8": {"max_num_seqs": 4, "page_size": 4, "block_size": 5},
     "3 rows of 8": {"max_num_seqs": 4, "page_size": 4, "verify": 3},
 }
-COSTLY = ("preempted", "alone, chunked")
 
 
-@pytest.mark.parametrize(
-    ("shape", "settings"),
-    [pytest.param("gqa 4:2", name, marks=pytest.mark.exhaustive if name in COSTLY else ()) for name in SETTINGS]
-    + [(shape, "batched, chunked") for shape in PAIRS][1:],
-)
-def test_every_block_equals_the_reference(tmp_path, shape: str, settings: str):
+SHAPES = [("gqa 4:2", name) for name in SETTINGS] + [(shape, "batched, chunked") for shape in PAIRS][1:]
+FAST_SHAPES = [
+    ("gqa 4:2", "block 5 of 8"),
+    ("own embedding and head, three layers, one tap", "batched, chunked"),
+    ("llama3, adjacent pairs", "batched, chunked"),
+]
+
+
+@pytest.mark.parametrize("case", fast_ones(SHAPES, FAST_SHAPES), ids=", ".join)
+def test_every_block_equals_the_reference(tmp_path, case: tuple[str, str]):
+    shape, settings = case
     pair = make_pair(tmp_path, seed=4, **PAIRS[shape])
     engine = make_engine(pair.target, pair.draft, max_model_len=80, **SETTINGS[settings])
     blocks = Blocks(engine)

@@ -14,6 +14,7 @@ from app.engine.npu.check import ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.step import inputs as step_inputs
 from app.messages import Request, SamplingParams
+from tests.costs import fast_ones
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import LUCKY
 from tests.fast.engine.pairs import Pair, make_pair
@@ -56,7 +57,7 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "graphs"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", fast_ones(WAYS, ("greedy", "penalised")))
 def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pair: Pair, way: str, graphs: bool):
     scratch = -(-(4 * 8 + 1) // PAGE) if graphs else 1
     settings: dict[str, Any] = {"enforce_eager": not graphs, "kv_pages": 48 + scratch}
@@ -72,7 +73,7 @@ def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pa
     assert (run.scheduler.num_not_finite, run.scheduler.num_faults) == (1, 0)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", fast_ones(WAYS, ("greedy", "penalised")))
 def test_a_prompt_that_gives_nan_gets_no_token(pair: Pair, way: str):
     good = requests(pair, 4, **WAYS[way])
     bad = flat_request("bad", (3, 4, BAD_TOKEN, 5), 9, **WAYS[way])
@@ -180,18 +181,23 @@ def plain_texts(pair: Pair) -> Callable[[bool], dict[str, list[int]]]:
     return texts
 
 
+FAST_CASES = [f"{phase}, drafts" for phase in ("admission", "chunk", "build", "draft", "counts", "accept", "publish")]
+
+
 @pytest.mark.parametrize(
-    ("phase", "speculate"),
-    [(phase, True) for phase in PHASES]
-    + [pytest.param(phase, False, marks=pytest.mark.exhaustive) for phase in PHASES if phase != "draft"],
+    "case",
+    fast_ones(
+        [f"{phase}, {way}" for phase in PHASES for way in ("drafts", "plain")[: 1 + (phase != "draft")]], FAST_CASES
+    ),
 )
 def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
     pair: Pair,
     plain_texts: Callable[[bool], dict[str, list[int]]],
-    phase: str,
-    speculate: bool,
+    case: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
+    phase, way = case.split(", ")
+    speculate = way == "drafts"
     asked = {"speculate": speculate, **WAYS["penalised"]}
     good = requests(pair, 6, **asked)
     engine = engine_of(pair, **CHUNKED)

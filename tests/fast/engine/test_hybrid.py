@@ -24,6 +24,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.state_pool import StatePool
 from app.messages import Request
+from tests.costs import fast_ones
 from tests.fast.engine.feeder import Feeder, assert_logits_close
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
@@ -255,7 +256,7 @@ def check_slots(engine: Engine) -> None:
     assert len(owned) <= len(scheduler.running) + 1
 
 
-@pytest.mark.parametrize("cut", range(BLOCK))
+@pytest.mark.parametrize("cut", fast_ones(range(BLOCK), (0, 4, BLOCK - 1)))
 def test_every_accepted_count_says_the_text_and_leaves_its_state(
     pair: Pair, reference: HybridReference, text: Any, cut: int
 ):
@@ -307,7 +308,9 @@ def said(reference: HybridReference, asked: list[Request]) -> dict[str, list[int
     return {r.request_id: greedy(reference, list(r.token_ids), r.max_tokens) for r in asked}
 
 
-@pytest.mark.parametrize("phase", ["build", "choose", "behind choose", "behind verify", "read"])
+@pytest.mark.parametrize(
+    "phase", fast_ones(["build", "choose", "behind choose", "behind verify", "read"], ("behind choose", "read"))
+)
 def test_a_batch_that_fails_is_run_in_halves_and_no_row_is_committed_twice(
     pair: Pair, reference: HybridReference, phase: str, monkeypatch: pytest.MonkeyPatch
 ):

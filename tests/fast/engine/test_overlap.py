@@ -14,6 +14,7 @@ from app.engine.build.engine import Engine
 from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
 from app.messages import Request, SamplingParams, TokenDelta
+from tests.costs import fast_ones
 from tests.fast.engine import planted_faults
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
@@ -363,8 +364,6 @@ def test_what_refused_drafts_leave_is_scrubbed_and_not_what_was_written_since(
 
 
 CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 40, "prefix_caching": True}
-QUICK_PHASES = ("more pages", "draft", "verify", "read")
-"""Phases of the fast tests. test_faults.py has all of them there, without a step ahead."""
 
 
 @pytest.fixture(scope="module")
@@ -373,9 +372,7 @@ def undisturbed_texts(lucky: Pair) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "phase",
-    [*QUICK_PHASES]
-    + [pytest.param(p, marks=pytest.mark.exhaustive) for p in PHASES if p not in ("counts", *QUICK_PHASES)],
+    "phase", fast_ones([phase for phase in PHASES if phase != "counts"], ("more pages", "draft", "verify", "read"))
 )
 def test_a_sequence_that_raises_is_dropped_and_its_neighbours_say_the_same(
     lucky: Pair, undisturbed_texts: dict[str, list[int]], phase: str, monkeypatch: pytest.MonkeyPatch

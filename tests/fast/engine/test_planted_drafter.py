@@ -12,14 +12,15 @@ import torch
 
 from app.engine.build.engine import Engine
 from app.messages import Request
+from tests.costs import fast_ones
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.planted import PlannedRun, make_engine
 from tests.fast.engine.reference import ReferenceTarget, features, load_target, sampled
 
 LONGEST_ANSWER = 36
-BLOCKS = [pytest.param(2, marks=pytest.mark.exhaustive), 5, pytest.param(8, marks=pytest.mark.exhaustive)]
-PAGES = [1, 4, 16]
+BLOCKS = fast_ones([2, 5, 8], (5,))
+PAGES = fast_ones([1, 4, 16], (4,))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.runner import PendingStep
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
+from tests.costs import fast_ones
 from tests.fast.engine.lossless import demo_prompts
 from tests.fast.engine.pairs import make_pair
 from tests.fast.engine.steady import steady_costs
@@ -50,7 +51,7 @@ def full() -> dict[str, list[int]]:
     return engine("full").run(requests())
 
 
-@pytest.mark.parametrize("verify", [1, 2, 5, 16, pytest.param("auto", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("verify", fast_ones([1, 2, 5, 16, "auto"], (2, 16)))
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_tokens_do_not_depend_on_how_many_drafts_are_verified(
     full: dict[str, list[int]], verify: str | int, eager: bool

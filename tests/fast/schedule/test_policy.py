@@ -22,6 +22,7 @@ from app.engine.dflash.costs import CostTable
 from app.engine.dflash.policy import Acceptance, Policy, best_widths, priors, shifted
 from app.engine.step.graph_sizes import settle_graph_sizes
 from tests import GOLDEN
+from tests.costs import fast_ones
 
 BLOCK = 16
 STEPS = 400
@@ -165,7 +166,7 @@ def test_on_recorded_mixed_text_it_beats_every_fixed_width(load: str, costs: str
 LOADS = [["easy"], ["mid"], ["hopeless"], ["ok"] * 4, ["hard"] * 4, ["easy"] * 16, ["mid"] * 32, ["hopeless"] * 16]
 
 
-@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("costs", fast_ones(COSTS, ("accelerator",)))
 @pytest.mark.parametrize("kinds", LOADS, ids=lambda kinds: f"{kinds[0]}-{len(kinds)}")
 def test_on_text_of_one_kind_it_is_as_good_as_the_best_fixed_width(costs: str, kinds: list[str]) -> None:
     auto, best, _ = compared(kinds, costs)
