@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from app.engine import process
+from app.engine.backend.torch import TorchBackend
 from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.npu.error_codes import explain
 from app.engine.step.inputs import Layout
@@ -52,7 +54,8 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
     def launch(inputs: Any) -> None:
         raise RuntimeError(message)
 
-    backend = SimpleNamespace(explain=lambda error: explain(str(error)))
+    backend = TorchBackend(torch.device("cpu"))
+    monkeypatch.setattr(backend, "explain", lambda error: explain(str(error)))
     pool = QuarantinePagePool(num_pages=8, page_size=4)
     scheduler = FaultTolerantScheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
     scheduler.add(Request("r", [1, 2], max_tokens=2))
