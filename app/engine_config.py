@@ -44,9 +44,9 @@ class EngineConfig:
     "bfloat16". `enforce_eager` False captures graphs even on a device that does not profit from them.
     `prefix_caching` shares KV pages of equal prefixes, and `state_cache_memory` is for a hybrid target's states behind
     them. `npu_check` holds every operator call on an NPU to docs/npu-contract.md. `npu_chunk_prefill` reads
-    prompts of recurrent layers by an operator whose state is bfloat16. `compile` turns a CPU's forwards into C++ before
-    the first step. `verify` is how many rows of a block the target verifies, the anchor included: "full" is
-    all, "auto" as many as pay, 1 the anchor alone.
+    prompts of recurrent layers by an operator whose state is bfloat16. With `npu_triton` False an NPU uses no kernel
+    of triton-ascend. `compile` turns a CPU's forwards into C++ before the first step. `verify` is how many rows of a
+    block the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
     With `cache_events` steps tell how the prefix cache changes.
     `tune` "off" launches a GPU's operators by default, without timing other ways.
     `tensor_parallel_size` processes share each layer of the target, and of the draft, unless
@@ -72,6 +72,7 @@ class EngineConfig:
     cache_events: bool = False
     npu_check: bool = False
     npu_chunk_prefill: bool = False
+    npu_triton: bool = True
     compile: bool = False
     verify: str | int = "full"
     tune: Literal["auto", "off"] = "auto"

@@ -130,6 +130,9 @@ class Config(BaseModel):
         False,
         "read prompts of recurrent layers by an NPU's own operator, which rounds their states to bfloat16",
     )
+    npu_triton: bool = setting(
+        ENGINE, True, "on an NPU with triton-ascend, use its kernel where a trial shows that it is right"
+    )
     tensor_parallel_size: PositiveInt = setting(
         ENGINE,
         1,

@@ -13,13 +13,11 @@ from app.engine.errors import UnsupportedError
 logger = logging.getLogger(__name__)
 
 
-def make_backend(
-    device: str, *, rank: int = 0, npu_check: bool = False, npu_chunk_prefill: bool = False, compiled: bool = False
-) -> Backend:
+def make_backend(device: str, *, rank: int = 0, compiled: bool = False, **of_npu: bool) -> Backend:
     """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]". Each `rank` has the next device of an accelerator.
 
     "auto" is CUDA if torch sees a GPU. Otherwise it is an NPU if the host has one and torch_npu is installed, else the
-    CPU. `npu_check` and `npu_chunk_prefill` are NpuBackend's, and `compiled` is a CPU's backend for `--compile`. Raises
+    CPU. `compiled` is a CPU's backend for `--compile`, and `of_npu` are the options of NpuBackend. Raises
     UnsupportedError if there is no such device here.
     """
     if device == "auto":
@@ -27,7 +25,7 @@ def make_backend(
     kind, _, number = device.partition(":")
     if compiled and kind != "cpu":
         raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
-    if npu_chunk_prefill and kind != "npu":
+    if of_npu.get("chunk_prefill") and kind != "npu":
         raise UnsupportedError(f"--npu-chunk-prefill: --device {device} is no NPU")
     index = int(number or 0) + rank
     if kind == "cuda" and index >= torch.cuda.device_count():
@@ -35,7 +33,7 @@ def make_backend(
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
     if kind == "npu":
-        return _npu_backend(device, index, npu_check, npu_chunk_prefill)
+        return _npu_backend(device, index, **of_npu)
     on_cpu = "compile.backend.CompiledBackend" if compiled else "cpu.backend.CpuBackend"
     name = on_cpu if kind == "cpu" else _on_cuda()
     module, _, backend_class = name.rpartition(".")
@@ -58,7 +56,7 @@ def _can_use_npu() -> bool:
     return has_npu() and importlib.util.find_spec("torch_npu") is not None
 
 
-def _npu_backend(device: str, index: int, npu_check: bool, npu_chunk_prefill: bool) -> Backend:
+def _npu_backend(device: str, index: int, **options: bool) -> Backend:
     try:
         module = importlib.import_module("app.engine.npu.backend")
     except (ImportError, RuntimeError, OSError) as error:
@@ -66,7 +64,5 @@ def _npu_backend(device: str, index: int, npu_check: bool, npu_chunk_prefill: bo
         raise UnsupportedError(
             f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
         ) from None
-    backend: Backend = module.NpuBackend(
-        torch.device("npu", index), check_calls=npu_check, chunk_prefill=npu_chunk_prefill
-    )
+    backend: Backend = module.NpuBackend(torch.device("npu", index), **options)
     return backend

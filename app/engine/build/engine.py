@@ -118,8 +118,12 @@ def build_runner(
 @contextmanager
 def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     """Yield the backend of a rank. Errors of its device get a note with their meaning."""
-    npu = {"npu_check": config.npu_check, "npu_chunk_prefill": config.npu_chunk_prefill}
-    backend = make_backend(config.device, rank=rank, **npu, compiled=config.compile)
+    of_npu = {
+        "check_calls": config.npu_check,
+        "chunk_prefill": config.npu_chunk_prefill,
+        "triton": config.npu_triton,
+    }
+    backend = make_backend(config.device, rank=rank, compiled=config.compile, **of_npu)
     try:
         yield backend
     except Exception as error:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.backend.base import LayerKv, Rotation
+from app.engine.backend.halves import norm_of_halves, rope_of_halves
 from app.engine.cuda.launch import lines_of_a_program
 
 HEADS_OF_A_PROGRAM = 8
@@ -202,20 +203,6 @@ def rope_and_write(
     to_v = v_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * (2 * HALF) + dims
     tl.store(to_v, low, mask=is_v[:, None])
     tl.store(to_v + HALF, high, mask=is_v[:, None])
-
-
-@triton.jit
-def norm_of_halves(a, b, weight_a, weight_b, eps, HALF: tl.constexpr):
-    """Return both halves of each line after RMSNorm over the line, in fp32."""
-    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-    return a * scale * weight_a.to(tl.float32), b * scale * weight_b.to(tl.float32)
-
-
-@triton.jit
-def rope_of_halves(a, b, cos, sin):
-    """Return both halves of each line after RoPE, in fp32."""
-    cos32, sin32 = cos.to(tl.float32), sin.to(tl.float32)
-    return a * cos32 - b * sin32, b * cos32 + a * sin32
 
 
 def context_into_kv(

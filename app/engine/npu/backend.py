@@ -25,6 +25,7 @@ from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.npu.gated_delta import check_chunk_operator, chunk_delta_rule, l2norm
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
+from app.engine.npu.qkv_kernel import QkvKernel, Sizes
 from app.engine.npu.rules import (
     AIV,
     DELTA_DIM,
@@ -52,6 +53,7 @@ class NpuBackend(Backend):
 
     Attention computes in one of `dtypes`, because no other is taken by all versions of the operator. With `check_calls`
     every operator call is checked first. `chunk_prefill` reads prompts of recurrent layers by an operator in bfloat16.
+    With `triton` a kernel of triton-ascend is used where it is installed.
     Raises UnsupportedError if there is no such NPU.
     """
 
@@ -62,7 +64,9 @@ class NpuBackend(Backend):
     positions_from_host = True
     runs_recurrent_layers = True
 
-    def __init__(self, device: torch.device, *, check_calls: bool = False, chunk_prefill: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, check_calls: bool = False, chunk_prefill: bool = False, triton: bool = True
+    ) -> None:
         super().__init__(device)
         count = torch_npu.npu.device_count()
         if (device.index or 0) >= count:
@@ -74,6 +78,9 @@ class NpuBackend(Backend):
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()
         self._chunk_prefill = chunk_prefill
+        self._qkv_kernel: QkvKernel | None = None
+        if triton and not check_calls:
+            self._qkv_kernel = QkvKernel(device, self._qkv_by_operators, self.is_fatal)
         self._attended: list[Attended] | None = None
         self._graph_pool: tuple[int, int] | None = None
 
@@ -238,7 +245,26 @@ class NpuBackend(Backend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Return `Backend.qkv_into_kv`, with q and k rotated in place by one call if it takes their head size (N21)."""
+        """Return `Backend.qkv_into_kv`, in one launch with triton-ascend."""
+        args = qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping
+        if self._qkv_kernel is None:
+            return self._qkv_by_operators(*args)
+        kv_heads, dim = kv.k.shape[2:]
+        norm_dtype = None if q_norm is None else q_norm.dtype
+        sizes = Sizes(qkv.shape[1] - 2 * kv_heads, kv_heads, dim, qkv.dtype, norm_dtype)
+        return self._qkv_kernel.way(sizes)(*args)
+
+    def _qkv_by_operators(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        kv: LayerKv,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Return `qkv_into_kv`, with q and k rotated in place by one call if it takes their head size (N21)."""
         if qkv.shape[2] not in ROTARY_PAIR_DIMS:
             return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
         kv_heads = kv.k.shape[2]

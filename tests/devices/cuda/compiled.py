@@ -3,7 +3,8 @@
     python -m tests.devices.cuda.compiled qwen3-8b qwen3-4b qwen3-0.6b
 
 The backend's own calls are made, on tensors without memory; in place of a launch Triton compiles what would have been
-launched, so that block sizes, types and divisibility are those of serving. Prints a JSON object a kernel.
+launched, so that block sizes, types and divisibility are those of serving. Ascend's kernel is compiled too, because the
+interpreter takes more than Triton's compiler does. Prints a JSON object a kernel.
 """
 
 import json
@@ -29,6 +30,7 @@ from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.products import WAYS
+from app.engine.npu import rows as ascend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -101,6 +103,7 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         qkv = empty(rows, heads + 2 * kv_heads, dim)
         for norms in ((None, None), (empty(dim), empty(dim))):
             q = backend.qkv_into_kv(qkv, *norms, 1e-6, rotation, kv, numbers(rows))
+            ascend.qkv_into_kv(qkv, *norms, 1e-6, rotation, kv, numbers(rows), cores=40)
         for mask in MASKS if rows > num_seqs else MASKS[:1]:
             backend.attention(q, kv, meta, mask)
         backend.add_rms_norm(empty(rows, hidden), empty(rows, hidden), empty(hidden), 1e-6)

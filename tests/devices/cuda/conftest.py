@@ -15,9 +15,10 @@ if HAS_TRITON:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     for name in (
-        "triton.experimental.gluon",
+        "triton.experimental.gluon",  # the interpreter loads it when it runs
         "app.engine.cuda.backend",
-    ):  # the interpreter loads the first when it runs
+        "app.engine.npu.rows",
+    ):
         importlib.import_module(name)
     launch = importlib.import_module("app.engine.cuda.launch")
     del os.environ["TRITON_INTERPRET"]
