@@ -5,6 +5,7 @@ tests/server/test_ranks_end.py the ends of such processes.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 import sys
@@ -483,6 +484,36 @@ def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: p
     ranks._meeting.barrier.abort()
     with pytest.raises(threading.BrokenBarrierError):
         ranks.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_sequence_that_is_nan_on_one_rank_ends_alone_and_leaves_no_page_dirty_on_any(lucky: Pair, temperature: float):
+    """The other rank writes NaN too, behind the next sum, and scrubs these pages before another sequence has them."""
+    sizes: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 4, "kv_cache_memory": 360 << 10}
+    ranks = ThreadRanks(EngineConfig(lucky.target, lucky.draft, device="cpu", tensor_parallel_size=2, **sizes))
+    core, sampling = ranks.engine.core, SamplingParams(temperature, seed=3)
+    good, late = (Request(name, tuple(range(3)) * 3, 12, sampling) for name in ("good", "late"))
+    bad = Request("bad", (1, 2, 3), 12, SamplingParams(temperature, seed=4))
+    said = core.run([good])["good"]
+    for request in (good, bad):
+        core.add(request)
+    core.step()
+    (seq,) = (seq for seq in core.scheduler.running if seq.request is bad)
+    core.runner.pools[0].layers[0].k[seq.pages.tolist()] = math.nan
+    core.add(late)
+    tokens: dict[str, list[int]] = {"good": said[:1], "late": [], "bad": []}
+    ended = {}
+    while core.has_work:
+        for delta in core.step().deltas:
+            tokens[delta.request_id] += delta.token_ids
+            ended[delta.request_id] = delta.finish_reason
+    again = core.run([replace(late, request_id=str(i), token_ids=(i, *late.token_ids)) for i in range(3)])
+    ranks.close()
+    assert ended == {"good": "length", "bad": "error", "late": "length"}
+    assert tokens["good"] == tokens["late"] == said
+    assert all(map(NOT_FINITE.__ne__, itertools.chain(*again.values())))
+    assert any(decode(message).call == "scrub" for message in ranks.messages)
+    assert ranks.verified[1] == ranks.verified[0]
 
 
 def test_ranks_launch_alike_because_none_times_its_own_ways(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
