@@ -49,6 +49,7 @@ class EngineConfig:
     block the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
     With `cache_events` steps tell how the prefix cache changes.
     `tune` "off" launches a GPU's operators by default, without timing other ways.
+    With `batch_invariant` no bit of a row depends on the batch, so texts are equal in 16 bits too.
     `tensor_parallel_size` processes share each layer of the target, and of the draft, unless
     `draft_tensor_parallel_size` is 1. While they load, one waits for another `distributed_timeout_seconds` at most.
     """
@@ -76,6 +77,7 @@ class EngineConfig:
     compile: bool = False
     verify: str | int = "full"
     tune: Literal["auto", "off"] = "auto"
+    batch_invariant: bool = False
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int | None = None
     distributed_timeout_seconds: int = 600

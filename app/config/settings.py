@@ -122,6 +122,9 @@ class Config(BaseModel):
         "auto",
         "auto | off: time ways to launch kernels at the first start on a GPU, in at most 10 s, and keep them",
     )
+    batch_invariant: bool = setting(
+        ENGINE, False, "sum in one order whatever the batch: texts are equal to the last bit in 16 bits too, and slower"
+    )
     npu_check: bool = setting(
         ENGINE, False, "hold every operator call on an NPU to docs/npu-contract.md, eagerly and slowly"
     )

@@ -110,6 +110,8 @@ class Backend(ABC):
     """Libraries of torch.distributed for the collectives of several, like "cpu:gloo,npu:hccl". None has none."""
     memory_is_host = False
     """True if the device has no memory of its own, so other processes share it and no allocator measures a peak."""
+    batch_invariant = False
+    """True if no bit of a row of the target depends on the other rows of a step, or on its place among them."""
     can_wait_cheaply = False
     """True if reading a value back is cheap, because the host itself computes it and no queue drains."""
 

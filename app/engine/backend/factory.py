@@ -12,13 +12,21 @@ from app.engine.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
+_INVARIANT = {
+    "cpu.backend.CpuBackend": "cpu.invariant.InvariantCpuBackend",
+    "cuda.backend.CudaBackend": "cuda.invariant.InvariantCudaBackend",
+}
+"""Backends for --batch-invariant, by those that they stand in for."""
 
-def make_backend(device: str, *, rank: int = 0, compiled: bool = False, **of_npu: bool) -> Backend:
+
+def make_backend(
+    device: str, *, rank: int = 0, compiled: bool = False, batch_invariant: bool = False, **of_npu: bool
+) -> Backend:
     """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]". Each `rank` has the next device of an accelerator.
 
     "auto" is CUDA if torch sees a GPU. Otherwise it is an NPU if the host has one and torch_npu is installed, else the
-    CPU. `compiled` is a CPU's backend for `--compile`, and `of_npu` are the options of NpuBackend. Raises
-    UnsupportedError if there is no such device here.
+    CPU. `compiled` is a CPU's backend for `--compile`, and `of_npu` are the options of NpuBackend. One that is
+    `batch_invariant` gives a row the same bits in every batch. Raises UnsupportedError if there is none like that here.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "npu" if _can_use_npu() else "cpu"
@@ -27,6 +35,9 @@ def make_backend(device: str, *, rank: int = 0, compiled: bool = False, **of_npu
         raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
     if of_npu.get("chunk_prefill") and kind != "npu":
         raise UnsupportedError(f"--npu-chunk-prefill: --device {device} is no NPU")
+    if batch_invariant and (compiled or kind == "npu"):
+        where = "--compile has g++ choose the order of sums" if compiled else "an NPU's operators choose how they sum"
+        raise UnsupportedError(f"--batch-invariant: {where}; it is for --device cpu and cuda, without --compile")
     index = int(number or 0) + rank
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise UnsupportedError(
@@ -36,6 +47,10 @@ def make_backend(device: str, *, rank: int = 0, compiled: bool = False, **of_npu
         return _npu_backend(device, index, **of_npu)
     on_cpu = "compile.backend.CompiledBackend" if compiled else "cpu.backend.CpuBackend"
     name = on_cpu if kind == "cpu" else _on_cuda()
+    if batch_invariant:
+        name = _INVARIANT.get(name, "")
+        if not name:
+            raise UnsupportedError("--batch-invariant: a GPU needs Triton for it; pip install triton")
     module, _, backend_class = name.rpartition(".")
     backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), backend_class)(
         torch.device("cpu") if kind == "cpu" else torch.device(kind, index)

@@ -16,6 +16,7 @@ from app.engine.backend.factory import make_backend
 from app.engine.build.config import Sizes, bytes_per_token, settle_pages, settle_sizes
 from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.draft_config import draft_config
+from app.engine.build.invariant import check_batch_invariant
 from app.engine.build.loader import OpenWeights, SafetensorsWeights
 from app.engine.build.memory import step_memory
 from app.engine.build.ranks import Join, alone, check_shards
@@ -123,7 +124,8 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
         "chunk_prefill": config.npu_chunk_prefill,
         "triton": config.npu_triton,
     }
-    backend = make_backend(config.device, rank=rank, compiled=config.compile, **of_npu)
+    kind = {"compiled": config.compile, "batch_invariant": config.batch_invariant}
+    backend = make_backend(config.device, rank=rank, **kind, **of_npu)
     try:
         yield backend
     except Exception as error:
@@ -138,6 +140,8 @@ def _load_runner(
     shape, draft_shape = target_config(raw), None
     if config.compile and shape.moe:
         raise UnsupportedError(f"--compile: a target with experts is not supported yet ({config.target})")
+    if config.batch_invariant:
+        check_batch_invariant(config, shape)
     dtype = _dtype(config, shape, backend)
     if shape.gated_delta:
         check_recurrent(config, backend, dtype)

@@ -78,13 +78,15 @@ def geometry(
     multiprocessors: int,
     head_dim: int = 128,
     tile: Tile | None = None,
+    *,
+    fixed: bool = False,
 ) -> Geometry:
     """Return the shape of a launch for sequences of `query_lens` rows, with `group` query heads a KV head.
 
     In a graph these are the rows of its capture. If one has more than one row there, a replay may spread all rows over
-    the sequences in any way.
+    the sequences in any way. A `fixed` launch has the same tiles for any rows, and all tokens in one part.
     """
-    num_seqs, num_rows, plain = len(query_lens), sum(query_lens), max(query_lens) <= 1
+    num_seqs, num_rows, plain = len(query_lens), sum(query_lens), max(query_lens) <= 1 and not fixed
     narrow, wide = dtype.itemsize <= 2, head_dim > 128
     # A head of more than 128 dims takes as many registers as the tile of a narrower one, and fp32 those of q thrice.
     rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // 8 if wide else TILE_ROWS // 2
@@ -95,7 +97,7 @@ def geometry(
     return Geometry(
         rows,
         tiles=num_seqs if plain else num_seqs + num_rows // rows,
-        splits=1 << (most.bit_length() - 1),
+        splits=1 if fixed else 1 << (most.bit_length() - 1),
         tokens=tile.tokens,
         warps=tile.warps,
         stages=tile.stages,

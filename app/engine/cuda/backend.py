@@ -20,6 +20,7 @@ from app.engine.cuda import tune as tuning
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
 from app.engine.cuda.products import Product
+from app.engine.cuda.questions import Questions
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.cuda.tune import Seconds
 from app.engine.errors import UnsupportedError
@@ -114,7 +115,7 @@ class CudaBackend(TorchCudaBackend):
         """Choose how attention and products of few rows are launched, in 16 bits; `seconds` is a clock for tests."""
         if seconds is None and not self.on_gpu:
             return {}
-        found = questions.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
+        found = self.questions(decoders, weights, max_num_seqs, page_size)
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
         clock = seconds or partial(tuning.seconds_in_a_graph, self.capture_apart)
         chosen = tuning.tune(list(found.values()), clock, name, is_fatal=self.is_fatal)
@@ -128,6 +129,12 @@ class CudaBackend(TorchCudaBackend):
                 self._products[key] = Product(*way)
                 shown[question.name] = str(self._products[key])
         return shown
+
+    def questions(
+        self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
+    ) -> Questions:
+        """Return the launches that `tune` chooses."""
+        return questions.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes bfloat16 alone, and serves many rows of an expert."""

@@ -4,6 +4,9 @@ A tile of W has 64 rows or more, which fill the tensor core's wide side, and the
 split so that all multiprocessors read. The last program of a tile sums the parts in their order.
 So a row's bits depend neither on other rows of its tile nor on timing.
 
+`fixed_linear` takes any number of rows, in tiles of one size and with one split of K for a weight. So a row's bits
+depend on the weight alone (`--batch-invariant`).
+
 Interpreted and compiled for sm_90; not run on a GPU.
 """
 
@@ -16,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.launch import INTERPRETED
+from app.engine.errors import UnsupportedError
 
 MAX_ROWS = 64
 MIN_DOT = 16
@@ -37,6 +41,11 @@ class Product(NamedTuple):
     stages: int = 4
 
 
+FIXED_ROWS = 64
+"""Rows of X in a tile of `fixed_linear`."""
+FIXED_DEPTHS = (64, 32, 16)
+MAX_SPLITS = 8
+FIXED_WAYS = [Product(rows, 64, splits, warps=rows // 16) for rows in (64, 128) for splits in (1, 2, 4, 8)]
 WAYS = [Product(64, depth, splits) for splits in (4, 2, 8, 1) for depth in (128, 256)]
 
 
@@ -59,19 +68,63 @@ def linear(x: Tensor, weight: Tensor, way: Product, *, gated: bool = False) -> T
     that are rounded once.
     """
     num_rows, in_features = x.shape
+    assert num_rows <= MAX_ROWS and fits(way, len(weight) // (1 + gated), in_features, num_rows, gated=gated)
+    return _launch(x, weight, None, way, columns_of(num_rows), gated=gated)
+
+
+def fixed_way(weight: Tensor, multiprocessors: int) -> Product:
+    """Return the way of `fixed_linear` for a weight, with as few parts of K as give all multiprocessors a tile.
+
+    Raises UnsupportedError if K is no whole number of tiles.
+    """
+    out_features, in_features = weight.shape
+    depth = next((depth for depth in FIXED_DEPTHS if in_features % depth == 0), None)
+    if depth is None:
+        raise UnsupportedError(
+            f"--batch-invariant: a weight of {out_features} x {in_features}; its columns must be a multiple of "
+            f"{FIXED_DEPTHS[-1]} on a GPU"
+        )
+    rows = 128 if weight.itemsize <= 2 else 64  # in fp32 a product takes the registers of three
+    tiles, splits = triton.cdiv(out_features, rows), 1
+    while tiles * splits < multiprocessors and splits < MAX_SPLITS and in_features % (2 * splits * depth) == 0:
+        splits *= 2
+    return Product(rows, min(depth, 128 // weight.itemsize), splits, warps=rows // 16)
+
+
+def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Product, multiprocessors: int) -> Tensor:
+    """Return x @ weight.T + bias `[T, out]` for x `[T, in]` of any number of rows, rounded once.
+
+    With few rows each part of K is a program's. With many a program makes all parts of its tile, in the same order.
+    """
+    tiles = triton.cdiv(len(weight), way.rows) * triton.cdiv(len(x), FIXED_ROWS)
+    return _launch(x, weight, bias, way, FIXED_ROWS, alone=tiles >= multiprocessors)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    way: Product,
+    columns: int,
+    *,
+    gated: bool = False,
+    alone: bool = False,
+) -> Tensor:
+    """Launch `product` for tiles of `columns` rows. `alone` programs make all parts of their tile."""
+    num_rows, in_features = x.shape
     out_features = len(weight) // (1 + gated)
-    assert num_rows <= MAX_ROWS and fits(way, out_features, in_features, num_rows, gated=gated)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(out_features, way.rows)
-    columns = columns_of(num_rows)
-    parts, arrived = out, out
-    if way.splits > 1:
-        shape = (tiles, way.splits, 1 + gated, way.rows, columns)
+    tiles, row_tiles = triton.cdiv(out_features, way.rows), triton.cdiv(num_rows, columns)
+    parts, arrived, split = out, out, way.splits > 1 and not alone
+    if split:
+        shape = (row_tiles * tiles, way.splits, 1 + gated, way.rows, columns)
         parts = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = counters(x.device)
-    product[tiles, way.splits](
+        assert row_tiles * tiles <= MAX_TILES
+    product[row_tiles, tiles, way.splits if split else 1](  # programs beside one another share a tile of W
         x.contiguous(),
         weight,
+        out if bias is None else bias,
         out,
         parts,
         arrived,
@@ -80,7 +133,9 @@ def linear(x: Tensor, weight: Tensor, way: Product, *, gated: bool = False) -> T
         in_features,
         way.splits,
         GATED=gated,
-        SPLIT=way.splits > 1,
+        SPLIT=split,
+        ALONE=way.splits > 1 and alone,
+        HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED,
         BLOCK_M=columns,
         BLOCK_N=way.rows,
@@ -104,6 +159,7 @@ def counters(device: torch.device) -> Tensor:
 def product(
     x_ptr,
     w_ptr,
+    bias_ptr,
     out_ptr,
     part_ptr,
     arrived_ptr,
@@ -113,24 +169,86 @@ def product(
     splits,
     GATED: tl.constexpr,
     SPLIT: tl.constexpr,
+    ALONE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of the result over one of `splits` parts of K, and finish them if the others have come.
+    """Compute a tile of the result over one of `splits` parts of K, and finish it if the others have come.
 
-    Sizes of the weight are no part of what is compiled, because a start must try several ways in seconds.
+    With ALONE a program makes all parts. Sizes of the weight are no part of what is compiled, because a start must try
+    several ways in seconds.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    columns = tl.arange(0, BLOCK_N)
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile * BLOCK_N + columns
     is_row, is_column = (rows < num_rows)[None, :], (column < out_features)[:, None]
     steps = in_features // (splits * BLOCK_K)  # a multiple of BLOCK_K begins a part, so that loads are wide
     depth = split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
     w = w_ptr + column.to(tl.int64)[:, None] * in_features + depth[None, :]
-    x = x_ptr + rows[None, :] * in_features + depth[:, None]
+    x = x_ptr + rows.to(tl.int64)[None, :] * in_features + depth[:, None]
     up_of_w = w + out_features.to(tl.int64) * in_features
+    if ALONE:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for part in range(splits):
+            at = part * steps * BLOCK_K
+            some, some_up = sum_over_part(
+                x + at, w + at, up_of_w + at, is_row, is_column, steps, GATED, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K
+            )
+            acc += some
+            if GATED:
+                up += some_up
+    else:
+        acc, up = sum_over_part(x, w, up_of_w, is_row, is_column, steps, GATED, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
+
+    is_last = True
+    if SPLIT:
+        size = BLOCK_N * BLOCK_M * (1 + GATED)
+        place = row_tile * tl.num_programs(1) + tile
+        places = part_ptr + (place * splits).to(tl.int64) * size
+        places += columns[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(places + split * size, acc)
+        if GATED:
+            tl.store(places + split * size + BLOCK_N * BLOCK_M, up)
+        tl.debug_barrier()  # all warps have stored before one of them counts
+        is_last = tl.atomic_add(arrived_ptr + place, 1, sem="acq_rel") == splits - 1
+        if is_last:
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for other in range(splits):
+                # Past the multiprocessor's own cache, which may still have the parts of an earlier launch.
+                acc += tl.load(places + other * size, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(places + other * size + BLOCK_N * BLOCK_M, cache_modifier=".cg")
+            tl.store(arrived_ptr + place, 0)
+    if is_last:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc = acc / (1.0 + tl.exp(-acc)) * up
+        to = out_ptr + rows.to(tl.int64)[None, :] * out_features + column[:, None]
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
+
+
+@triton.jit
+def sum_over_part(
+    x,
+    w,
+    up_of_w,
+    is_row,
+    is_column,
+    steps,
+    GATED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the sums over `steps` tiles of K, in their order, and those of the second half of W with GATED."""
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for _ in range(steps):
@@ -148,27 +266,4 @@ def product(
             up_of_w += BLOCK_K
         w += BLOCK_K
         x += BLOCK_K
-
-    is_last = True
-    if SPLIT:
-        size = BLOCK_N * BLOCK_M * (1 + GATED)
-        places = part_ptr + (tile * splits).to(tl.int64) * size + columns[:, None] * BLOCK_M + rows[None, :]
-        tl.store(places + split * size, acc)
-        if GATED:
-            tl.store(places + split * size + BLOCK_N * BLOCK_M, up)
-        tl.debug_barrier()  # all warps have stored before one of them counts
-        is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
-        if is_last:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in range(splits):
-                # Past the multiprocessor's own cache, which may still have the parts of an earlier launch.
-                acc += tl.load(places + other * size, cache_modifier=".cg")
-                if GATED:
-                    up += tl.load(places + other * size + BLOCK_N * BLOCK_M, cache_modifier=".cg")
-            tl.store(arrived_ptr + tile, 0)
-    if is_last:
-        if GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
-        to = out_ptr + rows.to(tl.int64)[None, :] * out_features + column[:, None]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
+    return acc, up

@@ -41,13 +41,16 @@ class OfProduct(NamedTuple):
     most_rows: int
 
 
+Questions = dict[OfAttention | OfProduct, Question]
+
+
 def of_engine(
     decoders: Sequence[Heads],
     weights: Mapping[str, Sequence[Tensor]],
     num_seqs: int,
     page_size: int,
     multiprocessors: int,
-) -> dict[OfAttention | OfProduct, Question]:
+) -> Questions:
     """Return the questions of an engine in 16 bits, those that save most first.
 
     `weights` are matrices of layers by name, of which one called "gate_up" is `[2 * I, H]` and has its SwiGLU.
@@ -55,7 +58,7 @@ def of_engine(
     some = [weight for named in weights.values() for weight in named]
     if not some or some[0].dtype.itemsize != 2:
         return {}
-    asked: dict[OfAttention | OfProduct, Question] = {}
+    asked: Questions = {}
     for most_rows in (16, 1, 64, 32):
         for name, named in weights.items():
             shape = named[0].shape
@@ -67,6 +70,42 @@ def of_engine(
             question = attention(decoder, some[0], min(num_seqs, MOST_SEQS), page_size, multiprocessors, plain=plain)
             asked.setdefault(key, question)
     return asked
+
+
+def of_fixed_engine(
+    decoders: Sequence[Heads],
+    weights: Mapping[str, Sequence[Tensor]],
+    num_seqs: int,
+    page_size: int,
+    multiprocessors: int,
+) -> Questions:
+    """Return `of_engine` for launches that are the same for any rows."""
+    of_rows = of_engine(decoders, weights, num_seqs, page_size, multiprocessors)
+    asked: Questions = {key: of_rows[key] for key in of_rows if isinstance(key, OfAttention) and not key.plain}
+    for named in weights.values() if of_rows else ():
+        out_features, in_features = named[0].shape
+        key = OfProduct(out_features, in_features, gated=False, most_rows=products.FIXED_ROWS)
+        asked[key] = fixed_product(list(named), multiprocessors)
+    return asked
+
+
+def fixed_product(weights: list[Tensor], multiprocessors: int) -> Question:
+    """Return the question how to multiply any number of rows. It is timed with one tile of them."""
+    out_features, in_features = weights[0].shape
+    noise = torch.Generator(weights[0].device).manual_seed(0)
+    x = weights[0].new_empty(products.FIXED_ROWS, in_features).normal_(generator=noise)
+    default = products.fixed_way(weights[0], multiprocessors)
+
+    def run(way: Way | None, weight: Tensor = weights[0]) -> Tensor:
+        return products.fixed_linear(x, weight, None, default if way is None else Product(*way), multiprocessors)
+
+    def timed(way: Way | None) -> None:
+        for weight in weights:
+            run(way, weight)
+
+    ways = [way for way in products.FIXED_WAYS if in_features % (way.splits * way.depth) == 0 and way != default]
+    name = f"fixed product {out_features} x {in_features}"
+    return Question(name, ways, run, lambda: F.linear(x, weights[0]), timed)
 
 
 def product(weights: list[Tensor], num_rows: int, *, gated: bool) -> Question:

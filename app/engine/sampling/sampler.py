@@ -8,6 +8,7 @@ Rows of requests that ask for no more than argmax stop there. The others go on i
 and stop tokens before min_tokens), penalties, temperature, min-p, top-k, top-p, noise, argmax.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -58,9 +59,11 @@ class Sampler:
         for i, part in enumerate(torch.split(hidden, max_rows)):
             logits = self._backend.linear(part, lm_head)
             choice, is_lost = self._greedy(logits)
-            for kind in draws:
-                if own := kind.within(i * max_rows, i * max_rows + len(part)):
-                    choice[own.rows] = self._draw(logits[own.rows].float(), own)
+            size = 1 if self._backend.batch_invariant else max_rows  # sums of other shapes have other orders
+            for kind, start in itertools.product(draws, range(0, len(part), size)):
+                if own := kind.within(i * max_rows + start, i * max_rows + start + size):
+                    rows = slice(start, start + size)
+                    choice[rows][own.rows] = self._draw(logits[rows][own.rows].float(), own)
             chunks.append(choice.masked_fill_(is_lost, NOT_FINITE))
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
@@ -104,7 +107,8 @@ class Sampler:
 
         If that is not certain, the host reads `complete`, but only on a device where this read is cheap.
         """
-        if not (of.short or self._backend.can_wait_cheaply):
+        short_alone = of.short and not self._backend.batch_invariant  # `short` is of all rows that are drawn together
+        if not (short_alone or self._backend.can_wait_cheaply):
             return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
         short = filters.shortlist(logits, of, filters.SHORTLIST)
         noise = self.gumbel(state, short.tokens)

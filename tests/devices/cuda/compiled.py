@@ -29,7 +29,7 @@ from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.products import WAYS
+from app.engine.cuda.products import FIXED_WAYS, WAYS
 from app.engine.npu import rows as ascend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
@@ -128,6 +128,17 @@ def launch_products() -> None:
             products.linear(empty(rows, 4096), empty(8192, 4096), way, gated=gated)
 
 
+def launch_fixed_products() -> None:
+    """Products whose tiles are the same for any rows, in parts of programs and of one, for all types, with biases."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight, bias = empty(4096, 4096, dtype=dtype), empty(4096, dtype=dtype)
+        own = products.fixed_way(weight, 132)
+        assert own.splits > 1
+        for way in [own, *FIXED_WAYS] if dtype == torch.bfloat16 else [own]:
+            for rows, given in product((16, 512), (None, bias)) if way == own else ((16, None), (512, None)):
+                products.fixed_linear(empty(rows, 4096, dtype=dtype), weight, given, way, 132)
+
+
 def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
     for heads, kv_heads, dim, dtype in shapes:
         given = empty(heads, dtype=torch.float32) if sinks else None
@@ -206,13 +217,15 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend._multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks", "products"]:
+    for model in [*models, "others", "sinks", "products", "fixed"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
         elif model == "products":
             launch_products()
+        elif model == "fixed":
+            launch_fixed_products()
         else:
             launch_attention(backend, [*MORE_ATTENTION, *SINKS], sinks=False)
             launch_experts()

@@ -53,19 +53,20 @@ def cap(num_tokens: int) -> int:
 
 
 def make_engine(target: Path, draft: Path | None = None, *, kv_pages: int | None = None, **settings: Any) -> Engine:
-    """An fp32 engine on the CPU. `kv_pages` is KV memory for exactly so many pages, scratch pages included."""
+    """An engine on the CPU, in fp32 by default. `kv_pages` is KV memory for exactly so many, scratch pages included."""
     if kv_pages is not None:
-        per_token = sum(_kv_bytes_per_token(folder) for folder in (target, draft) if folder)
+        itemsize = 4 if settings.get("dtype", "float32") == "float32" else 2
+        per_token = itemsize * sum(_kv_numbers_per_token(folder) for folder in (target, draft) if folder)
         settings["kv_cache_memory"] = kv_pages * settings["page_size"] * per_token
     return build_engine(EngineConfig(target=target, draft=draft, **{"device": "cpu", "dtype": "float32"} | settings))
 
 
-def _kv_bytes_per_token(folder: Path) -> int:
+def _kv_numbers_per_token(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text())
     kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     layers = sum(kind != "linear_attention" for kind in kinds)
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    return 2 * 4 * layers * config["num_key_value_heads"] * head_dim
+    return 2 * layers * config["num_key_value_heads"] * head_dim
 
 
 # Prompts
@@ -344,6 +345,8 @@ class Subject:
     prompts: list[Prompt]
     load: Callable[[Path], Target] = load_target
     """Loader of the reference."""
+    wishes: dict[str, Any] = field(default_factory=dict)
+    """Settings of every engine beside those of a case."""
     _off: dict[tuple[float, str], list[list[int]]] = field(default_factory=dict)
 
     @cached_property
@@ -393,6 +396,7 @@ class Subject:
             enforce_eager=not case.from_graphs,
             compile=case.path == "compiled",
             prefix_caching=case.cached,
+            **self.wishes,
         )
 
     def run(self, case: Case, on_step: Callable[[StepOutput], None] = lambda _: None) -> Run:

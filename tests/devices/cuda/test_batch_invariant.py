@@ -1,0 +1,196 @@
+"""A row has the same bits in every batch: at any place, beside any others, behind any context, on any pages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+import app.engine.build.engine as build
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.cuda import products
+from app.engine.cuda.invariant import InvariantCudaBackend
+from app.engine.errors import UnsupportedError
+from tests.fast.engine.flat_request import flat_request
+from tests.fast.engine.lossless import make_engine, run_engine
+from tests.fast.engine.pairs import make_pair
+
+torch.set_num_threads(1)
+
+COUNTS = (1, 3, 16, 64, 512)
+HIDDEN = 64
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tiles that add K from its first number on, because NumPy's library looks at the place of a row."""
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> TensorHandle:
+        total = d.data.copy()
+        for column, row in zip(a.data.T, b.data, strict=True):
+            total += column[:, None] * row
+        return TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(scope="module")
+def backend() -> InvariantCudaBackend:
+    return InvariantCudaBackend(CPU)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def places(count: int) -> list[int]:
+    return sorted({0, count // 2, count - 1})
+
+
+def assert_rows_alone(run: Any, row: Tensor) -> None:
+    """`run` of rows gives `row` the same bits among any number of others."""
+    alone = run(row[None])[0]
+    for count in COUNTS:
+        for place in places(count):
+            rows = normal(count, *row.shape, seed=count, dtype=row.dtype)
+            rows[place] = row
+            assert torch.equal(run(rows)[place], alone), (count, place)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("multiprocessors", [1, 8, 1000], ids=["whole", "parts for few rows", "parts"])
+def test_a_product_of_a_row(dtype: torch.dtype, multiprocessors: int) -> None:
+    x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((4 * HIDDEN,), (200, 4 * HIDDEN), (200,)))
+    way = products.fixed_way(weight, multiprocessors)
+    assert way.splits == (1 if multiprocessors == 1 else 4)
+    for some in (None, bias):
+        assert_rows_alone(lambda rows, b=some: products.fixed_linear(rows, weight, b, way, multiprocessors), x)
+
+
+def test_such_a_product_is_pytorchs_and_its_parts_are_rounded_once(backend: InvariantCudaBackend) -> None:
+    x, weight, bias = normal(70, 4 * HIDDEN), normal(200, 4 * HIDDEN, seed=1), normal(200, seed=2)
+    for multiprocessors in (1, 1000):
+        way = products.fixed_way(weight, multiprocessors)
+        found = products.fixed_linear(x, weight, bias, way, multiprocessors)
+        torch.testing.assert_close(found, F.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+    assert backend.linear(x[:0], weight).shape == (0, 200)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_and_the_mlp_of_a_row(backend: InvariantCudaBackend, dtype: torch.dtype) -> None:
+    x, weight = normal(HIDDEN, dtype=dtype), normal(HIDDEN, seed=1, dtype=dtype)
+    gate_up, down = normal(4 * HIDDEN, HIDDEN, dtype=dtype), normal(HIDDEN, 2 * HIDDEN, dtype=dtype)
+    assert_rows_alone(lambda rows: backend.rms_norm(rows, weight, 1e-6), x)
+    assert_rows_alone(lambda rows: backend.add_rms_norm(rows, rows + 1, weight, 1e-6)[0], x)
+    assert_rows_alone(lambda rows: backend.gated_mlp(rows, gate_up, down), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotated_and_normed_heads_of_a_row(backend: InvariantCudaBackend, dtype: torch.dtype) -> None:
+    dim, norm = 16, normal(16, seed=1, dtype=dtype)
+
+    def turned(rows: Tensor) -> Tensor:
+        rotation = tuple(torch.full((len(rows), 1, dim), turn, dtype=dtype) for turn in (0.6, 0.8))
+        pool = LayerKv(*(torch.zeros(len(rows), 1, 2, dim, dtype=dtype) for _ in range(2)))
+        slots = torch.arange(len(rows), dtype=torch.int32)
+        q = backend.qkv_into_kv(rows, norm, norm, 1e-6, rotation, pool, slots)
+        return torch.cat((q, pool.k[:, 0], pool.v[:, 0]), dim=1)
+
+    assert_rows_alone(turned, normal(8, dim, dtype=dtype))
+
+
+class Sequence:
+    """Tokens of one sequence, whose last rows are queried on pages in any order and of any size."""
+
+    def __init__(self, length: int, dtype: torch.dtype, seed: int = 0) -> None:
+        self.q, self.k, self.v = (
+            normal(length, heads, 16, seed=seed + i, dtype=dtype) for i, heads in enumerate((4, 2, 2))
+        )
+
+
+def attended(
+    backend: InvariantCudaBackend,
+    shares: list[tuple[Sequence, int, int]],
+    mask: AttentionMask,
+    sinks: Tensor | None = None,
+    page_size: int = 16,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Attention of the rows [start, end) of each sequence. Pages lie at random, with garbage behind the end."""
+    counts = [-(-end // page_size) for _, _, end in shares]
+    pages = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))
+    table = torch.zeros(len(shares), max(counts) + seed % 3, dtype=torch.int32)
+    kv = LayerKv(*(torch.full((len(pages), page_size, 2, 16), 7.0, dtype=shares[0][0].q.dtype) for _ in range(2)))
+    for line, (sequence, _, end), own in zip(table, shares, pages[: sum(counts)].split(counts), strict=True):
+        line[: len(own)] = own
+        tokens = torch.arange(end)
+        kv.k[line[tokens // page_size].long(), tokens % page_size] = sequence.k[:end]
+        kv.v[line[tokens // page_size].long(), tokens % page_size] = sequence.v[:end]
+    lens = [end - start for _, start, end in shares]
+    starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+    ends = torch.tensor([end for *_, end in shares], dtype=torch.int32)
+    meta = AttentionMetadata(starts, ends, table, lens, ends.tolist(), page_size)
+    meta.plans[mask] = backend.plan_attention(meta, mask, 2)
+    q = torch.cat([sequence.q[start:end] for sequence, start, end in shares])
+    return [*backend.attention(q, kv, meta, mask, sinks).split(lens)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", ["full", "window", "sinks"])
+def test_attention_of_a_row(backend: InvariantCudaBackend, dtype: torch.dtype, how: str) -> None:
+    """Decoded alone, verified in a block at any place of it, and read with a prompt, whole and in chunks."""
+    mask = AttentionMask(causal=True, window=40 if how == "window" else None)
+    sinks = normal(4) if how == "sinks" else None
+    sequence, other, third = Sequence(150, dtype), Sequence(90, dtype, seed=10), Sequence(33, dtype, seed=20)
+    batches = [
+        ([(sequence, 0, 150)], 0, 16, 1),
+        ([(other, 89, 90), (sequence, 100, 101)], 1, 16, 2),
+        ([(sequence, 90, 106), (other, 74, 90)], 0, 4, 3),
+        ([(other, 80, 90), (sequence, 97, 113), (third, 32, 33)], 1, 16, 4),
+        ([(third, 0, 33), (sequence, 85, 101)], 1, 128, 5),
+        ([(sequence, 60, 140), (third, 30, 33)], 0, 16, 6),
+        ([(third, 31 - i, 33 - i) for i in range(15)] + [(sequence, 100, 102)], 15, 16, 7),
+    ]
+    (alone,) = attended(backend, [(sequence, 100, 101)], mask, sinks)
+    for shares, own, page_size, seed in batches:
+        start = shares[own][1]
+        found = attended(backend, shares, mask, sinks, page_size, seed)[own]
+        assert torch.equal(found[100 - start], alone[0]), seed
+    for position in (0, 15, 16, 31, 32, 63, 64):
+        (single,) = attended(backend, [(sequence, position, position + 1)], mask, sinks)
+        (prompt,) = attended(backend, [(sequence, 0, 70)], mask, sinks)
+        assert torch.equal(prompt[position], single[0]), position
+
+
+def test_a_weight_whose_columns_are_no_whole_tiles_is_refused_by_name(backend: InvariantCudaBackend) -> None:
+    with pytest.raises(UnsupportedError, match="--batch-invariant: a weight of 8 x 40"):
+        backend.pack_weight(torch.zeros(8, 40))
+
+
+def test_texts_in_bfloat16_are_equal_with_drafts_and_without_in_any_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From graphs whose steps overlap too, and for a prompt in chunks."""
+    monkeypatch.setattr(build, "make_backend", lambda device, **_: InvariantCudaBackend(torch.device(device)))
+    monkeypatch.setattr(build, "check_attention", lambda *_: None)
+    monkeypatch.setattr(build, "_warm_up", lambda *_: None)
+    pair = make_pair(
+        tmp_path, seed=34, vocab_size=6, num_layers=2, draft_layers=1, taps=(0,), own_head=True, num_kv_heads=1
+    )
+    sizes: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory": 1 << 20, "dtype": "bfloat16"}
+    sizes |= {"batch_invariant": True, "page_size": 16}
+    prompts = [tuple(i * i % 3 for i in range(19)), (1, 2)]
+    asked = [flat_request(f"r{i}", prompt, max_tokens=8 - i) for i, prompt in enumerate(prompts)]
+    eager = {"enforce_eager": True, "max_num_seqs": 1}
+    alone = run_engine(make_engine(pair.target, None, **sizes, **eager), asked).texts
+    for wishes in (
+        {"enforce_eager": False, "max_graphs": 2, "max_num_seqs": 2},
+        {"enforce_eager": True, "max_num_seqs": 2, "max_num_batched_tokens": 16},
+    ):
+        run = run_engine(make_engine(pair.target, pair.draft, **sizes, **wishes), asked)
+        assert run.texts == alone and run.verify_steps > 0

@@ -1,0 +1,156 @@
+"""--batch-invariant on a CPU: a row's bits depend on its own sequence alone. Refusals name what cannot keep that."""
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.backend.factory import make_backend
+from app.engine.build.engine import build_engine
+from app.engine.cpu import invariant
+from app.engine.cpu.invariant import InvariantCpuBackend
+from app.engine.errors import UnsupportedError
+from app.engine_config import EngineConfig
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
+from tests.fast.engine.pairs import make_pair
+
+COUNTS = (1, 3, 16, 64, 512)
+HIDDEN = 96
+DTYPES = [torch.float32, torch.bfloat16]
+CAUSAL = AttentionMask(causal=True)
+
+
+@pytest.fixture(scope="module")
+def backend() -> InvariantCpuBackend:
+    return InvariantCpuBackend(torch.device("cpu"))
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def differing(run: Any, row: Tensor) -> list[tuple[int, int]]:
+    """Numbers of rows, and places among them, where `run` gives `row` other bits than alone."""
+    alone, found = run(row[None])[0], []
+    for count in COUNTS:
+        for place in sorted({0, count // 2, count - 1}):
+            rows = normal(count, *row.shape, seed=count, dtype=row.dtype)
+            rows[place] = row
+            if not torch.equal(run(rows)[place], alone):
+                found.append((count, place))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_among_any_others(backend: InvariantCpuBackend, dtype: torch.dtype) -> None:
+    x, weight, bias = normal(HIDDEN, dtype=dtype), normal(101, HIDDEN, dtype=dtype), normal(101, dtype=dtype)
+    gate_up, down, norm = (normal(*s, dtype=dtype) for s in ((2 * 130, HIDDEN), (HIDDEN, 130), (HIDDEN,)))
+    assert not differing(lambda rows: backend.linear(rows, weight), x)
+    assert not differing(lambda rows: backend.linear(rows, weight, bias), x)
+    assert not differing(lambda rows: backend.gated_mlp(rows, gate_up, down), x)
+    assert not differing(lambda rows: backend.rms_norm(rows, norm, 1e-6), x)
+    assert not differing(lambda rows: backend.add_rms_norm(rows, rows + 1, norm, 1e-6)[0], x)
+    heads = x.view(4, -1)  # a view of wider rows, as q and k are
+    assert not differing(lambda rows: backend.rms_norm(rows[:, 1:3], norm[:24], 1e-6), heads)
+
+
+def test_the_usual_backend_does_not_promise_that() -> None:
+    """In fp32 a product of one row is a matrix by a vector, so the comparison above can fail."""
+    usual, x, weight = make_backend("cpu"), normal(1024), normal(512, 1024)
+    packed = usual.pack_weight(weight)
+    assert differing(lambda rows: usual.linear(rows, packed), x) and not usual.batch_invariant
+
+
+def attended(backend: Any, shares: list[tuple[Any, int, int]], mask: AttentionMask, page_size: int, seed: int) -> Any:
+    """Attention of rows [start, end) of sequences (q, k, v), on pages in any order. Other slots hold garbage."""
+    counts = [-(-end // page_size) for _, _, end in shares]
+    pages = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed))
+    table = torch.zeros(len(shares), max(counts), dtype=torch.int32)
+    dtype = shares[0][0][0].dtype
+    kv = LayerKv(*(torch.full((len(pages), page_size, 2, 16), 5.0 + seed, dtype=dtype) for _ in range(2)))
+    for line, ((_, k, v), _, end), own in zip(table, shares, pages[: sum(counts)].split(counts), strict=True):
+        line[: len(own)] = own
+        tokens = torch.arange(end)
+        kv.k[line[tokens // page_size].long(), tokens % page_size] = k[:end]
+        kv.v[line[tokens // page_size].long(), tokens % page_size] = v[:end]
+    lens, ends = [end - start for _, start, end in shares], [end for *_, end in shares]
+    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
+    meta = AttentionMetadata(starts, torch.tensor(ends, dtype=torch.int32), table, lens, ends, page_size)
+    meta.plans[mask] = backend.plan_attention(meta, mask, 2)
+    return backend.attention(torch.cat([q[start:end] for (q, *_), start, end in shares]), kv, meta, mask).split(lens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_row_attends_alike_alone_in_a_block_and_with_its_prompt(
+    backend: InvariantCpuBackend, dtype: torch.dtype, window: int | None
+) -> None:
+    def sequence(length: int, seed: int) -> tuple[Tensor, ...]:
+        return tuple(normal(length, heads, 16, seed=seed + i, dtype=dtype) for i, heads in enumerate((4, 2, 2)))
+
+    mask, own, other, third = CAUSAL._replace(window=window), sequence(700, 0), sequence(90, 5), sequence(33, 9)
+    batches: list[tuple[list[Any], int]] = [
+        ([(own, 0, 700)], 0),
+        ([(other, 89, 90), (own, 600, 601)], 1),
+        ([(own, 590, 606), (other, 74, 90)], 0),
+        ([(other, 80, 90), (own, 597, 613), (third, 33, 33)], 1),
+        ([(third, 0, 33), (own, 585, 601)], 1),
+        ([(own, 530, 640), (third, 30, 33)], 0),
+    ]
+    (alone,) = attended(backend, [(own, 600, 601)], mask, 16, 1)
+    for seed, (shares, index) in enumerate(batches):
+        for page_size in (4, 16, 128):
+            found = attended(backend, shares, mask, page_size, seed)[index]
+            assert torch.equal(found[600 - shares[index][1]], alone[0]), (seed, page_size)
+    usual = make_backend("cpu")
+    torch.testing.assert_close(alone, attended(usual, [(own, 600, 601)], mask, 16, 1)[0], atol=1e-2, rtol=1e-2)
+
+
+def test_a_processor_whose_products_depend_on_the_place_is_refused(
+    backend: InvariantCpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A double of it adds something to the last row of a block."""
+    linear = invariant.F.linear
+
+    def placed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = linear(x, weight, bias)
+        y[-1] += 1e-3
+        return y
+
+    backend.pack_weight(normal(6, HIDDEN))
+    monkeypatch.setattr(invariant.F, "linear", placed)
+    with pytest.raises(UnsupportedError, match="this processor's product of 16 rows by a weight of 7 x 96"):
+        backend.pack_weight(normal(7, HIDDEN))
+
+
+def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
+    pair = make_hybrid_pair(tmp_path)
+    with pytest.raises(UnsupportedError, match="its recurrent layers commit rows in groups"):
+        build_engine(EngineConfig(pair.target, device="cpu", batch_invariant=True))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "experts": ({"experts": 4}, {}, "its experts are computed in groups"),
+    "ranks": ({}, {"tensor_parallel_size": 2}, "not with --tensor-parallel-size 2"),
+    "compiled": ({}, {"compile": True}, "--compile has g[+][+] choose"),
+    "an NPU": ({}, {"device": "npu"}, "an NPU's operators choose"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_cannot_keep_the_promise_is_refused_by_name(tmp_path: Path, how: str) -> None:
+    shape, wishes, message = REFUSED[how]
+    pair = make_pair(tmp_path, **shape)
+    with pytest.raises(UnsupportedError, match=f"--batch-invariant: .*{message}"):
+        build_engine(EngineConfig(pair.target, **{"device": "cpu", "batch_invariant": True} | wishes))
+
+
+def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.engine.backend.factory._on_cuda", lambda: "cuda.torch_backend.TorchCudaBackend")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UnsupportedError, match="--batch-invariant: a GPU needs Triton"):
+        make_backend("cuda:0", batch_invariant=True)
