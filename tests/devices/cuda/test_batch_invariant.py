@@ -63,13 +63,13 @@ def assert_rows_alone(run: Any, row: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("multiprocessors", [1, 8, 1000], ids=["whole", "parts for few rows", "parts"])
+@pytest.mark.parametrize("multiprocessors", [1, 4, 1000], ids=["whole", "parts for few rows", "parts"])
 def test_a_product_of_a_row(dtype: torch.dtype, multiprocessors: int) -> None:
-    x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((4 * HIDDEN,), (200, 4 * HIDDEN), (200,)))
+    x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((2 * HIDDEN,), (100, 2 * HIDDEN), (100,)))
     way = products.fixed_way(weight, multiprocessors)
-    assert way.splits == (1 if multiprocessors == 1 else 4)
-    for some in (None, bias):
-        assert_rows_alone(lambda rows, b=some: products.fixed_linear(rows, weight, b, way, multiprocessors), x)
+    assert (way.splits > 1) == (multiprocessors > 1)
+    some = bias if multiprocessors == 4 else None
+    assert_rows_alone(lambda rows: products.fixed_linear(rows, weight, some, way, multiprocessors), x)
 
 
 def test_such_a_product_is_pytorchs_and_its_parts_are_rounded_once(backend: InvariantCudaBackend) -> None:
@@ -140,8 +140,10 @@ def attended(
     return [*backend.attention(q, kv, meta, mask, sinks).split(lens)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", ["full", "window", "sinks"])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [("full", torch.float32), ("full", torch.bfloat16), ("window", torch.float32), ("sinks", torch.float32)],
+)
 def test_attention_of_a_row(backend: InvariantCudaBackend, dtype: torch.dtype, how: str) -> None:
     """Decoded alone, verified in a block at any place of it, and read with a prompt, whole and in chunks."""
     mask = AttentionMask(causal=True, window=40 if how == "window" else None)
