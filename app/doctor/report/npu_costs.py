@@ -4,7 +4,7 @@ Weights are random, so times alone are looked at. Checked against torch_npu's sc
 CPU; not run on an Ascend device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -206,13 +206,49 @@ def tasks(backend: Backend, extent: Extent) -> Result:
     """Time each operator of a layer of the target in a graph, for 16 sequences of 9 rows."""
     at = inputs(backend)
     layer = Layer.made(at, extent, extent.paged([(1 + DRAFTS, extent.kv)] * BATCH)(at))
-    cases: list[Result] = []
-    whole = 0.0
-    for name, (call, count) in layer.tasks().items():
-        us = 1e3 * graph_ms(backend, call, extent, [layer.attend.meta] if name == "attention" else [])
-        cases.append({"task": name, "a layer": count, "us": us})
-        whole += count * us
-    return {"found": f"The tasks of a layer take {whole:.4g} us one by one.", "cases": cases}
+    return _timed(backend, extent, layer.tasks(), "The tasks of a layer take", [layer.attend.meta])
+
+
+def around(backend: Backend, extent: Extent) -> Result:
+    """Time the work of a step that is no layer's in a graph, for 16 sequences of 9 rows."""
+    at, e, rows = inputs(backend), extent, BATCH * (1 + DRAFTS)
+    head, fc = _random(backend, e.vocab, e.hidden), _random(backend, e.hidden, e.taps * e.hidden)
+    hidden, logits, norm = at.normal(rows, e.hidden), at.normal(rows, e.vocab), at.normal(e.hidden)
+    features, tapped = [hidden] * e.taps, at.normal(rows, e.taps * e.hidden)
+    tables = backend.rotary_tables(torch.rand(e.kv, e.dim // 2), torch.bfloat16)
+    positions, choices, drafts = (at.integers(0, e.kv, *shape) for shape in ((rows,), (rows,), (BATCH, DRAFTS)))
+    context = at.normal(rows, e.draft_layers, 2, e.kv_heads, e.dim), at.normal(e.draft_layers, e.dim), at.normal(e.dim)
+    slots = at.scattered(rows * e.draft_layers, -(-rows * e.draft_layers // PAGE) * PAGE)
+    rotation, pages = at.rotation(rows, e.dim), at.pages(len(slots), PAGE, e.kv_heads, e.dim)
+    first, lengths, each = at.int32(range(0, rows, 1 + DRAFTS)), at.int32([DRAFTS] * BATCH), at.int32(range(BATCH))
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "embeddings": (lambda: backend.embed_blocks(each, 0, 1 + DRAFTS, head), 2),
+        "cos and sin": (lambda: backend.rotation_at(tables, positions), 2),
+        "final norm": (lambda: backend.rms_norm(hidden, norm, EPS), 2),
+        "lm_head": (lambda: backend.linear(hidden, head), 2),
+        "choice": (lambda: logits.max(dim=-1), 2),
+        "features": (lambda: torch.cat(features, dim=-1), 1),
+        "fc": (lambda: backend.linear(tapped, fc), 1),
+        "context KV": (lambda: backend.context_into_kv(*context, EPS, rotation, pages, slots), 1),
+        "verify": (lambda: backend.verify(choices, drafts, first, lengths, each), 1),
+    }
+    return _timed(backend, extent, calls, "The work around the layers takes")
+
+
+def _timed(
+    backend: Backend,
+    extent: Extent,
+    calls: Mapping[str, tuple[Callable[[], object], int]],
+    begin: str,
+    metas: Sequence[AttentionMetadata] = (),
+) -> Result:
+    """Return the microseconds of each call in a graph, how often a step has it, and milliseconds of all."""
+    cases = [
+        {"task": name, "times": count, "us": 1e3 * graph_ms(backend, call, extent, metas)}
+        for name, (call, count) in calls.items()
+    ]
+    whole = sum(case["times"] * case["us"] for case in cases) / 1e3
+    return {"found": f"{begin} {whole:.4g} ms one by one.", "ms": whole, "cases": cases}
 
 
 def widths(backend: Backend, extent: Extent) -> Result:
@@ -303,16 +339,11 @@ def _random(backend: Backend, *shape: int) -> Tensor:
 
 def prediction(backend: Backend, extent: Extent) -> Result:
     """Predict output tokens/s of 16 requests of 3,500 and 1,500 tokens from the layers' own times."""
-    at, blocks = inputs(backend), [(1 + DRAFTS, extent.kv)] * BATCH
-    rows = BATCH * (1 + DRAFTS)
-    head = _random(backend, extent.vocab, extent.hidden)
-    fc = _random(backend, extent.hidden, extent.taps * extent.hidden)
-    hidden, features = at.normal(rows, extent.hidden), at.normal(rows, extent.taps * extent.hidden)
+    blocks = [(1 + DRAFTS, extent.kv)] * BATCH
     ms = {
         "target": extent.layers * layer_ms(backend, extent, blocks, causal=True),
         "draft": extent.draft_layers * layer_ms(backend, extent, blocks, causal=False),
-        "lm_head twice": 2 * graph_ms(backend, lambda: backend.linear(hidden, head).max(dim=-1), extent),
-        "context": graph_ms(backend, lambda: backend.linear(features, fc), extent),
+        "around": around(backend, extent)["ms"],
     }
     step = sum(ms.values())
     chunk = extent.layers * layer_ms(backend, extent, [(extent.chunk, extent.chunk)], causal=True)
@@ -334,6 +365,7 @@ QUESTIONS: dict[str, Callable[[Backend, Extent], Result]] = {
     "mixed steps": mixed,
     "gap between tasks": gap,
     "tasks of a layer": tasks,
+    "tasks around the layers": around,
     "widths": widths,
     "NZ pages": nz_pages,
     "window": band,

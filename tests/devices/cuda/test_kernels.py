@@ -94,7 +94,7 @@ def test_qkv_into_kv_norms_turns_and_writes_and_touches_no_other_slot(backend, d
     norms = (values.normal(dim), values.normal(dim)) if normed else (None, None)
     turns = rotation(dim, rows, dtype, backend)
     kv = LayerKv(*(values.normal(3, 4, kv_heads, dim) for _ in range(2)))
-    expected = LayerKv(kv.k.float(), kv.v.float())
+    expected = LayerKv(kv.k.clone().float(), kv.v.clone().float())
     slot_mapping = values.slot_mapping(rows, 12)
     wanted = Backend.qkv_into_kv(
         REFERENCE, qkv.float(), *(x.float() if x is not None else None for x in norms), EPS, wide(turns), expected,
@@ -111,7 +111,7 @@ def test_context_of_all_layers_goes_to_the_slots_of_each_in_one_launch(backend, 
     kv_tl2hd, k_norm = values.normal(rows, layers, 2, kv_heads, dim), values.normal(layers, dim)
     turns = rotation(dim, rows, dtype, backend)
     kv = LayerKv(*(values.normal(6, 4, kv_heads, dim) for _ in range(2)))
-    expected = LayerKv(kv.k.float(), kv.v.float())
+    expected = LayerKv(kv.k.clone().float(), kv.v.clone().float())
     slot_mapping = values.slot_mapping(rows * layers, 24)
     Backend.context_into_kv(
         REFERENCE, kv_tl2hd.float(), k_norm.float(), torch.ones(dim), EPS, wide(turns), expected, slot_mapping

@@ -378,7 +378,7 @@ def test_every_question_about_costs_has_the_figure_that_decides_it(name: str) ->
     assert "error" not in result and any(character.isdigit() for character in result["found"]), result
     assert result.get("error_of_largest", 0.0) < 0.02
     if name == "tasks of a layer":
-        assert sum(case["a layer"] for case in result["cases"]) == len(LAYER)
+        assert sum(case["times"] for case in result["cases"]) == len(LAYER)
 
 
 def test_the_predicted_speed_follows_from_the_times() -> None:
