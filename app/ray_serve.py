@@ -133,6 +133,7 @@ class Replica:
         log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
         target, draft = await asyncio.to_thread(find_models, config)
         self._service = Service(config, target, draft, hold_seconds=hold_seconds)
+        self._service.bind()
         self._service.start()
         try:
             await self._service.ready()

@@ -35,6 +35,11 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     """
     log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
     try:
+        service = Service(config, target, draft, engine_command)
+    except (TokenizerError, ChatTemplateError) as error:
+        print_error(str(error))
+        return 2
+    try:
         listener = _bind(config.host, config.port)
     except OSError as error:
         print_error(
@@ -43,10 +48,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
         return 1
     with contextlib.closing(listener):
         try:
-            service = Service(config, target, draft, engine_command)
-        except (TokenizerError, ChatTemplateError) as error:
-            print_error(str(error))
-            return 2
+            service.bind()
         except zmq.ZMQError as error:
             print_error(f"--kv-events-config: an endpoint cannot be bound: {error}")
             return 1

@@ -31,8 +31,8 @@ class Service:
     """Engine and application of one model. `target` and `draft` are the checkpoints' folders.
 
     Requests wait for an engine that is loading, for `hold_seconds` at most.
-    The constructor raises TokenizerError or ChatTemplateError for files that cannot be used. It raises ConfigError for
-    settings that exclude each other, and zmq.ZMQError for an address of KV events that cannot be bound.
+    The constructor raises TokenizerError or ChatTemplateError for files that cannot be used, and ConfigError for
+    settings that exclude each other. It opens no socket.
     """
 
     def __init__(
@@ -51,16 +51,21 @@ class Service:
         supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
         admission = Admission(config.max_queue, config.max_concurrency_per_key)
         events = config.kv_events_config
-        publisher = KvEventPublisher(events) if events is not None and events.is_on else None
+        self._publisher = KvEventPublisher(events) if events is not None and events.is_on else None
         self.config = config
-        self.engine = EngineClient(supervisor, admission, metrics, publisher)
+        self.engine = EngineClient(supervisor, admission, metrics, self._publisher)
         self.services = services_for(config, self.engine, tokenizer, metrics)
         self.services.tracer, self.services.hold_seconds = tracer, hold_seconds
         self.app = create_app(self.services)
         self._logging: asyncio.Task[None] | None = None
 
+    def bind(self) -> None:
+        """Bind the addresses of KV events. Raises zmq.ZMQError for one that cannot be bound."""
+        if self._publisher is not None:
+            self._publisher.bind()
+
     def start(self) -> None:
-        """Start the engine process and return."""
+        """Start the engine process and return. `bind` comes before."""
         defaults = asdict(self.services.tokenizer.defaults).items()
         sampling = ", ".join(f"{name} {value:g}" for name, value in defaults)
         logger.info("sampling where a request says nothing: %s", sampling)

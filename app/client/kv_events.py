@@ -52,21 +52,25 @@ class AllBlocksCleared(msgspec.Struct, tag_field="type", tag=True):
 
 
 class KvEventPublisher:
-    """Sockets of one server's events. Raises zmq.ZMQError if an address cannot be bound."""
+    """Sockets of one server's events."""
 
     def __init__(self, config: KvEventsConfig) -> None:
+        self._config = config
         self._topic = config.topic.encode()
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps if config.replay_endpoint else 0)
         self._next = 0
+
+    def bind(self) -> None:
+        """Open the sockets, before anything else is called. Raises zmq.ZMQError if an address cannot be bound."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
-        self._events.set_hwm(config.hwm)
-        self._replay.set_hwm(2 * (config.buffer_steps + 1))  # two whole replays for a client that does not read
+        self._events.set_hwm(self._config.hwm)
+        self._replay.set_hwm(2 * (self._config.buffer_steps + 1))  # two whole replays for a client that does not read
         try:
-            self._events.bind(config.endpoint)
-            if config.replay_endpoint is not None:
-                self._replay.bind(config.replay_endpoint)
+            self._events.bind(self._config.endpoint)
+            if self._config.replay_endpoint is not None:
+                self._replay.bind(self._config.replay_endpoint)
         except zmq.ZMQError:
             self.close()
             raise

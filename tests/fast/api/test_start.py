@@ -1,17 +1,27 @@
 """A start that fails leaves nothing open."""
 
 import socket
-from pathlib import Path
-
-import pytest
 
 from app.api import server
+from app.client.kv_events import KvEventPublisher
 from app.config.settings import Config
 
 
-def test_with_its_port_taken_a_server_opens_no_other_socket(monkeypatch, capsys):
-    monkeypatch.setattr(server, "Service", lambda *_: pytest.fail("its sockets of KV events were opened"))
+def test_with_its_port_taken_a_server_opens_no_socket_of_events(model_folder, monkeypatch, capsys):
+    bound = []
+    monkeypatch.setattr(KvEventPublisher, "bind", bound.append)
     monkeypatch.setattr(server.log, "set_up", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert server.run(Config(port=taken.getsockname()[1]), Path(), None) == 1
+        port = taken.getsockname()[1]
+        config = Config(model="tiny", port=port, kv_events_config={"enable_kv_cache_events": True})
+        assert server.run(config, model_folder, None) == 1
     assert "cannot listen on" in capsys.readouterr().err
+    assert not bound
+
+
+def test_an_address_of_events_that_is_taken_is_one_line(model_folder, monkeypatch, capsys):
+    monkeypatch.setattr(server.log, "set_up", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}
+        assert server.run(Config(model="tiny", port=0, kv_events_config=events), model_folder, None) == 1
+    assert "--kv-events-config: an endpoint cannot be bound" in capsys.readouterr().err

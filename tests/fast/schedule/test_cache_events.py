@@ -72,6 +72,7 @@ def sockets(tmp_path):
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     options = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay, "topic": "kv@here"}
     publisher = KvEventPublisher(KvEventsConfig(**options, buffer_steps=50))
+    publisher.bind()
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, context.socket(zmq.DEALER) as client:
         for socket in (subscriber, client):
             socket.linger, socket.rcvtimeo = 0, 60_000
@@ -135,6 +136,7 @@ def test_a_replay_begins_where_it_was_asked_to_and_has_what_is_kept(sockets):
 
 def test_without_an_endpoint_for_replays_none_is_kept(tmp_path):
     publisher = KvEventPublisher(KvEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events"))
+    publisher.bind()
     publisher.publish([])
     assert not publisher._sent
     publisher.close()
@@ -142,6 +144,7 @@ def test_without_an_endpoint_for_replays_none_is_kept(tmp_path):
 
 def test_the_event_loop_goes_on_while_the_last_events_are_delivered(tmp_path, monkeypatch):
     publisher = KvEventPublisher(KvEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/events"))
+    publisher.bind()
     close, delivered = publisher.close, threading.Event()
 
     def close_late() -> None:
