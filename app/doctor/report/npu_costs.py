@@ -243,7 +243,7 @@ def _timed(
     metas: Sequence[AttentionMetadata] = (),
 ) -> Result:
     """Return the microseconds of each call in a graph, how often a step has it, and milliseconds of all."""
-    cases = [
+    cases: list[Result] = [
         {"task": name, "times": count, "us": 1e3 * graph_ms(backend, call, extent, metas)}
         for name, (call, count) in calls.items()
     ]
