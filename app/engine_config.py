@@ -13,7 +13,7 @@ class EngineInfo:
     what was read from the draft's config.json, for people.
     A hybrid target has `state_bytes` of recurrent state beside the KV, and `state_cache_bytes` for
     `num_state_checkpoints` of its prefix cache.
-    `tensor_parallel_size` processes share each layer. `tuned` are the ways of launches that were timed on a GPU.
+    `tensor_parallel_size` processes share each layer. `tuned` are the ways of launches that were timed.
     """
 
     target: str
@@ -48,7 +48,7 @@ class EngineConfig:
     of triton-ascend. `compile` turns a CPU's forwards into C++ before the first step. `verify` is how many rows of a
     block the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
     With `cache_events` steps tell how the prefix cache changes.
-    `tune` "off" launches a GPU's operators by default, without timing other ways.
+    `tune` "off" launches a GPU's operators, and a CPU's products, by default, without timing other ways.
     With `batch_invariant` no bit of a row depends on the batch, so texts are equal in 16 bits too.
     `tensor_parallel_size` processes share each layer of the target, and of the draft, unless
     `draft_tensor_parallel_size` is 1. While they load, one waits for another `distributed_timeout_seconds` at most.

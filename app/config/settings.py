@@ -120,7 +120,8 @@ class Config(BaseModel):
     tune: Literal["auto", "off"] = setting(
         ENGINE,
         "auto",
-        "auto | off: time ways to launch kernels at the first start on a GPU, in at most 10 s, and keep them",
+        "auto | off: time ways to launch kernels at the first start on a GPU, in at most 10 s, and keep them; on a CPU "
+        "time products of few rows at each start",
     )
     batch_invariant: bool = setting(
         ENGINE, False, "sum in one order whatever the batch: texts are equal to the last bit in 16 bits too, and slower"

@@ -34,7 +34,7 @@ CLAIMS = {
 }
 """Aims by concurrency."""
 MEANING = (
-    "Medians of rounds by turns. `floor` is the matrix products alone of the same runs, by PyTorch's own operators. A "
+    "Medians of rounds by turns. `floor` is the matrix products alone of the same runs, by the engine's operators. A "
     "ratio is of paired rounds, with its 95 % interval; the verdict is by the ratio itself."
 )
 

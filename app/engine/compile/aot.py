@@ -4,12 +4,9 @@ A small model's step is hundreds of operators of a few microseconds, most of whi
 same Python code with open sizes, and inductor makes C++ of it. That takes a minute, so packages are kept.
 """
 
-import contextlib
 import hashlib
 import importlib
 import os
-import platform
-import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.compile.cache import load_package
+from app.engine.cpu.library import compiler_version, processor
 
 _SOURCES = Path(__file__).parents[1]
 
@@ -105,23 +103,9 @@ class _Step(nn.Module):
 def _digest(settings: object, tensors: Sequence[Tensor]) -> str:
     """Return a hash of all that decides the compiled code: settings and shapes, the engine's own sources, PyTorch and
     the compiler, the processor, and the threads that loops are cut for."""
-    version = subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout
     what = hashlib.sha256(f"{settings!r} {torch.__version__} {torch.get_num_threads()} {os.cpu_count()}".encode())
-    what.update(version + _processor())
-    for source in sorted(_SOURCES.rglob("*.py")):
+    what.update(compiler_version() + processor())
+    for source in sorted([*_SOURCES.rglob("*.py"), *_SOURCES.rglob("*.cpp")]):
         what.update(source.read_bytes())
     what.update(repr([(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors]).encode())
     return what.hexdigest()[:16]
-
-
-def compiler() -> str:
-    return os.environ.get("CXX", "g++")
-
-
-def _processor() -> bytes:
-    """Return the facts that -march=native looks at."""
-    told = (b"model name", b"flags", b"Features", b"CPU part")
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-        return b"\n".join(sorted({line for line in lines if line.startswith(told)}))
-    return platform.processor().encode()

@@ -36,7 +36,7 @@ class CompiledBackend(TorchBackend):
 
     separate_prefill = False
     max_gathered_tokens = CpuBackend.max_gathered_tokens
-    pack_weight = CpuBackend.pack_weight
+    pack_weight = CpuBackend.pack_columns
     retain_allocator_memory = CpuBackend.retain_allocator_memory
     positions_and_slots = CpuBackend.positions_and_slots
     verify = CpuBackend.verify

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app.engine.cache_folder import cache_folder
+from app.engine.cache_folder import own_folder
 
 MAX_OF_A_NAME = 8
 """Packages kept of each function: shapes, settings and releases that a machine is likely to change between."""
@@ -35,7 +35,7 @@ def compile_cache() -> Iterator[Path]:
             made = tempfile.TemporaryDirectory(dir=where, prefix=prefix, ignore_cleanup_errors=True)
             return stack.enter_context(made)
 
-        folder = _own_folder() or Path(temporary(None, "dflash-compiled-"))
+        folder = own_folder("compiled") or Path(temporary(None, "dflash-compiled-"))
         stack.callback(_tidy, folder)
         stack.enter_context(_temporary_files_in(temporary(folder, _WORK)))
         yield folder
@@ -52,22 +52,6 @@ def load_package(package: Path) -> Callable[..., Any]:
         importlib.import_module("torch._inductor").aoti_load_package(str(package)).loader.boxed_run
     )
     return run
-
-
-def _own_folder() -> Path | None:
-    with contextlib.suppress(OSError, RuntimeError):
-        folder = cache_folder("compiled")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        is_ours = folder.stat().st_uid == os.getuid() and _owners_above(folder) <= {0, os.getuid()}
-        if is_ours and os.access(folder, os.W_OK):
-            folder.chmod(0o700)
-            return folder
-    return None
-
-
-def _owners_above(folder: Path) -> set[int]:
-    """Return the users that could put another folder in its place."""
-    return {path.stat().st_uid for path in folder.resolve().parents}
 
 
 @contextlib.contextmanager

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.backend.torch import visible
-from app.engine.compile.aot import Compiled, compiler
+from app.engine.compile.aot import Compiled
 from app.engine.compile.backend import OneCall, Padded
 from app.engine.compile.cache import compile_cache
+from app.engine.cpu.library import compiler
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError

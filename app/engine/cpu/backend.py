@@ -7,6 +7,7 @@ reads weights, so their layout in memory counts.
 import ctypes
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -16,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
 from app.engine.backend.torch import Call, Piece, TorchBackend
+from app.engine.cpu import linear
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +43,35 @@ class CpuBackend(TorchBackend):
     max_gathered_tokens = 1 << 13
     """Bound that keeps gathered K and V in the processor's caches until they are read (tools/lab/NOTES.md)."""
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._packed: set[tuple[torch.Size, torch.dtype]] = set()
+
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Warn of a dtype that processors have few instructions for."""
         super().check(head_dim, block_size, page_size, dtype)
         if dtype == torch.float16:
             _warn_of_float16()
 
+    def tune(
+        self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
+    ) -> dict[str, str]:
+        """Time products of few rows, and leave those to PyTorch that it computes faster."""
+        return linear.tune(sorted(self._packed, key=str))
+
     def pack_weight(self, *parts: Tensor) -> Tensor:
-        """Return the weight column by column in memory, up to twice as fast with few rows (tools/lab/NOTES.md)."""
+        """Return the weight row by row, like it is stored, if this package's own products are here for its dtype."""
+        if not linear.own(parts[0].dtype):
+            return self.pack_columns(*parts)
+        packed = super().pack_weight(*parts).contiguous()
+        self._packed.add((packed.shape, packed.dtype))
+        return packed
+
+    def pack_columns(self, *parts: Tensor) -> Tensor:
+        """Return the weight column by column, which is up to twice as fast for PyTorch's products of few rows.
+
+        tools/lab/NOTES.md has the figures.
+        """
         columns = parts[0].new_empty(parts[0].shape[1], sum(map(len, parts)))
         blocks = [rows for part in parts for rows in part.split(_TURNED_ROWS)]
         places = columns.split([len(rows) for rows in blocks], dim=1)
@@ -57,6 +80,8 @@ class CpuBackend(TorchBackend):
         return columns.t()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if multiply := linear.own(weight.dtype):
+            return multiply(x, weight, bias)
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
@@ -172,8 +197,8 @@ class CpuBackend(TorchBackend):
         return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = torch.mm(x, gate_up.t()).chunk(2, dim=-1)
-        return torch.mm(F.silu(gate).mul_(up), down.t())
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        return self.linear(F.silu(gate).mul_(up), down)
 
     def retain_allocator_memory(self) -> None:
         """Let glibc keep large freed blocks. Without effect on other allocators.

@@ -238,7 +238,7 @@ def test_whatever_decides_what_is_compiled_is_part_of_its_name(monkeypatch, tmp_
     elif what == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     elif what == "processor":
-        monkeypatch.setattr(compiled, "_processor", lambda: b"another")
+        monkeypatch.setattr(compiled, "processor", lambda: b"another")
     else:
         digest = partial(compiled._digest, ("others",), [torch.zeros(2, 3)])
     assert digest() != before

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from app.engine import cache_folder
 from app.engine.compile import cache as kept
 from app.engine.compile.cache import compile_cache
 
@@ -54,8 +55,8 @@ def test_where_it_cannot_be_there_is_a_new_one_for_this_time(
         monkeypatch.delenv("HOME", raising=False)
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Like for a user without an entry.
     elif why == "another's above it":
-        assert kept._owners_above(temporary) >= {tmp_path.stat().st_uid, Path("/").stat().st_uid}
-        monkeypatch.setattr(kept, "_owners_above", lambda folder: {0, os.getuid(), 12345})
+        assert cache_folder._owners_above(temporary) >= {tmp_path.stat().st_uid, Path("/").stat().st_uid}
+        monkeypatch.setattr(cache_folder, "_owners_above", lambda folder: {0, os.getuid(), 12345})
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
     with compile_cache() as folder:
@@ -78,7 +79,7 @@ def test_pytorch_takes_code_from_a_new_folder_of_this_user_alone(
     planted = torch_folders() if "TMPDIR" in os.environ else set()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(temporary / "planted"))
     if not own:
-        monkeypatch.setattr(kept, "_own_folder", lambda: None)
+        monkeypatch.setattr(kept, "own_folder", lambda name: None)
     with compile_cache() as folder:
         found = torch_folders()
         assert all(path.is_relative_to(folder) for path in found) and not found & planted

@@ -522,7 +522,7 @@ def test_ranks_launch_alike_because_none_times_its_own_ways(lucky: Pair, monkeyp
     def timed(*_: object) -> dict[str, str]:
         raise AssertionError("a rank has chosen by its own clock")
 
-    monkeypatch.setattr("app.engine.backend.torch.TorchBackend.tune", timed)
+    monkeypatch.setattr("app.engine.cpu.backend.CpuBackend.tune", timed)
     config = EngineConfig(lucky.target, None, device="cpu", max_model_len=32, tensor_parallel_size=2)
     ThreadRanks(config).close()
     with pytest.raises(AssertionError, match="own clock"):

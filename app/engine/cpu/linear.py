@@ -1,0 +1,87 @@
+"""Products with weights [out, in] in row order, by an operator of our own where there are few rows (linear.cpp)."""
+
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.cpu.library import load_operators
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16)
+_TRIED_ROWS = (4, 16, 32, 64, 128)
+_ALL_ROWS = 1 << 30
+_TRIED_NUMBERS = 1 << 20
+"""Numbers of a weight that is timed. Of a larger one the first rows are, because 128 rows are slow to compute."""
+_ROUNDS = 3
+_FASTER = 1.1
+"""PyTorch's product has to be faster by this factor, because a difference below it is noise."""
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def own(dtype: torch.dtype) -> Multiply | None:
+    """Return the operator (x [T, in], weight [out, in], bias [out] or None), or None if a dtype has none here."""
+    return _operator() if dtype in DTYPES else None
+
+
+@cache
+def _operator() -> Multiply | None:
+    try:
+        load_operators(Path(__file__).with_name("linear.cpp"))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.info("products of few rows: PyTorch's own, because %s", error)
+        return None
+    torch.library.register_fake("dflash_server::linear", _shape_of_linear)
+    operator: Multiply = torch.ops.dflash_server.linear.default
+    return operator
+
+
+def _shape_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, str]:
+    """Leave products to PyTorch from those rows on where it is faster. Return the rows by weight, for people."""
+    found = {}
+    for (out, size), dtype in weights:
+        if multiply := own(dtype):
+            rows = _most_rows(multiply, out, size, dtype, torch.get_num_threads())
+            told = "own" if rows == _ALL_ROWS else f"own up to {rows} rows"
+            found[f"linear {out} x {size}, {str(dtype).removeprefix('torch.')}"] = told
+    return found
+
+
+@cache
+@torch.inference_mode()
+def _most_rows(multiply: Multiply, out: int, size: int, dtype: torch.dtype, threads: int) -> int:
+    """Return, and set, the rows up to which the operator is as fast as PyTorch's. If it is at all _TRIED_ROWS, it
+    computes more rows too."""
+    tried = max(1, min(out, _TRIED_NUMBERS // size))
+    limit = partial(torch.ops.dflash_server.set_most_rows, is_float32=dtype == torch.float32)
+    limit(tried, size, rows=_TRIED_ROWS[-1])
+    weight, most = torch.ones(tried, size, dtype=dtype), 0
+    for rows in _TRIED_ROWS:
+        x = torch.ones(rows, size, dtype=dtype)
+        ratios: list[float] = []
+        while len(ratios) < _ROUNDS and not (ratios and ratios[0] < 0.5):
+            start = time.perf_counter()
+            multiply(x, weight, None)
+            middle = time.perf_counter()
+            F.linear(x, weight)
+            ratios.append((middle - start) / (time.perf_counter() - middle))
+        if median(ratios) > _FASTER:
+            break
+        most = rows
+    if most == _TRIED_ROWS[-1]:
+        most = _ALL_ROWS
+    limit(out, size, rows=most)
+    return most

@@ -1,0 +1,170 @@
+"""The CPU's own product of few rows: right, the same for a row in every batch, and left out where it cannot be made."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from app.engine.cpu import library, linear
+from app.engine.cpu.backend import CpuBackend
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+SHAPES = [(1, 1), (5, 7), (3, 16), (4, 17), (11, 70), (64, 1024), (130, 3072)]
+needs_compiler = pytest.mark.skipif(not shutil.which(library.compiler()), reason="there is no g++")
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def multiply_here(out: int, size: int, dtype: torch.dtype, rows: int = 128) -> linear.Multiply:
+    """Return the operator, which computes itself up to so many rows."""
+    multiply = linear.own(dtype)
+    assert multiply
+    torch.ops.dflash_server.set_most_rows(out, size, dtype == torch.float32, rows)
+    return multiply
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
+@pytest.mark.parametrize(("out", "size"), SHAPES)
+def test_a_product_is_right_and_a_row_of_it_has_the_same_bits_in_every_batch_and_on_every_thread(dtype, out, size):
+    multiply = multiply_here(out, size, dtype)
+    x, weight, bias = (
+        drawn(70, size, dtype=dtype),
+        drawn(out, size, dtype=dtype, seed=1),
+        drawn(out, dtype=dtype, seed=2),
+    )
+    whole = multiply(x, weight, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    error = (whole.double() - expected).abs().max() / expected.abs().max()
+    assert error < (1e-6 if dtype == torch.float32 else 2**-8)
+    for rows in (1, 2, 3, 4, 16, 33):
+        for first in (0, 5, 70 - rows):
+            own = x[first : first + rows]
+            assert torch.equal(multiply(own, weight, bias), whole[first : first + rows])
+    torch.set_num_threads(3)
+    try:
+        for _ in range(5):
+            assert torch.equal(multiply(x, weight, bias), whole)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(multiply(x, weight, None).float(), multiply(x, weight, torch.zeros_like(bias)).float())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
+def test_more_rows_than_the_limit_and_other_layouts_are_pytorchs(dtype):
+    x, weight = drawn(5, 70, dtype=dtype), drawn(11, 70, dtype=dtype, seed=1)
+    multiply = multiply_here(11, 70, dtype, rows=4)
+    assert torch.equal(multiply(x, weight, None), F.linear(x, weight))
+    assert torch.equal(multiply(x[:4], weight, None), multiply_here(11, 70, dtype)(x, weight, None)[:4])
+    columns = x.t().contiguous().t()
+    assert torch.equal(multiply(columns, weight, None), F.linear(columns, weight))
+    with pytest.raises(RuntimeError):
+        multiply(x, drawn(11, 71, dtype=dtype), None)
+
+
+@needs_compiler
+def test_what_is_not_finite_stays_so():
+    for dtype in linear.DTYPES:
+        multiply = multiply_here(2, 40, dtype)
+        x, weight = torch.zeros(3, 40, dtype=dtype), torch.ones(2, 40, dtype=dtype)
+        x[0, 39], x[1, 3] = torch.nan, torch.inf
+        found = multiply(x, weight, None)
+        assert found[0].isnan().all() and found[1].isinf().all() and torch.equal(found[2], torch.zeros(2, dtype=dtype))
+
+
+def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(linear, "_operator", linear._operator.__wrapped__)
+    with caplog.at_level("INFO"):
+        backend, weight = CpuBackend(CPU), drawn(6, 8, dtype=torch.float32)
+        packed = backend.pack_weight(weight)
+    assert "PyTorch's own, because there is no g++" in caplog.text and packed.t().is_contiguous()
+    assert backend.tune([], {}, 1, 16) == {}
+    x = drawn(3, 8, dtype=torch.float32, seed=1)
+    torch.testing.assert_close(backend.linear(x, packed), x @ weight.T)
+
+
+@needs_compiler
+def test_rows_are_timed_for_each_weight_and_told():
+    backend = CpuBackend(CPU)
+    backend.pack_weight(drawn(24, 32, dtype=torch.float32))
+    backend.pack_weight(drawn(24, 32, dtype=torch.bfloat16))
+    told = backend.tune([], {}, 1, 16)
+    assert list(told) == ["linear 24 x 32, bfloat16", "linear 24 x 32, float32"]
+    assert all(value.startswith("own") for value in told.values())
+
+
+class Loader:
+    """Fake of `torch.ops.load_library`. It knows no library that `broken` says is broken."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Path] = []
+
+    def __call__(self, path: Path) -> None:
+        if path.read_bytes() == b"broken":
+            raise OSError("file too short")
+        self.loaded.append(path)
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    """Return the libraries that were compiled, by a stub, and the fake loader."""
+    compiled: list[Path] = []
+    loader = Loader()
+
+    def compile_it(source: Path, to: Path) -> None:
+        compiled.append(to)
+        to.write_bytes(b"whole")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("app.engine.cache_folder._owners_above", lambda folder: {0})
+    monkeypatch.setattr(library, "_compile", compile_it)
+    monkeypatch.setattr(torch.ops, "load_library", loader)
+    return compiled, loader.loaded
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_and_anew_if_it_is_broken_or_its_source_is_another(made, tmp_path):
+    compiled, loaded = made
+    source = tmp_path / "linear.cpp"
+    source.write_text("one")
+    for _ in range(2):
+        library.load_operators(source)
+    assert len(compiled) == 1 and loaded == compiled * 2
+    compiled[0].write_bytes(b"broken")
+    library.load_operators(source)
+    assert len(compiled) == 2 and compiled[0] == compiled[1]
+    source.write_text("two")
+    library.load_operators(source)
+    assert len(compiled) == 3 and compiled[2] != compiled[1]
+    for number in range(library.MAX_KEPT + 2):
+        source.write_text(f"more {number}")
+        library.load_operators(source)
+    assert len(list(compiled[0].parent.glob("*.so"))) == library.MAX_KEPT
+
+
+@needs_compiler
+def test_no_library_is_taken_from_a_folder_that_another_user_could_change(made, tmp_path, monkeypatch):
+    compiled, _ = made
+    monkeypatch.setattr("app.engine.cache_folder._owners_above", lambda folder: {0, 12345})
+    source = tmp_path / "linear.cpp"
+    source.write_text("one")
+    library.load_operators(source)
+    (library_made,) = compiled
+    assert not library_made.is_relative_to(tmp_path) and not library_made.exists()
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_a_source_that_cannot_be_compiled_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "wrong.cpp"
+    source.write_text("this is no C++")
+    with pytest.raises(RuntimeError, match=r"(?s)cannot compile it: .*wrong.cpp"):
+        library.load_operators(source)

@@ -1,0 +1,109 @@
+"""Products of few rows on a CPU, in GB/s of their weights, by turns beside a plain read of the same memory.
+
+Weights have the shapes of Qwen3-0.6B. There are as many of each as the caches do not hold.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from app.bench.command import guarded, out_folder
+from app.bench.flags import add_out_flag, count
+from app.bench.table import Row, Table
+from app.config.error import ConfigError
+from app.engine.cpu import linear
+from tools.lab.publish import publish
+
+WEIGHTS = {
+    "qkv": (4096, 1024),
+    "o": (1024, 2048),
+    "gate_up": (6144, 1024),
+    "down": (1024, 3072),
+    "lm_head": (151936, 1024),
+}
+"""[out, in] by name."""
+BYTES = 96 << 20
+"""Bytes of weights that a round reads. They are three times the caches of most processors with few cores."""
+MEANING = (
+    "GB/s of weights, medians of rounds by turns. `read` sums the same bytes up. `own` is app/engine/cpu's operator, "
+    "and `PyTorch` its product of the same memory. Ratios are medians of paired rounds. lm_head ends with an argmax."
+)
+
+
+def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    folder = out_folder(options)
+    torch.set_num_threads(options.threads)
+    multiply = linear.own(torch.float32)
+    if multiply is None:
+        raise ConfigError("the CPU's own products cannot be made here", "install g++")
+    rows = [
+        measured(multiply, name, weights, num_rows, options.rounds)
+        for dtype in options.dtypes
+        for name in options.weights
+        for weights in [drawn(*WEIGHTS[name], getattr(torch, dtype))]
+        for num_rows in options.rows
+    ]
+    return publish("linear", arguments, [Table("linear", "Products of few rows", MEANING, rows)], folder)
+
+
+def drawn(out: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return BYTES of weights of one shape."""
+    count = -(-BYTES // (out * size * dtype.itemsize))
+    return [torch.randn(1, size).to(dtype).repeat(out, 1) for _ in range(count)]
+
+
+@torch.inference_mode()
+def measured(multiply: linear.Multiply, name: str, weights: list[Tensor], rows: int, rounds: int) -> Row:
+    """Return the rates of one weight and number of rows."""
+    (out, size), dtype, num_bytes = weights[0].shape, weights[0].dtype, weights[0].nbytes
+    x, read = torch.randn(rows, size).to(dtype), [weight.view(torch.float32) for weight in weights]
+    torch.ops.dflash_server.set_most_rows(out, size, dtype == torch.float32, rows)
+
+    def ended(logits: Tensor) -> None:
+        if name == "lm_head":
+            logits.max(dim=-1)
+
+    ways: dict[str, Callable[[int], object]] = {
+        "read": lambda i: read[i].sum(),
+        "own": lambda i: ended(multiply(x, weights[i], None)),
+        "PyTorch": lambda i: ended(torch.mm(x, weights[i].t())),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds + 1):
+        for way, run in ways.items():
+            start = time.perf_counter()
+            for i in range(len(weights)):
+                run(i)
+            times[way].append((time.perf_counter() - start) / len(weights))
+    for taken in times.values():
+        del taken[0]  # the first round takes memory
+    shown = {way: f"{num_bytes / median(taken) / 1e9:.1f}" for way, taken in times.items()}
+    ratio = {way: median(a / b for a, b in zip(times[way], times["own"], strict=True)) for way in ("read", "PyTorch")}
+    return {
+        "weight": f"{name} {out} x {size}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "rows": rows,
+        **shown,
+        "own / read": f"{ratio['read']:.0%}",
+        "own / PyTorch": f"{ratio['PyTorch']:.2f}",
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: bench(options, arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.lab linear", description=__doc__)
+    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
+    parser.add_argument("--rows", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
+    parser.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=list(WEIGHTS))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(parser, "linear.json")
+    return parser
