@@ -175,6 +175,20 @@ def test_the_death_of_a_replica_fails_its_own_streams_alone_and_it_is_replaced(w
     assert all(text_of(client, prompt) for prompt in PROMPTS)
 
 
+def test_a_replica_whose_engine_is_beyond_restart_is_replaced(whole: Cluster):
+    victim = min(engines().values())
+
+    def is_gone() -> bool:
+        for engine, replica in engines().items():
+            if replica == victim:
+                os.kill(engine, signal.SIGKILL)
+        return victim not in engines().values() and len(set(engines().values())) == 2
+
+    until(is_gone, "the replica was not replaced")
+    client = client_of(whole.url)
+    assert all(text_of(client, prompt) for prompt in PROMPTS)
+
+
 def test_a_change_of_a_flag_under_load_fails_no_request(whole: Cluster):
     before, client, over = set(engines()), client_of(whole.url), threading.Event()
 
