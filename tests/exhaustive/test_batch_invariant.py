@@ -13,7 +13,7 @@ import pytest
 from tests.fast.engine.lossless import Case, Subject, demo_subject, random_prompts
 from tests.fast.engine.pairs import make_pair
 
-PROMPTS = 8
+PROMPTS = 10
 ALONE = Case(speculation="off", temperature=None, sampling="all")
 CASES = [
     Case(concurrency=1),

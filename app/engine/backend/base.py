@@ -340,12 +340,20 @@ class Backend(ABC):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
 
+    def choose(self, hidden: Tensor, lm_head: Tensor, lost: int) -> Tensor | None:
+        """Return the argmax [R] int64 of the logits of hidden states [R, H], without writing the logits.
+
+        Ties go to the lowest id, and a row whose best logit is NaN or infinite gets `lost`. None means that the device
+        has no operator of its own for so many rows.
+        """
+        return None
+
     def tune(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> dict[str, str]:
         """Time ways to launch operators once, before a graph is captured, and use the quickest that are right.
 
-        `decoders` are the target and the draft, and `weights` [out, in] those of the target's layers by name. Returns
+        `decoders` are the target and the draft, and `weights` [out, in] those of the target by name. Returns
         the choices, by launch, for people; a device without such choices has none.
         """
         return {}

@@ -46,6 +46,7 @@ class CudaBackend(TorchCudaBackend):
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
         self._tiles: dict[tuple[bool, int, int], Tile] = {}
         self._products: dict[tuple[int, int, bool, int], Product] = {}
+        self._choices: dict[tuple[int, int, int], Product] = {}
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
         # workspace of that stream.
@@ -97,12 +98,17 @@ class CudaBackend(TorchCudaBackend):
         way = self._product(x, weight) if bias is None else None
         return super().linear(x, weight, bias) if way is None else products.linear(x, weight, way)
 
+    def choose(self, hidden: Tensor, lm_head: Tensor, lost: int) -> Tensor | None:
+        if not self._choices or not 0 < len(hidden) <= products.MAX_ROWS:
+            return None
+        way = self._choices.get((*lm_head.shape, products.rows_up_to(len(hidden))))
+        return None if way is None else products.choose(hidden, lm_head, way, lost)
+
     def _product(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> Product | None:
         """Return the way that was chosen for this product, or None for PyTorch's."""
         if not self._products or len(x) > products.MAX_ROWS:
             return None
-        rows_up_to = next(most for most in products.ROWS if most >= len(x))
-        return self._products.get((*weight.shape, gated, rows_up_to))
+        return self._products.get((*weight.shape, gated, products.rows_up_to(len(x))))
 
     def tune(
         self,
@@ -128,6 +134,9 @@ class CudaBackend(TorchCudaBackend):
             elif way is not None and isinstance(key, questions.OfProduct):
                 self._products[key] = Product(*way)
                 shown[question.name] = str(self._products[key])
+            elif way is not None and isinstance(key, questions.OfChoice):
+                self._choices[key] = Product(*way)
+                shown[question.name] = str(self._choices[key])
         return shown
 
     def questions(

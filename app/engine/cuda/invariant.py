@@ -51,6 +51,9 @@ class InvariantCudaBackend(CudaBackend):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return products.fixed_linear(x, weight, bias, self._way(weight), self._multiprocessors)
 
+    def choose(self, hidden: Tensor, lm_head: Tensor, lost: int) -> Tensor:
+        return products.fixed_choose(hidden, lm_head, self._way(lm_head), lost, self._multiprocessors)
+
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return self.linear(rows.silu_mul(self.linear(x, gate_up)), down)
 

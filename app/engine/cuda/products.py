@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED
+from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
 from app.engine.errors import UnsupportedError
 
 MAX_ROWS = 64
@@ -45,6 +45,7 @@ FIXED_ROWS = 64
 """Rows of X in a tile of `fixed_linear`."""
 FIXED_DEPTHS = (64, 32, 16)
 MAX_SPLITS = 8
+CHOICE_WAYS = [Product(64, 128, 1), Product(64, 256, 1), Product(128, 128, 1, warps=8)]
 FIXED_WAYS = [Product(rows, 64, splits, warps=rows // 16) for rows in (64, 128) for splits in (1, 2, 4, 8)]
 WAYS = [Product(64, depth, splits) for splits in (4, 2, 8, 1) for depth in (128, 256)]
 
@@ -59,6 +60,11 @@ def fits(way: Product, out_features: int, in_features: int, num_rows: int, *, ga
 def columns_of(num_rows: int) -> int:
     columns: int = max(MIN_DOT, triton.next_power_of_2(num_rows))
     return columns
+
+
+def rows_up_to(num_rows: int) -> int:
+    """Return the entry of ROWS that `num_rows` share a way with."""
+    return next(most for most in ROWS if most >= num_rows)
 
 
 def linear(x: Tensor, weight: Tensor, way: Product, *, gated: bool = False) -> Tensor:
@@ -100,6 +106,35 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Product, m
     return _launch(x, weight, bias, way, FIXED_ROWS, alone=tiles >= multiprocessors)
 
 
+def choose(x: Tensor, lm_head: Tensor, way: Product, lost: int) -> Tensor:
+    """Return the argmax [T] int64 of `linear`'s logits for x `[T, H]` and lm_head `[V, H]`, which are not written.
+
+    Ties go to the lowest id, after logits are rounded to x's dtype. A row whose best is NaN or infinite gets `lost`.
+    """
+    assert len(x) <= MAX_ROWS and fits(way, len(lm_head), x.shape[1], len(x), gated=False)
+    return _best(x, lm_head, way, columns_of(len(x)), lost, alone=False)
+
+
+def fixed_choose(x: Tensor, lm_head: Tensor, way: Product, lost: int, multiprocessors: int) -> Tensor:
+    """Return `choose` for any number of rows, with the logits of `fixed_linear`."""
+    tiles = triton.cdiv(len(lm_head), way.rows) * triton.cdiv(len(x), FIXED_ROWS)
+    return _best(x, lm_head, way, FIXED_ROWS, lost, alone=tiles >= multiprocessors)
+
+
+def _best(x: Tensor, lm_head: Tensor, way: Product, columns: int, lost: int, *, alone: bool) -> Tensor:
+    num_rows, tiles = len(x), triton.cdiv(len(lm_head), way.rows)
+    out = torch.empty(num_rows, dtype=torch.int64, device=x.device)
+    if not num_rows:
+        return out
+    ids = torch.empty(num_rows, tiles, dtype=torch.int32, device=x.device)
+    best = _launch(x, lm_head, None, way, columns, ids=ids, alone=alone)
+    lines = lines_of_a_program(num_rows, on_gpu=1)
+    pick[triton.cdiv(num_rows, lines),](
+        best, ids, out, num_rows, tiles, lost, LINES=lines, BLOCK=triton.next_power_of_2(tiles), num_warps=4
+    )
+    return out
+
+
 def _launch(
     x: Tensor,
     weight: Tensor,
@@ -107,18 +142,23 @@ def _launch(
     way: Product,
     columns: int,
     *,
+    ids: Tensor | None = None,
     gated: bool = False,
     alone: bool = False,
 ) -> Tensor:
-    """Launch `product` for tiles of `columns` rows. `alone` programs make all parts of their tile."""
+    """Launch `product` for tiles of `columns` rows. `alone` programs make all parts of their tile.
+
+    With `ids` [T, tiles] these get the column of each tile's best, and its value [T, tiles] fp32 is the result.
+    """
     num_rows, in_features = x.shape
     out_features = len(weight) // (1 + gated)
-    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     tiles, row_tiles = triton.cdiv(out_features, way.rows), triton.cdiv(num_rows, columns)
+    shape, dtype = ((num_rows, out_features), x.dtype) if ids is None else (ids.shape, torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     parts, arrived, split = out, out, way.splits > 1 and not alone
     if split:
-        shape = (row_tiles * tiles, way.splits, 1 + gated, way.rows, columns)
-        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+        of_parts = (row_tiles * tiles, way.splits, 1 + gated, way.rows, columns)
+        parts = torch.empty(of_parts, dtype=torch.float32, device=x.device)
         arrived = counters(x.device)
         assert row_tiles * tiles <= MAX_TILES
     product[row_tiles, tiles, way.splits if split else 1](  # programs beside one another share a tile of W
@@ -126,6 +166,7 @@ def _launch(
         weight,
         out if bias is None else bias,
         out,
+        out if ids is None else ids,
         parts,
         arrived,
         num_rows,
@@ -136,6 +177,7 @@ def _launch(
         SPLIT=split,
         ALONE=way.splits > 1 and alone,
         HAS_BIAS=bias is not None,
+        BEST=ids is not None,
         UPCAST=INTERPRETED,
         BLOCK_M=columns,
         BLOCK_N=way.rows,
@@ -161,6 +203,7 @@ def product(
     w_ptr,
     bias_ptr,
     out_ptr,
+    id_ptr,
     part_ptr,
     arrived_ptr,
     num_rows,
@@ -171,6 +214,7 @@ def product(
     SPLIT: tl.constexpr,
     ALONE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BEST: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -178,8 +222,8 @@ def product(
 ):
     """Compute a tile of the result over one of `splits` parts of K, and finish it if the others have come.
 
-    With ALONE a program makes all parts. Sizes of the weight are no part of what is compiled, because a start must try
-    several ways in seconds.
+    With ALONE a program makes all parts. With BEST only the best of the tile's columns is written. Sizes of the weight
+    are no part of what is compiled, because a start must try several ways in seconds.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, BLOCK_N)
@@ -230,8 +274,33 @@ def product(
             acc += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[:, None]
         if GATED:
             acc = acc / (1.0 + tl.exp(-acc)) * up
-        to = out_ptr + rows.to(tl.int64)[None, :] * out_features + column[:, None]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
+        if BEST:
+            logits = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
+            logits = tl.where(logits == logits, logits, float("inf"))  # either ends the row
+            logits = tl.where(is_column, logits, float("-inf"))
+            best = tl.max(logits, 0)
+            first = tl.min(tl.where(logits == best[None, :], column[:, None], out_features), 0)
+            of_tile = rows.to(tl.int64) * tl.num_programs(1) + tile
+            tl.store(out_ptr + of_tile, best, mask=rows < num_rows)
+            tl.store(id_ptr + of_tile, first, mask=rows < num_rows)
+        else:
+            to = out_ptr + rows.to(tl.int64)[None, :] * out_features + column[:, None]
+            tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
+
+
+@triton.jit(do_not_specialize=["num_rows", "lost"])
+def pick(best_ptr, id_ptr, out_ptr, num_rows, tiles, lost, LINES: tl.constexpr, BLOCK: tl.constexpr):
+    """Find the best of all tiles of LINES rows, the lowest id if several are equal."""
+    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    of_tile = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows)[:, None] & (of_tile < tiles)
+    at = row.to(tl.int64)[:, None] * tiles + of_tile
+    values = tl.load(best_ptr + at, mask=inside, other=float("-inf"))
+    ids = tl.load(id_ptr + at, mask=inside, other=0x7FFFFFFF)
+    best = tl.max(values, 1)
+    first = tl.min(tl.where(values == best[:, None], ids, 0x7FFFFFFF), 1)
+    is_finite = (best > float("-inf")) & (best < float("inf"))
+    tl.store(out_ptr + row, tl.where(is_finite, first, lost).to(tl.int64), mask=row < num_rows)
 
 
 @triton.jit

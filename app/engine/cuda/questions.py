@@ -1,5 +1,6 @@
 """Launches of an engine that `tune` chooses, each with operands of the engine's sizes."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -41,7 +42,17 @@ class OfProduct(NamedTuple):
     most_rows: int
 
 
-Questions = dict[OfAttention | OfProduct, Question]
+class OfChoice(NamedTuple):
+    """Choices of the best logit that share a way: shape of the lm_head, and the most rows."""
+
+    vocab_size: int
+    hidden_size: int
+    most_rows: int
+
+
+Questions = dict[OfAttention | OfProduct | OfChoice, Question]
+LM_HEAD = "lm_head"
+"""Name of the matrix whose products are choices."""
 
 
 def of_engine(
@@ -55,6 +66,8 @@ def of_engine(
 
     `weights` are matrices of layers by name, of which one called "gate_up" is `[2 * I, H]` and has its SwiGLU.
     """
+    weights = dict(weights)
+    lm_head = weights.pop(LM_HEAD, [])
     some = [weight for named in weights.values() for weight in named]
     if not some or some[0].dtype.itemsize != 2:
         return {}
@@ -69,6 +82,8 @@ def of_engine(
             key = OfAttention(plain, decoder.num_heads // decoder.num_kv_heads, decoder.head_dim)
             question = attention(decoder, some[0], min(num_seqs, MOST_SEQS), page_size, multiprocessors, plain=plain)
             asked.setdefault(key, question)
+    for most_rows, weight in itertools.product((16, 1, 64, 32), lm_head):
+        asked[OfChoice(len(weight), weight.shape[1], most_rows)] = choice(weight, most_rows)
     return asked
 
 
@@ -82,7 +97,7 @@ def of_fixed_engine(
     """Return `of_engine` for launches that are the same for any rows."""
     of_rows = of_engine(decoders, weights, num_seqs, page_size, multiprocessors)
     asked: Questions = {key: of_rows[key] for key in of_rows if isinstance(key, OfAttention) and not key.plain}
-    for named in weights.values() if of_rows else ():
+    for named in weights.values() if of_rows else ():  # an lm_head too, whose choices have its product's way
         out_features, in_features = named[0].shape
         key = OfProduct(out_features, in_features, gated=False, most_rows=products.FIXED_ROWS)
         asked[key] = fixed_product(list(named), multiprocessors)
@@ -106,6 +121,25 @@ def fixed_product(weights: list[Tensor], multiprocessors: int) -> Question:
     ways = [way for way in products.FIXED_WAYS if in_features % (way.splits * way.depth) == 0 and way != default]
     name = f"fixed product {out_features} x {in_features}"
     return Question(name, ways, run, lambda: F.linear(x, weights[0]), timed)
+
+
+def choice(lm_head: Tensor, num_rows: int) -> Question:
+    """Return the question how to choose the best logit of `num_rows` rows. Ways are compared by the chosen logits."""
+    noise = torch.Generator(lm_head.device).manual_seed(0)
+    x = lm_head.new_empty(num_rows, lm_head.shape[1]).normal_(generator=noise)
+
+    def run(way: Way | None) -> Tensor:
+        if way is None:
+            best, chosen = F.linear(x, lm_head).max(dim=-1)
+            return chosen.masked_fill_((best - best).ne(0), 0)
+        return products.choose(x, lm_head, Product(*way), lost=0)
+
+    def logits(way: Way | None) -> Tensor:
+        return F.linear(x, lm_head).gather(1, run(way)[:, None])
+
+    vocab, hidden = lm_head.shape
+    ways = [way for way in products.CHOICE_WAYS if products.fits(way, vocab, hidden, num_rows, gated=False)]
+    return Question(f"choice {vocab} x {hidden}, {num_rows} rows", ways, logits, lambda: logits(None), run)
 
 
 def product(weights: list[Tensor], num_rows: int, *, gated: bool) -> Question:

@@ -29,7 +29,7 @@ from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.products import FIXED_WAYS, WAYS
+from app.engine.cuda.products import CHOICE_WAYS, FIXED_WAYS, WAYS
 from app.engine.npu import rows as ascend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
@@ -128,6 +128,16 @@ def launch_products() -> None:
             products.linear(empty(rows, 4096), empty(8192, 4096), way, gated=gated)
 
 
+def launch_choices() -> None:
+    """The best logit, from one tile of rows and from tiles of any number."""
+    lm_head = empty(151936, 4096)
+    for way, rows in product(CHOICE_WAYS, (1, 64)):
+        if products.fits(way, *lm_head.shape, rows, gated=False):
+            products.choose(empty(rows, 4096), lm_head, way, -1)
+    for weight in (lm_head, empty(1024, 4096)):  # the head of a small vocabulary is in parts
+        products.fixed_choose(empty(512, 4096), weight, products.fixed_way(weight, 132), -1, 132)
+
+
 def launch_fixed_products() -> None:
     """Products whose tiles are the same for any rows, in parts of programs and of one, for all types, with biases."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -217,13 +227,15 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend._multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks", "products", "fixed"]:
+    for model in [*models, "others", "sinks", "products", "fixed", "choices"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
         elif model == "products":
             launch_products()
+        elif model == "choices":
+            launch_choices()
         elif model == "fixed":
             launch_fixed_products()
         else:
