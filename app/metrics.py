@@ -46,6 +46,8 @@ TABLE = (
     Metric("cache_config_info", "gauge", "1, with the sizes of the KV cache", ("block_size", "num_gpu_blocks")),
     Metric("state_slots_usage_perc", "gauge", "Recurrent slots of a hybrid target in use, 0 to 1; 0 for others"),
     Metric("state_cache_usage_perc", "gauge", "Checkpoints of recurrent state in use, 0 to 1; 0 without any"),
+    Metric("state_bytes", "gauge", "Bytes of a hybrid target's recurrent state, checkpoints apart; 0 for others"),
+    Metric("state_cache_bytes", "gauge", "Bytes of checkpoints of recurrent state; 0 without any"),
     Metric("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache"),
     Metric("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache"),
     Metric("prompt_tokens", "counter", "Prompt tokens of requests handed to the engine"),
@@ -120,7 +122,9 @@ class Metrics:
             self._metrics["inter_token_latency_seconds"].observe(seconds / count)
 
     def engine_ready(self, info: EngineInfo) -> None:
-        """Tell the sizes of the KV cache, by which routers count the prefixes that fit."""
+        """Tell the sizes of the KV cache, by which routers count the prefixes that fit, and of recurrent state."""
+        self._metrics["state_bytes"].set(info.state_bytes)
+        self._metrics["state_cache_bytes"].set(info.state_cache_bytes)
         self._metrics["cache_config_info"].clear()
         self._labelled("cache_config_info", str(info.page_size), str(info.num_pages)).set(1)
 

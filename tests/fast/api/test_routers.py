@@ -88,6 +88,14 @@ def test_sizes_of_a_cache_go_with_its_engine_and_come_with_the_next():
     assert re.findall("cache_config_info{(.*)}", metrics.render().decode()) == ['block_size="16",num_gpu_blocks="70"']
 
 
+def test_bytes_of_recurrent_state_are_told_and_go_with_their_engine():
+    metrics = metrics_for("dflash:", "tiny")
+    metrics.engine_ready(EngineInfo(**INFO | {"state_bytes": 7, "state_cache_bytes": 3}))
+    assert {"dflash:state_bytes 7.0", "dflash:state_cache_bytes 3.0"} <= set(metrics.render().decode().splitlines())
+    metrics.engine_ended()
+    assert "dflash:state_bytes 0.0" in metrics.render().decode().splitlines()
+
+
 def test_sglangs_gateway_finds_its_names_under_both_paths(server):
     for path in ("/server_info", "/get_server_info"):
         found = server.http.get(path).json()
