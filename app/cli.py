@@ -77,7 +77,9 @@ def check(arguments: Sequence[str]) -> int:
 
     parser = Parser(prog="dflash-server check", description=check.__doc__)
     parser.add_argument("--device", help="auto | cpu | cuda | cuda:N | npu | npu:N [default: auto, DFLASH_DEVICE]")
-    parser.add_argument("--tensor-parallel-size", metavar="N", help="add up on N devices, from that one on")
+    parser.add_argument(
+        "--tensor-parallel-size", "-tp", "--tp", metavar="N", help="add up on N devices, from that one on"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     names = {"--device": "device", "--tensor-parallel-size": "tensor_parallel_size"}

@@ -53,7 +53,9 @@ def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, 
     for model, divided in numbers.items():
         for what, number in divided.items():
             if number % size:
-                raise UnsupportedError(f"{wish}: {model} has {number} {what}, which {size} does not divide")
+                could_be_whole = model == "the draft" and what != _VOCAB
+                hint = "; --draft-tensor-parallel-size 1 leaves its layers whole" if could_be_whole else ""
+                raise UnsupportedError(f"{wish}: {model} has {number} {what}, which {size} does not divide{hint}")
 
 
 def _divided(decoder: DecoderConfig, vocab_size: int) -> dict[str, int]:

@@ -10,8 +10,8 @@ from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 
 _QUIET_MS = 100
-"""Time without a message behind which rank 0 waits for a step or is idle. An earlier read would hold up a step that is
-launched ahead."""
+"""Time without a message. Then rank 0 waits for a step or is idle, and a read does not hold up a step that is launched
+ahead."""
 
 
 class Sender:

@@ -78,8 +78,9 @@ def test_the_device_of_the_environment_is_checked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DFLASH_DEVICE", "npu:2")
     assert cli.main(["check", "--json"]) == 0
     monkeypatch.delenv("DFLASH_DEVICE")
-    cli.main(["check", "--tensor-parallel-size", "4"])
-    assert asked == [("npu:2", True, 1), ("auto", False, 4)]
+    for flag in ("--tensor-parallel-size", "-tp", "--tp"):
+        cli.main(["check", flag, "4"])
+    assert asked == [("npu:2", True, 1), *[("auto", False, 4)] * 3]
 
 
 def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:

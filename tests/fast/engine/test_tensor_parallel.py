@@ -699,6 +699,20 @@ def test_what_cannot_be_split_is_refused_by_name_before_a_rank_is_started(
         build_engine(EngineConfig(pair.target, pair.draft, device="cpu", **wishes), join=started)
 
 
+def test_a_draft_that_cannot_be_split_as_its_target_can_is_whole_on_each_rank_if_the_user_says_so(tmp_path: Path):
+    target, draft = (make_pair(tmp_path / str(heads), vocab_size=96, num_kv_heads=heads) for heads in (2, 1))
+    config = EngineConfig(target.target, draft.draft, device="cpu", max_model_len=64, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match=r"the draft has 1 KV heads, .* --draft-tensor-parallel-size 1 leaves"):
+        build_engine(config)
+    texts = []
+    for wishes in ({"draft_tensor_parallel_size": 1}, {"draft": None}):
+        ranks = ThreadRanks(replace(config, **wishes))
+        texts.append(ranks.engine.core.run([Request("a", (7, 1, 2), 16)]))
+        ranks.close()
+        assert ranks.verified[1] == ranks.verified[0]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
