@@ -19,6 +19,7 @@ import zmq
 from app import log
 from app.engine.build.engine import Engine, Progress, build_engine
 from app.engine.errors import UnsupportedError, last_words
+from app.engine.host_cores import use_own_cores
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.parent import leave_with_parent
 from app.engine_config import EngineConfig, EngineInfo
@@ -97,6 +98,7 @@ def main() -> int:
     config = decode_config(sys.stdin.readline())
     log.set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()
+    use_own_cores()
     link = Link(commands, replies, int(epoch))
     folder = Path(commands.removeprefix("ipc://")).parent
     followers = Followers(

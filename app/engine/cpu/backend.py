@@ -7,7 +7,7 @@ reads weights, so their layout in memory counts.
 import ctypes
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -27,8 +27,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
 _MOST_KEPT = (1 << 30, 32 << 20)
 """Blocks up to this many bytes are kept; some versions of glibc refuse more than 32 MiB."""
-_TURNED_ROWS = 512
-"""Rows of a weight that a thread turns at once, few enough for the processor's caches."""
+_BLOCK_ROWS = 512
+"""Rows of a weight that a thread writes at once, few enough for the processor's caches."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes, because NumPy has no bfloat16."""
 
@@ -60,10 +60,16 @@ class CpuBackend(TorchBackend):
         return linear.tune(sorted(self._packed, key=str))
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
-        """Return the weight row by row, like it is stored, if this package's own products are here for its dtype."""
+        """Return the weight row by row, like it is stored, if this package's own products are here for its dtype.
+
+        A weight of one part stays where it is, which is the mapped file if that has the engine's dtype.
+        """
         if not linear.own(parts[0].dtype):
             return self.pack_columns(*parts)
-        packed = super().pack_weight(*parts).contiguous()
+        packed = parts[0].contiguous()
+        if len(parts) > 1:
+            packed = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+            _by_threads(_copy, parts, packed.split([len(part) for part in parts]))
         self._packed.add((packed.shape, packed.dtype))
         return packed
 
@@ -73,10 +79,7 @@ class CpuBackend(TorchBackend):
         tools/lab/NOTES.md has the figures.
         """
         columns = parts[0].new_empty(parts[0].shape[1], sum(map(len, parts)))
-        blocks = [rows for part in parts for rows in part.split(_TURNED_ROWS)]
-        places = columns.split([len(rows) for rows in blocks], dim=1)
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            list(threads.map(_turn, blocks, places))
+        _by_threads(_turn, parts, columns.t().split([len(part) for part in parts]))
         return columns.t()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -211,10 +214,21 @@ class CpuBackend(TorchBackend):
             mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+def _by_threads(write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Write rows of each part to its place. Each thread writes alone, because PyTorch would start others from each."""
+    blocks, to = ([rows for part in side for rows in part.split(_BLOCK_ROWS)] for side in (parts, places))
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(write, blocks, to))
+
+
 def _turn(rows: Tensor, to: Tensor) -> None:
-    """Write rows [R, in] as columns [in, R], on this thread alone, because PyTorch would start others from each."""
+    """Write rows [R, in] to a place [R, in] that lies column by column."""
+    _copy(rows.t().contiguous(), to.t())
+
+
+def _copy(rows: Tensor, to: Tensor) -> None:
     bits = _BITS[rows.itemsize]
-    np.copyto(to.view(bits).numpy(), rows.t().contiguous().view(bits).numpy())
+    np.copyto(to.view(bits).numpy(), rows.view(bits).numpy())
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:

@@ -17,6 +17,7 @@ from app.engine.build.engine import build_runner
 from app.engine.build.ranks import Rank
 from app.engine.comm.process_group import Meeting
 from app.engine.errors import last_words
+from app.engine.host_cores import use_own_cores
 from app.engine.ranks.leader import STORE
 from app.engine.ranks.parent import leave_with_parent
 from app.engine.ranks.runner import follow
@@ -28,6 +29,7 @@ def main() -> None:
     config = decode_config(sys.stdin.readline())
     log.set_up("error", config.log_format)  # rank 0 has said the rest
     threading.Thread(target=leave_with_parent, daemon=True).start()
+    use_own_cores()
     store = Path(address.removeprefix("ipc://")).parent / STORE
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     socket = context.socket(zmq.PULL)

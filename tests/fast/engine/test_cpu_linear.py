@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from app.engine.cpu import library, linear
 from app.engine.cpu.backend import CpuBackend
@@ -168,3 +170,23 @@ def test_a_source_that_cannot_be_compiled_says_why(tmp_path, monkeypatch):
     source.write_text("this is no C++")
     with pytest.raises(RuntimeError, match=r"(?s)cannot compile it: .*wrong.cpp"):
         library.load_operators(source)
+
+
+@needs_compiler
+def test_a_weight_of_one_part_stays_in_its_mapped_file_and_several_parts_become_one_copy(tmp_path):
+    stored = {"one": drawn(600, 40, dtype=torch.bfloat16), "two": drawn(7, 40, dtype=torch.bfloat16, seed=1)}
+    save_file(stored, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        one, two = file.get_tensor("one"), file.get_tensor("two")
+    backend = CpuBackend(CPU)
+    packed = backend.pack_weight(one)
+    assert packed.data_ptr() == one.data_ptr() and torch.equal(packed, stored["one"])
+    (where,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if _holds(line, packed.data_ptr())]
+    assert where.endswith("model.safetensors") and "rw-p" in where, "private: no write reaches the file"
+    both = backend.pack_weight(one, two, one)
+    assert torch.equal(both, torch.cat((stored["one"], stored["two"], stored["one"]))) and both.is_contiguous()
+
+
+def _holds(line: str, address: int) -> bool:
+    start, end = (int(part, 16) for part in line.split()[0].split("-"))
+    return start <= address < end
