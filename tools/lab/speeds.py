@@ -2,6 +2,7 @@
 
 import gc
 import random
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,8 @@ EXPECTED |= {("auto", 1): 930, ("auto", 32): 10300}
 """Output tokens per second that the performance model of docs/performance.md expects, to 10 %."""
 EXPECTED_STEP_MS = {("plain", 1): 5.5, ("plain", 32): 7.0, ("width 16", 1): 6.7, ("width 16", 32): 20.9}
 EXPECTED_STEP_MS |= {("width 8", 1): 6.7, ("width 8", 32): 13.3}
+REFILLS = 3
+"""Batches of a refilled run, as others publish theirs."""
 WAYS = {"plain": None, "full blocks": "full", "auto": "auto"}
 """Way -> `--verify`, None without a draft. Acceptance is drawn, TAU tokens a whole block on average."""
 
@@ -94,6 +97,7 @@ def speed(engine: Callable[[str], Engine], way: str, load: Load, rounds: int, en
             steps.append(median(of_steps))
             steady.append(1000 * in_steps / sum(of_steps))
         took = time.monotonic() - begun
+    in_time = REFILLS * took + time.monotonic() <= ends
     measured, step = median(speeds), median(steps) if steps else None
     limit = load.concurrency * load.answer / floor_seconds(way, made, load)
     known = "DFlash" if made.draft else "plain", load.concurrency
@@ -113,6 +117,8 @@ def speed(engine: Callable[[str], Engine], way: str, load: Load, rounds: int, en
         "share of step's floor": step_floor / step if step and step_floor else None,
         "expected tok/s": EXPECTED.get((way, load.concurrency)),
         "steady tok/s": steady and median(steady),
+        "refilled tok/s": refilled(made, load) if in_time else None,
+        "clocks": clocks(),
         "target": target,
         PUBLISHED: published,
     }
@@ -136,6 +142,31 @@ def timed(engine: Engine, load: Load) -> tuple[float, list[float], int]:
             steps.append(1000 * step.stats.seconds)
             in_steps += emitted
     return tokens / (time.perf_counter() - started), steps, in_steps
+
+
+def refilled(engine: Engine, load: Load) -> float:
+    """Return output tokens per second where a request that ends makes room for the next, REFILLS batches in all."""
+    core, tokens, running = engine.core, 0, 0
+    left = requests(REFILLS * load.concurrency, load.prompt, load.answer, engine.target.vocab_size)
+    started = time.perf_counter()
+    while left or core.has_work:
+        while left and running < load.concurrency:
+            core.add(left.pop())
+            running += 1
+        for delta in core.step().deltas:
+            tokens += len(delta.token_ids)
+            running -= delta.finish_reason is not None
+    return tokens / (time.perf_counter() - started)
+
+
+def clocks() -> str | None:
+    """Return the clocks, the power and what holds the clocks down just after a run, as nvidia-smi prints them."""
+    asked = "clocks.sm,clocks.mem,power.draw,clocks_throttle_reasons.active"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def headline(speed: float, limit: float, target: int | None, published: int | None) -> str:
