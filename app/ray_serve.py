@@ -133,9 +133,9 @@ class Replica:
         log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
         target, draft = await asyncio.to_thread(find_models, config)
         self._service = Service(config, target, draft, hold_seconds=hold_seconds)
-        self._service.bind()
-        self._service.start()
         try:
+            self._service.bind()
+            self._service.start()
             await self._service.ready()
         except BaseException:
             await self._service.stop()

@@ -45,6 +45,7 @@ async def responses(request: Request) -> Response:
     with conversation.errors_of_its_fields():
         chat = call.with_body(parse(conversation.as_chat(), ConversationRequest, call.services.metrics))
         choices = await converse(chat)
+    choices.warnings = [conversation.warning_of_its_field(warning) for warning in choices.warnings]
     defaults = call.services.tokenizer.defaults
     return await answer(chat, choices, ResponseAnswers(call.body, call.model_name, defaults, choices))
 
@@ -92,6 +93,10 @@ class Conversation:
             yield
         except ApiError as error:
             raise replace(error, message=self._renamed(error), param=error.param and self._name(error.param)) from None
+
+    def warning_of_its_field(self, warning: dict[str, Any]) -> dict[str, Any]:
+        """Return a warning about a field of chat with the name of the request's own."""
+        return warning | {"param": self._name(warning["param"])}
 
     def _renamed(self, error: ApiError) -> str:
         """Return the message with the request's own names of fields. Texts in quotes or backticks may be the client's.

@@ -89,13 +89,16 @@ class Service:
         await self.engine.drain(self.config.shutdown_timeout)
 
     async def stop(self, grace: float = 5.0) -> None:
-        """End the engine process, which gets `grace` seconds to do that itself. Idempotent."""
+        """End the engine process, which gets `grace` seconds to do that itself, and so has each receiver. Idempotent.
+
+        Receivers are those of KV events and of spans.
+        """
         await self.engine.shutdown(grace)
         if self._logging is not None:
             self._logging.cancel()
             await asyncio.wait([self._logging])
         if self.services.tracer is not None:
-            await self.services.tracer.close()
+            await self.services.tracer.close(grace)
             self.services.tracer = None
 
     async def _log_metrics(self) -> None:

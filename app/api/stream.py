@@ -211,7 +211,7 @@ class Choices:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_per_prompt = num_per_prompt
         self._strict = strict
-        self._warnings = warnings
+        self.warnings = warnings
         self._choices: list[Choice] = []
         self.on_close: Callable[[], None] | None = None
         self._event = asyncio.Event()
@@ -261,7 +261,7 @@ class Choices:
         """Return the piece, with its warnings if it is the last of its choice."""
         if piece.finish_reason is None:
             return piece
-        warnings = [] if piece.index else [*self._warnings]
+        warnings = [] if piece.index else [*self.warnings]
         if self._strict is not None:
             warnings += await self._strict.warnings(piece.index, self._choices[piece.index].calls)
         return replace(piece, warnings=warnings)

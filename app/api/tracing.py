@@ -22,9 +22,6 @@ from app.client.timeline import Timeline
 from app.config.models import otlp_protocol
 from app.messages import Request
 
-_CLOSE_SECONDS = 5.0
-"""Longest wait at the end for a collector. What it has not taken by then is lost."""
-
 
 class Tracer:
     """Spans of one server. `processor` takes those that have ended, and does not wait for the network."""
@@ -63,11 +60,11 @@ class Tracer:
 
         return end
 
-    async def close(self) -> None:
-        """Send the spans that are left, for a few seconds at most."""
+    async def close(self, grace: float) -> None:
+        """Send the spans that are left, for `grace` seconds. A collector that has not taken them by then gets none."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
-        await asyncio.to_thread(closing.join, _CLOSE_SECONDS)
+        await asyncio.to_thread(closing.join, grace)
 
 
 def tracer_to(endpoint: str) -> Tracer:

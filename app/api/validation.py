@@ -226,15 +226,17 @@ def warn_of_names(body: TemplatedRequest, is_written: Callable[[int], bool]) -> 
 
 def warn_of_reasoning(body: TemplatedRequest) -> list[dict[str, Any]]:
     """Return a warning if messages carry reasoning, for a template that has no place for any."""
-    given = [index for index, message in enumerate(body.messages) if message.any_reasoning]
-    return [
-        {
-            "code": "reasoning_left_out",
-            "param": f"messages.{index}.reasoning_content",
-            "message": "This model's chat template has no place for reasoning: it is not in the prompt.",
-        }
-        for index in given[:1]
-    ]
+    for index, message in enumerate(body.messages):
+        if message.any_reasoning:
+            field = next((name for name in ("reasoning_content", "reasoning") if getattr(message, name)), "content")
+            return [
+                {
+                    "code": "reasoning_left_out",
+                    "param": f"messages.{index}.{field}",
+                    "message": "This model's chat template has no place for reasoning: it is not in the prompt.",
+                }
+            ]
+    return []
 
 
 def _extras(model: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

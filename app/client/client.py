@@ -179,7 +179,7 @@ class EngineClient:
         await self.supervisor.stop(grace)
         kv_events, self._kv_events = self._kv_events, None
         if kv_events is not None:
-            await kv_events.stop()
+            await kv_events.stop(grace)
 
     def _handle(self, output: StepOutput) -> bool:
         """Hand every delta to its stream. Return True while requests run."""

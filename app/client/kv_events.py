@@ -59,10 +59,11 @@ class KvEventPublisher:
         self._topic = config.topic.encode()
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps if config.replay_endpoint else 0)
         self._next = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def bind(self) -> None:
-        """Open the sockets, before anything else is called. Raises zmq.ZMQError if an address cannot be bound."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        """Open the sockets, before events and replays. Raises zmq.ZMQError if an address cannot be bound."""
+        self._context = zmq.Context()
         self._events = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
         self._events.set_hwm(self._config.hwm)
@@ -101,14 +102,17 @@ class KvEventPublisher:
                         self._replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
                 self._replay.send_multipart((client, b"", b"", _END, b""))
 
-    async def stop(self) -> None:
+    async def stop(self, grace: float) -> None:
         """Answer no more replays, and close in a thread."""
-        asyncio.get_running_loop().remove_reader(self._replay.fileno())
-        await asyncio.to_thread(self.close)
+        if self._context is not None:
+            asyncio.get_running_loop().remove_reader(self._replay.fileno())
+            await asyncio.to_thread(self.close, grace)
 
-    def close(self) -> None:
-        """Deliver what was sent, for a second at most, and free the addresses."""
-        self._context.destroy(linger=1000)
+    def close(self, grace: float = 0.0) -> None:
+        """Deliver what was sent, for `grace` seconds and a second at most, and free the addresses. Idempotent."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.destroy(linger=int(1000 * min(grace, 1.0)))
 
 
 def _vllms(event: CacheEvent) -> Any:

@@ -34,6 +34,8 @@ def check_settings(config: Config) -> None:
         exporter = None
     if exporter is None:
         raise ConfigError("--otlp-traces-endpoint: OpenTelemetry is not installed", "pip install 'dflash-server[otlp]'")
+    if config.otlp_traces_endpoint.startswith("grpc:") and otlp_protocol() != "grpc":
+        raise ConfigError(f"--otlp-traces-endpoint: {OTLP_PROTOCOL}={otlp_protocol()} needs an http:// address")
 
 
 def otlp_protocol() -> str:

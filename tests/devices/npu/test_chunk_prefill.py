@@ -60,7 +60,7 @@ def test_the_probe_takes_the_operator_and_refuses_a_missing_or_a_wrong_one(monke
         check_chunk_operator(NPU)
 
 
-def test_prompts_alone_go_through_it_and_drafts_change_no_token(
+def test_prompts_alone_go_through_it_and_one_that_runs_alone_is_cut_alike_with_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NpuBackend, "dtypes", (torch.float32,))

@@ -113,16 +113,24 @@ def test_a_name_that_the_template_leaves_out_is_told_in_the_answer(server, role)
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"reasoning_content": "2"}, {"reasoning": "2"}, {"content": [{"type": "thinking", "thinking": "2"}]}],
-    ids=["reasoning_content", "reasoning", "part"],
+    ("field", "value"),
+    [("reasoning_content", "2"), ("reasoning", "2"), ("content", [{"type": "thinking", "thinking": "2"}])],
 )
-def test_reasoning_that_the_template_has_no_place_for_is_told_in_the_answer(server, start, fields):
-    messages = [HELLO, SAID | fields, HELLO, SAID | fields, HELLO]
+def test_reasoning_that_the_template_has_no_place_for_is_told_in_the_answer(server, start, field, value):
+    messages = [HELLO, SAID | {field: value}, HELLO, SAID | {field: value}, HELLO]
     assert warned(server, messages) == []
     without = start(NAMED)
-    assert warned(without, messages) == ["messages.1.reasoning_content"]
+    assert warned(without, messages) == [f"messages.1.{field}"]
     assert warned(without, [HELLO | {"name": "Ann"}, SAID | {"reasoning": ""}]) == []
+
+
+def test_an_item_of_reasoning_that_the_template_has_no_place_for_is_told_by_its_own_name(start):
+    without = start(NAMED)
+    items = [HELLO, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "2"}]}, SAID, HELLO]
+    answer = without.http.post("/v1/responses", json={"instructions": "Be brief.", "input": items}).json()
+    assert [(warning["code"], warning["param"]) for warning in answer["warnings"]] == [
+        ("reasoning_left_out", "input.2")
+    ]
 
 
 def test_names_that_are_left_out_are_told_once_however_many_choices_and_messages(server):

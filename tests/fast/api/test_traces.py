@@ -156,6 +156,11 @@ def test_a_protocol_that_is_not_otlps_and_an_address_without_a_scheme_are_refuse
     monkeypatch.setenv(OTLP_PROTOCOL, "http/json")
     with pytest.raises(ConfigError, match="http/json"):
         check_settings(Config(otlp_traces_endpoint="http://127.0.0.1:4317"))
+    monkeypatch.setenv(OTLP_PROTOCOL, "http/protobuf")
+    with pytest.raises(ConfigError, match="needs an http:// address"):
+        check_settings(Config(otlp_traces_endpoint="grpc://127.0.0.1:4317"))
+    monkeypatch.delenv(OTLP_PROTOCOL)
+    check_settings(Config(otlp_traces_endpoint="grpc://127.0.0.1:4317"))
     with pytest.raises(ValueError, match="begins with http"):
         Config(otlp_traces_endpoint="127.0.0.1:4317")
 

@@ -147,19 +147,28 @@ def test_the_event_loop_goes_on_while_the_last_events_are_delivered(tmp_path, mo
     publisher.bind()
     close, delivered = publisher.close, threading.Event()
 
-    def close_late() -> None:
+    def close_late(grace: float) -> None:
         assert delivered.wait(20), "the loop was blocked"
-        close()
+        close(grace)
 
     async def stop() -> None:
         publisher.start()
-        stopping = asyncio.create_task(publisher.stop())
+        stopping = asyncio.create_task(publisher.stop(1.0))
         await asyncio.sleep(0.01)
         delivered.set()
         await stopping
 
     monkeypatch.setattr(publisher, "close", close_late)
     asyncio.run(stop())
+
+
+def test_a_publisher_whose_address_is_taken_or_that_never_began_can_be_stopped(tmp_path):
+    config = KvEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/none/events")
+    publisher = KvEventPublisher(config)
+    asyncio.run(publisher.stop(1.0))
+    with pytest.raises(zmq.ZMQError):
+        publisher.bind()
+    asyncio.run(publisher.stop(1.0))
 
 
 def test_a_request_for_a_replay_that_cannot_be_read_is_told_and_the_next_is_answered(sockets, caplog):
