@@ -132,7 +132,7 @@ class Config(BaseModel):
     npu_chunk_prefill: bool = setting(
         ENGINE,
         False,
-        "read prompts of recurrent layers by an NPU's own operator; its states are bfloat16, so drafts may change texts",
+        "read prompts of recurrent layers by an NPU's own operator; its states are bfloat16: drafts may change texts",
     )
     npu_triton: bool = setting(
         ENGINE, True, "on an NPU with triton-ascend, use its kernel where a trial shows that it is right"

@@ -97,17 +97,3 @@ def test_a_collector_that_is_not_there_costs_no_request_and_not_the_end():
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE) == 0
-
-
-def test_a_collector_that_never_answers_does_not_delay_a_second_signal():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        flags = ("--otlp-traces-endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with process(*flags) as (url, server):
-            assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
-            with httpx.stream(
-                "POST", f"{url}/v1/completions", json=BODY | {"stream": True, "max_tokens": 2000}
-            ) as answer:
-                next(answer.iter_raw())
-                server.send_signal(signal.SIGTERM)
-                server.send_signal(signal.SIGTERM)
-                assert server.wait(PATIENCE) != 0

@@ -1,10 +1,12 @@
 """A span of each request has vLLM's attributes, the client's span as its parent, and a status for what went wrong."""
 
+import asyncio
 import subprocess
 import sys
+import threading
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -15,7 +17,7 @@ from app.config.error import ConfigError
 from app.config.models import OTLP_PROTOCOL, check_settings, find_models
 from app.config.settings import Config
 from tests.fast.api.errors import CHAT, TEXT
-from tests.fast.api.served import serving, until
+from tests.fast.api.served import PATIENCE, serving, until
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -163,6 +165,18 @@ def test_a_protocol_that_is_not_otlps_and_an_address_without_a_scheme_are_refuse
     check_settings(Config(otlp_traces_endpoint="grpc://127.0.0.1:4317"))
     with pytest.raises(ValueError, match="begins with http"):
         Config(otlp_traces_endpoint="127.0.0.1:4317")
+
+
+def test_without_grace_the_end_waits_for_no_collector():
+    answered = threading.Event()
+
+    class Silent(SpanProcessor):
+        def shutdown(self):
+            assert answered.wait(PATIENCE)
+
+    asyncio.run(Tracer(Silent()).close(0.0))
+    assert not answered.is_set()
+    answered.set()
 
 
 def test_without_the_flag_neither_the_sdk_nor_an_exporter_is_imported():
