@@ -51,7 +51,7 @@ def check_chunk_operator(device: torch.device) -> None:
     try:
         found = [x.cpu() for x in chunk_delta_rule(*(x.to(device) for x in given))]
     except (AttributeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UnsupportedError(
             f"--npu-chunk-prefill: npu_chunk_gated_delta_rule does not run here: {reason}"
         ) from error

@@ -47,7 +47,7 @@ def qkv_into_kv(
         q_norm,
         k_norm,
         *(x.contiguous() for x in rotation),
-        slot_mapping,
+        slot_mapping.contiguous(),
         q,
         kv.k,
         kv.v,

@@ -31,7 +31,7 @@ def test_each_row_is_normed_turned_and_written_by_one_core(
     rotation = RotaryTable(RopeConfig(1e4), dim, 100, dtype, REFERENCE).at(torch.arange(5) * 7)
     kv = LayerKv(*(torch.randn(3, 4, kv_heads, dim, generator=noise).to(dtype) for _ in range(2)))
     expected = LayerKv(kv.k.clone().float(), kv.v.clone().float())
-    slots = torch.tensor([11, 0, 4, 7, 2], dtype=torch.int32)
+    slots = torch.tensor([11, 0, 4, 7, 2], dtype=torch.int32).repeat_interleave(2)[::2]
     wide = [None if norm is None else norm.float() for norm in norms]
     wanted = Backend.qkv_into_kv(
         REFERENCE, qkv.float(), *wide, EPS, tuple(x.float() for x in rotation), expected, slots

@@ -55,6 +55,13 @@ def test_the_probe_takes_the_operator_and_refuses_a_missing_or_a_wrong_one(monke
     monkeypatch.setattr(torch_npu, right.__name__, lambda q, k, v, **rest: right(k, q, v, **rest))
     with pytest.raises(UnsupportedError, match=r"--npu-chunk-prefill: .* of the largest value away from PyTorch"):
         check_chunk_operator(NPU)
+
+    def silent(*args: Any, **rest: Any) -> Any:
+        raise RuntimeError
+
+    monkeypatch.setattr(torch_npu, right.__name__, silent)
+    with pytest.raises(UnsupportedError, match="does not run here: RuntimeError"):
+        check_chunk_operator(NPU)
     monkeypatch.delattr(torch_npu, right.__name__)
     with pytest.raises(UnsupportedError, match="--npu-chunk-prefill: npu_chunk_gated_delta_rule does not run here"):
         check_chunk_operator(NPU)
