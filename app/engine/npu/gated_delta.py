@@ -45,9 +45,9 @@ def chunk_delta_rule(
 def check_chunk_operator(device: torch.device) -> None:
     """Raise UnsupportedError if the operator is missing here, or computes something else."""
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 70, heads, DELTA_DIM, generator=draw) for heads in (1, 1, 2))
-    decay, beta = (torch.rand(1, 70, 2, generator=draw) for _ in range(2))
-    given = q, k, v, -decay / 8, beta, torch.randn(1, 2, DELTA_DIM, DELTA_DIM, generator=draw)
+    q, k, v = (torch.randn(2, 70, heads, DELTA_DIM, generator=draw) for heads in (2, 2, 4))
+    decay, beta = (torch.rand(2, 70, 4, generator=draw) for _ in range(2))
+    given = q, k, v, -decay / 8, beta, torch.randn(2, 4, DELTA_DIM, DELTA_DIM, generator=draw)
     try:
         found = [x.cpu() for x in chunk_delta_rule(*(x.to(device) for x in given))]
     except (AttributeError, RuntimeError) as error:

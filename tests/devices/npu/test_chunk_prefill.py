@@ -52,9 +52,14 @@ def test_rows_are_the_references_but_for_bfloat16_and_the_host_waits_for_none() 
 def test_the_probe_takes_the_operator_and_refuses_a_missing_or_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     check_chunk_operator(NPU)
     right = torch_npu.npu_chunk_gated_delta_rule
-    monkeypatch.setattr(torch_npu, right.__name__, lambda q, k, v, **rest: right(k, q, v, **rest))
-    with pytest.raises(UnsupportedError, match=r"--npu-chunk-prefill: .* of the largest value away from PyTorch"):
-        check_chunk_operator(NPU)
+
+    def of_other_heads(q: Any, k: Any, v: Any, **rest: Any) -> Any:
+        return right(*(torch.cat((x[:, 1:], x[:, :1]), dim=1) for x in (q, k)), v, **rest)
+
+    for wrong in (lambda q, k, v, **rest: right(k, q, v, **rest), of_other_heads):
+        monkeypatch.setattr(torch_npu, right.__name__, wrong)
+        with pytest.raises(UnsupportedError, match=r"--npu-chunk-prefill: .* of the largest value away from PyTorch"):
+            check_chunk_operator(NPU)
 
     def silent(*args: Any, **rest: Any) -> Any:
         raise RuntimeError
