@@ -97,6 +97,10 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
             f"--device {options.device}: a report is on {kind or 'npu or cuda'}, or on one of several like npu:1",
             "dflash-server check looks at other devices",
         )
+    of_engines = ("model", "concurrency", "prompt", "answer", "rounds")
+    changed = [f"--{name}" for name in of_engines if given[name] != parser.get_default(name)]
+    if changed and options.kind == "npu":
+        raise ConfigError(f"{', '.join(changed)}: the load of a report is chosen on a GPU alone", "leave it out")
     known = runner.SECTIONS[options.kind]
     if unknown := [name for name in options.sections if name not in known]:
         raise ConfigError(f"--sections {','.join(unknown)}: there is none", f"there are {', '.join(known)}")
