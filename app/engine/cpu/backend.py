@@ -60,11 +60,11 @@ class CpuBackend(TorchBackend):
         return linear.tune(sorted(self._packed, key=str))
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
-        """Return the weight row by row, like it is stored, if this package's own products are here for its dtype.
+        """Return the weight row by row, like it is stored, if this package's own products are here and faster for it.
 
         A weight of one part stays where it is, which is the mapped file if that has the engine's dtype.
         """
-        if not linear.own(parts[0].dtype):
+        if not linear.own(parts[0].dtype) or linear.is_small(parts):
             return self.pack_columns(*parts)
         packed = parts[0].contiguous()
         if len(parts) > 1:
@@ -83,7 +83,7 @@ class CpuBackend(TorchBackend):
         return columns.t()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if multiply := linear.own(weight.dtype):
+        if weight.is_contiguous() and (multiply := linear.own(weight.dtype)):
             return multiply(x, weight, bias)
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 

@@ -3,7 +3,7 @@
 import logging
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -25,12 +25,21 @@ _ROUNDS = 3
 _FASTER = 1.1
 """PyTorch's product has to be faster by this factor, because a difference below it is noise."""
 
+_SMALL_FLOAT32 = 1 << 20
+"""Numbers of a weight in float32 that stays in the processor's caches. There PyTorch's products take half to all of the
+time of the operator, at 1, 16 and 32 rows. In bfloat16 the operator is faster at all sizes (docs/performance.md)."""
+
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def own(dtype: torch.dtype) -> Multiply | None:
     """Return the operator (x [T, in], weight [out, in], bias [out] or None), or None if a dtype has none here."""
     return _operator() if dtype in DTYPES else None
+
+
+def is_small(parts: Sequence[Tensor]) -> bool:
+    """Return True for a weight of `parts` that PyTorch multiplies faster, where it lies column by column."""
+    return parts[0].dtype == torch.float32 and sum(part.numel() for part in parts) < _SMALL_FLOAT32
 
 
 @cache

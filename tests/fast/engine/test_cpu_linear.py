@@ -11,6 +11,9 @@ from safetensors.torch import save_file
 
 from app.engine.cpu import library, linear
 from app.engine.cpu.backend import CpuBackend
+from app.messages import Request
+from tests.fast.engine.lossless import LUCKY, make_engine
+from tests.fast.engine.pairs import make_pair
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -95,11 +98,46 @@ def test_without_a_compiler_weights_lie_in_columns_and_products_are_pytorchs(mon
 @needs_compiler
 def test_rows_are_timed_for_each_weight_and_told():
     backend = CpuBackend(CPU)
-    backend.pack_weight(drawn(24, 32, dtype=torch.float32))
+    backend.pack_weight(drawn(1024, 1024, dtype=torch.float32))
     backend.pack_weight(drawn(24, 32, dtype=torch.bfloat16))
     told = backend.tune([], {}, 1, 16)
-    assert list(told) == ["linear 24 x 32, bfloat16", "linear 24 x 32, float32"]
+    assert list(told) == ["linear 1024 x 1024, float32", "linear 24 x 32, bfloat16"]
     assert all(value.startswith("own") for value in told.values())
+
+
+@needs_compiler
+def test_a_small_weight_in_float32_lies_column_by_column_for_pytorch_and_is_not_timed():
+    backend = CpuBackend(CPU)
+    weight, x = drawn(300, 64, dtype=torch.float32), drawn(3, 64, dtype=torch.float32)
+    packed = backend.pack_weight(weight[:100], weight[100:])
+    assert packed.t().is_contiguous() and not packed.is_contiguous()
+    assert torch.equal(backend.linear(x, packed), torch.mm(x, packed.t()))
+    assert backend.tune([], {}, 1, 16) == {}
+
+
+@needs_compiler
+def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts_change_none(tmp_path, monkeypatch):
+    pair = make_pair(tmp_path, **LUCKY)
+    asked = [Request(f"r{i}", (1, 2, i), 24) for i in range(4)]
+
+    def texts(draft: Path | None) -> dict[str, list[int]]:
+        engine = make_engine(pair.target, draft, page_size=16, max_num_seqs=4, max_model_len=64)
+        in_order = all(weight.is_contiguous() for weight in engine.core.runner.forward.target.parameters())
+        assert in_order == (not linear._SMALL_FLOAT32)
+        accepted = 0
+        for request in asked:
+            engine.core.add(request)
+        found: dict[str, list[int]] = {request.request_id: [] for request in asked}
+        while engine.core.has_work:
+            for delta in engine.core.step().deltas:
+                found[delta.request_id] += delta.token_ids
+                accepted += delta.num_accepted
+        assert (accepted > 0) == (draft is not None)
+        return found
+
+    by_pytorch = texts(None)
+    monkeypatch.setattr(linear, "_SMALL_FLOAT32", 0)
+    assert texts(pair.draft) == texts(None) == by_pytorch
 
 
 class Loader:
