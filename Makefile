@@ -49,8 +49,8 @@ bench: $(STAMP)
 
 HTTP_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --into docs/performance.md
 
-# Three processes for two cores, because some tests wait. Each has one thread, because torch's threads wait for one another in
-# busy loops. On a core that does other work as well, these loops make a test many times slower.
+# Three or four processes for two cores, because some tests wait. Each has one thread, because torch's threads wait for one
+# another in busy loops. On a core that does other work as well, these loops make a test many times slower.
 test test-rest test-npu golden: export OMP_NUM_THREADS = 1
 # Without bytecode each of a hundred processes compiles all its imports again, and pytest rewrites them.
 test test-rest test-npu: export PYTHONDONTWRITEBYTECODE =
@@ -58,7 +58,7 @@ test test-rest test-npu: export PYTHONDONTWRITEBYTECODE =
 # The fast tests, which tests/costs.py holds to 2 s of process time each. A test beyond it is measured once more, because
 # the first test that fills a cache pays for all others.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest tests/fast -m fast --numprocesses 3 --dist worksteal \
+	$(BIN)/python -m pytest tests/fast -m fast --numprocesses 4 --dist worksteal \
 	  --reruns 1 --only-rerun "s of process time" $(ARGS)
 
 test-rest: export SLICE = -m "not slow"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.costs import fast_ones
 
 SERVING, TESTS = "pip install --editable '.'", "pip install --editable '.[dev]'"
 
@@ -39,7 +40,10 @@ def test_serving_is_one_command_without_what_tests_need(checkout: Path, target: 
     assert lines[-1].split() == [".venv/bin/dflash-server", target, "--anything"]
 
 
-@pytest.mark.parametrize("target", ["test", "test-rest", "test-all", "golden", "check", "proof", "soak", "audit"])
+TARGETS = ["test", "test-rest", "test-all", "golden", "check", "proof", "soak", "audit"]
+
+
+@pytest.mark.parametrize("target", fast_ones(TARGETS, ("test", "test-all", "check")))
 def test_whatever_looks_at_the_code_has_both_installed_first(checkout: Path, target: str) -> None:
     assert installed(commands(checkout, target)) == [SERVING, TESTS]
 

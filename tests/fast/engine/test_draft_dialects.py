@@ -182,7 +182,7 @@ def test_a_mistake_in_a_dialect_is_found(tmp_path, name: str, mistake: Callable[
     assert share < 0.95
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", fast_ones(DIALECTS, list(DIALECTS)[1::3]))
 def test_the_text_with_a_draft_is_the_text_without(tmp_path, name: str):
     pair = DIALECTS[name].make(tmp_path)
     wanted = requests_about_the_window(3, 14)

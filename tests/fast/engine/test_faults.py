@@ -57,7 +57,7 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["eager", "graphs"])
-@pytest.mark.parametrize("way", fast_ones(WAYS, ("greedy", "penalised")))
+@pytest.mark.parametrize("way", fast_ones(WAYS, ("penalised",)))
 def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pair: Pair, way: str, graphs: bool):
     scratch = -(-(4 * 8 + 1) // PAGE) if graphs else 1
     settings: dict[str, Any] = {"enforce_eager": not graphs, "kv_pages": 48 + scratch}
@@ -73,7 +73,7 @@ def test_a_sequence_whose_logits_are_nan_ends_with_an_error_and_never_spreads(pa
     assert (run.scheduler.num_not_finite, run.scheduler.num_faults) == (1, 0)
 
 
-@pytest.mark.parametrize("way", fast_ones(WAYS, ("greedy", "penalised")))
+@pytest.mark.parametrize("way", fast_ones(WAYS, ("greedy",)))
 def test_a_prompt_that_gives_nan_gets_no_token(pair: Pair, way: str):
     good = requests(pair, 4, **WAYS[way])
     bad = flat_request("bad", (3, 4, BAD_TOKEN, 5), 9, **WAYS[way])

@@ -98,7 +98,7 @@ class EveryWidth(Policy):
         return super().choose(wanted)
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("eager", fast_ones([True, False], (False,)))
 def test_blocks_are_as_wide_as_the_policy_wants_or_as_the_next_captured_width(
     full: dict[str, list[int]], eager: bool
 ) -> None:
@@ -122,7 +122,10 @@ def test_automatic_blocks_are_as_narrow_as_what_is_verified_of_them(
     assert {wanted for wanted, _ in drafted} > {16} and all(rows == wanted for wanted, rows in drafted)
 
 
-@pytest.mark.parametrize(("rows", "least"), [(4, 3.6), (8, 6.0), pytest.param(12, 7.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rows", "least"),
+    [(4, 3.6), pytest.param(8, 6.0, marks=pytest.mark.exhaustive), pytest.param(12, 7.5, marks=pytest.mark.slow)],
+)
 def test_narrow_blocks_are_as_good_as_the_beginning_of_wide_ones(rows: int, least: float) -> None:
     """Acceptance length of held-out math and code. A draft that saw its masks wrongly would have a smaller one."""
     prompts = [*demo_prompts("math", 8, 60), *demo_prompts("code", 8, 60)]

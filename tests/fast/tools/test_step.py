@@ -315,14 +315,8 @@ def test_the_part_prints_tables_and_writes_all_it_found(
     assert results["tables"].keys() == {"batch-context-40", "context-1-sequence"}
 
 
-@pytest.mark.parametrize(
-    ("slow", "rounds", "code"),
-    [
-        (True, 6, 1),
-        pytest.param(False, 6, 0, marks=pytest.mark.exhaustive),
-        pytest.param(True, 5, 0, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("slow", "rounds", "code"), [(False, 6, 0), (True, 6, 1), (True, 5, 0)])
 def test_the_exit_code_says_whether_a_claim_was_missed_for_certain(
     arguments: list[str], slow: bool, rounds: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
