@@ -53,6 +53,8 @@ def gated_delta_config(text: Mapping[str, Any]) -> GatedDeltaConfig:
         k_head_dim=positive(text, "linear_key_head_dim", _WHERE),
         v_head_dim=positive(text, "linear_value_head_dim", _WHERE),
     )
+    if sizes.conv_kernel < 2:
+        raise UnsupportedError(f"{_WHERE}: linear_conv_kernel_dim {sizes.conv_kernel}: it must be at least 2")
     if sizes.num_v_heads % sizes.num_k_heads:
         raise UnsupportedError(
             f"{_WHERE}: linear_num_value_heads {sizes.num_v_heads} is no multiple of linear_num_key_heads "
@@ -85,10 +87,10 @@ def _layer_types(text: Mapping[str, Any]) -> list[str]:
         kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise UnsupportedError(f"{_WHERE}: layer_types must name {num_layers} layers, found {kinds!r}")
-    if set(kinds) != {"linear_attention", "full_attention"}:
+    if not all(isinstance(kind, str) for kind in kinds) or set(kinds) != {"linear_attention", "full_attention"}:
         raise UnsupportedError(
             f"{_WHERE}: layer_types must be linear_attention and full_attention, both of them, found "
-            f"{sorted(map(str, set(kinds)))}"
+            f"{sorted(set(map(str, kinds)))}"
         )
     return kinds
 
@@ -98,7 +100,10 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
 
     Positions of text are alike in all three parts of multimodal RoPE, so its sections do not matter here.
     """
-    rope = dict(text.get("rope_parameters") or {})
+    given = text.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise UnsupportedError(f"{_WHERE}: rope_parameters must be an object, found {given!r}")
+    rope = dict(given)
     for name in ("mrope_section", "mrope_interleaved"):
         rope.pop(name, None)
     fallback = number(text, "partial_rotary_factor", _PARTIAL_ROTARY_FACTOR, _WHERE)

@@ -242,7 +242,8 @@ class Policy:
     @property
     def _max_probe_ms(self) -> float:
         """Time of one probe, so that no run of probes is saved up for."""
-        return float(self.costs.step_ms(1, 1, _PROBE_DRAFTS + 1, _PROBE_DRAFTS)) if self.costs else 0.0
+        drafts = min(_PROBE_DRAFTS, self.block_size - 1)
+        return float(self.costs.step_ms(1, 1, drafts + 1, drafts)) if self.costs else 0.0
 
     def _is_later(self, history: History) -> bool:
         """Return True if the next block follows a drafted one or stands a block's length into the answer."""

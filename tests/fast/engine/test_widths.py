@@ -171,3 +171,14 @@ def test_what_held_a_step_up_while_it_was_timed_is_no_cost(monkeypatch: pytest.M
 def test_a_width_that_no_block_has_is_refused(verify: int) -> None:
     with pytest.raises(UnsupportedError, match=f"--verify {verify}: a block has 16 rows"):
         engine(verify)
+
+
+@pytest.mark.parametrize("block_size", fast_ones([2, 3, 4, 5], (2, 5)))
+def test_the_policy_of_blocks_that_are_narrower_than_a_probe_starts_with_graphs(
+    tmp_path: Path, block_size: int
+) -> None:
+    pair = make_pair(tmp_path, block_size=block_size)
+    config = {"target": pair.target, "draft": pair.draft, "page_size": 8, "max_num_batched_tokens": 64}
+    built = build_engine(EngineConfig(device="cpu", max_num_seqs=2, enforce_eager=False, verify="auto", **config))
+    request = Request("r", (1, 2, 3), 12)
+    assert len(built.core.run([request])["r"]) == 12
