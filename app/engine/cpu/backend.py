@@ -57,7 +57,7 @@ class CpuBackend(TorchBackend):
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> dict[str, str]:
         """Time products of few rows, and leave those to PyTorch that it computes faster."""
-        return linear.tune(sorted(self._packed, key=str))
+        return linear.tune(self._packed)
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
         """Return the weight row by row, like it is stored, if this package's own products are here and faster for it.

@@ -59,9 +59,12 @@ def _shape_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, str]:
-    """Leave products to PyTorch from those rows on where it is faster. Return the rows by weight, for people."""
+    """Leave products to PyTorch from those rows on where it is faster. Return the rows by weight, for people.
+
+    The largest come first, because a part of one may have the shape of a smaller weight, whose limit must stay.
+    """
     found = {}
-    for (out, size), dtype in weights:
+    for (out, size), dtype in sorted(weights, key=lambda weight: weight[0], reverse=True):
         if multiply := own(dtype):
             rows = _most_rows(multiply, out, size, dtype, torch.get_num_threads())
             told = "own" if rows == _ALL_ROWS else f"own up to {rows} rows"

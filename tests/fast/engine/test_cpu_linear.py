@@ -106,6 +106,14 @@ def test_rows_are_timed_for_each_weight_and_told():
 
 
 @needs_compiler
+def test_the_limit_of_a_weight_is_set_behind_those_of_larger_ones_that_are_timed_by_a_part_of_its_shape(monkeypatch):
+    timed: list[int] = []
+    monkeypatch.setattr(linear, "_most_rows", lambda multiply, out, size, dtype, threads: timed.append(out) or 16)
+    linear.tune([(torch.Size((out, 1024)), torch.bfloat16) for out in (1024, 4096, 2048)])
+    assert timed == [4096, 2048, 1024]
+
+
+@needs_compiler
 def test_a_small_weight_in_float32_lies_column_by_column_for_pytorch_and_is_not_timed():
     backend = CpuBackend(CPU)
     weight, x = drawn(300, 64, dtype=torch.float32), drawn(3, 64, dtype=torch.float32)
