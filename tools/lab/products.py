@@ -23,7 +23,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default:
             self.seen.append((args[0].shape[0], args[1]))
-        elif func.name() in ("aten::linear", "dflash_server::linear"):  # F.linear in inference mode, and the CPU's own
+        elif func.name() in ("aten::linear", "dflash_server::linear", "dflash_server::linear_float32"):  # F.linear in inference mode, and the CPU's own
             self.seen.append((args[0].shape[0], args[1].t()))
         return func(*args, **(kwargs or {}))
 

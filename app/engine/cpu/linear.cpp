@@ -3,6 +3,9 @@
 //
 // Every sum over `in` is made in fp32 lanes in one order, whatever the rows and threads beside it. So a row's result
 // does not depend on the batch. Products of more than `most_rows` rows go to PyTorch.
+//
+// The operator dflash_server::linear_float32 leaves the sums of bfloat16 in float32. It computes any number of rows,
+// because PyTorch would round them.
 
 #if defined(__FMA__)
 #include <immintrin.h>
@@ -180,13 +183,13 @@ Helpers& helpers() {
 }
 
 // A product as the threads share it. x is [rows, x_stride] in fp32, in the order of `Kind::load`, zero behind `in`.
-template <class Kind>
+template <class Kind, class Result>
 struct Product {
   using Number = typename Kind::Number;
   const float* x;
   int64_t x_stride, rows, in, out;
   const Number *weight, *bias;
-  Number* y;
+  typename Result::Number* y;
 
   template <int O>
   void outputs(int64_t at) const {
@@ -207,7 +210,7 @@ struct Product {
       if (whole < in) add_rows<Kind, O>(count, sums, block + whole, x_stride, rest[0], STEP, STEP, false);
       for (int64_t r = 0; r < count; r++)
         for (int o = 0; o < O; o++)
-          y[(start + r) * out + at + o] = Kind::narrow(total(sums[r][o]) + (bias ? Kind::wide(bias[at + o]) : 0.0f));
+          y[(start + r) * out + at + o] = Result::narrow(total(sums[r][o]) + (bias ? Kind::wide(bias[at + o]) : 0.0f));
     }
   }
 
@@ -243,7 +246,7 @@ float* scratch(size_t size) {
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(kept.get()) + LINE - 1) / LINE * LINE);
 }
 
-template <class Kind>
+template <class Kind, class Result = Kind>
 void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y) {
   using Number = typename Kind::Number;
   const int64_t rows = x.size(0), in = x.size(1), out = weight.size(0), whole = in / STEP * STEP;
@@ -264,8 +267,8 @@ void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     widen(rest, to + whole);
   }
   const void* added = bias.has_value() ? bias->data_ptr() : nullptr;
-  Product<Kind>{wide, stride, rows, in, out, static_cast<const Number*>(weight.data_ptr()),
-                static_cast<const Number*>(added), static_cast<Number*>(y.data_ptr())}
+  Product<Kind, Result>{wide, stride, rows, in, out, static_cast<const Number*>(weight.data_ptr()),
+                        static_cast<const Number*>(added), static_cast<typename Result::Number*>(y.data_ptr())}
       .run();
 }
 
@@ -285,13 +288,17 @@ int64_t most_rows(int64_t out, int64_t in, bool is_float32) {
   return MOST_ROWS;
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+// Return true for tensors of one dtype of `linear`, in row order, whose sizes fit.
+bool is_own(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const ScalarType type = x.scalar_type();
-  const bool is_float32 = type == ScalarType::Float;
-  const bool same = (is_float32 || type == ScalarType::BFloat16) && weight.scalar_type() == type && (!bias.has_value() || bias->scalar_type() == type);
+  const bool same = (type == ScalarType::Float || type == ScalarType::BFloat16) && weight.scalar_type() == type && (!bias.has_value() || bias->scalar_type() == type);
   const bool in_order = x.is_contiguous() && weight.is_contiguous() && (!bias.has_value() || bias->is_contiguous());
-  const bool fits = x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1);
-  if (!fits || !same || !in_order || x.size(0) > most_rows(weight.size(0), weight.size(1), is_float32)) {
+  return same && in_order && x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1);
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const bool is_float32 = x.scalar_type() == ScalarType::Float;
+  if (!is_own(x, weight, bias) || x.size(0) > most_rows(weight.size(0), weight.size(1), is_float32)) {
     StableIValue stack[] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
                             torch::stable::detail::from(bias)};
     TORCH_ERROR_CODE_CHECK(aoti_torch_call_dispatcher("aten::linear", "", stack));
@@ -299,6 +306,14 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   }
   Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
   is_float32 ? multiply<Float32>(x, weight, bias, y) : multiply<BFloat16>(x, weight, bias, y);
+  return y;
+}
+
+Tensor linear_float32(const Tensor& x, const Tensor& weight) {
+  STD_TORCH_CHECK(is_own(x, weight, {}) && x.scalar_type() == ScalarType::BFloat16,
+                  "linear_float32 takes contiguous x [T, in] and weight [out, in] in bfloat16");
+  Tensor y = torch::stable::new_empty(x, {x.size(0), weight.size(0)}, ScalarType::Float);
+  multiply<BFloat16, Float32>(x, weight, {}, y);
   return y;
 }
 
@@ -311,10 +326,14 @@ void set_most_rows(int64_t out, int64_t in, bool is_float32, int64_t rows) {
 
 STABLE_TORCH_LIBRARY(dflash_server, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("linear_float32(Tensor x, Tensor weight) -> Tensor");
   library.def("set_most_rows(int out_features, int in_features, bool is_float32, int rows) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }
+STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
+  library.impl("linear", TORCH_BOX(&linear));
+  library.impl("linear_float32", TORCH_BOX(&linear_float32));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(dflash_server, CompositeExplicitAutograd, library) {
   library.impl("set_most_rows", TORCH_BOX(&set_most_rows));

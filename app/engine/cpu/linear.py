@@ -21,6 +21,8 @@ _TRIED_ROWS = (4, 16, 32, 64, 128)
 _ALL_ROWS = 1 << 30
 _TRIED_NUMBERS = 1 << 20
 """Numbers of a weight that is timed. Of a larger one the first rows are, because 128 rows are slow to compute."""
+_WIDENED_NUMBERS = 1 << 20
+"""Numbers of a weight that are widened at once: 4 MiB, which most processors' caches hold."""
 _ROUNDS = 3
 _FASTER = 1.1
 """PyTorch's product has to be faster by this factor, because a difference below it is noise."""
@@ -42,6 +44,22 @@ def is_small(parts: Sequence[Tensor]) -> bool:
     return parts[0].dtype == torch.float32 and sum(part.numel() for part in parts) < _SMALL_FLOAT32
 
 
+def float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in float32 [T, out], summed in float32, for x [T, in] and weight [out, in] of one dtype.
+
+    PyTorch's products would round the sums to bfloat16. Without the operator it multiplies copies of some rows of the
+    weight at a time, which stay in the processor's caches.
+    """
+    if x.dtype == torch.bfloat16 and _operator() and weight.is_contiguous():
+        result: Tensor = torch.ops.dflash_server.linear_float32(x.contiguous(), weight)
+        return result
+    wide = x.float()
+    if weight.dtype == torch.float32:
+        return F.linear(wide, weight)
+    parts = weight.split(max(1, _WIDENED_NUMBERS // weight.shape[1]))
+    return torch.cat([F.linear(wide, part.float()) for part in parts], dim=1)
+
+
 @cache
 def _operator() -> Multiply | None:
     try:
@@ -50,12 +68,17 @@ def _operator() -> Multiply | None:
         logger.info("products of few rows: PyTorch's own, because %s", error)
         return None
     torch.library.register_fake("dflash_server::linear", _shape_of_linear)
+    torch.library.register_fake("dflash_server::linear_float32", _shape_of_float32)
     operator: Multiply = torch.ops.dflash_server.linear.default
     return operator
 
 
 def _shape_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _shape_of_float32(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
 def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, str]:

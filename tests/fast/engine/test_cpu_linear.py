@@ -60,6 +60,45 @@ def test_a_product_is_right_and_a_row_of_it_has_the_same_bits_in_every_batch_and
     assert torch.equal(multiply(x, weight, None).float(), multiply(x, weight, torch.zeros_like(bias)).float())
 
 
+def error_in_float32(x: torch.Tensor, weight: torch.Tensor) -> float:
+    """Return the largest error of `linear.float32` beside a sum in float64, which a sum in bfloat16 has 2^-9 of."""
+    found, expected = linear.float32(x, weight), x.double() @ weight.double().T
+    assert found.dtype == torch.float32 and found.shape == expected.shape
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("out", "size"), SHAPES)
+def test_a_product_of_bfloat16_in_float32_is_summed_in_float32_with_the_same_bits_for_a_row_in_every_batch(out, size):
+    x, weight = drawn(40, size, dtype=torch.bfloat16), drawn(out, size, dtype=torch.bfloat16, seed=1)
+    whole = linear.float32(x, weight)
+    assert error_in_float32(x, weight) < 1e-6
+    for rows in (1, 3, 33):
+        assert torch.equal(linear.float32(x[5 : 5 + rows], weight), whole[5 : 5 + rows])
+    multiply = multiply_here(out, size, torch.bfloat16)
+    assert torch.equal(whole.bfloat16(), multiply(x, weight, None)), "the same sums, rounded last"
+
+
+@needs_compiler
+def test_the_operator_in_float32_tells_its_shape_and_refuses_what_it_does_not_compute():
+    operator, x = torch.ops.dflash_server.linear_float32, drawn(3, 40, dtype=torch.bfloat16)
+    torch.library.opcheck(operator.default, (x, drawn(5, 40, dtype=torch.bfloat16)), test_utils="test_faketensor")
+    for wrong in (drawn(5, 41, dtype=torch.bfloat16), drawn(5, 40, dtype=torch.float32)):
+        with pytest.raises(RuntimeError, match="linear_float32 takes"):
+            operator(x, wrong)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_other_layouts_and_dtypes_are_summed_in_float32_too_some_rows_of_a_weight_at_a_time(monkeypatch, missing):
+    if missing:
+        monkeypatch.setattr(linear, "_operator", lambda: None)
+    monkeypatch.setattr(linear, "_WIDENED_NUMBERS", 1000)
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x, weight = drawn(4, 96, dtype=dtype), drawn(50, 96, dtype=dtype, seed=1)
+        assert error_in_float32(x, weight) < 1e-6
+        assert error_in_float32(x.t().contiguous().t(), weight.t().contiguous().t()) < 1e-6
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
 def test_more_rows_than_the_limit_and_other_layouts_are_pytorchs(dtype):
