@@ -10,6 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.engine.backend.factory import make_backend
 
 
+_LINEAR = ("aten::linear", "dflash_server::linear", "dflash_server::linear_float32")
+"""Operators of F.linear in inference mode, and the CPU's own."""
+
+
 class Products(TorchDispatchMode):
     """Products with weights inside the context, as (rows, weight [in, out]). Attention's products are not recorded.
 
@@ -23,7 +27,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default:
             self.seen.append((args[0].shape[0], args[1]))
-        elif func.name() in ("aten::linear", "dflash_server::linear", "dflash_server::linear_float32"):  # F.linear in inference mode, and the CPU's own
+        elif func.name() in _LINEAR:
             self.seen.append((args[0].shape[0], args[1].t()))
         return func(*args, **(kwargs or {}))
 
