@@ -2,6 +2,7 @@
 
 import functools
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp
@@ -15,6 +16,9 @@ from app.metrics import Metrics
 from app.text.parsers import family_for, reasoning_for
 from app.text.parsers.reasoning import ReasoningParser
 from app.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from app.api.tracing import Tracer
 
 ROUTERS = (chat.router, completions.router, responses.router, tokenize.router, models.router, ops.router, page.router)
 
@@ -50,7 +54,14 @@ def create_app(services: Services) -> ASGIApp:
     return RequestIds(layers, lambda: services.is_leaving or services.engine.state.phase == "draining")
 
 
-def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> Services:
+def services_for(
+    config: Config,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    hold_seconds: float = 0.0,
+    tracer: "Tracer | None" = None,
+) -> Services:
     """Return the settings' Services. A parser set to `auto` follows the chat template."""
     source = tokenizer.chat_template.source or ""
     reasoning = reasoning_for(config.reasoning_parser, source)
@@ -70,4 +81,6 @@ def services_for(config: Config, engine: EngineClient, tokenizer: Tokenizer, met
         admin_keys=config.admin_key,
         allowed_origins=config.allowed_origins,
         root_path=config.root_path,
+        hold_seconds=hold_seconds,
+        tracer=tracer,
     )

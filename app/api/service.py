@@ -54,8 +54,7 @@ class Service:
         self._publisher = KvEventPublisher(events) if events is not None and events.is_on else None
         self.config = config
         self.engine = EngineClient(supervisor, admission, metrics, self._publisher)
-        self.services = services_for(config, self.engine, tokenizer, metrics)
-        self.services.tracer, self.services.hold_seconds = tracer, hold_seconds
+        self.services = services_for(config, self.engine, tokenizer, metrics, hold_seconds, tracer)
         self.app = create_app(self.services)
         self._logging: asyncio.Task[None] | None = None
 

@@ -76,7 +76,7 @@ def _npu_backend(device: str, index: int, **options: bool) -> Backend:
     try:
         module = importlib.import_module("app.engine.npu.backend")
     except (ImportError, RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise UnsupportedError(
             f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
         ) from None

@@ -66,9 +66,9 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
         # A plain step has one pending row, so the width of a block would take most of the time.
         block = int(accepted.max())
     device = step.inputs.device
-    fixed, sequences = _fixed(block, width, device), _numbers(len(step.slots), device)
+    fixed, sequences = _fixed(block + width, device), _numbers(len(step.slots), device)
     counts = accepted[:, None].expand(-1, block), step.counts[:, None].expand(-1, width)
-    is_none = fixed.place >= torch.cat(counts, dim=1)
+    is_none = _places(block, width, device) >= torch.cat(counts, dim=1)
 
     pending, new = step.pending[step.slots, :block], step.inputs[step.rows]
     before, state = step.conv[step.slots], step.matrix[step.slots]
@@ -117,24 +117,31 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
 class _Fixed(NamedTuple):
     """Numbers that depend on shapes alone. P is the pending rows of a sequence and those of the step.
 
-    `place` [P] is a row's place in its part. `rows_between` [P, (P + 1)^2] is -1 for the rows behind row i up to row t,
-    and `never` [(P + 1)^2] leaves no way back.
+    `rows_between` [P, (P + 1)^2] is -1 for the rows behind row i up to row t, and `never` [(P + 1)^2] leaves no way
+    back.
     """
 
-    place: Tensor
     rows_between: Tensor
     never: Tensor
 
 
 @cache
-def _fixed(block: int, width: int, device: torch.device) -> _Fixed:
-    """Return them, made on the device, because an upload would let the host wait. 32 rows take 139 kB."""
-    place = torch.cat([torch.arange(size, dtype=torch.int32, device=device) for size in (block, width)])
-    row = torch.arange(1 + block + width, device=device)
+def _places(block: int, width: int, device: torch.device) -> Tensor:
+    """Return each row's place [P] in its part."""
+    return torch.cat([torch.arange(size, dtype=torch.int32, device=device) for size in (block, width)])
+
+
+@cache
+def _fixed(num_rows: int, device: torch.device) -> _Fixed:
+    """Return them, made on the device, because an upload would let the host wait. 32 rows take 139 kB, and 64 take 1 MB.
+
+    They are kept by the sum of both parts, because each part of a wide block has any number of rows.
+    """
+    row = torch.arange(1 + num_rows, device=device)
     t, i, between = row[:, None], row, row[1:, None, None]
     rows_between = -((i < between) & (between <= t)).float().flatten(1)
     never = (i > t).float().flatten() * _NEVER
-    return _Fixed(place, rows_between, never)
+    return _Fixed(rows_between, never)
 
 
 @cache

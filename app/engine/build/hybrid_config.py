@@ -11,7 +11,7 @@ from app.engine.models.config import DecoderConfig, GatedDeltaConfig
 _WHERE = "target"
 _PARTIAL_ROTARY_FACTOR = 0.25
 """Share of a head that turns where a config names none, as in the family's own code."""
-_SHARED = ("tie_word_embeddings", "dtype", "torch_dtype")
+_SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 """Fields that multimodal configs have outside or inside their text part."""
 
 
@@ -21,7 +21,7 @@ def attention_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     Raises UnsupportedError for a variant of attention that would run wrongly.
     """
     for field, wanted in {"attn_output_gate": True, "attention_bias": False}.items():
-        if text.get(field, wanted) is not wanted:
+        if text.get(field) not in (None, wanted):
             raise UnsupportedError(f"{_WHERE}: {field} = {text[field]!r} is not supported yet")
     left = {name: value for name, value in text.items() if name not in ("layer_types", "partial_rotary_factor")}
     left |= {"rope_parameters": _rope(text)}
@@ -109,5 +109,7 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     fallback = number(text, "partial_rotary_factor", _PARTIAL_ROTARY_FACTOR, _WHERE)
     share = number(rope, "partial_rotary_factor", fallback, _WHERE)
     rope.pop("partial_rotary_factor", None)
+    if share > 1:
+        raise UnsupportedError(f"{_WHERE}: partial_rotary_factor is the share of a head that turns, found {share:g}")
     heads, hidden = positive(text, "num_attention_heads", _WHERE), positive(text, "hidden_size", _WHERE)
     return rope | {"rope_dim": int(positive(text, "head_dim", _WHERE, default=hidden // heads) * share)}

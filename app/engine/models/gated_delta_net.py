@@ -1,13 +1,11 @@
 """The Gated DeltaNet layer (arXiv 2412.06464) in the place of attention. Its state rolls back with refused drafts."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.engine.backend.base import Backend
-from app.engine.backend.delta_rule import delta_rule, last_rows, short_conv
+from app.engine.backend.delta_rule import DeltaRule, delta_rule, last_rows, short_conv
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.layers import StepRows, frozen, parameters_of
@@ -102,7 +100,7 @@ class Recurrence:
         return self.advance(pending, counts, state)[1]
 
     def advance(
-        self, inputs: Tensor, counts: Tensor, state: State, rule: Callable[..., tuple[Tensor, Tensor]] = delta_rule
+        self, inputs: Tensor, counts: Tensor, state: State, rule: DeltaRule = delta_rule
     ) -> tuple[Tensor, State]:
         """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state behind the first `counts` [S] rows.
 

@@ -466,6 +466,7 @@ def changed(folder: Path, **fields: Any) -> dict[str, Any]:
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types must be"),
         ({"layer_types": [["linear_attention"]] * 4}, "layer_types must be"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is the share of a head that turns"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1: it must be at least 2"),
         ({"layer_types": ["full_attention"]}, "must name 4 layers"),
         ({"linear_num_value_heads": 3}, "no multiple of linear_num_key_heads"),
@@ -490,6 +491,17 @@ def test_a_text_part_that_contradicts_the_whole_is_refused(pair: Pair):
     text_part = changed(pair.target, tie_word_embeddings=False)
     with pytest.raises(UnsupportedError, match=r"tie_word_embeddings is True in config\.json and False"):
         target_config({"model_type": "qwen3_5", "text_config": text_part, "tie_word_embeddings": True})
+
+
+def test_a_quantisation_of_the_whole_is_refused_for_its_text_part(pair: Pair):
+    whole = {"model_type": "qwen3_5", "text_config": changed(pair.target), "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UnsupportedError, match=r"quantization_config\.quant_method = 'fp8' is not supported yet"):
+        target_config(whole)
+
+
+def test_a_field_that_is_null_has_the_familys_own_value(pair: Pair):
+    nulls = dict.fromkeys(["attn_output_gate", "attention_bias", "quantization_config"])
+    assert target_config(changed(pair.target, **nulls)) == target_config(changed(pair.target))
 
 
 def test_without_layer_types_every_fourth_layer_has_attention_and_a_quarter_of_its_head_turns(pair: Pair):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.engine.backend.gated_delta import _fixed
 from app.engine.backend.torch import TorchBackend
 from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.loader import SafetensorsWeights
@@ -201,6 +202,18 @@ def test_every_accepted_count_is_committed_as_it_is(layer: Layer, accepted: int)
 
 
 @torch.inference_mode()
+@torch.inference_mode()
+def test_masks_are_kept_by_the_number_of_rows_and_not_by_both_widths(layer: Layer):
+    layer.static, before = False, _fixed.cache_info().currsize
+    for accepted in range(1, BLOCK + 1):
+        for width in range(1, BLOCK + 1):
+            seq = Row(1)
+            layer.verify([seq], [new := layer.rows(accepted)])
+            seq.tokens = new
+            layer.verify([seq], [layer.rows(width)])
+    assert _fixed.cache_info().currsize <= before + 2 * BLOCK
+
+
 def test_a_slot_that_held_nan_begins_as_zeros(layer: Layer):
     for tensor in (layer.memory.matrix, layer.memory.conv, layer.memory.pending):
         tensor.fill_(torch.nan)
