@@ -133,7 +133,7 @@ def _places(block: int, width: int, device: torch.device) -> Tensor:
 
 @cache
 def _fixed(num_rows: int, device: torch.device) -> _Fixed:
-    """Return them, made on the device, because an upload would let the host wait. 32 rows take 139 kB, and 64 take 1 MB.
+    """Return them, made on the device, because an upload would let the host wait. 32 rows take 139 kB, 64 take 1 MB.
 
     They are kept by the sum of both parts, because each part of a wide block has any number of rows.
     """
