@@ -36,7 +36,8 @@ def obey(command: dict[str, Any]) -> Any:
 def start(attempts: int = 4) -> None:
     """Start Ray. It gives its own node 30 s to start, which a busy machine may exceed."""
     try:
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, configure_logging=False)
+        limits = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
+        ray.init("local", **limits, include_dashboard=False, configure_logging=False)
     except Exception as error:
         if "timed out during startup" not in str(error) or attempts == 1:
             raise

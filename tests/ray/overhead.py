@@ -4,6 +4,7 @@ It prints the median time to the first token and the chunks a second, the median
 """
 
 import argparse
+import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
+    os.environ["OMP_NUM_THREADS"] = "1"  # a replica with one of Ray's cores has one thread
     with (
         TemporaryDirectory() as folder,
         ready("--verify", "full", "--max-num-seqs", "4") as lone,

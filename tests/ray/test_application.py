@@ -6,6 +6,7 @@ import subprocess
 from typing import Any
 
 import pytest
+import yaml
 
 from tests import ROOT
 from tests.ray.cluster import PYTHON
@@ -54,6 +55,12 @@ def test_devices_scaling_bounds_and_the_drain_follow_the_settings():
     assert 8 + 2 <= scaled["ongoing"] < 8 + 4 * 8
     wanted = {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 6}
     assert wanted.items() <= scaled["scaling"].items()
+
+
+def test_the_file_of_the_manual_is_accepted_as_it_is():
+    file = yaml.safe_load((ROOT / "docker" / "ray.yaml").read_text(encoding="utf-8"))
+    (found,) = asked(*(app["args"] for app in file["applications"]))
+    assert found["actor"]["resources"] == {"NPU": 1}
 
 
 def test_rays_python_proxy_is_refused_unless_it_is_asked_for():
