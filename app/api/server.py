@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Coroutine, Iterator, Sequence
@@ -23,6 +24,8 @@ from app.text.tokenizer import TokenizerError
 
 logger = logging.getLogger(__name__)
 
+_MIN_OPEN_FILES = 128
+"""Open files that no start exceeds: an engine of 8 ranks has 116, because it has 18 and 14 for each further rank."""
 _GRACEFUL_SECONDS = 5
 """Time in which uvicorn may write the last bytes of its answers."""
 
@@ -30,10 +33,16 @@ _GRACEFUL_SECONDS = 5
 def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until a signal comes, and return the exit code.
 
-    It is 0 after a drain, and 2 if the tokenizer's files cannot be used. It is 1 if the port is taken, if the engine
-    cannot be used, or after a second signal.
+    It is 0 after a drain, and 2 if the tokenizer's files cannot be used. It is 1 if the port is taken or too few files
+    may be open. An engine that cannot be used makes it 1 too, and so does a second signal.
     """
     log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_OPEN_FILES:
+        print_error(
+            f"only {limit} files may be open: the server needs {_MIN_OPEN_FILES}, and one for each connection. "
+            "Raise the limit: ulimit -n 65536"
+        )
+        return 1
     try:
         service = Service(config, target, draft, engine_command)
     except (TokenizerError, ChatTemplateError) as error:

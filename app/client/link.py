@@ -35,9 +35,9 @@ class EngineLink:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self._folder = _private_folder()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._commands = self._context.socket(zmq.PUSH)
-        self._replies = self._context.socket(zmq.PULL)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._commands = context.socket(zmq.PUSH)
+        self._replies = context.socket(zmq.PULL)
         for socket in (self._commands, self._replies):
             socket.set_hwm(0)  # Admission bounds the messages. A socket that drops one would lose a request.
             socket.linger = 0
@@ -140,7 +140,6 @@ class EngineLink:
             _kill_session(process.pid)
         self._commands.close()
         self._replies.close()
-        self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+import zmq
 
 from app.client.link import EngineLink
 from app.engine_config import EngineInfo
@@ -180,8 +181,9 @@ class Supervisor:
         """
         try:
             self._link = link = await EngineLink.open(self._command, self._settings, self.epoch)
-        except OSError as error:
-            return Fatal(self.epoch, f"the engine process cannot be started: {error}", user_error=True)
+        except (OSError, zmq.ZMQError) as error:
+            reason = f"the engine process cannot be started: {error}"
+            return Fatal(self.epoch, reason, user_error=not self._was_ready)
         hang = asyncio.timeout(None)
         watchdog = asyncio.create_task(self._watch(hang), name="engine watchdog")
         try:

@@ -1,11 +1,13 @@
 """After the death of the engine process no client hangs, and the next epoch serves again."""
 
+import errno
 import gc
 import json
 import os
 import re
 
 import pytest
+import zmq
 
 from app.client import supervisor
 from app.messages import Request
@@ -112,6 +114,30 @@ def test_what_an_engine_says_after_it_was_ready_is_worth_a_restart(ready_server,
     assert running.result().status_code == 503
     assert ready_server.script.see("started")["epoch"] == 2
     ready_server.until_metric("num_requests_running", 0)
+
+
+def refuse_to_open(monkeypatch, *errors):
+    """Let the next starts of a process fail with these errors."""
+    opened, left = supervisor.EngineLink.open, iter(errors)
+
+    async def open_link(*args):
+        for error in left:
+            raise error
+        return await opened(*args)
+
+    monkeypatch.setattr(supervisor.EngineLink, "open", open_link)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), zmq.ZMQError(errno.EMFILE)])
+def test_a_process_that_cannot_be_started_is_final_at_first_and_tried_again_later(
+    model_folder, ready_server, monkeypatch, error
+):
+    refuse_to_open(monkeypatch, error, error)
+    with serving(model_folder) as server:
+        server.reach("dead")
+        assert "cannot be started" in server.http.get("/ready").json()["reason"]
+    ready_server.script.order("die", code=9)
+    assert ready_server.script.see("started")["epoch"] == 3
 
 
 def test_three_deaths_without_ready_are_enough(own_server):

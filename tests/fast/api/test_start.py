@@ -1,5 +1,6 @@
 """A start that fails leaves nothing open."""
 
+import resource
 import socket
 
 from app.api import server
@@ -25,3 +26,14 @@ def test_an_address_of_events_that_is_taken_is_one_line(model_folder, monkeypatc
         events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}
         assert server.run(Config(model="tiny", port=0, kv_events_config=events), model_folder, None) == 1
     assert "--kv-events-config: an endpoint cannot be bound" in capsys.readouterr().err
+
+
+def test_a_limit_of_open_files_that_no_start_survives_is_one_line(model_folder, monkeypatch, capsys):
+    monkeypatch.setattr(server.log, "set_up", lambda *_: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (127, hard))
+    try:
+        assert server.run(Config(model="tiny", port=0), model_folder, None, ["false"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "error: only 127 files may be open: the server needs 128" in capsys.readouterr().err
