@@ -29,6 +29,12 @@ SEARCHED_SEQS = 128
 MAX_SPLITS = 16
 COMBINED_PARTS = 32
 """Parts that a program of `combine` reads, of as many lines as have so many."""
+PART = 512
+"""Tokens of a part of one size, 2 MB of Qwen3-8B's K and V. At 60 GB/s a program reads its KV head's share in 4 us."""
+PARTS_MEMORY = 128 << 20
+"""Bytes up to which parts of one size are kept. A tile with more of them is one program's."""
+PARTS_IN_FLIGHT = 8
+"""Parts that a program of `combine_in_order` loads before it adds the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,8 @@ class Geometry:
     """Shape of a launch.
 
     `rows` are the query rows of a tile. `tiles` are over all sequences, and a tile without rows ends at once. K and V
-    of each tile are split into `splits` parts, which read `tokens` at a time. `warps` and `stages` are Triton's.
+    of each tile are split over `splits` programs, which read `tokens` at a time. `warps` and `stages` are Triton's.
+    Each program has one part, or takes turns at parts of `part` tokens, if that is not 0.
     """
 
     rows: int
@@ -45,6 +52,7 @@ class Geometry:
     tokens: int
     warps: int
     stages: int
+    part: int = 0
 
 
 class Tile(NamedTuple):
@@ -84,24 +92,32 @@ def geometry(
     """Return the shape of a launch for sequences of `query_lens` rows, with `group` query heads a KV head.
 
     In a graph these are the rows of its capture. If one has more than one row there, a replay may spread all rows over
-    the sequences in any way. A `fixed` launch has the same tiles for any rows, and all tokens in one part.
+    the sequences in any way. A `fixed` launch has the same tiles and parts of PART tokens for any rows.
     """
     num_seqs, num_rows, plain = len(query_lens), sum(query_lens), max(query_lens) <= 1 and not fixed
     narrow, wide = dtype.itemsize <= 2, head_dim > 128
     # A head of more than 128 dims takes as many registers as the tile of a narrower one, and fp32 those of q thrice.
-    rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // 8 if wide else TILE_ROWS // 2
+    # Parts of one size take those of a sum beside the part's.
+    rows = 1 if plain else TILE_ROWS if narrow else TILE_ROWS // (8 if wide else 4 if fixed else 2)
     tile = tile or own_tile(group, dtype, head_dim, plain=plain)
     # Least number of tiles with work, but for padding.
     busy = max(1, sum(count > 0 for count in query_lens), num_rows // rows)
-    most = min(MAX_SPLITS, -(-tile.waves * multiprocessors // (busy * kv_heads)))
+    most = -(-tile.waves * multiprocessors // (busy * kv_heads))
     return Geometry(
         rows,
         tiles=num_seqs if plain else num_seqs + num_rows // rows,
-        splits=1 if fixed else 1 << (most.bit_length() - 1),
+        splits=most if fixed else 1 << (min(MAX_SPLITS, most).bit_length() - 1),
         tokens=tile.tokens,
         warps=tile.warps,
         stages=tile.stages,
+        part=PART if fixed else 0,
     )
+
+
+def programs_and_parts(at: Geometry, numbers: int, tokens: int) -> tuple[int, int]:
+    """Return the programs of a tile, and the parts of `numbers` of o that are kept, for sequences of up to `tokens`."""
+    kept = -(-tokens // at.part)
+    return (min(at.splits, kept) if 4 * numbers * kept <= PARTS_MEMORY else 1), kept
 
 
 def paged_attention(
@@ -118,29 +134,36 @@ def paged_attention(
     num_seqs, table_width = meta.page_table.shape
     group = heads // kv_heads
     q, o = q_thd.contiguous(), torch.empty(num_rows, heads, dim, dtype=q_thd.dtype, device=q_thd.device)
-    parts, lse = o, o
-    if at.splits > 1:
-        parts = torch.empty(num_rows, heads, at.splits, dim, dtype=torch.float32, device=o.device)
-        lse = torch.empty(num_rows, heads, at.splits, dtype=torch.float32, device=o.device)
-    attend[at.tiles, kv_heads, at.splits](
+    parts, sums, counts, splits, kept = o, o, o, at.splits, at.splits
+    if at.part:
+        splits, kept = programs_and_parts(at, q.numel(), table_width * page_size)
+        counts = torch.empty(num_rows, heads, dtype=torch.int32, device=o.device) if splits > 1 else o
+    if splits > 1:
+        parts = torch.empty(num_rows, heads, kept, dim, dtype=torch.float32, device=o.device)
+        sums = torch.empty(num_rows, heads, kept, 2 if at.part else 1, dtype=torch.float32, device=o.device)
+    attend[at.tiles, kv_heads, splits](
         q,
         kv.k,
         kv.v,
         parts,
-        lse,
+        sums,
+        counts,
         meta.query_start_loc,
         meta.seq_lens,
         meta.page_table,
         sinks,
         num_seqs,
         table_width,
+        kept,
         dim**-0.5 * LOG2_E.value,
         GROUP=group,
         KV_HEADS=kv_heads,
         DIM=dim,
         PAGE=page_size,
         ROWS=at.rows,
-        SPLITS=at.splits,
+        SPLITS=0 if at.part else at.splits,
+        PART=at.part,
+        ALONE=splits == 1,
         CAUSAL=mask.causal,
         WINDOW=mask.window or 0,
         SINKS=sinks is not None,
@@ -151,26 +174,33 @@ def paged_attention(
         num_warps=at.warps,
         num_stages=at.stages,
     )
-    if at.splits > 1:
-        lines = lines_of_a_program(num_rows * heads, on_gpu=COMBINED_PARTS // at.splits)
-        grid = (triton.cdiv(num_rows * heads, lines),)
-        combine[grid](parts, lse, o, num_rows * heads, DIM=dim, SPLITS=at.splits, LINES=lines, num_warps=4)
+    if splits > 1:
+        num_lines = num_rows * heads
+        lines = lines_of_a_program(num_lines, on_gpu=1 if at.part else COMBINED_PARTS // splits)
+        grid = (triton.cdiv(num_lines, lines),)
+        if at.part:
+            sizes = {"HEADS": heads, "DIM": dim, "SINKS": sinks is not None, "LINES": lines, "AHEAD": PARTS_IN_FLIGHT}
+            combine_in_order[grid](parts, sums, counts, sinks, o, num_lines, kept, **sizes, num_warps=4)
+        else:
+            combine[grid](parts, sums, o, num_lines, DIM=dim, SPLITS=splits, LINES=lines, num_warps=4)
     return o
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_width"])
+@triton.jit(do_not_specialize=["num_seqs", "table_width", "kept"])
 def attend(
     q_ptr,
     k_ptr,
     v_ptr,
     o_ptr,
-    lse_ptr,
+    sum_ptr,
+    count_ptr,
     cu_q_ptr,
     kv_len_ptr,
     table_ptr,
     sink_ptr,
     num_seqs,
     table_width,
+    kept,
     scale,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -178,6 +208,8 @@ def attend(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PART: tl.constexpr,
+    ALONE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -186,12 +218,16 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Compute a tile over one of SPLITS parts of its sequence's tokens.
+    """Compute a tile over parts of its sequence's tokens.
 
     A tile has ROWS query rows of one sequence by the GROUP query heads of a KV head. Line m is query row m // GROUP,
-    head m % GROUP. With one part the kernel writes o. With more parts it writes o of each part in fp32, and `lse`, the
-    base-2 logarithm of the part's sum of weights. `lse` is -inf if a row sees no token of the part. WINDOW is 0 without
-    a window. With SINKS each line's sum begins with a weight that has no value, in the first part.
+    head m % GROUP. WINDOW is 0 without a window. With SINKS each line's sum begins with a weight that has no value.
+
+    With PART 0 a program has one of SPLITS parts. If there are several, it writes o of its part in fp32 and the base-2
+    logarithm of the part's sum of weights. That is -inf if a row sees no token of the part.
+
+    Otherwise a part is PART tokens, and begins at a multiple of PART. With ALONE a program folds all parts of its
+    tile. Else each takes some, and leaves highest scores, sums and unscaled o, which `combine_in_order` folds.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS == 1:
@@ -234,18 +270,81 @@ def attend(
         if not CAUSAL:
             sees = tl.minimum(sees, position + WINDOW)
             end = tl.minimum(end, past_rows - 1 + WINDOW)
-    part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
-    start = begin + split * part
-    stop = tl.minimum(start + part, end)
-
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS and split == 0:
+    if SINKS and (PART > 0 or split == 0):
         highest = tl.load(sink_ptr + kv_head * GROUP + lines % GROUP) * LOG2_E
         total += 1.0
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_width
-    columns = tl.arange(0, BLOCK_N)
+    if PART == 0:
+        part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
+        start = begin + split * part
+        stop = tl.minimum(start + part, end)
+        highest, total, acc = over_tokens(
+            highest, total, acc, start, stop,
+            q, k_ptr, v_ptr, table, kv_head, position, sees, scale,
+            KV_HEADS, DIM, PAGE, WINDOW, UPCAST, BLOCK_N,
+        )  # fmt: skip
+    else:
+        first_part = begin // PART
+        parts = tl.cdiv(end, PART) - first_part
+        if not ALONE and split == 0:
+            tl.store(count_ptr + heads, parts + 0 * row, mask=is_row)
+        for part in range(split, parts, tl.num_programs(2)):
+            start = tl.maximum((first_part + part) * PART, begin)
+            stop = tl.minimum((first_part + part + 1) * PART, end)
+            its_highest, its_total, its_acc = over_tokens(
+                tl.full([BLOCK_M], float("-inf"), tl.float32),
+                tl.zeros([BLOCK_M], tl.float32),
+                tl.zeros([BLOCK_M, DIM], tl.float32),
+                start, stop,
+                q, k_ptr, v_ptr, table, kv_head, position, sees, scale,
+                KV_HEADS, DIM, PAGE, WINDOW, UPCAST, BLOCK_N,
+            )  # fmt: skip
+            if ALONE:
+                highest, total, acc = fold(highest, total, acc, its_highest, its_total, its_acc)
+            else:
+                place = heads * kept + part
+                tl.store(sum_ptr + 2 * place, its_highest, mask=is_row)
+                tl.store(sum_ptr + 2 * place + 1, its_total, mask=is_row)
+                tl.store(o_ptr + place[:, None] * DIM + dims[None, :], its_acc, mask=is_row[:, None])
+
+    some = tl.where(total > 0.0, total, 1.0)
+    o = acc / some[:, None]
+    if ALONE:
+        tl.store(o_ptr + heads[:, None] * DIM + dims[None, :], o.to(o_ptr.dtype.element_ty), mask=is_row[:, None])
+    elif PART == 0:
+        place = heads * SPLITS + split
+        lse = tl.where(total > 0.0, highest + tl.log2(some), float("-inf"))
+        tl.store(sum_ptr + place, lse, mask=is_row)
+        tl.store(o_ptr + place[:, None] * DIM + dims[None, :], o, mask=is_row[:, None] & (start < stop))
+
+
+@triton.jit
+def over_tokens(
+    highest,
+    total,
+    acc,
+    start,
+    stop,
+    q,
+    k_ptr,
+    v_ptr,
+    table,
+    kv_head,
+    position,
+    sees,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return each line's highest score, sum of weights and unscaled o with the tokens [start, stop) of its sequence."""
+    dims, columns = tl.arange(0, DIM), tl.arange(0, BLOCK_N)
     for block in range(start, stop, BLOCK_N):
         token = block + columns
         inside = token < stop
@@ -268,16 +367,60 @@ def attend(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
         highest = higher
+    return highest, total, acc
 
-    some = tl.where(total > 0.0, total, 1.0)
-    o = acc / some[:, None]
-    if SPLITS == 1:
-        tl.store(o_ptr + heads[:, None] * DIM + dims[None, :], o.to(o_ptr.dtype.element_ty), mask=is_row[:, None])
-    else:
-        place = heads * SPLITS + split
-        lse = tl.where(total > 0.0, highest + tl.log2(some), float("-inf"))
-        tl.store(lse_ptr + place, lse, mask=is_row)
-        tl.store(o_ptr + place[:, None] * DIM + dims[None, :], o, mask=is_row[:, None] & (start < stop))
+
+@triton.jit
+def fold(highest, total, acc, its_highest, its_total, its_acc):
+    """Return the highest score, sum and o of lines [L] with one more part. A part that a line does not see adds 0.
+
+    `tl.fma` says which product is rounded, because a compiler could choose another one in each kernel.
+    """
+    higher = tl.maximum(highest, its_highest)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink, its_shrink = tl.exp2(highest - base), tl.exp2(its_highest - base)
+    total = tl.fma(total, shrink, its_total * its_shrink)
+    acc = tl.fma(acc, tl.broadcast_to(shrink[:, None], acc.shape), its_acc * its_shrink[:, None])
+    return higher, total, acc
+
+
+@triton.jit(do_not_specialize=["num_lines", "kept"])
+def combine_in_order(
+    part_ptr,
+    sum_ptr,
+    count_ptr,
+    sink_ptr,
+    o_ptr,
+    num_lines,
+    kept,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+    LINES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Fold the parts of one size that `attend` left, from the first one on, for LINES heads."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    dims = tl.arange(0, DIM)[None, :]
+    inside = line < num_lines
+    count = tl.minimum(tl.load(count_ptr + line, mask=inside, other=0), kept)
+    highest = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    if SINKS:
+        highest = tl.load(sink_ptr + line % HEADS) * LOG2_E
+        total += 1.0
+    acc = tl.zeros([LINES, DIM], tl.float32)
+    for some in range(0, tl.max(count), AHEAD):
+        for i in tl.static_range(AHEAD):
+            place = line.to(tl.int64) * kept + some + i
+            has = some + i < count
+            its_highest = tl.load(sum_ptr + 2 * place, mask=has, other=float("-inf"))
+            its_total = tl.load(sum_ptr + 2 * place + 1, mask=has, other=0.0)
+            its_acc = tl.load(part_ptr + place[:, None] * DIM + dims, mask=has[:, None], other=0.0)
+            highest, total, acc = fold(highest, total, acc, its_highest, its_total, its_acc)
+    o = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    to = o_ptr + line.to(tl.int64)[:, None] * DIM + dims
+    tl.store(to, o.to(o_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["num_lines"])

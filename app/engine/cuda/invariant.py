@@ -1,7 +1,7 @@
 """Backend on CUDA GPUs that gives a row the same bits in every batch (`--batch-invariant`).
 
 Each product has tiles of one size and one split of K for a weight. Attention has tiles of one size for all rows, also
-for those of prompts. It takes the tokens of a sequence in one order, from the first on, and those that a row does not
+for those of prompts. It adds parts of one size of a sequence's tokens, from the first on. Tokens that a row does not
 see add exact zeros. Norms and rotations are by row. The draft has the same operators, although only the target's bits
 decide a token.
 
@@ -42,7 +42,7 @@ class InvariantCudaBackend(CudaBackend):
         return None
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
-        """Return a launch with whole tiles for single rows too, and all tokens of a sequence in one part."""
+        """Return a launch with whole tiles for single rows too, and parts of one size."""
         kv_heads, dim = kv.k.shape[2:]
         group = q_thd.shape[1] // kv_heads
         tile = self._tiles.get((False, group, dim))

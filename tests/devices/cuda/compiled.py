@@ -29,6 +29,7 @@ from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import CHOICE_WAYS, FIXED_WAYS, WAYS
 from app.engine.npu import rows as ascend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
@@ -149,6 +150,17 @@ def launch_fixed_products() -> None:
                 products.fixed_linear(empty(rows, 4096, dtype=dtype), weight, given, way, 132)
 
 
+def launch_fixed_attention() -> None:
+    """Attention whose parts have one size, over many programs and in one."""
+    backend = InvariantCudaBackend(torch.device("cpu"))
+    backend._multiprocessors = 132
+    for heads, kv_heads, dim, dtype in [(32, 8, 128, torch.bfloat16), *MORE_ATTENTION]:
+        kv = LayerKv(*(empty(4096, 16, kv_heads, dim, dtype=dtype) for _ in range(2)))
+        for rows, mask in product((16, 2048), (*MASKS, *WINDOWED)) if dim <= 128 else ():
+            meta = AttentionMetadata(numbers(2), numbers(1), numbers(1, 100), [rows], [], 16, {mask: None})
+            backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask)
+
+
 def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
     for heads, kv_heads, dim, dtype in shapes:
         given = empty(heads, dtype=torch.float32) if sinks else None
@@ -238,6 +250,7 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
             launch_choices()
         elif model == "fixed":
             launch_fixed_products()
+            launch_fixed_attention()
         else:
             launch_attention(backend, [*MORE_ATTENTION, *SINKS], sinks=False)
             launch_experts()

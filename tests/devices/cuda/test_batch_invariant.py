@@ -1,5 +1,7 @@
 """A row has the same bits in every batch: at any place, beside any others, behind any context, on any pages."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import app.engine.build.engine as build
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.cuda import products
+from app.engine.cuda import attention, products
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.errors import UnsupportedError
+from tests.devices.cuda.pages import Paged
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine, run_engine
 from tests.fast.engine.pairs import make_pair
@@ -142,31 +145,87 @@ def attended(
 
 @pytest.mark.parametrize(
     ("how", "dtype"),
-    [("full", torch.float32), ("full", torch.bfloat16), ("window", torch.float32), ("sinks", torch.float32)],
+    [("full", torch.float32), ("full", torch.bfloat16), ("window and sinks", torch.float32)],
 )
-def test_attention_of_a_row(backend: InvariantCudaBackend, dtype: torch.dtype, how: str) -> None:
-    """Decoded alone, verified in a block at any place of it, and read with a prompt, whole and in chunks."""
-    mask = AttentionMask(causal=True, window=40 if how == "window" else None)
-    sinks = normal(4) if how == "sinks" else None
+def test_attention_of_a_row(
+    backend: InvariantCudaBackend, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, how: str
+) -> None:
+    """Decoded alone, verified in a block at any place of it, and read with a prompt, whole and in chunks.
+
+    Parts of 64 tokens are folded by one program, by one each, and by two that take turns.
+    """
+    monkeypatch.setattr(attention, "PART", 64)
+    mask = AttentionMask(causal=True, window=None if how == "full" else 34)
+    sinks = None if how == "full" else normal(4)
     sequence, other, third = Sequence(150, dtype), Sequence(90, dtype, seed=10), Sequence(33, dtype, seed=20)
     batches = [
         ([(sequence, 0, 150)], 0, 16, 1),
-        ([(other, 89, 90), (sequence, 100, 101)], 1, 16, 2),
-        ([(sequence, 90, 106), (other, 74, 90)], 0, 4, 3),
-        ([(other, 80, 90), (sequence, 97, 113), (third, 32, 33)], 1, 16, 4),
-        ([(third, 0, 33), (sequence, 85, 101)], 1, 128, 5),
-        ([(sequence, 60, 140), (third, 30, 33)], 0, 16, 6),
-        ([(third, 31 - i, 33 - i) for i in range(15)] + [(sequence, 100, 102)], 15, 16, 7),
+        ([(other, 89, 90), (sequence, 130, 131)], 1, 16, 2),
+        ([(sequence, 120, 136), (other, 74, 90)], 0, 4, 3),
+        ([(other, 80, 90), (sequence, 127, 143), (third, 32, 33)], 1, 16, 4),
+        ([(third, 0, 33), (sequence, 115, 131)], 1, 128, 5),
+        ([(sequence, 87, 150), (third, 32, 33)], 0, 16, 6),
+        ([(third, 31 - i, 33 - i) for i in range(15)] + [(sequence, 129, 131)], 15, 16, 7),
     ]
-    (alone,) = attended(backend, [(sequence, 100, 101)], mask, sinks)
-    for shares, own, page_size, seed in batches:
+    (alone,) = attended(backend, [(sequence, 130, 131)], mask, sinks)
+    for multiprocessors, (shares, own, page_size, seed) in zip((1000, 1, 8, 1000, 40, 1, 60), batches, strict=True):
+        monkeypatch.setattr(backend, "_multiprocessors", multiprocessors)
         start = shares[own][1]
         found = attended(backend, shares, mask, sinks, page_size, seed)[own]
-        assert torch.equal(found[100 - start], alone[0]), seed
-    for position in (0, 15, 16, 31, 32, 63, 64):
+        assert torch.equal(found[130 - start], alone[0]), seed
+    for position in (0, 16, 63, 64, 127, 128):
+        monkeypatch.setattr(backend, "_multiprocessors", 1000)
         (single,) = attended(backend, [(sequence, position, position + 1)], mask, sinks)
-        (prompt,) = attended(backend, [(sequence, 0, 70)], mask, sinks)
-        assert torch.equal(prompt[position], single[0]), position
+        monkeypatch.setattr(backend, "_multiprocessors", 1)
+        (prompt,) = attended(backend, [(sequence, max(0, position - 3), position + 2)], mask, sinks)
+        assert torch.equal(prompt[min(3, position)], single[0]), position
+
+
+def test_attention_of_a_row_among_512(backend: InvariantCudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of rows changes the number of programs, and no bit."""
+    monkeypatch.setattr(attention, "PART", 32)
+    monkeypatch.setattr(backend, "_multiprocessors", 132)
+    sequence, other = Sequence(70, torch.float32), Sequence(64, torch.float32, seed=10)
+    (alone,) = attended(backend, [(sequence, 69, 70)], AttentionMask(causal=True))
+    for count in COUNTS[1:]:
+        rest, whole = (count - 1) % 64, [(other, 0, 64)] * ((count - 1) // 64)
+        shares = [*whole, (sequence, 69, 70), (other, 0, rest)]
+        found = attended(backend, shares, AttentionMask(causal=True))[len(whole)]
+        assert torch.equal(found[0], alone[0]), count
+
+
+def test_such_attention_is_a_softmax_over_each_sequences_own_tokens(
+    backend: InvariantCudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts that one program folds, and many, with windows that begin inside of a part, and with sinks."""
+    monkeypatch.setattr(attention, "PART", 32)
+    for sinks, window, causal, (rows, lens) in itertools.product(
+        (None, torch.tensor([-30.0, 0.5, 2.0, 4.0])), (None, 20), (True, False), (([1, 16, 3, 7], [70, 90, 3, 64]),)
+    ):
+        case = Paged(rows, lens, causal=causal, window=window, sinks=sinks)
+        for programs in (1, 2, 99):
+            at = dataclasses.replace(backend.geometry(case.q, case.kv, case.meta), splits=programs)
+            found = attention.paged_attention(case.q, case.kv, case.meta, case.mask, at, sinks)
+            torch.testing.assert_close(found.double(), case.expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "width", "tokens", "programs"),
+    [
+        (1, 1, 40_960, 17),
+        (1, 16, 40_960, 17),
+        (4, 16, 40_960, 5),
+        (1, 1, 1_024, 2),
+        (1, 16, 500, 1),
+        (16, 16, 40_960, 1),
+    ],
+)
+def test_a_long_context_is_read_by_many_programs_until_these_fill_the_device_or_memory(
+    seqs: int, width: int, tokens: int, programs: int
+) -> None:
+    """8 KV heads of 128 and 132 multiprocessors. 16 blocks would keep 336 MB."""
+    at = attention.geometry([width] * seqs, 4, 8, torch.bfloat16, 132, fixed=True)
+    assert attention.programs_and_parts(at, seqs * width * 32 * 128, tokens) == (programs, -(-tokens // attention.PART))
 
 
 def test_a_weight_whose_columns_are_no_whole_tiles_is_refused_by_name(backend: InvariantCudaBackend) -> None:

@@ -16,8 +16,8 @@ SHARED_MEMORY = 227 << 10
 REGISTERS = 65536
 """Limits of a multiprocessor."""
 KERNELS = (
-    "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin route expert_rows mix "
-    "recur product pick norm_rope_and_write"
+    "attend combine combine_in_order norm gated rope_and_write context_rope_and_write place embed accept begin "
+    "route expert_rows mix recur product pick norm_rope_and_write"
 ).split()
 
 
@@ -62,7 +62,11 @@ def test_products_of_few_rows_are_on_the_tensor_cores_own_instructions(kernels: 
     assert all(kernel["shared"] >= 80 << 10 for kernel in products)
 
 
-def test_products_of_fixed_tiles_are_on_them_too(kernels: list[dict[str, Any]]) -> None:
+def test_fixed_launches_are_on_them_too(kernels: list[dict[str, Any]]) -> None:
+    """Attention of one program a tile, and of several, which leave their parts in fp32."""
     fixed = [kernel for kernel in kernels if kernel["model"] == "fixed"]
-    assert {kernel["kernel"] for kernel in fixed} == {"product"}
-    assert len(fixed) > 8 and sum(kernel["wgmma"] for kernel in fixed) > len(fixed) // 2
+    products = [kernel["wgmma"] for kernel in fixed if kernel["kernel"] == "product"]
+    attends = [kernel["wgmma"] for kernel in fixed if kernel["kernel"] == "attend"]
+    assert len(products) > 8 and sum(products) > len(products) // 2
+    assert len(attends) == 5 * 2 * 4 and sum(attends) == 4 * 2 * 4  # in fp32 it is on other ones
+    assert {kernel["kernel"] for kernel in fixed} == {"product", "attend", "combine_in_order"}
