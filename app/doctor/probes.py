@@ -182,8 +182,13 @@ def compiler() -> Finding:
 
 
 def backend(opened: "Backend") -> Finding:
+    import torch
+
     defaults = opened.defaults
     dtype = str(defaults.dtype).removeprefix("torch.")
+    if defaults.dtype.itemsize > torch.bfloat16.itemsize:
+        reason = opened.why_not(torch.bfloat16)
+        dtype += f", for checkpoints in bfloat16 too, because {reason}" if reason else ", or bfloat16 like a checkpoint"
     return ok(f"{type(opened).__name__} on {opened.device}, {dtype}, pages of {defaults.page_size} tokens")
 
 

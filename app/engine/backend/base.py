@@ -118,6 +118,11 @@ class Backend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def why_not(self, dtype: torch.dtype) -> str:
+        """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them."""
+        own = self.defaults.dtype
+        return "" if dtype.itemsize == own.itemsize else f"{str(own).removeprefix('torch.')} is the device's own"
+
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Raise UnsupportedError, which names the setting, if an operator of this device cannot do it."""
         return
@@ -339,6 +344,11 @@ class Backend(ABC):
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
+
+    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        """Return logits [R, V] of hidden states [R, H]: their sums in fp32 if the device can leave them so, else in the
+        engine's dtype."""
+        return self.linear(hidden, lm_head)
 
     def choose(self, hidden: Tensor, lm_head: Tensor, lost: int) -> Tensor | None:
         """Return the argmax [R] int64 of the logits of hidden states [R, H], without writing the logits.

@@ -61,6 +61,7 @@ functions, "warm-up" in steps, "timing steps" in seconds."""
 CPU_KV_BYTES = 4 << 30
 """KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
 
+_WIDER = "twice the memory, and texts that drafts leave equal but for margins below 1e-4"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -264,12 +265,11 @@ def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine
             overlap=_overlaps(runner),
         )
     policy = Policy(block_size, costs, config.verify if isinstance(config.verify, int) else None)
-    name = str(loaded.dtype).removeprefix("torch.")
     serving = core(policy)
     if config.cache_events:
         serving.scheduler.pool.events = CacheEvents()
     device = str(runner.backend.device)
-    return Engine(serving, sizes, device, name, loaded.target, loaded.draft, states, loaded.tuned)
+    return Engine(serving, sizes, device, _name(loaded.dtype), loaded.target, loaded.draft, states, loaded.tuned)
 
 
 def matrices(target: Target) -> dict[str, list[Tensor]]:
@@ -327,11 +327,20 @@ def _check_memory(config: EngineConfig, backend: Backend, target: Weights, draft
 
 
 def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> torch.dtype:
-    """Return the dtype that was asked for. "auto" is the checkpoint's own if it is as wide as the device's default."""
+    """Return the dtype that was asked for. "auto" is the checkpoint's own, if the backend has no reason against it."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    own = _DTYPES.get(target.dtype, torch.float32)
-    return own if own.itemsize == backend.defaults.dtype.itemsize else backend.defaults.dtype
+    own, default = _DTYPES.get(target.dtype, torch.float32), backend.defaults.dtype
+    if reason := backend.why_not(own):
+        logger.info("dtype: %s, and not the checkpoint's %s, because %s", _name(default), _name(own), reason)
+        return default
+    if own.itemsize < default.itemsize:
+        logger.info("dtype: %s, like the checkpoint; %s: --dtype %s", _name(own), _WIDER, _name(default))
+    return own
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:

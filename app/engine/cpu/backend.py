@@ -47,6 +47,9 @@ class CpuBackend(TorchBackend):
         super().__init__(device)
         self._packed: set[tuple[torch.Size, torch.dtype]] = set()
 
+    def why_not(self, dtype: torch.dtype) -> str:
+        return linear.why_not_bfloat16() if dtype == torch.bfloat16 else super().why_not(dtype)
+
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         """Warn of a dtype that processors have few instructions for."""
         super().check(head_dim, block_size, page_size, dtype)
@@ -87,6 +90,9 @@ class CpuBackend(TorchBackend):
             return multiply(x, weight, bias)
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
+    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        return linear.float32(hidden, lm_head) if hidden.dtype == torch.bfloat16 else self.linear(hidden, lm_head)
+
     def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
         """Return one table of complex numbers, because one multiplication then rotates a pair."""
         return (torch.polar(torch.ones_like(angles) * scales, angles),)
@@ -96,9 +102,8 @@ class CpuBackend(TorchBackend):
         return _as_real(_as_complex(x_thd.float().contiguous()) * turns).to(x_thd.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype != torch.float32:
-            return super().rms_norm(x, weight, eps)
-        return x.div(_rms(x, eps)).mul_(weight)
+        wide = x.float()
+        return wide.div(_rms(wide, eps)).mul_(weight).to(x.dtype)
 
     def qkv_into_kv(
         self,
@@ -110,12 +115,10 @@ class CpuBackend(TorchBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Rotate the heads of q and k in the same operators. Without norms `qkv` is overwritten."""
-        if qkv.dtype != torch.float32:
-            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
+        """Rotate the heads of q and k in the same operators, in fp32. Without norms a `qkv` in fp32 is overwritten."""
         kv_heads = kv.k.shape[2]
         heads = qkv.shape[1] - 2 * kv_heads
-        qk = qkv[:, : heads + kv_heads]
+        qk = qkv[:, : heads + kv_heads].float()
         if q_norm is not None:
             qk = qk.div(_rms(qk, eps))
         q, k = qk[:, :heads], qk[:, heads:]
@@ -123,6 +126,7 @@ class CpuBackend(TorchBackend):
             q.mul_(q_norm)
             k.mul_(k_norm)
         _as_complex(qk).mul_(rotation[0])
+        q, k = (part.to(qkv.dtype) for part in (q, k))
         self.write_kv(k, qkv[:, heads + kv_heads :], kv, slot_mapping)
         return q
 
@@ -136,14 +140,12 @@ class CpuBackend(TorchBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> None:
-        """Write the heads of all layers in the same operators."""
-        if kv_tl2hd.dtype != torch.float32:
-            super().context_into_kv(kv_tl2hd, k_norm, ones, eps, rotation, kv, slot_mapping)
-            return
+        """Write the heads of all layers in the same operators, in fp32."""
         k, v = kv_tl2hd.unbind(2)
+        k = k.float()
         k = k.div(_rms(k, eps)).mul_(k_norm[:, None])
         _as_complex(k).mul_(rotation[0].unsqueeze(1))
-        self.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, slot_mapping)
+        self.write_kv(k.flatten(0, 1).to(v.dtype), v.flatten(0, 1), kv, slot_mapping)
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         slot_mapping = slot_mapping.long()

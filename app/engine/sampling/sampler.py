@@ -59,7 +59,7 @@ class Sampler:
         chunks = []
         max_rows = self.max_rows if draws else self._max_greedy_rows
         for i, part in enumerate(torch.split(hidden, max_rows)):
-            logits = self._backend.linear(part, lm_head)
+            logits = self._backend.logits(part, lm_head)
             choice, is_lost = self._greedy(logits)
             size = 1 if self._backend.batch_invariant else max_rows  # sums of other shapes have other orders
             for kind, start in itertools.product(draws, range(0, len(part), size)):
