@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.build.engine import Engine
@@ -116,7 +115,8 @@ class Feeder:
     def logits(self, seq: Sequence) -> Tensor:
         """[T, V] of everything fed so far."""
         hidden = torch.cat([hidden for hidden, _ in self._outputs[seq]])
-        return F.linear(hidden, self.engine.core.runner.forward.target.lm_head).float()
+        runner = self.engine.core.runner
+        return runner.backend.logits(hidden, runner.forward.target.lm_head).float()
 
     def features(self, seq: Sequence) -> Tensor:
         return torch.cat([tapped for _, tapped in self._outputs[seq]])
