@@ -1,0 +1,154 @@
+"""bfloat16 on a CPU: kept where it is not slower, logits in float32, and differences within the measured margin."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config.checkpoint import DEMO
+from app.doctor import probes
+from app.engine.backend.factory import make_backend
+from app.engine.build.decoder_config import read_config, target_config
+from app.engine.build.engine import _dtype
+from app.engine.cpu import linear
+from app.engine.cpu.backend import CpuBackend
+from app.engine.process import _info
+from app.engine.sampling.sampler import Sampler
+from app.engine_config import EngineConfig
+from tests.fast.engine.feeder import Feeder
+from tests.fast.engine.lossless import LUCKY, Case, Subject, make_engine, random_prompts, run_engine
+from tests.fast.engine.pairs import make_pair
+from tests.fast.engine.reference import load_target
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+MULTIPLIES = b"flags : avx512f avx512_bf16"
+
+
+def facts(monkeypatch: pytest.MonkeyPatch, processor: bytes = MULTIPLIES, *, has_operator: bool = True) -> None:
+    """Fake the processor's flags, and an operator for few rows that was made or not."""
+    monkeypatch.setattr(linear, "processor", lambda: processor)
+    monkeypatch.setattr(linear, "_operator", (lambda: torch.nn.functional.linear) if has_operator else (lambda: None))
+
+
+# The choice
+
+
+def chosen(checkpoint: str, **wishes: Any) -> str:
+    shape = replace(target_config(read_config(DEMO / "target")), dtype=checkpoint)
+    config = EngineConfig(DEMO / "target", device="cpu", **wishes)
+    backend = make_backend("cpu", compiled=config.compile, batch_invariant=config.batch_invariant)
+    return str(_dtype(config, shape, backend)).removeprefix("torch.")
+
+
+def test_a_checkpoint_stays_in_bfloat16_where_the_processor_multiplies_it_and_the_log_says_what_float32_gives(
+    monkeypatch, caplog
+):
+    facts(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        assert chosen("bfloat16") == "bfloat16"
+    (told,) = caplog.messages
+    assert "dtype: bfloat16, like the checkpoint" in told and "--dtype float32" in told and "twice the memory" in told
+
+
+@pytest.mark.parametrize(
+    ("fakes", "reason"),
+    [
+        ({"processor": b"flags : avx512f avx512_vnni"}, "no avx512_bf16"),
+        ({"processor": b"Features : asimd bf16"}, "no avx512_bf16"),
+        ({"has_operator": False}, "without g++"),
+    ],
+    ids=str,
+)
+def test_without_one_of_the_facts_it_becomes_float32_and_the_log_says_why(monkeypatch, caplog, fakes, reason):
+    facts(monkeypatch, **fakes)
+    with caplog.at_level(logging.INFO):
+        assert chosen("bfloat16") == "float32"
+        assert chosen("bfloat16", dtype="bfloat16") == "bfloat16", "what was asked for is taken"
+    (told,) = caplog.messages
+    assert "dtype: float32, and not the checkpoint's bfloat16" in told and reason in told
+
+
+@pytest.mark.parametrize("wish", ["compile", "batch_invariant"])
+def test_paths_that_were_not_measured_in_bfloat16_keep_float32(monkeypatch, wish):
+    facts(monkeypatch)
+    assert chosen("bfloat16", **{wish: True}) == "float32"
+
+
+def test_float32_and_float16_become_float32_and_the_demo_is_float32(monkeypatch):
+    facts(monkeypatch)
+    assert chosen("float32") == chosen("float16") == chosen("bfloat16", dtype="float32") == "float32"
+    assert target_config(read_config(DEMO / "target")).dtype == "float32", "its drafts are to change no text"
+
+
+def test_check_tells_what_a_bfloat16_checkpoint_becomes(monkeypatch):
+    facts(monkeypatch)
+    assert "float32, or bfloat16 like a checkpoint" in probes.backend(CpuBackend(CPU)).found
+    facts(monkeypatch, b"")
+    assert "for checkpoints in bfloat16 too, because this processor has no avx512_bf16" in (
+        probes.backend(CpuBackend(CPU)).found
+    )
+
+
+def test_target_draft_and_kv_take_half_the_memory_and_the_servers_info_has_the_dtype(monkeypatch, tmp_path):
+    pair = make_pair(tmp_path, dtype=torch.bfloat16, **LUCKY)
+    monkeypatch.setattr(linear, "processor", lambda: MULTIPLIES)
+    if not linear.own(torch.bfloat16):
+        pytest.skip("there is no g++")
+    sizes = []
+    for dtype in ("auto", "float32"):
+        config = EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, max_model_len=64)
+        engine = make_engine(pair.target, pair.draft, dtype=dtype, max_model_len=64)
+        assert _info(engine, config).dtype == engine.dtype == ("bfloat16" if dtype == "auto" else "float32")
+        forward = engine.core.runner.forward
+        weights = [*forward.target.parameters(), *forward.drafter.model.parameters()]
+        kv = [part for pool in engine.core.runner.pools for layer in pool.layers for part in (layer.k[:1], layer.v[:1])]
+        sizes.append([sum(part.nbytes for part in parts) for parts in (weights, kv)])
+    assert sizes[1] == [2 * size for size in sizes[0]]
+
+
+# Logits
+
+
+def test_logits_are_in_float32_and_decide_where_bfloat16_ties():
+    hidden = torch.tensor([[256.0, 1.0], [256.0, -1.0]]).bfloat16()
+    lm_head = torch.tensor([[1.0, 0.0], [1.0, 0.5]]).bfloat16()
+    backend = CpuBackend(CPU)
+    lm_head = backend.pack_weight(lm_head)
+    logits = backend.logits(hidden, lm_head)
+    assert logits.dtype == torch.float32 and logits.tolist() == [[256.0, 256.5], [256.0, 255.5]]
+    assert backend.linear(hidden[:1], lm_head).tolist() == [[256.0, 256.0]], "they tie in bfloat16"
+    assert Sampler(2, backend).choose(hidden, lm_head).tolist() == [1, 0]
+
+
+# On == off
+
+
+def test_drafts_hit_and_a_text_differs_only_within_what_batch_sizes_change(tmp_path: Path):
+    """The margin is what logits differ by between rows that run alone and together."""
+    pair = make_pair(tmp_path, dtype=torch.bfloat16, **LUCKY)
+    prompts = [replace(p, max_tokens=min(p.max_tokens, 28)) for p in random_prompts(pair.vocab_size, 8)]
+    subject = Subject("bf16", pair.target, pair.draft, prompts, load_target)
+    sizes: dict[str, Any] = {"page_size": 16, "max_model_len": subject.max_model_len, "dtype": "bfloat16"}
+    alone, together = [], []
+    for prompt in prompts[:3]:
+        for found, chunk in ((alone, 1), (together, None)):
+            feeder = Feeder(make_engine(pair.target, None, **sizes))
+            found.append(feeder.logits(feeder.feed_whole(prompt.token_ids, chunk)))
+    measured = float((torch.cat(alone) - torch.cat(together)).abs().max())
+    case = Case(concurrency=4)
+    subject._off[0.0, "plain"] = run_engine(
+        make_engine(pair.target, None, max_num_seqs=1, **sizes), subject.requests(case)
+    ).texts
+    runs = [
+        run_engine(make_engine(pair.target, pair.draft, max_num_seqs=seqs, **sizes), subject.requests(case))
+        for seqs in (1, 4)
+    ]
+    differences = [difference for run in runs for difference in subject.compare(run.texts, case).differences]
+    print(f"logits differ by {measured:.3g} between batch sizes; {[str(each) for each in differences]}")
+    assert 0 < measured < 0.1 and all(each.margin <= 2 * measured for each in differences)
+    assert len(differences) <= len(prompts) // 2
+    assert all(run.acceptance_length > 1.1 for run in runs)
