@@ -68,7 +68,10 @@ class Config(BaseModel):
         MODEL, [], "names that requests may use; the first one is answered with (default: MODEL)", metavar="NAME"
     )
     dtype: Dtype = setting(
-        MODEL, "auto", "auto | bfloat16 | float16 | float32; auto is the device's own, float32 on a CPU"
+        MODEL,
+        "auto",
+        "auto | bfloat16 | float16 | float32; auto is the device's own, on a CPU float32, or a checkpoint's bfloat16 "
+        "if the processor multiplies it (avx512_bf16)",
     )
     device: Device = setting(MODEL, "auto", "auto | cpu | cuda | cuda:N | npu | npu:N")
 

@@ -12,6 +12,7 @@ from app.engine.build.engine import Engine
 from app.messages import Request, StepOutput
 from tests.exhaustive.acceptance import (
     FLOOR,
+    NEAR,
     PROMPTS,
     WAYS,
     answers,
@@ -40,6 +41,13 @@ def test_acceptance_stays(domain: str, way: str):
     assert run.texts == answers(domain)
     assert run.acceptance_length >= FLOOR[domain]
     assert keeps(domain, run)
+
+
+@pytest.mark.parametrize("domain", FLOOR)
+def test_acceptance_in_bfloat16_is_near_that_of_float32(domain: str):
+    run, wanted = run_engine(engine(dtype="bfloat16"), requests(domain)), cold_run(domain).acceptance_length
+    print(f"{domain}, bfloat16: acceptance length {run.acceptance_length:.2f}, float32 {wanted:.2f}")
+    assert abs(run.acceptance_length / wanted - 1) <= NEAR
 
 
 # The floor can fail: mistakes others have made, none of which changes a single emitted token. (A skipped hidden_norm

@@ -61,7 +61,6 @@ functions, "warm-up" in steps, "timing steps" in seconds."""
 CPU_KV_BYTES = 4 << 30
 """KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
 
-_WIDER = "twice the memory, and texts that drafts leave equal but for margins below 1e-4"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -331,11 +330,14 @@ def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> tor
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     own, default = _DTYPES.get(target.dtype, torch.float32), backend.defaults.dtype
+    is_narrow = own.itemsize < default.itemsize
     if reason := backend.why_not(own):
-        logger.info("dtype: %s, and not the checkpoint's %s, because %s", _name(default), _name(own), reason)
+        half = f"; --dtype {_name(own)} takes half the memory" if is_narrow else ""
+        logger.info("dtype: %s, and not the checkpoint's %s, because %s%s", _name(default), _name(own), reason, half)
         return default
-    if own.itemsize < default.itemsize:
-        logger.info("dtype: %s, like the checkpoint; %s: --dtype %s", _name(own), _WIDER, _name(default))
+    if is_narrow:
+        exact = "takes twice the memory, and leaves texts with drafts equal but for margins below 1e-4"
+        logger.info("dtype: %s, like the checkpoint; --dtype %s %s", _name(own), _name(default), exact)
     return own
 
 

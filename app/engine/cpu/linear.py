@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
 _TRIED_ROWS = (4, 16, 32, 64, 128)
+"""Fewer rows are the operator's: they wait for the weight alone, and their times are too short to compare."""
 _ALL_ROWS = 1 << 30
 _TRIED_NUMBERS = 1 << 20
 """Numbers of a weight that is timed. Of a larger one the first rows are, because 128 rows are slow to compute."""
@@ -42,9 +43,8 @@ def own(dtype: torch.dtype) -> Multiply | None:
 def why_not_bfloat16() -> str:
     """Return why bfloat16 would be slower here than float32, or "".
 
-    Products of prompts are PyTorch's. In bfloat16 they take a fifth of the time of float32 where the processor
-    multiplies such numbers, and 1.1 to 5 times as long elsewhere (docs/performance.md). Other processors with
-    instructions of that kind, like those of ARM, were not measured.
+    Products of prompts are PyTorch's. In bfloat16 they take a fifth of float32's time where the processor multiplies
+    such numbers, and elsewhere 1.1 to 5 times it (docs/performance.md). ARM's instructions were not measured.
     """
     if b"avx512_bf16" not in processor():
         return "this processor has no avx512_bf16, so prompts would be slower"
@@ -115,7 +115,7 @@ def _most_rows(multiply: Multiply, out: int, size: int, dtype: torch.dtype, thre
     tried = max(1, min(out, _TRIED_NUMBERS // size))
     limit = partial(torch.ops.dflash_server.set_most_rows, is_float32=dtype == torch.float32)
     limit(tried, size, rows=_TRIED_ROWS[-1])
-    weight, most = torch.ones(tried, size, dtype=dtype), 0
+    weight, most = torch.ones(tried, size, dtype=dtype), _TRIED_ROWS[0] - 1
     for rows in _TRIED_ROWS:
         x = torch.ones(rows, size, dtype=dtype)
         ratios: list[float] = []

@@ -70,6 +70,7 @@ def test_without_one_of_the_facts_it_becomes_float32_and_the_log_says_why(monkey
         assert chosen("bfloat16", dtype="bfloat16") == "bfloat16", "what was asked for is taken"
     (told,) = caplog.messages
     assert "dtype: float32, and not the checkpoint's bfloat16" in told and reason in told
+    assert "--dtype bfloat16 takes half the memory" in told
 
 
 @pytest.mark.parametrize("wish", ["compile", "batch_invariant"])
