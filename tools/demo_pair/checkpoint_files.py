@@ -16,7 +16,7 @@ CHECKPOINT = Path(__file__).parents[2] / "app" / "demo" / "checkpoint"
 def qwen3_config(shape: Shape, layers: int) -> dict[str, object]:
     return {
         "model_type": "qwen3",
-        "dtype": "float32",  # of computing: the files hold bfloat16, and a CPU is to show the exact promise
+        "dtype": "bfloat16",
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.mlp,

@@ -8,6 +8,7 @@ PARTS = {
     "step": "the cost of a decode step and of its parts, against sequences and against context",
     "api": "the cost of the way through HTTP by token, the share of a run's CPU time, and start-up",
     "cpu": "the engine on a CPU, against Transformers' `generate` and against matrix products alone",
+    "dtypes": "the engine in float32 and in bfloat16 on a CPU, by turns",
     "linear": "products of few rows on a CPU, against a plain read of their weights",
     "loading": "a checkpoint's way into a CPU's memory, against copying its files",
     "ranks": "the host's cost of sending a step to the other ranks of a model",

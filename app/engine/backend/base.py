@@ -118,8 +118,11 @@ class Backend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def why_not(self, dtype: torch.dtype) -> str:
-        """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them."""
+    def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
+        """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them.
+
+        `layer_numbers` are those of gate and up in a layer of the target, or None for a large one.
+        """
         own = self.defaults.dtype
         return "" if dtype.itemsize == own.itemsize else f"{str(own).removeprefix('torch.')} is the device's own"
 

@@ -330,8 +330,9 @@ def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> tor
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     own, default = _DTYPES.get(target.dtype, torch.float32), backend.defaults.dtype
-    is_narrow = own.itemsize < default.itemsize
-    if reason := backend.why_not(own):
+    is_narrow, moe = own.itemsize < default.itemsize, target.moe
+    inner = moe.num_experts * moe.intermediate_size if moe else target.intermediate_size
+    if reason := backend.why_not(own, 2 * inner * target.hidden_size):
         half = f"; --dtype {_name(own)} takes half the memory" if is_narrow else ""
         logger.info("dtype: %s, and not the checkpoint's %s, because %s%s", _name(default), _name(own), reason, half)
         return default

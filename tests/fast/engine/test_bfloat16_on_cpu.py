@@ -11,8 +11,10 @@ import torch
 from app.config.checkpoint import DEMO
 from app.doctor import probes
 from app.engine.backend.factory import make_backend
+from app.engine.backend.moe import MoeConfig
 from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.engine import _dtype
+from app.engine.cpu import backend as cpu_backend
 from app.engine.cpu import linear
 from app.engine.cpu.backend import CpuBackend
 from app.engine.process import _info
@@ -37,8 +39,9 @@ def facts(monkeypatch: pytest.MonkeyPatch, processor: bytes = MULTIPLIES, *, has
 # The choice
 
 
-def chosen(checkpoint: str, **wishes: Any) -> str:
-    shape = replace(target_config(read_config(DEMO / "target")), dtype=checkpoint)
+def chosen(checkpoint: str, hidden_size: int = 1024, **wishes: Any) -> str:
+    demo = target_config(read_config(DEMO / "target"))
+    shape = replace(demo, dtype=checkpoint, hidden_size=hidden_size, intermediate_size=2 * hidden_size)
     config = EngineConfig(DEMO / "target", device="cpu", **wishes)
     backend = make_backend("cpu", compiled=config.compile, batch_invariant=config.batch_invariant)
     return str(_dtype(config, shape, backend)).removeprefix("torch.")
@@ -79,10 +82,25 @@ def test_paths_that_were_not_measured_in_bfloat16_keep_float32(monkeypatch, wish
     assert chosen("bfloat16", **{wish: True}) == "float32"
 
 
-def test_float32_and_float16_become_float32_and_the_demo_is_float32(monkeypatch):
+def test_float32_and_float16_become_float32(monkeypatch):
     facts(monkeypatch)
     assert chosen("float32") == chosen("float16") == chosen("bfloat16", dtype="float32") == "float32"
-    assert target_config(read_config(DEMO / "target")).dtype == "float32", "its drafts are to change no text"
+
+
+def test_a_small_target_gains_nothing_and_becomes_float32_like_the_demo_with_its_exact_texts(monkeypatch, caplog):
+    facts(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        assert [chosen("bfloat16", hidden_size=size) for size in (192, 361, 363)] == ["float32"] * 2 + ["bfloat16"]
+    assert "its layers are so small" in caplog.messages[0]
+    demo = target_config(read_config(DEMO / "target"))
+    assert _dtype(EngineConfig(DEMO / "target"), demo, CpuBackend(CPU)) == torch.float32
+
+
+def test_the_experts_of_a_layer_count_together(monkeypatch):
+    facts(monkeypatch)
+    moe = MoeConfig(128, 8, 16, norm_topk_prob=True)
+    shape = replace(target_config(read_config(DEMO / "target")), dtype="bfloat16", moe=moe)
+    assert _dtype(EngineConfig(DEMO / "target"), shape, CpuBackend(CPU)) == torch.bfloat16
 
 
 def test_check_tells_what_a_bfloat16_checkpoint_becomes(monkeypatch):
@@ -97,6 +115,7 @@ def test_check_tells_what_a_bfloat16_checkpoint_becomes(monkeypatch):
 def test_target_draft_and_kv_take_half_the_memory_and_the_servers_info_has_the_dtype(monkeypatch, tmp_path):
     pair = make_pair(tmp_path, dtype=torch.bfloat16, **LUCKY)
     monkeypatch.setattr(linear, "processor", lambda: MULTIPLIES)
+    monkeypatch.setattr(cpu_backend, "_SMALL_LAYER", 0)
     if not linear.own(torch.bfloat16):
         pytest.skip("there is no g++")
     sizes = []

@@ -1,0 +1,116 @@
+"""The engine in float32 and in bfloat16 on a CPU, by turns: decode steps and prompts, with random weights.
+
+It tells whether `--dtype auto` may keep bfloat16 on a processor. Both engines are in memory at once.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+
+from app.bench.command import guarded, out_folder, progress
+from app.bench.flags import add_out_flag, count, counts
+from app.bench.paired import ratio
+from app.bench.table import Table
+from app.engine.core import EngineCore
+from app.messages import Request
+from tools.lab import random_weights, step
+from tools.lab.publish import publish
+from tools.lab.step_timing import Bench, Measured, Shape
+
+DTYPES = ("float32", "bfloat16")
+ACCEPTED = "4"
+"""Mean acceptance length, so that whole blocks move on."""
+MEANING = (
+    "Milliseconds of a step, medians of rounds in which both dtypes run, and their ratio within rounds. A prompt is "
+    "read to its first token. Plain steps keep the draft's context too."
+)
+
+Timed = Callable[[], float]
+
+
+def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    folder = out_folder(options)
+    torch.set_num_threads(options.threads)
+    engines = [step.load(step.parsed(_step_flags(options, dtype)))[0] for dtype in DTYPES]
+    timed = [_timed(Bench(engine), engine.core, options) for engine in engines]
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in timed[0]}
+    with progress() as bar:
+        task = bar.add_task("", total=len(times) * (options.rounds + 1))
+        for number in range(options.rounds + 1):
+            for name, of_dtypes in times.items():
+                bar.update(task, advance=1, description=name)
+                for found, of_engine in zip(of_dtypes, timed, strict=True):
+                    taken = of_engine[name]()
+                    if number:  # the first round does lazy work
+                        found.append(taken)
+    rows = [
+        {"step": name}
+        | {f"{dtype} ms": f"{median(found):.1f}" for dtype, found in zip(DTYPES, of_dtypes, strict=True)}
+        | {"float32 / bfloat16": str(ratio(*of_dtypes))}
+        for name, of_dtypes in times.items()
+    ]
+    about = [random_weights.BANNER, step.describe(engines[0])]
+    table = Table("dtypes", "Both dtypes by turns", MEANING, rows)
+    return publish("dtypes", arguments, [table], folder, about=about)
+
+
+def _step_flags(options: argparse.Namespace, dtype: str) -> list[str]:
+    """Return the flags of `tools.lab step` for an engine of a dtype."""
+    most, longest = max(options.batches), max(options.context, *options.prompts)
+    flags = {
+        "random-weights": options.random_weights,
+        "simulate-acceptance": ACCEPTED,
+        "device": "cpu",
+        "dtype": dtype,
+        "threads": options.threads,
+        "batches": most,
+        "context": options.context,
+        "contexts": longest,
+        "context-batches": 1,
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def _timed(bench: Bench, core: EngineCore, options: argparse.Namespace) -> dict[str, Timed]:
+    """Return functions that return the milliseconds of a step, by its name."""
+
+    def decode(shape: Shape) -> float:
+        bench.time(shape, found := Measured())
+        return found.ms
+
+    def prefill(length: int) -> float:
+        request = Request("prompt", tuple(range(length)), max_tokens=1, cache_salt=str(time.perf_counter_ns()))
+        start = time.perf_counter()
+        core.run([request])
+        return 1000 * (time.perf_counter() - start)
+
+    timed: dict[str, Timed] = {}
+    for batch in options.batches:
+        for drafts, kind in ((False, "plain"), (True, "whole block")):
+            shape = Shape(batch, options.context, drafts)
+            timed[f"{kind}, at once {batch}"] = partial(decode, shape)
+    for length in options.prompts:
+        timed[f"prompt of {length}"] = partial(prefill, length)
+    return timed
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: bench(options, arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.lab dtypes", description=__doc__)
+    about = "sizes, as of `step` [default: qwen3-0.6b]"
+    parser.add_argument("--random-weights", default="qwen3-0.6b", metavar="NAME", help=about)
+    parser.add_argument("--batches", type=counts, default=[1, 4, 16], metavar="N,N", help="[default: 1,4,16]")
+    parser.add_argument("--context", type=count, default=256, metavar="N", help="of decode steps [default: 256]")
+    parser.add_argument("--prompts", type=counts, default=[64, 512], metavar="N,N", help="[default: 64,512]")
+    parser.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(parser, "dtypes.json")
+    return parser
