@@ -30,7 +30,7 @@ _MOST_KEPT = (1 << 30, 32 << 20)
 _BLOCK_ROWS = 512
 """Rows of a weight that a thread writes at once, few enough for the processor's caches."""
 _SMALL_LAYER = 1 << 19
-"""Numbers of gate and up in a layer. With 3,000 to 147,000 bfloat16 is up to 1.7 times as slow as float32 in some steps,
+"""Numbers of gate and up in a layer. With 3,000 to 147,000 bfloat16 takes up to 1.7 times as long in some steps,
 because norms and RoPE convert numbers. With 786,000 it is faster in all (`python -m tools.lab dtypes`)."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes, because NumPy has no bfloat16."""
