@@ -4,6 +4,9 @@
 // Every sum over `in` is made in fp32 lanes in one order, whatever the rows and threads beside it. So a row's result
 // does not depend on the batch. Products of more than `most_rows` rows go to PyTorch.
 //
+// Rows of x are packed in the order in which tiles read them. A tile has ROWS rows and OUTS outputs, whose sums stay in
+// registers. Rows of x and of the weight are walked DEPTH_BYTES at a time, which the first cache holds for 16 rows.
+//
 // The operator dflash_server::linear_float32 leaves the sums of bfloat16 in float32. It computes any number of rows,
 // because PyTorch would round them.
 
@@ -26,6 +29,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -41,12 +45,16 @@ constexpr int WIDTH = 32;
 constexpr int WIDTH = 16;  // SSE and NEON
 #endif
 constexpr int LANES = WIDTH / 4;
-constexpr int STEP = 2 * LANES;  // numbers of a row that are read at once
-constexpr int ROWS = 3, OUTS = 3;  // a tile's sums stay in 16 registers
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int ROWS = 4;  // of 32 registers a tile has 24 for its sums
+#else
+constexpr int ROWS = 2;  // of 16 registers 12
+#endif
+constexpr int OUTS = 6;
 constexpr int BLOCK_ROWS = 32;
-constexpr int64_t DEPTH = 512;  // of a weight's rows that stay in the first cache while more rows of x pass
+constexpr int GROUP = 8;  // tiles whose sums are kept while the next numbers of x are in the first cache
+constexpr int64_t DEPTH_BYTES = 2048;
 constexpr int64_t SMALL = 1 << 19;  // multiplications that cost less than waking a thread
-constexpr int64_t CHUNK_BYTES = 1 << 17;  // of a weight that a thread takes at once
 
 typedef float Lanes __attribute__((vector_size(WIDTH), aligned(2), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(WIDTH), aligned(2), may_alias));
@@ -64,77 +72,143 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
 #endif
 }
 
+// A kind of numbers. A step reads STEP of them at once, which are multiplied as PARTS vectors.
 struct Float32 {
   using Number = float;
+  static constexpr int STEP = LANES, PARTS = 1;
   static float wide(float x) { return x; }
-  static float narrow(float x) { return x; }
-  static Lanes load(const float* from, int half) { return *reinterpret_cast<const Lanes*>(from + half * LANES); }
+  static Lanes part(Bits numbers, int) { return reinterpret_cast<Lanes>(numbers); }
+  static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
+  static void store(Lanes values, float* to) { *reinterpret_cast<Lanes*>(to) = values; }
 };
 
 struct BFloat16 {
   using Number = uint16_t;
+  static constexpr int STEP = 2 * LANES;
   static float wide(uint16_t x) {
     uint32_t bits = uint32_t(x) << 16;
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
   }
-  static uint16_t narrow(float x) {  // to nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+#if defined(__AVX512BF16__)
+  // The processor multiplies pairs, and adds them in fp32. It takes numbers below 2^-126 for zero.
+  static constexpr int PARTS = 1;
+  static Lanes part(Bits numbers, int) { return reinterpret_cast<Lanes>(numbers); }
+  static Lanes add(Lanes a, Lanes b, Lanes sums) {
+    return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
-  // Even numbers are the first half and odd ones the second, because that takes no shuffle.
-  static Lanes load(const uint16_t* from, int half) {
-    Bits pairs = *reinterpret_cast<const Bits*>(from);
-    return reinterpret_cast<Lanes>(half ? pairs & 0xffff0000u : pairs << 16);
+#else
+  // Even numbers are the first part and odd ones the second, because that takes no shuffle.
+  static constexpr int PARTS = 2;
+  static Lanes part(Bits numbers, int part) {
+    return reinterpret_cast<Lanes>(part ? numbers & 0xffff0000u : numbers << 16);
+  }
+  static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
+#endif
+  // To nearest, ties to even. NaN stays NaN: it is one of the numbers', whose lower half is zero.
+  static void store(Lanes values, uint16_t* to) {
+    const Bits bits = reinterpret_cast<Bits>(values), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    for (int i = 0; i < LANES; i++) to[i] = rounded[i];
   }
 };
 
-float total(Lanes sums) {
-  for (int half = LANES / 2; half; half /= 2) {
-    Bits other;
-    for (int i = 0; i < LANES; i++) other[i] = i ^ half;
-    sums += __builtin_shuffle(sums, other);
+#define UNROLLED __attribute__((always_inline))
+
+// Call one(0) to one(N - 1), with constants: GCC keeps an array in registers only if it unrolls a loop of it early.
+template <int N, class One>
+UNROLLED inline void each(const One& one) {
+  if constexpr (N > 0) {
+    each<N - 1>(one);
+    one(std::integral_constant<int, N - 1>());
   }
-  return sums[0];
 }
 
-// Add the products of R rows of x with O rows of the weight over `depth` numbers. Rows of x are `x_stride` apart.
-template <class Kind, int R, int O>
-inline void add_tile(Lanes (*sums)[OUTS], const float* x, int64_t x_stride, const typename Kind::Number* weight,
-                     int64_t in, int64_t depth, bool reads_ahead) {
-  Lanes own[R][O];
-  for (int r = 0; r < R; r++)
-    for (int o = 0; o < O; o++) own[r][o] = sums[r][o];
-  auto add = [&](int64_t k) {
-    for (int half = 0; half < 2; half++) {
-      Lanes right[R];
-      for (int r = 0; r < R; r++) right[r] = *reinterpret_cast<const Lanes*>(x + r * x_stride + k + half * LANES);
-      for (int o = 0; o < O; o++) {
-        const Lanes left = Kind::load(weight + o * in + k, half);
-        for (int r = 0; r < R; r++) own[r][o] = multiply_add(left, right[r], own[r][o]);
-      }
-    }
+// Return lanes of a where a lane's number lacks the bit HALF, and else of b, plus the lanes that are HALF away.
+template <int HALF, int... I>
+inline Lanes folded(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+  const Bits own = {uint32_t(I & HALF ? LANES + I : I)...}, other = own ^ HALF;
+  return __builtin_shuffle(a, b, own) + __builtin_shuffle(a, b, other);
+}
+
+// Return the lanes of totals in the order of their vectors: the first halving has put odd ones half the lanes away.
+template <int... I>
+inline Lanes in_order(Lanes totals, std::integer_sequence<int, I...>) {
+  constexpr auto reversed = [](int i) {
+    int found = 0;
+    for (int bit = 1, mirror = LANES / 2; mirror; bit *= 2, mirror /= 2) found |= i & bit ? mirror : 0;
+    return uint32_t(found);
   };
-  if (reads_ahead)
-    for (int64_t k = 0; k < depth; k += STEP) {
-      for (int o = 0; o < O; o++) __builtin_prefetch(weight + (O + o) * in + k);
-      add(k);
-    }
-  else
-    for (int64_t k = 0; k < depth; k += STEP) add(k);
-  for (int r = 0; r < R; r++)
-    for (int o = 0; o < O; o++) sums[r][o] = own[r][o];
+  return __builtin_shuffle(totals, Bits{reversed(I)...});
 }
 
-template <class Kind, int O>
-void add_rows(int64_t rows, Lanes (*sums)[OUTS], const float* x, int64_t x_stride,
-              const typename Kind::Number* weight, int64_t in, int64_t depth, bool reads_ahead) {
-  for (int64_t r = 0; r < rows; r += ROWS, sums += ROWS, x += ROWS * x_stride, reads_ahead = false) {
-    auto tile = rows - r == 1 ? add_tile<Kind, 1, O> : rows - r == 2 ? add_tile<Kind, 2, O> : add_tile<Kind, ROWS, O>;
-    tile(sums, x, x_stride, weight, in, depth, reads_ahead);
+// Leave the totals of N vectors in the first N lanes. Every total is the same sum of pairs, whatever N is.
+template <int N, int HALF = LANES / 2>
+UNROLLED inline void total(Lanes* sums) {
+  constexpr int HALVED = (N + 1) / 2;
+  constexpr auto lanes = std::make_integer_sequence<int, LANES>();
+  each<HALVED>([&](auto i) UNROLLED { sums[i] = folded<HALF>(sums[2 * i], sums[std::min(2 * i + 1, N - 1)], lanes); });
+  if constexpr (HALF > 1)
+    total<HALVED, HALF / 2>(sums);
+  else
+    each<HALVED>([&](auto i) UNROLLED { sums[i] = in_order(sums[i], lanes); });
+}
+
+// Rows of a weight that a tile asks the memory for, line by line, because the next tile reads them.
+struct Ahead {
+  const char* from;
+  int64_t rows;
+};
+
+// Where a tile's totals go: rows of y are `out` numbers apart. `added` has the bias of each of a tile's totals.
+template <class Written>
+struct Place {
+  Written* y;
+  int64_t out;
+  const float* added;
+};
+
+// Add the products of R packed rows of x with O rows of a weight, `stride` bytes apart, over `steps` steps. The sums
+// begin with zero or with `sums`, and end there or in a place.
+template <class Kind, class Result, int R, int O>
+void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, int64_t stride, int64_t steps,
+              Ahead ahead, const Place<typename Result::Number>* place) {
+  Lanes own[R * O];
+  if (is_first)
+    each<R * O>([&](auto i) UNROLLED { own[i] = Lanes{}; });
+  else
+    each<R * O>([&](auto i) UNROLLED { own[i] = sums[i]; });
+  for (int64_t k = 0, left = steps; k < steps; k++, weight += WIDTH) {
+    for (int64_t i = 0; i < ahead.rows; i++, ahead.from += WIDTH) {
+      __builtin_prefetch(ahead.from);
+      if (--left) continue;
+      left = steps;
+      ahead.from += stride - steps * WIDTH;
+    }
+    each<Kind::PARTS>([&](auto part) UNROLLED {
+      Lanes right[R];
+      each<R>([&](auto r) UNROLLED { right[r] = x[part * R + r]; });
+      each<O>([&](auto o) UNROLLED {
+        Lanes left = Kind::part(*reinterpret_cast<const Bits*>(weight + o * stride), part);
+#if defined(__AVX512F__)
+        asm("" : "+v"(left));  // or GCC loads it once for each row
+#endif
+        each<R>([&](auto r) UNROLLED { own[r * O + o] = Kind::add(left, right[r], own[r * O + o]); });
+      });
+    });
+    x += Kind::PARTS * R;
   }
+  if (!place) {
+    each<R * O>([&](auto i) UNROLLED { sums[i] = own[i]; });
+    return;
+  }
+  constexpr int VECTORS = (R * O + LANES - 1) / LANES;
+  typename Result::Number flat[VECTORS * LANES];
+  total<R * O>(own);
+  each<VECTORS>([&](auto i) UNROLLED {
+    Result::store(own[i] + reinterpret_cast<const Lanes*>(place->added)[i], flat + i * LANES);
+  });
+  for (int r = 0; r < R; r++) std::memcpy(place->y + r * place->out, flat + r * O, O * sizeof flat[0]);
 }
 
 // Threads that sleep between products. The caller works too, and waits for no thread that has not begun: beside a busy
@@ -182,92 +256,132 @@ Helpers& helpers() {
   return *kept;
 }
 
-// A product as the threads share it. x is [rows, x_stride] in fp32, in the order of `Kind::load`, zero behind `in`.
+// Sums of a thread's group of tiles.
+Lanes* sums_of_tile(int64_t tile) {
+  alignas(64) static thread_local Lanes sums[GROUP][BLOCK_ROWS * OUTS];
+  return sums[tile];
+}
+
+// A product as the threads share it. x is packed: ROWS rows at a time, or fewer last, side by side for each step.
 template <class Kind, class Result>
 struct Product {
   using Number = typename Kind::Number;
-  const float* x;
-  int64_t x_stride, rows, in, out;
+  using Written = typename Result::Number;
+  const Lanes* x;
+  int64_t rows, in, out;
   const Number *weight, *bias;
-  typename Result::Number* y;
+  Written* y;
+  const int64_t whole = in / Kind::STEP, steps = (in + Kind::STEP - 1) / Kind::STEP;
 
-  template <int O>
-  void outputs(int64_t at) const {
-    const Number* own = weight + at * in;
-    const int64_t whole = in / STEP * STEP;
-    Number rest[O][STEP];
-    if (whole < in) {
-      std::memset(rest, 0, sizeof rest);
-      for (int o = 0; o < O; o++) std::memcpy(rest[o], own + o * in + whole, (in - whole) * sizeof(Number));
+  // Call one(R, first) for R rows of x at a time.
+  template <class One>
+  static void tiles_of_rows(int64_t rows, const One& one) {
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      const int64_t left = rows - r;
+      if (left >= ROWS) one(std::integral_constant<int, ROWS>(), r);
+      else if (left == 1) one(std::integral_constant<int, 1>(), r);
+      else if (left == 2) one(std::integral_constant<int, 2>(), r);
+      else one(std::integral_constant<int, ROWS - 1>(), r);
     }
+  }
+
+  // Add steps from k on of `count` rows of x from `start` on to a tile's sums. Behind the last they go to y.
+  template <int O>
+  void add(int64_t at, int64_t tile, int64_t start, int64_t count, int64_t k, const Number* from, int64_t stride,
+           int64_t length, const Number* next) const {
+    alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES] = {};
+    Place<Written> place = {y + start * out + at, out, added};
+    const bool is_last = k + length == steps || k == whole;
+    for (int i = 0; is_last && bias && i < ROWS * O; i++) added[i] = Kind::wide(bias[at + i % O]);
+    int64_t asked = 0, row = 0;
+    tiles_of_rows(count, [&](auto tile_rows, int64_t r) {
+      constexpr int R = tile_rows;
+      row = std::min(r + R, count) * O / count;
+      const Ahead ahead = {reinterpret_cast<const char*>(next) + asked * stride, next ? row - asked : 0};
+      asked = row;
+      add_tile<Kind, Result, R, O>(sums_of_tile(tile) + r * O, k == 0, x + ((start + r) * steps + k * R) * Kind::PARTS,
+                                   reinterpret_cast<const char*>(from), stride, length, ahead,
+                                   is_last ? &place : nullptr);
+      place.y += R * out;
+    });
+  }
+
+  // Write `tiles` tiles of O outputs each. `next` are the rows of the weight that are read then.
+  template <int O>
+  void outputs(int64_t at, int64_t tiles, const Number* next) const {
+    const int64_t stride = in * int64_t(sizeof(Number));
     for (int64_t start = 0; start < rows; start += BLOCK_ROWS) {
-      const int64_t count = std::min<int64_t>(BLOCK_ROWS, rows - start), depth = count > ROWS ? DEPTH : whole;
-      const float* block = x + start * x_stride;
-      Lanes sums[BLOCK_ROWS][OUTS];
-      std::memset(sums, 0, count * sizeof sums[0]);
-      for (int64_t k = 0; k < whole; k += depth)
-        add_rows<Kind, O>(count, sums, block + k, x_stride, own + k, in, std::min(depth, whole - k), start == 0);
-      if (whole < in) add_rows<Kind, O>(count, sums, block + whole, x_stride, rest[0], STEP, STEP, false);
-      for (int64_t r = 0; r < count; r++)
-        for (int o = 0; o < O; o++)
-          y[(start + r) * out + at + o] = Result::narrow(total(sums[r][o]) + (bias ? Kind::wide(bias[at + o]) : 0.0f));
+      const int64_t count = std::min<int64_t>(BLOCK_ROWS, rows - start);
+      const int64_t depth = count > ROWS ? std::min(steps, DEPTH_BYTES / WIDTH) : steps;
+      for (int64_t k = 0; k < steps; k += depth)
+        for (int64_t tile = 0; tile < tiles; tile++) {
+          const int64_t own = at + tile * O, length = std::min(depth, whole - k);
+          const Number* from = weight + own * in + k * Kind::STEP;
+          const bool is_last = k + depth >= steps;
+          const Number* then = is_last ? next : weight + at * in + (k + depth) * Kind::STEP;
+          if (start) then = nullptr;  // all are in a cache
+          else if (tile + 1 < tiles) then = from + O * in;
+          if (length > 0) add<O>(own, tile, start, count, k, from, stride, length, then);
+          if (!is_last || whole == steps) continue;
+          const int64_t behind = whole * Kind::STEP;
+          Number rest[O][Kind::STEP] = {};
+          for (int o = 0; o < O; o++) std::memcpy(rest[o], weight + (own + o) * in + behind, (in - behind) * sizeof(Number));
+          add<O>(own, tile, start, count, whole, rest[0], WIDTH, 1, nullptr);
+        }
     }
   }
 
   void run() const {
-    const int64_t tiles = (out + OUTS - 1) / OUTS;
-    auto run_tiles = [&](int64_t first, int64_t last) {
-      for (int64_t at = first * OUTS; at < std::min(last * OUTS, out);) {
-        const bool is_whole = at + OUTS <= out;
-        is_whole ? outputs<OUTS>(at) : outputs<1>(at);
-        at += is_whole ? OUTS : 1;
+    const int64_t threads = rows * in * out < SMALL ? 1 : torch::stable::get_num_threads();
+    const int64_t tiles = out / OUTS, group = std::clamp<int64_t>(tiles / (8 * threads), 1, GROUP);
+    const int64_t groups = (tiles + group - 1) / group, parts = groups + (tiles * OUTS < out);
+    auto run_part = [&](int64_t part, int64_t next) {
+      const Number* then = weight + std::min(next * group, tiles) * OUTS * in;
+      if (part < groups) outputs<OUTS>(part * group * OUTS, std::min(group, tiles - part * group), then);
+      else outputs<1>(tiles * OUTS, out - tiles * OUTS, then);
+    };
+    std::atomic<int64_t> next = 0;  // a thread that another process slows down takes fewer parts
+    auto work = [&] {
+      for (int64_t part = next++; part < parts;) {
+        const int64_t then = next++;
+        run_part(part, then);
+        part = then;
       }
     };
-    const int64_t threads = rows * in * out < SMALL ? 1 : torch::stable::get_num_threads();
-    if (threads == 1) return run_tiles(0, tiles);
-    const int64_t bytes = OUTS * in * int64_t(sizeof(Number));
-    const int64_t chunk = std::clamp<int64_t>(CHUNK_BYTES / bytes, 1, std::max<int64_t>(1, tiles / (4 * threads)));
-    std::atomic<int64_t> next = 0;  // a thread that another process slows down takes fewer chunks
-    helpers().share(threads - 1, [&] {
-      for (int64_t first; (first = next.fetch_add(chunk)) < tiles;) run_tiles(first, std::min(first + chunk, tiles));
-    });
+    threads == 1 ? work() : helpers().share(threads - 1, work);
   }
 };
 
 // Memory of a thread that is kept from call to call.
-float* scratch(size_t size) {
-  static thread_local std::unique_ptr<float[]> kept;
+Lanes* scratch(size_t size) {
+  static thread_local std::unique_ptr<char[]> kept;
   static thread_local size_t kept_size = 0;
-  constexpr size_t LINE = 64;
   if (size > kept_size) {
-    kept.reset(new float[size + LINE / sizeof(float)]);
+    kept.reset(new char[(size + 1) * WIDTH]);
     kept_size = size;
   }
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(kept.get()) + LINE - 1) / LINE * LINE);
+  return reinterpret_cast<Lanes*>((reinterpret_cast<uintptr_t>(kept.get()) + WIDTH - 1) / WIDTH * WIDTH);
 }
 
 template <class Kind, class Result = Kind>
 void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y) {
   using Number = typename Kind::Number;
-  const int64_t rows = x.size(0), in = x.size(1), out = weight.size(0), whole = in / STEP * STEP;
-  // A line more between rows, because rows at multiples of 4 KiB would share the same few lines of a cache.
-  const int64_t stride = (in + STEP - 1) / STEP * STEP + 16;
-  float* wide = scratch(rows * stride);
-  auto widen = [](const Number* from, float* to) {
-    for (int half = 0; half < 2; half++) *reinterpret_cast<Lanes*>(to + half * LANES) = Kind::load(from, half);
-  };
+  const int64_t rows = x.size(0), in = x.size(1), steps = (in + Kind::STEP - 1) / Kind::STEP;
+  Lanes* packed = scratch(rows * steps * Kind::PARTS);
   const Number* numbers = static_cast<const Number*>(x.data_ptr());
-  for (int64_t r = 0; r < rows; r++) {
-    const Number* from = numbers + r * in;
-    float* to = wide + r * stride;
-    for (int64_t k = 0; k < whole; k += STEP) widen(from + k, to + k);
-    if (whole == in) continue;
-    Number rest[STEP] = {};
-    std::memcpy(rest, from + whole, (in - whole) * sizeof(Number));
-    widen(rest, to + whole);
-  }
+  Product<Kind, Result>::tiles_of_rows(rows, [&](auto tile_rows, int64_t first) {
+    constexpr int R = tile_rows;
+    for (int64_t r = first; r < first + R; r++)
+      for (int64_t k = 0; k < steps; k++) {
+        Bits read = {};
+        const int64_t left = in - k * Kind::STEP;
+        std::memcpy(&read, numbers + r * in + k * Kind::STEP, std::min<int64_t>(left, Kind::STEP) * sizeof(Number));
+        for (int part = 0; part < Kind::PARTS; part++)
+          packed[first * steps * Kind::PARTS + (k * Kind::PARTS + part) * R + r - first] = Kind::part(read, part);
+      }
+  });
   const void* added = bias.has_value() ? bias->data_ptr() : nullptr;
-  Product<Kind, Result>{wide, stride, rows, in, out, static_cast<const Number*>(weight.data_ptr()),
+  Product<Kind, Result>{packed, rows, in, weight.size(0), static_cast<const Number*>(weight.data_ptr()),
                         static_cast<const Number*>(added), static_cast<typename Result::Number*>(y.data_ptr())}
       .run();
 }
@@ -291,9 +405,10 @@ int64_t most_rows(int64_t out, int64_t in, bool is_float32) {
 // Return true for tensors of one dtype of `linear`, in row order, whose sizes fit.
 bool is_own(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const ScalarType type = x.scalar_type();
-  const bool same = (type == ScalarType::Float || type == ScalarType::BFloat16) && weight.scalar_type() == type && (!bias.has_value() || bias->scalar_type() == type);
-  const bool in_order = x.is_contiguous() && weight.is_contiguous() && (!bias.has_value() || bias->is_contiguous());
-  return same && in_order && x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1);
+  auto fits = [type](const Tensor& tensor) { return tensor.scalar_type() == type && tensor.is_contiguous(); };
+  const bool is_ours = type == ScalarType::Float || type == ScalarType::BFloat16;
+  return is_ours && fits(x) && fits(weight) && (!bias.has_value() || fits(*bias)) && x.dim() == 2 && weight.dim() == 2 &&
+         x.size(1) == weight.size(1) && x.size(1) > 0;
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
