@@ -34,13 +34,17 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Address and model. `url` is without /v1, and `fields` go into the body of every request."""
+    """Address and model. `url` is without /v1, and `fields` go into the body of every request.
+
+    Without `keep_alive` each request has a connection of its own.
+    """
 
     name: str
     url: str
     model: str = ""
     api_key: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    keep_alive: bool = True
 
     def connect(self, seconds: float) -> httpx.AsyncClient:
         """Return a client with new connections. `seconds` of silence are a failure."""
@@ -48,7 +52,7 @@ class Server:
             base_url=self.url,
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
             timeout=httpx.Timeout(seconds, connect=30.0),
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None if self.keep_alive else 0),
             verify=self.url.startswith("https:"),
             trust_env=httpx.URL(self.url).host not in _LOCAL,
         )

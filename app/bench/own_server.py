@@ -1,6 +1,7 @@
 """Servers that the bench starts: a `dflash-server serve` process for each variant."""
 
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
 
 import httpx
 
@@ -38,26 +41,20 @@ def flags_of(variant: str) -> tuple[str, ...]:
     raise ConfigError(f"--compare: there is no variant {variant!r}", f"there are {WISHES}")
 
 
-class OwnServer:
+class ServerProcess:
     """Context with a running server, in a session of its own because Ctrl-C must reach the bench alone.
 
-    `program` is the module that gets the command line, with its own arguments in front.
+    `ready` is the path that answers 200 when it has loaded.
     """
 
-    def __init__(self, variant: str, serve_args: Sequence[str], program: Sequence[str] = ("app",)) -> None:
-        for argument in serve_args:
-            if argument.partition("=")[0] in OURS:
-                raise ConfigError(f"--serve-args {argument}: each server gets an address of its own", "leave it out")
-        self.variant = variant
-        self.program = program
-        self.port = port = _free_port()
+    def __init__(self, variant: str, command: Sequence[str], port: int, ready: str = "/ready") -> None:
+        self.variant, self.command, self.port, self.ready = variant, command, port, ready
         self.url = f"http://127.0.0.1:{port}"
-        self.arguments = ["serve", *serve_args, *flags_of(variant), "--no-prefix-caching", "--port", str(port)]
 
-    def __enter__(self) -> "OwnServer":
+    def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", *self.program, *self.arguments, "--host", "127.0.0.1"],
+            self.command,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
@@ -67,11 +64,11 @@ class OwnServer:
         return self
 
     def wait_until_ready(self, tell: Callable[[str], None]) -> None:
-        """Wait for /ready and tell the stage of loading. Raises ServerError with the end of the log if it ends."""
+        """Wait until it is ready, and tell the stage. Raises ServerError with the end of the log if it ends."""
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
             while self.process.poll() is None:
                 try:
-                    response = http.get("/ready")
+                    response = http.get(self.ready)
                 except httpx.TransportError:
                     time.sleep(_POLL_SECONDS)
                     continue
@@ -99,10 +96,26 @@ class OwnServer:
         self._log.close()
 
     def __str__(self) -> str:
+        return shlex.join([Path(self.command[0]).name, *self.command[1:]])
+
+
+class OwnServer(ServerProcess):
+    """This package's server. `program` is the module that gets the command line, with its own arguments in front."""
+
+    def __init__(self, variant: str, serve_args: Sequence[str], program: Sequence[str] = ("app",)) -> None:
+        for argument in serve_args:
+            if argument.partition("=")[0] in OURS:
+                raise ConfigError(f"--serve-args {argument}: each server gets an address of its own", "leave it out")
+        port = free_port()
+        self.arguments = ["serve", *serve_args, *flags_of(variant), "--no-prefix-caching", "--port", str(port)]
+        command = [sys.executable, "-P", "-m", *program, *self.arguments, "--host", "127.0.0.1"]
+        super().__init__(variant, command, port)
+
+    def __str__(self) -> str:
         return f"dflash-server {' '.join(self.arguments)}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

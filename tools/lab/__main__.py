@@ -10,13 +10,14 @@ PARTS = {
     "cpu": "the engine on a CPU, against Transformers' `generate` and against matrix products alone",
     "dtypes": "the engine in float32 and in bfloat16 on a CPU, by turns",
     "linear": "products of few rows on a CPU, against a plain read of their weights",
+    "llama_cpp": "llama.cpp's server, built from source, and this one, by turns over HTTP on a CPU",
     "loading": "a checkpoint's way into a CPU's memory, against copying its files",
     "ranks": "the host's cost of sending a step to the other ranks of a model",
     "widths": "`--verify auto` against plain decoding and whole blocks",
 }
 USAGE = (
     "usage: python -m tools.lab PART ...\n\nparts:\n"
-    + "".join(f"  {name:<8}{text}\n" for name, text in PARTS.items())
+    + "".join(f"  {name:<10}{text}\n" for name, text in PARTS.items())
     + "\n`python -m tools.lab PART --help` lists the flags of a part\n"
 )
 

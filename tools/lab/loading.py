@@ -1,7 +1,6 @@
 """The time in which a CPU loads a checkpoint of random numbers from a warm page cache, against copying its files."""
 
 import argparse
-import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from app.bench.command import guarded, out_folder
 from app.bench.flags import add_out_flag
@@ -21,9 +19,9 @@ from app.engine.backend.factory import make_backend
 from app.engine.build.decoder_config import target_config
 from app.engine.build.loader import SafetensorsWeights
 from app.engine.models.registry import target_class
-from app.engine.models.weights import Part
+from tools.lab.checkpoints import Kept
 from tools.lab.publish import publish
-from tools.lab.random_weights import TARGETS, RandomWeights
+from tools.lab.random_weights import TARGETS
 
 LAYER_BYTES = 0.1e9
 """About the bytes of one of the layers below in 16 bits."""
@@ -31,23 +29,6 @@ MEANING = (
     "The best of rounds by turns: the engine's own code loads the checkpoint, or one thread copies the files. Seconds "
     "of the CPU are of the copy, and of all threads of the load."
 )
-
-
-class Kept(RandomWeights):
-    """Random weights of which each tensor becomes a file in `to`."""
-
-    def __init__(self, folder: Path, to: Path) -> None:
-        super().__init__(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
-        self._to, self._homes = to, dict[str, str]()
-
-    def get(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
-        tensor = super().get(name, *shape, part=part)
-        self._homes[name] = f"{name}.safetensors"
-        save_file({name: tensor}, self._to / self._homes[name])
-        return tensor
-
-    def close(self) -> None:
-        (self._to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": self._homes}))
 
 
 def main(arguments: Sequence[str]) -> int:

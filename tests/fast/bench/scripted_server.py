@@ -35,6 +35,7 @@ class ScriptedServer:
         self.clock, self.script, self.status = clock, script, status
         self.seen: list[Any] = []
         self.paths: list[str] = []
+        self.clients: set[tuple[str, int]] = set()
         self.url = ""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -43,6 +44,7 @@ class ScriptedServer:
             body += message["body"]
         self.seen.append(json.loads(body + message["body"] or "null"))
         self.paths.append(scope["path"])
+        self.clients.add(tuple(scope["client"]))
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         for moment, piece in self.script:
             self.clock.looked.clear()

@@ -138,6 +138,18 @@ def test_a_server_that_names_no_model_is_an_error(status: int, said: str, error:
         asyncio.run(look())
 
 
+@pytest.mark.parametrize(("keep_alive", "connections"), [(True, 1), (False, 3)])
+def test_a_request_has_a_connection_of_its_own_if_none_is_kept(keep_alive: bool, connections: int) -> None:
+    async def ask_thrice() -> int:
+        async with serving([]) as app:
+            async with Server("peer", app.url, keep_alive=keep_alive).connect(5.0) as http:
+                for _ in range(3):
+                    await http.get("/metrics")
+            return len(app.clients)
+
+    assert asyncio.run(ask_thrice()) == connections
+
+
 def test_the_first_model_that_is_named_is_taken() -> None:
     async def look() -> str:
         async with serving([(0.0, '{"data": [{"id": "big"}, {"id": "small"}]}')]) as scripted:
