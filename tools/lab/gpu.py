@@ -13,6 +13,7 @@ MAKERS = {
     "prefill": "tools.lab.cuda_attention.prompts_parts",
     "attention": "tools.lab.cuda_attention.launches_parts",
     "gemm": "tools.lab.gemms.parts",
+    "turns": "tools.lab.turns.parts",
     "graphs": "tools.lab.kernels.graph_parts",
     "profile": "tools.lab.kernels.profile_parts",
 }

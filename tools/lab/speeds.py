@@ -124,7 +124,7 @@ def speed(engine: Callable[[str], Engine], way: str, load: Load, rounds: int, en
     }
 
 
-def timed(engine: Engine, load: Load) -> tuple[float, list[float], int]:
+def timed(engine: Engine, load: Load, *, speculate: bool = True) -> tuple[float, list[float], int]:
     """Run all requests at once, to the last one's end.
 
     Returns output tokens per second, and the milliseconds and the tokens of the steps that decoded all of them.
@@ -132,7 +132,7 @@ def timed(engine: Engine, load: Load) -> tuple[float, list[float], int]:
     core: EngineCore = engine.core
     tokens, in_steps, steps = 0, 0, list[float]()
     for request in requests(load.concurrency, load.prompt, load.answer, engine.target.vocab_size):
-        core.add(request)
+        core.add(replace(request, speculate=speculate))
     started = time.perf_counter()
     while core.has_work:
         step = core.step()

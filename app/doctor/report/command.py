@@ -19,7 +19,7 @@ from app.config.parser import Parser
 from app.doctor.report import runner
 
 LABORATORY = "tools.lab.gpu"
-OF_LABORATORY = ("equality", "speeds", "prefill", "attention", "gemm", "graphs", "profile")
+OF_LABORATORY = ("equality", "speeds", "prefill", "attention", "gemm", "graphs", "profile", "turns")
 """Program that makes the sections about this server's own work, and these sections."""
 
 

@@ -59,6 +59,9 @@ RANDOM WEIGHTS. Each captured target graph behind 1,024 tokens a sequence. The f
     "profile": """
 RANDOM WEIGHTS. Kernels of a decode step by CUPTI. What they do not fill of a step are gaps. `expected` is the
 performance model's step.""",
+    "turns": """
+RANDOM WEIGHTS and SIMULATED ACCEPTANCE. Each round runs every way once on one engine. A ratio is to the first way,
+with its 95 % interval over six rounds. The second way is the first again: a ratio inside of its interval is noise.""",
     "attention": "Other launches of our attention: the five fastest, and the backend's own.",
     "prefill": "Attention of prompts, a layer, and the first call for these lengths.",
 }
@@ -75,6 +78,7 @@ HEADLINES = {
     "gemm": None,
     "graphs": None,
     "profile": None,
+    "turns": None,
 }
 """Parts whose `found` stands in the summary; None is all parts of the section."""
 

@@ -43,6 +43,7 @@ SECTIONS: dict[str, dict[str, tuple[float, float]]] = {
         "profile": (60.0, 90.0),
         "gemm": (20.0, 60.0),
         "graphs": (60.0, 60.0),
+        "turns": (90.0, 120.0),
         "engine": (60.0, 90.0),
         "step": (30.0, 60.0),
         "collectives": (70.0, 200.0),

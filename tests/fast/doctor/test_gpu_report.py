@@ -3,12 +3,15 @@ hangs takes nothing else along. Its checks of kernels are tested in tests/device
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +32,7 @@ from tests import ROOT
 from tests.fast.doctor.patient import HANG, Patient
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.tools.tiny import TINY
-from tools.lab import floors, gemms, gpu, kernels
+from tools.lab import floors, gemms, gpu, kernels, simulated, speeds, turns
 from tools.lab.floors import Load
 from tools.lab.random_weights import TARGETS, draft_for
 from tools.lab.speeds import headline
@@ -440,12 +443,43 @@ def test_graphs_products_and_kernels_are_timed_at_tiny_sizes(tmp_path: Path) -> 
         shares = [case["share"] for case in found["cases"]]
         assert 0 < len(shares) <= kernels.MOST_KERNELS and shares == sorted(shares, reverse=True)
         assert found["kernels ms"] >= sum(case["us"] for case in found["cases"]) / 1e3 - 1e-6 and found["launches"] > 50
+    with device_lengths():
+        (by_turns,) = [part.run() for part in turns.parts_of(model, [2], "cpu", 8, time.monotonic() + 600, 20)]
+        engine = speeds.random_engine(model, draft=True, device="cpu", max_num_seqs=2, max_model_len=64, verify="full")
+        simulated.simulate(engine.core, [1.0, 1.0])
+        plain, drafted = (speeds.timed(engine, Load(2, 8, 20), speculate=speculate) for speculate in (False, True))
+        (hurried,) = [part.run() for part in turns.parts_of(model, [1], "cpu", 8, 0.0, 20)]
+    assert plain[2] == 2 * len(plain[1]) and drafted[2] > 4 * len(drafted[1]), "a token or up to three a step"
+    assert [case["way"] for case in by_turns["cases"]] == list(turns.WAYS) and hurried["rounds"] == 2
+    assert by_turns["cases"][0]["ratio"] == 1 and by_turns["rounds"] == turns.ROUNDS
+    assert all(case["tok/s"] > 0 and case["ratio"] > 0 for case in by_turns["cases"])
     backend = CpuBackend(torch.device("cpu"))
     made = gemms.parts_of(target_config(TINY), lambda: backend, (1, 2), 1.0, lambda _: lambda run: run() or 1e-6)
     for part in made:
         cases = part.run()["cases"]
         assert [case["rows"] for case in cases] == [1, 2] and all(case["expected us"] > 0 for case in cases)
     assert [part.name for part in made] == ["o", "qkv", "down", "gate_up", "lm_head"]
+
+
+def test_every_way_has_its_turn_and_its_ratio_is_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device gets slower round by round, and ratios stay."""
+    core, ran = SimpleNamespace(overlap=True), list[tuple[bool, bool]]()
+
+    def timed(engine: object, load: Load, *, speculate: bool = True) -> tuple[float, list[float], int]:
+        if load.answer == 64:
+            return 0.0, [], 0
+        ran.append((speculate, core.overlap))
+        ms = (1 + (len(ran) - 1) // 4) * {(True, True): 1.0, (True, False): 1.25, (False, True): 5.0}[ran[-1]]
+        return 7.0, [ms, ms], 10
+
+    monkeypatch.setattr(turns, "timed", timed)
+    found = turns.by_turns(lambda: SimpleNamespace(core=core), Load(1, 8, 256), math.inf)  # type: ignore[arg-type, return-value]
+    once = [(way["speculate"], way["overlap"]) for way in turns.WAYS.values()]
+    assert ran == (once + once[::-1]) * 3 and core.overlap
+    assert [round(case["ratio"], 3) for case in found["cases"]] == [1, 1, 0.8, 0.2]
+    assert found["found"] == (
+        "of DFlash: DFlash again 1.00 (1.00-1.00); DFlash, one step at a time 0.80 (0.80-0.80); plain 0.20 (0.20-0.20)"
+    )
 
 
 def test_the_model_of_products_expects_reads_at_few_rows_and_operations_at_many() -> None:
