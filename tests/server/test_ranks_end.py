@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,3 +138,26 @@ def test_a_whole_server_that_is_killed_leaves_no_rank():
         os.kill(server, signal.SIGKILL)
     assert ranks.keys() == {LEADER, FOLLOWER}
     until(lambda: all(is_gone(pid) for pid in ranks.values()), 5)
+
+
+SLOW = """
+import sys
+import time
+
+if "app.engine.process" in sys.orig_argv:
+    from app.engine.build import engine
+
+    engine.settle_pages = lambda *_: time.sleep(1000)
+"""
+
+
+def test_a_setting_that_a_rank_refuses_before_rank_0_does_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    flags = "--device cpu --port 0 -tp 2 --kv-cache-memory 1MiB --max-model-len 2048".split()
+    command = [sys.executable, "-m", "app", "serve", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: rank 1 ended with exit code 2: 1 MiB for KV hold")

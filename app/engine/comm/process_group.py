@@ -25,7 +25,7 @@ class Meeting(NamedTuple):
 def start_process_group(meeting: Meeting, libraries: str) -> None:
     """Wait until all ranks have come. `libraries` is a backend of torch.distributed, like "gloo".
 
-    Raises RuntimeError if they do not come in time.
+    Raises RuntimeError if they do not come in time, or cannot be reached.
     """
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -36,6 +36,6 @@ def start_process_group(meeting: Meeting, libraries: str) -> None:
         dist.init_process_group(libraries, store=store, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {meeting.rank} cannot join {meeting.size} ranks within {meeting.timeout_seconds} s, which is "
-            f"--distributed-timeout-seconds: {error}"
+            f"rank {meeting.rank} cannot join {meeting.size} ranks (--distributed-timeout-seconds "
+            f"{meeting.timeout_seconds}, GLOO_SOCKET_IFNAME {os.environ.get('GLOO_SOCKET_IFNAME')}): {error}"
         ) from error

@@ -16,7 +16,7 @@ from app import log
 from app.engine.build.engine import build_runner
 from app.engine.build.ranks import Rank
 from app.engine.comm.process_group import Meeting
-from app.engine.errors import last_words
+from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.ranks.leader import STORE
 from app.engine.ranks.parent import leave_with_parent
@@ -42,6 +42,9 @@ def main() -> None:
     try:
         meeting = Meeting(int(rank), config.tensor_parallel_size, store, config.distributed_timeout_seconds)
         follow(build_runner(config, meeting.rank, lambda backend: Rank(backend.join(meeting))), receive)
+    except UnsupportedError as error:  # rank 0 refuses the same settings, and may be slower
+        print(error, flush=True)
+        os._exit(2)
     except Exception as error:
         traceback.print_exc()
         print(last_words(error).splitlines()[0], flush=True)

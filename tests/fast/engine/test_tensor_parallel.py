@@ -855,8 +855,14 @@ def test_a_rank_that_fails_before_a_capture_ends_all(lucky: Pair, monkeypatch: p
 
 
 def test_a_rank_that_does_not_come_is_told_by_the_flag(tmp_path: Path):
-    with pytest.raises(RuntimeError, match="rank 0 cannot join 2 ranks within 1 s, which is --distributed-timeout-sec"):
+    with pytest.raises(RuntimeError, match=r"rank 0 cannot join 2 ranks \(--distributed-timeout-seconds 1, "):
         start_process_group(Meeting(0, 2, tmp_path / "store", 1), "gloo")
+
+
+def test_an_interface_that_is_not_there_is_told_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+    with pytest.raises(RuntimeError, match="GLOO_SOCKET_IFNAME nowhere"):
+        start_process_group(Meeting(0, 2, tmp_path / "store", 60), "gloo")
 
 
 # Processes
