@@ -210,8 +210,29 @@ def test_a_change_of_a_flag_under_load_fails_no_request(whole: Cluster):
 
 
 def test_a_smaller_number_of_replicas_lets_a_long_stream_end(two: Cluster):
-    """Last, because it leaves one replica."""
+    """Last but one, because it leaves one replica."""
     ended = outcomes(two, 6, 900, lambda: two.deploy(num_replicas=1, max_num_seqs=5))
     assert ended == ["length"] * 6
     until(lambda: len(engines()) == 1, "one replica")
     assert text_of(client_of(two.url), PROMPTS[0])
+
+
+def test_the_number_of_replicas_follows_the_load(two: Cluster):
+    two.deploy(num_replicas=1)
+    settings = {name: value for name, value in SETTINGS.items() if name != "num_replicas"}
+    two.obey({"deploy": settings | {"max_replicas": 2, "target_ongoing_requests": 1}})
+    until(lambda: len(engines()) == 1, "one replica without load")
+    client, over = client_of(two.url), threading.Event()
+
+    def load(index: int) -> None:
+        while not over.is_set():
+            assert text_of(client, PROMPTS[index], max_tokens=400)
+
+    with ThreadPoolExecutor(4) as pool:
+        loads = [pool.submit(load, index) for index in range(4)]
+        try:
+            until(lambda: two.num_running() == 2 and len(set(engines().values())) == 2, "a second replica")
+        finally:
+            over.set()
+        for one in loads:
+            one.result(PATIENCE)
