@@ -74,7 +74,7 @@ class Sampler:
         if (found := self._chosen(hidden, lm_head, 0)) is not None:
             return found
         parts = torch.split(hidden, self._max_greedy_rows)
-        chunks = [self._best(self._backend.linear(part, lm_head)) for part in parts]
+        chunks = [self._best(self._backend.logits(part, lm_head)) for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def gumbel(self, state: Tensor, tokens: Tensor | None = None) -> Tensor:
