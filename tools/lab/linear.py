@@ -30,7 +30,8 @@ BYTES = 96 << 20
 """Bytes of weights that a round reads. They are three times the caches of most processors with few cores."""
 MEANING = (
     "GB/s of weights, medians of rounds by turns. `read` sums the same bytes up. `own` is app/engine/cpu's operator, "
-    "and `PyTorch` its product of the same memory. Ratios are medians of paired rounds. lm_head ends with an argmax."
+    "and `PyTorch` its product of the same memory. Ratios are medians of paired rounds. lm_head ends with an argmax. "
+    "One thread is timed in seconds of its processor, so other processes take no time but caches and memory."
 )
 
 
@@ -73,12 +74,13 @@ def measured(multiply: linear.Multiply, name: str, weights: list[Tensor], rows: 
         "PyTorch": lambda i: ended(torch.mm(x, weights[i].t())),
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for _ in range(rounds + 1):
         for way, run in ways.items():
-            start = time.perf_counter()
+            start = now()
             for i in range(len(weights)):
                 run(i)
-            times[way].append((time.perf_counter() - start) / len(weights))
+            times[way].append((now() - start) / len(weights))
     for taken in times.values():
         del taken[0]  # the first round takes memory
     shown = {way: f"{num_bytes / median(taken) / 1e9:.1f}" for way, taken in times.items()}

@@ -70,11 +70,11 @@ class CpuBackend(TorchBackend):
         return linear.tune(self._packed)
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
-        """Return the weight row by row, like it is stored, if this package's own products are here and faster for it.
+        """Return the weight row by row, like it is stored, if this package's own products are here.
 
         A weight of one part stays where it is, which is the mapped file if that has the engine's dtype.
         """
-        if not linear.own(parts[0].dtype) or linear.is_small(parts):
+        if not linear.own(parts[0].dtype):
             return self.pack_columns(*parts)
         packed = parts[0].contiguous()
         if len(parts) > 1:

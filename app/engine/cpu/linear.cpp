@@ -46,12 +46,11 @@ constexpr int WIDTH = 16;  // SSE and NEON
 #endif
 constexpr int LANES = WIDTH / 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int ROWS = 4;  // of 32 registers a tile has 24 for its sums
+constexpr int ROWS = 4, OUTS = 6;  // of 32 registers a tile has 24 for its sums
 #else
-constexpr int ROWS = 2;  // of 16 registers 12
+constexpr int ROWS = 3, OUTS = 4;  // of 16 registers 12
 #endif
-constexpr int OUTS = 6;
-constexpr int BLOCK_ROWS = 32;
+constexpr int BLOCK_ROWS = 8 * ROWS;
 constexpr int GROUP = 8;  // tiles whose sums are kept while the next numbers of x are in the first cache
 constexpr int64_t DEPTH_BYTES = 2048;
 constexpr int64_t SMALL = 1 << 19;  // multiplications that cost less than waking a thread

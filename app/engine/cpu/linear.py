@@ -3,7 +3,7 @@
 import logging
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -28,10 +28,6 @@ _ROUNDS = 3
 _FASTER = 1.1
 """PyTorch's product has to be faster by this factor, because a difference below it is noise."""
 
-_SMALL_FLOAT32 = 1 << 20
-"""Numbers of a weight in float32 that stays in the processor's caches. There PyTorch's products take half to all of the
-time of the operator, at 1, 16 and 32 rows. In bfloat16 the operator is faster at all sizes (docs/performance.md)."""
-
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -49,11 +45,6 @@ def why_not_bfloat16() -> str:
     if b"avx512_bf16" not in processor():
         return "this processor has no avx512_bf16, so prompts would be slower"
     return "" if own(torch.bfloat16) else "without g++ products of few rows would be slower"
-
-
-def is_small(parts: Sequence[Tensor]) -> bool:
-    """Return True for a weight of `parts` that PyTorch multiplies faster, where it lies column by column."""
-    return parts[0].dtype == torch.float32 and sum(part.numel() for part in parts) < _SMALL_FLOAT32
 
 
 def float32(x: Tensor, weight: Tensor) -> Tensor:

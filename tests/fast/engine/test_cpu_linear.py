@@ -189,16 +189,6 @@ def test_the_limit_of_a_weight_is_set_behind_those_of_larger_ones_that_are_timed
 
 
 @needs_compiler
-def test_a_small_weight_in_float32_lies_column_by_column_for_pytorch_and_is_not_timed():
-    backend = CpuBackend(CPU)
-    weight, x = drawn(300, 64, dtype=torch.float32), drawn(3, 64, dtype=torch.float32)
-    packed = backend.pack_weight(weight[:100], weight[100:])
-    assert packed.t().is_contiguous() and not packed.is_contiguous()
-    assert torch.equal(backend.linear(x, packed), torch.mm(x, packed.t()))
-    assert backend.tune([], {}, 1, 16) == {}
-
-
-@needs_compiler
 def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts_change_none(tmp_path, monkeypatch):
     pair = make_pair(tmp_path, **LUCKY)
     asked = [Request(f"r{i}", (1, 2, i), 24) for i in range(4)]
@@ -206,7 +196,7 @@ def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts
     def texts(draft: Path | None) -> dict[str, list[int]]:
         engine = make_engine(pair.target, draft, page_size=16, max_num_seqs=4, max_model_len=64)
         in_order = all(weight.is_contiguous() for weight in engine.core.runner.forward.target.parameters())
-        assert in_order == (not linear._SMALL_FLOAT32)
+        assert in_order == bool(linear.own(torch.float32))
         accepted = 0
         for request in asked:
             engine.core.add(request)
@@ -218,9 +208,10 @@ def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts
         assert (accepted > 0) == (draft is not None)
         return found
 
+    by_operator = texts(pair.draft), texts(None)
+    monkeypatch.setattr(linear, "_operator", lambda: None)
     by_pytorch = texts(None)
-    monkeypatch.setattr(linear, "_SMALL_FLOAT32", 0)
-    assert texts(pair.draft) == texts(None) == by_pytorch
+    assert by_operator == (by_pytorch, by_pytorch)
 
 
 class Loader:
