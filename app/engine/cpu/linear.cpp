@@ -291,7 +291,11 @@ struct Product {
     alignas(WIDTH) float added[(ROWS * O + LANES - 1) / LANES * LANES] = {};
     Place<Written> place = {y + start * out + at, out, added};
     const bool is_last = k + length == steps || k == whole;
-    for (int i = 0; is_last && bias && i < ROWS * O; i++) added[i] = Kind::wide(bias[at + i % O]);
+    for (int i = 0; is_last && bias && i < ROWS * O; i++) {
+      Number number;  // a mapped file may have it at any place
+      std::memcpy(&number, bias + at + i % O, sizeof number);
+      added[i] = Kind::wide(number);
+    }
     int64_t asked = 0, row = 0;
     tiles_of_rows(count, [&](auto tile_rows, int64_t r) {
       constexpr int R = tile_rows;

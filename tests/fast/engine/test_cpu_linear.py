@@ -148,6 +148,22 @@ def test_what_is_not_finite_stays_so_and_touches_no_other_row_or_output(dtype, p
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
+@pytest.mark.parametrize("place", [2, 6, 34])
+def test_tensors_of_a_mapped_file_lie_at_any_place(dtype, place):
+    """A header of safetensors has any number of bytes."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        memory = bytearray(place) + tensor.view(torch.uint8).numpy().tobytes()
+        return torch.frombuffer(memory, dtype=dtype, offset=place).view(tensor.shape)
+
+    multiply = multiply_here(57, 70, dtype)
+    x, weight, bias = (drawn(*shape, dtype=dtype, seed=shape[0]) for shape in ((5, 70), (57, 70), (1, 57)))
+    whole = multiply(x, weight, bias[0])
+    assert torch.equal(multiply(moved(x), moved(weight), moved(bias)[0]), whole)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
 def test_small_numbers_count_and_a_tie_is_rounded_to_even(dtype):
     multiply = multiply_here(2, 64, dtype)
     x, weight = torch.zeros(3, 64, dtype=dtype), torch.ones(2, 64, dtype=dtype)
