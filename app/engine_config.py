@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+BEING_COMPILED = "by operators, and being compiled"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -14,6 +16,7 @@ class EngineInfo:
     A hybrid target has `state_bytes` of recurrent state beside the KV, and `state_cache_bytes` for
     `num_state_checkpoints` of its prefix cache.
     `tensor_parallel_size` processes share each layer. `tuned` are the ways of launches that were timed.
+    `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
     """
 
     target: str
@@ -34,6 +37,7 @@ class EngineInfo:
     num_state_checkpoints: int = 0
     tensor_parallel_size: int = 1
     tuned: dict[str, str] = field(default_factory=dict)
+    forwards: str = "by operators"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,9 @@ class EngineConfig:
     `prefix_caching` shares KV pages of equal prefixes, and `state_cache_memory` is for a hybrid target's states behind
     them. `npu_check` holds every operator call on an NPU to docs/npu-contract.md. `npu_chunk_prefill` reads
     prompts of recurrent layers by an operator whose state is bfloat16. With `npu_triton` False an NPU uses no kernel
-    of triton-ascend. `compile` turns a CPU's forwards into C++ before the first step. `verify` is how many rows of a
-    block the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
+    of triton-ascend. `compile` turns a CPU's forwards into C++ before the first step, and "auto" while it
+    serves, unless they are kept. `verify` is how many rows of a block the target verifies, the anchor included: "full"
+    is all, "auto" as many as pay, 1 the anchor alone.
     With `cache_events` steps tell how the prefix cache changes.
     `tune` "off" launches a GPU's operators, and a CPU's products, by default, without timing other ways.
     With `batch_invariant` no bit of a row depends on the batch, so texts are equal in 16 bits too.
@@ -74,7 +79,7 @@ class EngineConfig:
     npu_check: bool = False
     npu_chunk_prefill: bool = False
     npu_triton: bool = True
-    compile: bool = False
+    compile: bool | Literal["auto"] = False
     verify: str | int = "full"
     tune: Literal["auto", "off"] = "auto"
     batch_invariant: bool = False

@@ -17,6 +17,7 @@ import httpx
 from app.bench.client import ServerError
 from app.client.child_process import engine_environment
 from app.config.error import ConfigError
+from app.engine_config import BEING_COMPILED
 
 VARIANTS = {
     "plain": ("--no-speculation",),
@@ -64,7 +65,10 @@ class ServerProcess:
         return self
 
     def wait_until_ready(self, tell: Callable[[str], None]) -> None:
-        """Wait until it is ready, and tell the stage. Raises ServerError with the end of the log if it ends."""
+        """Wait until it is ready, and compiles nothing, and tell the stage.
+
+        Raises ServerError with the end of the log if the server ends.
+        """
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
             while self.process.poll() is None:
                 try:
@@ -73,7 +77,11 @@ class ServerProcess:
                     time.sleep(_POLL_SECONDS)
                     continue
                 if response.status_code == 200:
-                    return
+                    if BEING_COMPILED not in http.get("/server_info").text:
+                        return
+                    tell(f"starting {self.variant}: compile")
+                    time.sleep(_POLL_SECONDS)
+                    continue
                 progress = response.json().get("progress")
                 tell(f"starting {self.variant}: {progress['stage'] if progress else 'loading'}")
                 time.sleep(_POLL_SECONDS)

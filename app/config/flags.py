@@ -10,6 +10,9 @@ from app.config.parser import Parser
 from app.config.settings import env_name, flag_name, no_flag_name
 from app.config.sources import SETTINGS, GivenSetting, nearest
 
+THREE_WAYS = {"compile"}
+"""Settings that are on, off or automatic. The bare flag is on."""
+
 
 def parse_flags(arguments: Sequence[str]) -> list[GivenSetting]:
     """Return the settings that the flags of `serve` give, in their order.
@@ -17,7 +20,7 @@ def parse_flags(arguments: Sequence[str]) -> list[GivenSetting]:
     `--help` prints the help and leaves the process. Raises ConfigError.
     """
     parser = serve_parser()
-    namespace, unknown = parser.parse_known_args([_dashed(argument) for argument in arguments])
+    namespace, unknown = parser.parse_known_args(_with_value([_dashed(argument) for argument in arguments]))
     if unknown:
         flag = next((argument for argument in unknown if argument.startswith("-")), None)
         if flag is None:
@@ -62,6 +65,16 @@ def _dashed(argument: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
+def _with_value(arguments: Sequence[str]) -> list[str]:
+    """Return `--compile=on` for a bare `--compile`. A word behind it that is no value of it may be the MODEL."""
+    bare = {flag_name(name) for name in THREE_WAYS}
+    following = [*arguments, ""][1:]
+    return [
+        f"{argument}=on" if argument in bare and behind not in ("on", "off", "auto") else argument
+        for argument, behind in zip(arguments, following, strict=True)
+    ]
+
+
 def _add_setting(group: Any, name: str, field: Any) -> None:
     default = field.get_default(call_default_factory=True)
     shown = "" if default in (None, [], {}, "") else f"default: {str(default).lower()}, "
@@ -75,6 +88,9 @@ def _add_setting(group: Any, name: str, field: Any) -> None:
         group.add_argument(nargs="?", metavar="MODEL", **options)
     elif isinstance(default, bool):
         group.add_argument(flag_name(name), no_flag_name(name), nargs=0, **options)
+    elif name in THREE_WAYS:
+        group.add_argument(flag_name(name), metavar="on|off|auto", **options)
+        group.add_argument(no_flag_name(name), nargs=0, **options | {"help": "off"})
     else:
         nargs = "+" if isinstance(default, list) else None
         group.add_argument(flag_name(name), nargs=nargs, metavar=field.json_schema_extra["metavar"], **options)

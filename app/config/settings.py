@@ -21,6 +21,7 @@ from app.config.values import (
     LogLevel,
     MetricsPrefix,
     NumDrafts,
+    OnOffAuto,
     ParserName,
     RootPath,
     ToolParserName,
@@ -114,8 +115,11 @@ class Config(BaseModel):
         metavar="JSON",
     )
     enforce_eager: bool = setting(ENGINE, False, "run without graphs")
-    compile: bool = setting(
-        ENGINE, False, "on a CPU: have g++ compile the forwards, a minute at the first start, kept for the next"
+    compile: OnOffAuto = setting(
+        ENGINE,
+        "auto",
+        "on | off | auto: on a CPU have g++ compile the forwards, which is kept: before the first request, never, or "
+        "while requests are served",
     )
     max_graphs: PositiveInt = setting(
         ENGINE, 48, "most graphs to capture; a step that fits none exactly is padded to the next larger"
@@ -222,6 +226,7 @@ class Config(BaseModel):
         drafts = self.num_speculative_tokens
         chosen["block_size"] = None if drafts is None else drafts + 1
         chosen["enforce_eager"] = self.enforce_eager or None
+        chosen["compile"] = {"on": True, "off": False}.get(self.compile, self.compile)
         chosen["verify"] = int(self.verify) if self.verify.isdecimal() else self.verify
         chosen["cache_events"] = self.kv_events_config is not None and self.kv_events_config.is_on
         if chosen["cache_events"] and not self.prefix_caching:

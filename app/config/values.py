@@ -130,6 +130,10 @@ Device = Annotated[
 NumDrafts = Annotated[
     int, require(lambda count: count >= 1, "a block needs at least 1 draft token; --no-speculation decodes plainly")
 ]
+OnOffAuto = Annotated[
+    Literal["on", "off", "auto"],
+    BeforeValidator(lambda value: {"true": "on", "false": "off"}.get(str(value).lower(), value)),
+]
 BlockRows = Annotated[str, Field(pattern=r"^(auto|full|[1-9]\d*)$")]
 Url = Annotated[
     str,

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +17,13 @@ import msgspec
 import zmq
 
 from app import log
+from app.engine.build.compile_later import Compiling
 from app.engine.build.engine import Engine, Progress, build_engine
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.parent import leave_with_parent
-from app.engine_config import EngineConfig, EngineInfo
+from app.engine_config import BEING_COMPILED, EngineConfig, EngineInfo
 from app.messages import Request, StepOutput, TokenDelta
 from app.wire import (
     Abort,
@@ -42,6 +43,8 @@ from app.wire import (
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
+_COMPILED_INTERVAL_MS = 500
+"""Time between looks for compiled code of an engine without work."""
 _FOLLOWER_END_SECONDS = 1.0
 """Time until a process that has ended is noticed. Its end makes collectives of this one fail within 25 ms."""
 
@@ -71,13 +74,13 @@ class Link:
     def send(self, reply: Reply) -> None:
         self._replies.send(self._encoder.encode(reply))
 
-    def receive(self, *, wait: bool) -> list[Command | Unreadable]:
-        """Return all commands that have come; with `wait`, at least one.
+    def receive(self, wait_ms: int | None) -> list[Command | Unreadable]:
+        """Return all commands that have come. The first is waited for, and with None it comes.
 
         Raises msgspec.DecodeError for a command that cannot be read and names no request.
         """
         commands: list[Command | Unreadable] = []
-        while self._commands.poll(None if wait and not commands else 0):
+        while self._commands.poll(0 if commands else wait_ms):
             message = self._commands.recv()
             try:
                 command = self._decoder.decode(message)
@@ -108,10 +111,16 @@ def main() -> int:
         partial(_end, replies, link.epoch),
         timeout_seconds=config.distributed_timeout_seconds,
     )
+    compiling = None
     try:
         engine = build_engine(config, _progress(link), join=followers.join)
-        link.send(Ready(link.epoch, _info(engine, config)))
-        serve(link, engine)
+        info = _info(engine, config)
+        if engine.can_be_compiled:
+            told = partial(_tell_forwards, link, engine, info)
+            compiling = Compiling(engine, encode_config(config), told)
+            info = replace(info, forwards=BEING_COMPILED)
+        link.send(Ready(link.epoch, info))
+        serve(link, engine, compiling)
         return 0
     except UnsupportedError as error:
         link.send(Fatal(link.epoch, str(error), user_error=True))
@@ -121,6 +130,8 @@ def main() -> int:
         link.send(Fatal(link.epoch, last_words(error)))
         raise
     finally:
+        if compiling:
+            compiling.close()
         followers.close()
         link.close()
 
@@ -135,11 +146,13 @@ def _end(replies: str, epoch: int, reason: str) -> None:
     os._exit(1)
 
 
-def serve(link: Link, engine: Engine) -> None:
+def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> None:
     """Take commands, and step while there is work with one reply a step, until Shutdown."""
     core = engine.core
     while True:
-        for command in link.receive(wait=not core.has_work):
+        if compiling and compiling.take_up():
+            compiling = None
+        for command in link.receive(0 if core.has_work else _COMPILED_INTERVAL_MS if compiling else None):
             match command:
                 case Submit():
                     if refusal := _add(engine, command.request):
@@ -159,6 +172,11 @@ def serve(link: Link, engine: Engine) -> None:
                     return
         if core.has_work:
             link.send(Stepped(link.epoch, core.step()))
+
+
+def _tell_forwards(link: Link, engine: Engine, info: EngineInfo) -> None:
+    """Tell again that the engine is ready, and how its forwards run from here on."""
+    link.send(Ready(link.epoch, replace(info, forwards=engine.forwards)))
 
 
 def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:
@@ -216,6 +234,7 @@ def _info(engine: Engine, config: EngineConfig) -> EngineInfo:
         num_state_checkpoints=engine.states.num_checkpoints if engine.states else 0,
         tensor_parallel_size=config.tensor_parallel_size,
         tuned=engine.tuned,
+        forwards=engine.forwards,
     )
 
 

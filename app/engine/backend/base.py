@@ -98,6 +98,8 @@ class Backend(ABC):
     """True if graphs are the faster way on this device. `capture` works on every device."""
     allows_empty_sequences = False
     """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
+    compiles = False
+    """True if forwards can be compiled functions (`--compile`)."""
     device_side_lengths = False
     """True if attention in a graph reads lengths from the device at each replay. Lengths on the host may then be too
     small, so a step is launched before the step in flight is read."""

@@ -46,8 +46,7 @@ def make_backend(
         )
     if kind == "npu":
         return _npu_backend(device, index, **of_npu)
-    on_cpu = "compile.backend.CompiledBackend" if compiled else "cpu.backend.CpuBackend"
-    name = on_cpu if kind == "cpu" else _on_cuda()
+    name = "cpu.backend.CpuBackend" if kind == "cpu" else _on_cuda()
     if batch_invariant:
         name = _INVARIANT.get(name, "")
         if not name:

@@ -13,6 +13,15 @@ from torch import Tensor
 from app.config.draft_keys import foreign_tensor
 from app.engine.backend.base import Backend, Heads
 from app.engine.backend.factory import make_backend
+from app.engine.build.compile import (
+    compile_missing,
+    is_compiled,
+    load_kept,
+    load_or_compile,
+    shapes_of,
+    take_up,
+    traced_config,
+)
 from app.engine.build.config import Sizes, bytes_per_token, settle_pages, settle_sizes
 from app.engine.build.decoder_config import read_config, target_config
 from app.engine.build.draft_config import draft_config
@@ -24,7 +33,9 @@ from app.engine.build.self_test import check_attention
 from app.engine.build.states import check_no_states, check_recurrent, make_state_slots, make_states
 from app.engine.build.time_steps import measure_costs
 from app.engine.comm.comm import ALONE, Comm
-from app.engine.compile.steps import compiled_forward
+from app.engine.compile.backend import TracedBackend
+from app.engine.compile.cache import compile_cache
+from app.engine.compile.steps import CompiledDrafter, CompiledForward
 from app.engine.core import EngineCore
 from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.drafter import DFlashDrafter
@@ -78,6 +89,18 @@ class Engine:
     tuned: dict[str, str]
     """Ways in which the device's operators are launched, if it has chosen some."""
 
+    @property
+    def can_be_compiled(self) -> bool:
+        """Return True if forwards run by operators that could be compiled functions."""
+        forward = self.core.runner.forward
+        return isinstance(forward, CompiledForward) and forward.target_step is None
+
+    @property
+    def forwards(self) -> str:
+        """Return how the forwards run, for people."""
+        is_compiled = isinstance(self.core.runner.forward, CompiledForward) and not self.can_be_compiled
+        return "compiled" if is_compiled else "by operators"
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -105,7 +128,10 @@ def build_engine(
     wrongly or does not fit, before weights are read if possible.
     """
     with _explained(config, rank=0) as backend:
-        return _warm(config, _load_runner(config, backend, on_progress, open_weights, join), on_progress)
+        loaded = _load_runner(config, backend, on_progress, open_weights, join)
+        if loaded.draft:
+            logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in loaded.draft.report().items()))
+        return _warm(config, loaded, on_progress)
 
 
 def build_runner(
@@ -124,7 +150,7 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
         "chunk_prefill": config.npu_chunk_prefill,
         "triton": config.npu_triton,
     }
-    kind = {"compiled": config.compile, "batch_invariant": config.batch_invariant}
+    kind = {"compiled": config.compile is True, "batch_invariant": config.batch_invariant}
     backend = make_backend(config.device, rank=rank, **kind, **of_npu)
     try:
         yield backend
@@ -138,11 +164,10 @@ def _load_runner(
 ) -> Loaded:
     raw = read_config(config.target)
     shape, draft_shape = target_config(raw), None
-    if config.compile and shape.moe:
-        raise UnsupportedError(f"--compile: a target with experts is not supported yet ({config.target})")
     if config.batch_invariant:
         check_batch_invariant(config, shape)
     dtype = _dtype(config, shape, backend)
+    compiles = is_compiled(config, backend, shape, dtype)
     if shape.gated_delta:
         check_recurrent(config, backend, dtype)
         delta = shape.gated_delta
@@ -151,7 +176,6 @@ def _load_runner(
         check_no_states(config)
     if config.draft is not None:
         draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
-        logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in draft_shape.report().items()))
         if (config.draft / "mask_embedding.pt").exists():
             raise UnsupportedError(f"{config.draft}: mask_embedding.pt, an embedding of the mask, is not supported yet")
     block_size = draft_shape.block_size if draft_shape else 1
@@ -202,13 +226,10 @@ def _load_runner(
         rotaries = [tables[d.rope, d.head_dim] for d in decoders]  # one lookup serves a target and its draft's context
         memory = sizes.page_size, dtype, backend
         pools = [KvPool(d, num_pages, *memory, states if d is shape else None) for d in decoders]
+        kind, drafter_kind = (CompiledForward, CompiledDrafter) if compiles else (Forward, DFlashDrafter)
+        drafter = drafter_kind(draft, pools[1], rotaries[1], sampler, backend) if draft else None
         shared = sampler, backend, sizes.page_size, max_rows
-        if config.compile:
-            forward = compiled_forward(target, draft, pools, rotaries, *shared, partial(on_progress, "compile"))
-        else:
-            drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
-            forward = Forward(target, pools[0], rotaries[0], *shared, drafter)
-        return forward, pools
+        return kind(target, pools[0], rotaries[0], *shared, drafter), pools
 
     def runner_of_all(num_pages: int) -> ModelRunner:
         """Return a runner for a step that every rank makes by itself."""
@@ -232,7 +253,27 @@ def _load_runner(
     if graph_sizes:
         graphs = _capture(forward, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
         runner = rank.graph_runner_class(forward, backend, counts, layout, pools, graphs)
+    elif compiles:
+        if config.compile == "auto":
+            compiled = load_kept(forward)
+        else:
+            traced = partial(_traced, config, open_weights)
+            compiled = load_or_compile(forward, traced, partial(on_progress, "compile"))
+        if compiled:
+            take_up(runner, compiled)
     return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states, tuned)
+
+
+def compile_packages(config: EngineConfig) -> None:
+    """Compile the forwards of an engine, and keep them. No weights are read."""
+    with compile_cache() as folder:
+        compile_missing(_traced(config, SafetensorsWeights), folder)
+
+
+def _traced(config: EngineConfig, open_weights: OpenWeights) -> Forward:
+    """Return a forward over shapes of weights, which torch.export can trace."""
+    backend = TracedBackend(torch.device("cpu"))
+    return _load_runner(traced_config(config), backend, lambda *_: None, shapes_of(open_weights), alone).runner.forward
 
 
 def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine:

@@ -42,8 +42,6 @@ def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, 
     if size == 1:
         return
     wish = f"--tensor-parallel-size {size}"
-    if config.compile:
-        raise UnsupportedError(f"{wish}: --compile cannot be split ({config.target}); leave one of the two out")
     if backend.collectives is None:
         raise UnsupportedError(f"{wish}: {backend.device} has no collectives here; run one replica per device")
     numbers = {"the target": _divided(target, target.vocab_size)}

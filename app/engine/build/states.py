@@ -30,8 +30,6 @@ DEFAULT_SHARE = 4
 
 def check_recurrent(config: EngineConfig, backend: Backend, dtype: torch.dtype) -> None:
     """Raise UnsupportedError if a hybrid target cannot run as the user wishes, with the flag to change."""
-    if config.compile:
-        raise UnsupportedError(f"--compile: a target with recurrent layers is not supported yet ({config.target})")
     if not backend.runs_recurrent_layers:
         raise UnsupportedError(
             f"{backend.device}: a target with recurrent layers is not supported there yet ({config.target}); "

@@ -7,9 +7,11 @@ same Python code with open sizes, and inductor makes C++ of it. That takes a min
 import hashlib
 import importlib
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +19,88 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.compile.cache import load_package
-from app.engine.cpu.library import compiler_version, processor
+from app.engine.cpu.library import compiler, compiler_version, processor
 
 _SOURCES = Path(__file__).parents[1]
 
 
-class Compiled:
-    """A compiled function of tensors, of a model's weights and of KV pools.
+def can_compile() -> bool:
+    """Return True if there is a compiler."""
+    return shutil.which(compiler()) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of tensors, of a model's weights and of KV pools, which g++ can compile.
 
     `settings` have all numbers in `function` that are no tensors. All dimensions of integer `examples`, and the first
     one of others, differ from call to call. Weights are inputs of the compiled code, so a package holds none.
     """
 
-    def __init__(
-        self,
-        name: str,
-        settings: object,
-        function: Callable[..., Any],
-        model: nn.Module,
-        pools: Sequence[Tensor],
-        examples: Sequence[Tensor],
-        folder: Path,
-    ) -> None:
+    name: str
+    settings: object
+    function: Callable[..., Any]
+    model: nn.Module
+    pools: Sequence[Tensor]
+    examples: Sequence[Tensor]
+
+    def package(self, folder: Path) -> Path:
+        """Return the file that the compiled code has, or would have."""
+        tensors = [*self.examples, *self.model.parameters(), *(pool[:1] for pool in self.pools)]
+        return folder / f"{self.name}-{_digest(self.settings, tensors)}.pt2"
+
+    def compile(self, folder: Path) -> None:
+        """Write the package. The function's tensors are read by their shapes alone."""
         inductor = importlib.import_module("torch._inductor")
-        names = [f"model.{key}" for key, _ in model.named_parameters()]
-        weights = list(model.parameters())
-        step = _Step(function, model)
+        names = [f"model.{key}" for key, _ in self.model.named_parameters()]
+        weights, pools = list(self.model.parameters()), list(self.pools)
+        step = _Step(self.function, self.model)
 
         class Exported(nn.Module):
             def forward(self, arguments: list[Tensor], weights: list[Tensor], pools: list[Tensor]) -> Any:
                 return torch.func.functional_call(step, dict(zip(names, weights, strict=True)), (pools, *arguments))
 
-        package = folder / f"{name}-{_digest(settings, [*examples, *weights, *(pool[:1] for pool in pools)])}.pt2"
+        dims = [1 if example.is_floating_point() else example.dim() for example in self.examples]
+        sizes = [dict.fromkeys(range(count), torch.export.Dim.DYNAMIC) for count in dims]
+        pool_sizes = [{0: torch.export.Dim.DYNAMIC}] * len(pools)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(
+                Exported(),
+                (list(self.examples), weights, pools),
+                dynamic_shapes=(sizes, [None] * len(weights), pool_sizes),
+                strict=False,
+            )
+            if exported.constants:  # a package that is found later would have the values of today
+                raise RuntimeError(f"{self.name}: {', '.join(exported.constants)} would be compiled in")
+            package = self.package(folder)
+            unfinished = Path(tempfile.mkdtemp()) / package.name
+            # Headers that are compiled beforehand save seconds, and leave hundreds of MB in /tmp for ever.
+            headers = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers")
+            with inductor.config.patch(dict.fromkeys(headers, False)):
+                inductor.aoti_compile_and_package(exported, package_path=str(unfinished))
+        unfinished.replace(package)  # so no other process sees half of it
 
-        def compile_it() -> None:
-            dims = [1 if example.is_floating_point() else example.dim() for example in examples]
-            sizes = [dict.fromkeys(range(count), torch.export.Dim.DYNAMIC) for count in dims]
-            pool_sizes = [{0: torch.export.Dim.DYNAMIC}] * len(pools)
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                exported = torch.export.export(
-                    Exported(),
-                    (list(examples), weights, list(pools)),
-                    dynamic_shapes=(sizes, [None] * len(weights), pool_sizes),
-                    strict=False,
-                )
-                if exported.constants:  # a package that is found later would have the values of today
-                    raise RuntimeError(f"{name}: {', '.join(exported.constants)} would be compiled in")
-                unfinished = Path(tempfile.mkdtemp()) / package.name
-                # Headers that are compiled beforehand save seconds, and leave hundreds of MB in /tmp for ever.
-                headers = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers")
-                with inductor.config.patch(dict.fromkeys(headers, False)):
-                    inductor.aoti_compile_and_package(exported, package_path=str(unfinished))
-            unfinished.replace(package)  # so no other process sees half of it
-
-        if not package.exists():
-            compile_it()
+    def load(self, folder: Path) -> "Compiled":
+        """Return the compiled function. Raises RuntimeError if its package is missing, broken, or made for other
+        libraries, and removes it."""
+        package = self.package(folder)
         try:
-            self._run = load_package(package)
-        except RuntimeError:  # of another system's libraries, or broken
+            run = load_package(package)
+        except RuntimeError:
             package.unlink(missing_ok=True)
-            compile_it()
-            self._run = load_package(package)
-        self._kept = [*weights, *pools]
+            raise
         # The check would refuse sizes of 1, because 2 was exported; tests/devices/compile/test_compiled.py runs them.
         os.environ.pop("AOTI_RUNTIME_CHECK_INPUTS", None)
+        return Compiled(run, [*self.model.parameters(), *self.pools])
+
+
+class Compiled:
+    """The compiled function of tensors, with the weights and pools that it keeps."""
+
+    def __init__(self, run: Callable[..., Any], kept: list[Tensor]) -> None:
+        self._run = run
+        self._kept = kept
 
     def __call__(self, *arguments: Tensor) -> list[Tensor]:
         results: list[Tensor] = self._run([*arguments, *self._kept])

@@ -1,21 +1,14 @@
-"""The backend of `--compile`. While torch.export traces it, plans are Padded and KV has no pages."""
+"""The backend that torch.export traces. There plans are Padded, and KV has no pages."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.backend.torch import Call, TorchBackend, fits_one_call
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.backend.torch import TorchBackend
 from app.engine.cpu.backend import CpuBackend
-
-
-@dataclass(frozen=True, slots=True)
-class OneCall:
-    """A step's whole attention as one padded call: no sequence has more rows, or tokens, than these."""
-
-    max_q: int
-    max_kv: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +24,25 @@ class Padded:
     places: Tensor | None
 
 
-class CompiledBackend(TorchBackend):
-    """Plain operators, which inductor fuses by itself, over weights laid out as a CPU's."""
+class TracedBackend(CpuBackend):
+    """Plain operators, which inductor fuses by itself, over weights and KV that lie like those of the CPU's backend.
 
-    separate_prefill = False
-    max_gathered_tokens = CpuBackend.max_gathered_tokens
-    pack_weight = CpuBackend.pack_columns
-    retain_allocator_memory = CpuBackend.retain_allocator_memory
-    positions_and_slots = CpuBackend.positions_and_slots
-    verify = CpuBackend.verify
+    Its weights are shapes: what is packed is not written.
+    """
 
-    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> OneCall | list[Call]:
-        """Return a plan for operators if one call is not enough."""
-        if fits_one_call(meta.query_lens, meta.host_seq_lens, group, self.max_gathered_tokens):
-            return OneCall(max(meta.query_lens), max(meta.host_seq_lens))
-        return super().plan_attention(meta, mask, group)
+    rms_norm = TorchBackend.rms_norm
+    qkv_into_kv = Backend.qkv_into_kv
+    context_into_kv = Backend.context_into_kv
+    positions_and_slots = Backend.positions_and_slots
+
+    def fill(self, write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        return
+
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        """Turn pairs of numbers by `rotation` [T, 1, D / 2, 2], because inductor has no complex ones."""
+        x, y = x_thd.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = rotation[0].unbind(-1)
+        return torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1).flatten(-2)
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         """Write pages, or slots [slots, kv_heads, D] of a traced step."""
@@ -58,13 +55,11 @@ class CompiledBackend(TorchBackend):
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        assert sinks is None, "--compile refuses targets with experts, and no others have sinks"
         plan = meta.plans[mask]
-        if isinstance(plan, Padded):
-            return _padded_attention(q_thd, kv, plan, meta.page_size)
-        if isinstance(plan, OneCall):  # and yet by operators; all layers of a mask have the same plan
-            plan = meta.plans[mask] = super().plan_attention(meta, mask, q_thd.shape[1] // kv.k.shape[2])
-        return self.attend(q_thd, kv, plan)
+        if not isinstance(plan, Padded):
+            return super().attention(q_thd, kv, meta, mask, sinks)
+        assert sinks is None, "targets with experts are not compiled, and no others have sinks"
+        return _padded_attention(q_thd, kv, plan, meta.page_size)
 
 
 def _padded_attention(q_thd: Tensor, kv: LayerKv, plan: Padded, page_size: int) -> Tensor:

@@ -1,84 +1,68 @@
 """The forwards of `--compile`, each one function of C++: the target from token ids to its greedy choice, the draft from
 anchors to drafts, and the context KV. A step whose attention is not one call runs by operators, like without."""
 
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
-from app.engine.backend.torch import visible
-from app.engine.compile.aot import Compiled
-from app.engine.compile.backend import OneCall, Padded
-from app.engine.compile.cache import compile_cache
-from app.engine.cpu.library import compiler
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
+from app.engine.backend.torch import fits_one_call, visible
+from app.engine.compile.aot import Compiled, Function
+from app.engine.compile.backend import Padded
+from app.engine.cpu.backend import CpuBackend
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.dflash.model import DFlashModel
-from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable
-from app.engine.models.target import Target
-from app.engine.sampling.sampler import Sampler, greedy
+from app.engine.sampling.sampler import greedy
 from app.engine.sequence import NOT_FINITE
-from app.engine.step.forward import DraftTensors, Forward, TargetOutput, TargetTensors
+from app.engine.step.forward import AttentionInputs, DraftTensors, Forward, TargetOutput, TargetTensors
+from app.engine.step.inputs import RowGroup
 
 
-def compiled_forward(
-    target: Target,
-    draft: DFlashModel | None,
-    pools: Sequence[KvPool],
-    rotaries: Sequence[RotaryTable],
-    sampler: Sampler,
-    backend: Backend,
-    page_size: int,
-    max_rows: int,
-    on_compiled: Callable[[int, int], None],
-) -> Forward:
-    """Return a Forward over compiled functions. `on_compiled` is called with (functions compiled, functions in all).
+@dataclass(frozen=True, slots=True)
+class OneCall:
+    """A step's whole attention as one padded call: no sequence has more rows, or tokens, than these."""
 
-    Raises UnsupportedError if there is no compiler, or the dtype is not float32.
-    """
-    dtype = target.embedding.dtype
-    if dtype != torch.float32:
-        raise UnsupportedError(f"--compile: --dtype {str(dtype).removeprefix('torch.')} is not supported yet")
-    if not shutil.which(compiler()):
-        raise UnsupportedError(
-            "--compile: there is no g++ here: install it, name another compiler in CXX, or leave it out"
-        )
-    total = 3 if draft else 1
-    on_compiled(0, total)
-    with compile_cache() as folder:
-        drafter = CompiledDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
-        forward = CompiledForward(target, pools[0], rotaries[0], sampler, backend, page_size, max_rows, drafter)
-        forward.numbers = torch.arange(len(rotaries[0].tables[0]), dtype=torch.int32)
-        forward.target_step = compile_target(forward, pools[0], folder)
-        on_compiled(1, total)
-        if drafter:
-            forward.draft_step = compile_draft(drafter, pools[1], backend, folder)
-            on_compiled(2, total)
-            drafter.context_step = compile_context(drafter, pools[1], folder)
-            on_compiled(3, total)
-    return forward
+    max_q: int
+    max_kv: int
 
 
 class CompiledForward(Forward):
-    """Forward of compiled functions. `numbers` int32 count from 0 to the longest context."""
+    """Forward that runs by operators until `take_up`, and by compiled functions from then on."""
 
-    target_step: Compiled
-    draft_step: Compiled
-    numbers: Tensor
+    target_step: Compiled | None = None
+    draft_step: Compiled | None = None
+
+    def take_up(self, compiled: Sequence[Compiled]) -> None:
+        """Run the compiled `functions` from now on. No step may be between its plan and its end."""
+        self._numbers = torch.arange(len(self.rotary.tables[0]), dtype=torch.int32)
+        self.target_step, *of_draft = compiled
+        if isinstance(self.drafter, CompiledDrafter):
+            self.draft_step, self.drafter.context_step = of_draft
+
+    def plan(self, rows: AttentionInputs, group: RowGroup | AttentionMetadata) -> None:
+        if self.target_step is None:
+            super().plan(rows, group)
+            return
+        lengths = group.query_lens, group.host_seq_lens
+        heads_per_kv = rows.decoder.num_heads // rows.decoder.num_kv_heads
+        if fits_one_call(*lengths, heads_per_kv, CpuBackend.max_gathered_tokens):
+            rows.meta.plans.update(dict.fromkeys(rows.decoder.masks, OneCall(*map(max, lengths))))
+        else:
+            super().plan(rows, group)
 
     def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
-        (rows,) = inputs.groups
-        meta, plan, numbers = rows.meta, rows.meta.plans[self.target.config.masks[0]], self.numbers
-        if not isinstance(plan, OneCall):
+        rows = inputs.groups[0]
+        meta, plan = rows.meta, rows.meta.plans[self.target.config.masks[0]]
+        if self.target_step is None or not isinstance(plan, OneCall):
             return super().run_target(token_ids, inputs, greedy=greedy)
+        assert len(inputs.groups) == 1
+        numbers = self._numbers
         logits_indices = numbers[: len(token_ids)] if inputs.logits_indices is None else inputs.logits_indices
         num_logits = len(logits_indices)
         greedy = greedy and 0 < num_logits <= self.sampler.max_rows
@@ -100,28 +84,38 @@ class CompiledForward(Forward):
         return TargetOutput(hidden[:num_logits], chosen, features[0] if features else None, positions, slot_mapping)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
-        rows, meta, numbers = inputs.rows, inputs.rows.meta, self.numbers
+        rows, meta = inputs.rows, inputs.rows.meta
         plan = meta.plans[self._drafter.decoder.masks[0]]
-        if not isinstance(plan, OneCall):
+        if self.draft_step is None or not isinstance(plan, OneCall):
             return super().draft(inputs)
         drafts_of_block = plan.max_q - self._drafter.model.config.first_draft_row
         if len(inputs.anchors) * drafts_of_block > self.sampler.max_rows:
+            super().plan(rows, meta)
             return super().draft(inputs)
-        lengths = numbers[: plan.max_q], numbers[: plan.max_kv]
+        lengths = self._numbers[: plan.max_q], self._numbers[: plan.max_kv]
         step = _DraftInputs(inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, *lengths)
         (drafts,) = self.draft_step(*step)
         return drafts
 
 
 class CompiledDrafter(DFlashDrafter):
-    """Drafter whose context KV is written by a compiled function."""
+    """Drafter whose context KV is written by a compiled function, once there is one."""
 
-    context_step: Compiled
+    context_step: Compiled | None = None
 
     def write_context(
         self, features: Tensor, positions: Tensor, slot_mapping: Tensor, rotation: Rotation | None = None
     ) -> None:
-        self.context_step(features, positions, slot_mapping)
+        if self.context_step is None:
+            super().write_context(features, positions, slot_mapping, rotation)
+        else:
+            self.context_step(features, positions, slot_mapping)
+
+
+def functions(forward: Forward) -> list[Function]:
+    """Return what there is to compile: the target, then the draft and its context KV if there is one."""
+    of_draft = [draft_function(forward.drafter), context_function(forward.drafter)] if forward.drafter else []
+    return [target_function(forward), *of_draft]
 
 
 class _TargetInputs(NamedTuple):
@@ -156,27 +150,27 @@ class _DraftInputs(NamedTuple):
     tokens: Tensor
 
 
-def compile_target(forward: Forward, pool: KvPool, folder: Path) -> Compiled:
+def target_function(forward: Forward) -> Function:
     """Return the function of `_TargetInputs` that is (hidden, choices, positions, slots), then features if any."""
-    model, page_size = forward.target, pool.layers[0].k.shape[1]
-    config, backend = model.config, forward.backend
+    model, pool = forward.target, forward.pool
+    config, backend, page_size = model.config, forward.backend, pool.layers[0].k.shape[1]
 
     def target_step(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         x = _TargetInputs(*inputs)
-        *layers, cos, sin = flat
+        *layers, turns = flat
         numbers = torch.arange(x.token_ids.shape[0], dtype=torch.int32)
         unseen = x.seq_lens.unsqueeze(1) - (x.ends - x.starts).unsqueeze(1)
         row_positions = torch.minimum(unseen + x.queries, x.seq_lens.unsqueeze(1) - 1)
         padded_places = x.seq_ids * x.queries.shape[0] + numbers - x.starts[x.seq_ids]
         plans = _plans(config, row_positions, x.seq_lens, x.pages, x.tokens, padded_places)
         meta = AttentionMetadata(x.ends, x.seq_lens, x.pages, [x.token_ids.shape[0]], [], page_size, plans)
-        positions, slot_mapping = Backend.positions_and_slots(
-            backend, x.seq_ids, x.position_offsets, numbers, x.pages, page_size
+        positions, slot_mapping = backend.positions_and_slots(
+            x.seq_ids, x.position_offsets, numbers, x.pages, page_size
         )
-        rows = StepRows(backend.rotation_at((cos, sin), positions), slot_mapping, [meta])
+        rows = StepRows(backend.rotation_at((turns,), positions), slot_mapping, [meta])
         hidden, features = model.forward(x.token_ids, rows, _Layers.of(layers))
         hidden = hidden[x.logits_indices]
-        choices, is_lost = greedy(torch.nn.functional.linear(hidden[x.choice_rows], model.lm_head))
+        choices, is_lost = greedy(backend.linear(hidden[x.choice_rows], model.lm_head))
         found = (hidden, choices.masked_fill(is_lost, NOT_FINITE), positions, slot_mapping)
         return found if features is None else (*found, features)
 
@@ -196,29 +190,30 @@ def compile_target(forward: Forward, pool: KvPool, folder: Path) -> Compiled:
         tokens=_zeros(max_kv),
     )
     settings = (config, model.target_layer_ids, page_size)
-    return Compiled("target", settings, target_step, model, _flat(pool, forward.rotary), examples, folder)
+    return Function("target", settings, target_step, model, _flat(pool, forward.rotary), examples)
 
 
-def compile_draft(drafter: DFlashDrafter, pool: KvPool, backend: Backend, folder: Path) -> Compiled:
+def draft_function(drafter: DFlashDrafter) -> Function:
     """Return the function of `_DraftInputs` that is (drafts,)."""
-    model, page_size = drafter.model, pool.layers[0].k.shape[1]
-    config = model.config
+    model, pool, backend = drafter.model, drafter.pool, drafter.backend
+    config, page_size = model.config, pool.layers[0].k.shape[1]
 
     def draft_step(flat: list[Tensor], *inputs: Tensor) -> tuple[Tensor]:
         x = _DraftInputs(*inputs)
-        *layers, cos, sin = flat
+        *layers, turns = flat
         block = x.in_block.shape[0]
         numbers = torch.arange(x.anchors.shape[0] * block, dtype=torch.int32)
         row_positions = (x.seq_lens - block).unsqueeze(1) + x.in_block
         plans = _plans(config.decoder, row_positions, x.seq_lens, x.pages, x.tokens, None)
         meta = AttentionMetadata(x.seq_lens, x.seq_lens, x.pages, [numbers.shape[0]], [], page_size, plans)
-        positions, slot_mapping = Backend.positions_and_slots(
-            backend, numbers // block, x.position_offsets, numbers, x.pages, page_size
+        positions, slot_mapping = backend.positions_and_slots(
+            numbers // block, x.position_offsets, numbers, x.pages, page_size
         )
-        rows = StepRows(backend.rotation_at((cos, sin), positions), slot_mapping, [meta])
+        rows = StepRows(backend.rotation_at((turns,), positions), slot_mapping, [meta])
         embedded = backend.embed_blocks(x.anchors, config.mask_token_id, block, model.embedding)
         blocks = model.forward(embedded, rows, _Layers.of(layers)).view(-1, block, embedded.shape[1])
-        drafts = torch.nn.functional.linear(blocks[:, config.first_draft_row :], model.lm_head).argmax(dim=-1)
+        predicting = blocks[:, config.first_draft_row :]
+        drafts = backend.linear(predicting.flatten(0, 1), model.lm_head).argmax(dim=-1).view(predicting.shape[:2])
         return (model.in_target_vocabulary(drafts).to(torch.int32),)
 
     num_blocks, num_rows, max_kv = 2, 3, 5 * page_size - 1
@@ -230,31 +225,37 @@ def compile_draft(drafter: DFlashDrafter, pool: KvPool, backend: Backend, folder
         in_block=_zeros(num_rows),
         tokens=_zeros(max_kv),
     )
-    return Compiled("draft", (config, page_size), draft_step, model, _flat(pool, drafter.rotary), examples, folder)
+    return Function("draft", (config, page_size), draft_step, model, _flat(pool, drafter.rotary), examples)
 
 
-def compile_context(drafter: DFlashDrafter, pool: KvPool, folder: Path) -> Compiled:
+def context_function(drafter: DFlashDrafter) -> Function:
     """Return the function of (features, positions, slots) that writes context KV."""
-    context, num_layers = drafter.context, len(pool.layers)
+    context, pool, backend = drafter.context, drafter.pool, drafter.backend
+    num_layers = len(pool.layers)
 
     def context_step(
         flat: list[Tensor], features: Tensor, positions: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, ...]:
-        k, v, cos, sin = flat
+        k, v, turns = flat
         first_slots = torch.arange(num_layers, dtype=torch.int32) * (k.shape[0] // num_layers)
         slots = (slot_mapping[:, None] + first_slots).flatten()
-        context.write(features, drafter.rotary.backend.rotation_at((cos, sin), positions), LayerKv(k, v), slots)
+        context.write(features, backend.rotation_at((turns,), positions), LayerKv(k, v), slots)
         return (slot_mapping,)
 
     all_layers = pool.all_layers
-    kept = [all_layers.k.flatten(0, 1), all_layers.v.flatten(0, 1), *drafter.rotary.tables]
+    kept = [all_layers.k.flatten(0, 1), all_layers.v.flatten(0, 1), *_turns(drafter.rotary)]
     examples = [torch.zeros(6, drafter.model.fc.shape[1]), _zeros(6), _zeros(6)]
-    return Compiled("context", drafter.model.config, context_step, context, kept, examples, folder)
+    return Function("context", drafter.model.config, context_step, context, kept, examples)
 
 
 def _flat(pool: KvPool, rotary: RotaryTable) -> list[Tensor]:
-    """Return K and V of layer after layer, each [slots, kv_heads, D], then the tables of cos and sin."""
-    return [part.flatten(0, 1) for kv in pool.layers for part in (kv.k, kv.v)] + list(rotary.tables)
+    """Return K and V of layer after layer, each [slots, kv_heads, D], then the table of RoPE."""
+    return [part.flatten(0, 1) for kv in pool.layers for part in (kv.k, kv.v)] + _turns(rotary)
+
+
+def _turns(rotary: RotaryTable) -> list[Tensor]:
+    """Return the table [length, D / 2, 2] of cos and sin."""
+    return [torch.view_as_real(table) for table in rotary.tables]
 
 
 def _plans(

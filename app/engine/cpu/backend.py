@@ -43,6 +43,7 @@ def _warn_of_float16() -> None:
 
 class CpuBackend(TorchBackend):
     interleaved_rope = True
+    compiles = True
     max_gathered_tokens = 1 << 13
     """Bound that keeps gathered K and V in the processor's caches until they are read (tools/lab/NOTES.md)."""
 
@@ -79,7 +80,7 @@ class CpuBackend(TorchBackend):
         packed = parts[0].contiguous()
         if len(parts) > 1:
             packed = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
-            _by_threads(_copy, parts, packed.split([len(part) for part in parts]))
+            self.fill(_copy, parts, packed.split([len(part) for part in parts]))
         self._packed.add((packed.shape, packed.dtype))
         return packed
 
@@ -89,8 +90,14 @@ class CpuBackend(TorchBackend):
         tools/lab/NOTES.md has the figures.
         """
         columns = parts[0].new_empty(parts[0].shape[1], sum(map(len, parts)))
-        _by_threads(_turn, parts, columns.t().split([len(part) for part in parts]))
+        self.fill(_turn, parts, columns.t().split([len(part) for part in parts]))
         return columns.t()
+
+    def fill(self, write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        """Write rows of each part to its place, each thread alone, because PyTorch would start others from each."""
+        blocks, to = ([rows for part in side for rows in part.split(_BLOCK_ROWS)] for side in (parts, places))
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(write, blocks, to))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.is_contiguous() and (multiply := linear.own(weight.dtype)):
@@ -221,13 +228,6 @@ class CpuBackend(TorchBackend):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt and any(mallopt(_M_MMAP_THRESHOLD, most) for most in _MOST_KEPT):
             mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def _by_threads(write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Write rows of each part to its place. Each thread writes alone, because PyTorch would start others from each."""
-    blocks, to = ([rows for part in side for rows in part.split(_BLOCK_ROWS)] for side in (parts, places))
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(write, blocks, to))
 
 
 def _turn(rows: Tensor, to: Tensor) -> None:

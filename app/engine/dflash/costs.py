@@ -43,6 +43,10 @@ class Scale:
 
     def __init__(self) -> None:
         self.speed = self.drafting = 0.0
+        self.doubt()
+
+    def doubt(self) -> None:
+        """Keep the scales, and learn as quickly as at the beginning."""
         self._covariance = np.diag([_SPEED_PRIOR, _DRAFTING_PRIOR])
 
     def learn(self, drafting_share: float, error: float) -> None:
@@ -96,6 +100,11 @@ class CostTable:
         plain, drafting = self._parts(seqs, blocks, rows, drafts)
         expected = plain + float(drafting)
         self._scales[self._nearest(seqs)].learn(float(drafting) / expected, log(ms / expected))
+
+    def doubt(self) -> None:
+        """Learn as quickly as at the beginning, because steps are computed in another way from now on."""
+        for scale in self._scales:
+            scale.doubt()
 
     def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[float, Floats]:
         """Return ms of a plain step of these sequences, and ms that drafting adds to it."""

@@ -24,9 +24,9 @@ class DFlashDrafter:
         self.rotary = rotary
         self.context = ContextKv(model, backend)
         self.decoder = model.config.decoder
-        self._pool = pool
+        self.pool = pool
         self._sampler = sampler
-        self._backend = backend
+        self.backend = backend
 
     def propose(
         self, request_ids: list[str], anchors: Tensor, positions: Tensor, slot_mapping: Tensor, meta: AttentionMetadata
@@ -41,8 +41,8 @@ class DFlashDrafter:
         """Return hidden states [D * drafts, H] of the rows that predict the tokens after each anchor [D]."""
         num_blocks, model = anchors.shape[0], self.model
         num_rows = positions.shape[0] // num_blocks
-        embedded = self._backend.embed_blocks(anchors, model.config.mask_token_id, num_rows, model.embedding)
-        hidden = model.forward(embedded, StepRows(self.rotary.at(positions), slot_mapping, [meta]), self._pool)
+        embedded = self.backend.embed_blocks(anchors, model.config.mask_token_id, num_rows, model.embedding)
+        hidden = model.forward(embedded, StepRows(self.rotary.at(positions), slot_mapping, [meta]), self.pool)
         return hidden.view(num_blocks, num_rows, -1)[:, model.config.first_draft_row :].flatten(0, 1)
 
     def write_context(
@@ -52,5 +52,5 @@ class DFlashDrafter:
 
         `rotation` is that of the draft's RoPE at these positions, or None to look it up.
         """
-        slots = self._pool.slots_in_all_layers(slot_mapping)
-        self.context.write(features, rotation or self.rotary.at(positions), self._pool.all_layers, slots)
+        slots = self.pool.slots_in_all_layers(slot_mapping)
+        self.context.write(features, rotation or self.rotary.at(positions), self.pool.all_layers, slots)

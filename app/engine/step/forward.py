@@ -108,7 +108,7 @@ class Forward:
         self.rotary = rotary
         self.sampler = sampler
         self.backend = backend
-        self._pool = pool
+        self.pool = pool
         self._page_size = page_size
         forward = weakref.proxy(self)  # a cycle would keep the KV pools of the profile run until some collection
         self.pending_context = PendingContext(lambda *rows: forward._drafter.write_context(*rows), max_rows)
@@ -147,7 +147,7 @@ class Forward:
             )
         return TargetTensors(token_ids, source, *logits, prev_rows, groups, recurrent)
 
-    def plan(self, rows: AttentionInputs, group: RowGroup) -> None:
+    def plan(self, rows: AttentionInputs, group: RowGroup | AttentionMetadata) -> None:
         """Plan the attention of `rows` for the lengths of `group`, after their tensors were sent.
 
         Layers of a mask share a plan. The lengths in the meta itself stay as they were made. In a graph they are those
@@ -191,7 +191,7 @@ class Forward:
         recurrent = None if inputs.recurrent is None else self._recurrent_rows(inputs.recurrent, inputs.groups)
         metas = [rows.meta for rows in inputs.groups]
         rows = StepRows(self.rotary.at(positions), slot_mapping, metas, recurrent)
-        hidden, features = self.target.forward(token_ids, rows, self._pool)
+        hidden, features = self.target.forward(token_ids, rows, self.pool)
         if inputs.logits_indices is not None:
             hidden = hidden[inputs.logits_indices]
         return TargetOutput(hidden, None, features, positions, slot_mapping, rows.rotation)

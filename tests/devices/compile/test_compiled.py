@@ -6,6 +6,7 @@ slow cases of test_lossless.py.
 """
 
 import shutil
+import subprocess
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -15,16 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.engine import build_engine
+from app.engine.build.compile import load_kept, take_up
+from app.engine.build.compile_later import COMMAND
+from app.engine.build.engine import Engine, build_engine
 from app.engine.compile import aot as compiled
 from app.engine.compile.cache import load_package
 from app.engine.core import EngineCore
-from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.errors import UnsupportedError
 from app.engine.sampling import sampler
-from app.engine.step.forward import Forward
 from app.engine_config import EngineConfig
-from app.messages import Request, SamplingParams
+from app.messages import Request, SamplingParams, StepOutput
+from app.wire import encode_config
 from tests.fast.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
 from tests.fast.engine.pairs import make_pair
 
@@ -59,8 +61,12 @@ def subject(pair):
 
 
 def engine(pair, **settings) -> EngineCore:
+    return build_engine(config(pair, **settings)).core
+
+
+def config(pair, **settings) -> EngineConfig:
     wishes = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "kv_cache_memory": 8 << 20} | settings
-    return build_engine(EngineConfig(pair.target, pair.draft, **wishes)).core
+    return EngineConfig(pair.target, pair.draft, **wishes)
 
 
 def requests(count: int = 6) -> list[Request]:
@@ -78,9 +84,10 @@ def requests(count: int = 6) -> list[Request]:
 
 
 def by_operators(core: EngineCore) -> EngineCore:
-    """The same engine with all that is compiled taken out; its heads are laid out alike, so that KV can be compared."""
+    """The same engine before compiled code was taken up."""
     forward = core.runner.forward
-    forward.__class__, forward.drafter.__class__ = Forward, DFlashDrafter
+    forward.target_step = forward.draft_step = forward.drafter.context_step = None
+    core.runner.layout = replace(core.runner.layout, separate_prefill=True)
     return core
 
 
@@ -111,6 +118,62 @@ def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
             assert float(wanted.k[:pages].abs().sum()) > 1
             torch.testing.assert_close(layer.k[:pages], wanted.k[:pages], atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(layer.v[:pages], wanted.v[:pages], atol=1e-4, rtol=1e-4)
+
+
+def test_a_process_without_weights_compiles_what_an_engine_looks_for(pair, kept, monkeypatch):
+    """It comes first, so its packages are those of the other tests. The processes have sizes and KV of their own."""
+    asked = config(pair, compile="auto")
+    assert build_engine(asked).can_be_compiled
+    settings = encode_config(asked) + "\n"
+    with subprocess.Popen([*COMMAND, "1", "0"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(settings)
+        process.stdin.flush()
+        said = process.stderr.read()
+        assert process.wait() == 0, said
+    monkeypatch.setattr("torch.export.export", None)
+    found = build_engine(asked)
+    assert found.forwards == "compiled" and len(list(kept.glob("*.pt2"))) == 3
+    assert found.core.run(requests()) == engine(pair).run(requests())
+
+
+def test_code_of_other_settings_is_not_taken(pair):
+    """It would read KV of pages of 16, with a thread for each loop that was cut for one."""
+    assert engine_of(pair).forwards == "compiled"
+    assert engine_of(pair, page_size=4).can_be_compiled
+    torch.set_num_threads(2)
+    try:
+        assert engine_of(pair).can_be_compiled
+    finally:
+        torch.set_num_threads(1)
+
+
+def engine_of(pair, **settings) -> Engine:
+    return build_engine(config(pair, compile="auto", **settings))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 8, 13])
+def test_texts_and_drafts_do_not_change_when_code_is_taken_up_behind_some_steps(pair, num_steps):
+    """Prompts are being read then, context KV is pending, and a decision about widths holds."""
+
+    def told(core: EngineCore, steps: int | None) -> tuple[dict[str, list[int]], list[tuple[str, int]]]:
+        accepted: list[tuple[str, int]] = []
+        outputs: list[StepOutput] = []
+
+        def on_step(output: StepOutput) -> None:
+            outputs.append(output)
+            accepted.extend((delta.request_id, delta.num_accepted) for delta in output.deltas)
+            if len(outputs) == steps:
+                compiled = load_kept(core.runner.forward)
+                assert compiled is not None and core.runner.forward.target_step is None
+                take_up(core.runner, compiled)
+
+        return core.run(requests(), on_step), accepted
+
+    settings = {"max_num_batched_tokens": 70}
+    core, other = (by_operators(engine(pair, compile=True, **settings)) for _ in range(2))
+    assert told(core, num_steps) == told(other, None)
+    assert_same_kv(core, other)
 
 
 @pytest.mark.parametrize("settings", [{}, {"verify": 2}, {"verify": 3}, {"max_num_batched_tokens": 70}], ids=str)
@@ -156,8 +219,8 @@ def test_a_target_alone_is_compiled_by_itself(pair, kept):
     """It hands out no features, and nothing else tells the two apart."""
     engine(pair, compile=True)
     before = set(kept.iterdir())
-    config = EngineConfig(pair.target, device="cpu", dtype="float32", compile=True, kv_cache_memory=8 << 20)
-    assert build_engine(config).core.run(requests(3)) == engine(pair).run(requests(3))
+    alone = EngineConfig(pair.target, device="cpu", dtype="float32", compile=True, kv_cache_memory=8 << 20)
+    assert build_engine(alone).core.run(requests(3)) == engine(pair).run(requests(3))
     (more,) = set(kept.iterdir()) - before
     assert more.name.startswith("target-")
 
@@ -262,7 +325,14 @@ def test_what_cannot_be_compiled_is_refused_by_name(pair, settings, said):
         engine(pair, compile=True, **settings)
 
 
-def test_without_a_compiler_it_is_refused(pair, monkeypatch):
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"batch_invariant": True}, {"enforce_eager": True}])
+def test_what_cannot_be_compiled_runs_by_operators_if_nobody_asked(pair, settings):
+    found = engine_of(pair, **settings)
+    assert (found.forwards, found.can_be_compiled) == ("by operators", False)
+
+
+def test_without_a_compiler_it_is_refused_if_asked_for(pair, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not engine_of(pair).can_be_compiled
     with pytest.raises(UnsupportedError, match="--compile: there is no g\\+\\+"):
         engine(pair, compile=True)

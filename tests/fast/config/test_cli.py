@@ -11,7 +11,7 @@ import pytest
 
 from app import cli
 from app.config.error import ConfigError
-from app.config.flags import parse_flags, serve_parser
+from app.config.flags import THREE_WAYS, parse_flags, serve_parser
 from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, load_config
 from app.config.torch_build import check_torch_build
@@ -196,10 +196,27 @@ def test_serve_help_shows_every_flag_its_default_and_its_variable(capsys: pytest
 def test_every_setting_is_in_one_group_of_the_help() -> None:
     *groups, peers = serve_parser()._action_groups[2:]
     assert [group.title for group in groups][:2] == ["model", "speculative decoding"] and "vLLM" in str(peers.title)
-    settings = sorted(action.const for group in groups for action in group._group_actions)
-    assert settings == sorted(SETTINGS)
+    settings = [action.const for group in groups for action in group._group_actions]
+    assert sorted(settings) == sorted([*SETTINGS, *THREE_WAYS]), "--no-compile stands beside --compile"
     shown = serve_parser().format_help()
     assert all(f"{flag_name(name)}" in shown for name in SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compile", "model"),
+    [
+        ("", "auto", "demo"),
+        ("--compile", "on", "demo"),
+        ("--compile x", "on", "x"),
+        ("--compile auto x", "auto", "x"),
+        ("x --compile off", "off", "x"),
+        ("--compile --port 1", "on", "demo"),
+        ("--no-compile x", "off", "x"),
+    ],
+)
+def test_a_bare_flag_turns_compilation_on_and_takes_no_model(arguments: str, compile: str, model: str) -> None:
+    config = load(*arguments.split())
+    assert (config.compile, config.model) == (compile, model)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from app.engine.build.decoder_config import target_config
 from app.engine.build.draft_config import draft_config
 from app.engine.build.engine import Engine
+from app.engine.compile.aot import Function, _Step
 from app.engine.models.config import RopeConfig
 from app.engine.models.rope import RotaryTable
 from tests.costs import fast_ones
@@ -61,14 +62,20 @@ def test_drafts_from_graphs_are_the_references(tmp_path):
 
 
 class Uncompiled:
-    """Function that `--compile` would hand to inductor, as it is."""
+    """Function that `--compile` would hand to inductor, as it is, with the weights and pools of the engine."""
 
-    def __init__(self, name, settings, function, model, pools, examples, folder) -> None:
-        self._function, self._pools = function, list(pools)
+    traced: ClassVar[dict[str, Function]] = {}
 
-    def __call__(self, *arguments):
+    def __init__(self, function: Function) -> None:
+        twin = self.traced[function.name]
+        self._step = _Step(twin.function, twin.model)
+        self._weights = {f"model.{name}": weight for name, weight in function.model.named_parameters()}
+        self._pools = list(function.pools)
+        self.was_called = False
+
+    def __call__(self, *arguments: torch.Tensor) -> Any:
         self.was_called = True
-        return self._function(self._pools, *arguments)
+        return torch.func.functional_call(self._step, self._weights, (self._pools, *arguments))
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -84,8 +91,9 @@ def test_every_row_drafts_if_the_anchors_row_does(tmp_path, graphs: bool):
 
 @pytest.mark.parametrize("name", ["speculators", "sliding and not causal, by is_causal", "sample from anchor"])
 def test_the_python_that_is_compiled_drafts_the_same(tmp_path, monkeypatch, name: str):
-    monkeypatch.setattr("app.engine.compile.steps.Compiled", Uncompiled)
-    monkeypatch.setattr("app.engine.compile.steps.shutil.which", lambda compiler: compiler)
+    monkeypatch.setattr(Function, "compile", lambda self, folder: Uncompiled.traced.update({self.name: self}))
+    monkeypatch.setattr(Function, "load", lambda self, folder: Uncompiled(self))
+    monkeypatch.setattr("app.engine.build.compile.can_compile", lambda: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pair = DIALECTS[name].make(tmp_path)
     engine = engine_of(pair, compile=True)

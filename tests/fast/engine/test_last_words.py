@@ -38,7 +38,7 @@ class StandInLink:
     def send(self, reply: Any) -> None:
         self.sent.append(reply)
 
-    def receive(self, *, wait: bool) -> list[Any]:
+    def receive(self, wait_ms: int | None) -> list[Any]:
         return []
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
     scheduler = FaultTolerantScheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
     scheduler.add(Request("r", [1, 2], max_tokens=2))
     runner = SimpleNamespace(backend=backend, layout=Layout(page_size=4), launch=launch, is_fatal=lambda error: True)
-    engine = SimpleNamespace(core=FaultTolerantCore(scheduler, runner))
+    engine = SimpleNamespace(core=FaultTolerantCore(scheduler, runner), can_be_compiled=False)
     monkeypatch.setattr(process, "Link", StandInLink)
     monkeypatch.setattr(process, "leave_with_parent", lambda: None)
     monkeypatch.setattr(process, "decode_config", lambda line: EngineConfig(Path("target")))

@@ -325,8 +325,8 @@ class StandInLink:
         self._commands: Iterator[list[Any]] = iter(commands)
         self.sent: list[Stepped] = []
 
-    def receive(self, *, wait: bool) -> list[Any]:
-        return next(self._commands) if wait else []
+    def receive(self, wait_ms: int | None) -> list[Any]:
+        return next(self._commands) if wait_ms is None else []
 
     def send(self, reply: Stepped) -> None:
         self.sent.append(reply)

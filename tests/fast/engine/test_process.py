@@ -78,10 +78,10 @@ class PatientLink(Link):
         super().__init__(*parent.addresses, 1)
         self._left = count
 
-    def receive(self, *, wait: bool) -> Any:
-        if wait and not self._left:
+    def receive(self, wait_ms: int | None) -> Any:
+        if wait_ms is None and not self._left:
             return [Shutdown()]
-        heard = super().receive(wait=wait)
+        heard = super().receive(wait_ms)
         self._left -= len(heard)
         return heard
 
@@ -164,7 +164,7 @@ def test_every_field_of_a_request_and_of_a_step_comes_over_the_border_as_it_left
     link = Link(*parent.addresses, 1)
     try:
         parent.send(Submit(1, request))
-        (command,) = link.receive(wait=True)
+        (command,) = link.receive(None)
         link.send(Stepped(1, StepOutput([delta, delta], stats)))
         reply = next(parent.replied())
     finally:
@@ -181,7 +181,9 @@ def test_every_option_of_the_engine_comes_from_the_settings():
     engine = decode_config(encode_config(config.for_engine(Path("a"), None)))
     assert (engine.target, engine.draft, engine.block_size, engine.verify) == (Path("a"), None, 16, 4)
     assert (engine.enforce_eager, engine.page_size) == (True, 32)
-    assert EngineConfig(Path("a"), verify="auto") == Config().for_engine(Path("a"), None)
+    assert EngineConfig(Path("a"), verify="auto", compile="auto") == Config().for_engine(Path("a"), None)
+    ways = [Config(compile=said).for_engine(Path("a"), None) for said in ("on", "off", "auto")]
+    assert [decode_config(encode_config(way)).compile for way in ways] == [True, False, "auto"]
     same = {field.name for field in fields(EngineConfig)} - {"target", "draft", "block_size", "cache_events"}
     assert same <= set(Config.model_fields), "a setting of the same name, whose value for_engine takes"
 
@@ -189,7 +191,7 @@ def test_every_option_of_the_engine_comes_from_the_settings():
 @contextlib.contextmanager
 def ready(parent: Parent, pair: Pair, stderr: Any = subprocess.DEVNULL, **settings: Any) -> Iterator[Any]:
     """Yield an engine's process that is ready."""
-    config = Config(device="cpu", max_num_seqs=4, **settings)
+    config = Config(device="cpu", max_num_seqs=4, **{"compile": "off"} | settings)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses, "1"],
         stdin=subprocess.PIPE,

@@ -85,7 +85,7 @@ def test_what_is_written_later_is_what_would_have_been_written_at_once(pair: Pai
         engine = engine_of(pair)
         engine.core.run(requests(pair, "all")[:4])
         engine.core.runner.forward.pending_context.write()
-        pools.append(engine.core.runner.forward.drafter._pool.all_layers)
+        pools.append(engine.core.runner.forward.drafter.pool.all_layers)
     late, at_once = pools
     assert at_once.k.any() and torch.allclose(late.k, at_once.k, atol=1e-5)
     assert torch.allclose(late.v, at_once.v, atol=1e-5)

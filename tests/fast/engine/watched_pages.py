@@ -13,7 +13,7 @@ def watch(engine: Engine) -> None:
     """Assert in every step that it leaves cached and shared pages alone, and that the books of all pages are right."""
     scheduler, runner = engine.core.scheduler, engine.core.runner
     launch, size = engine.core.launch, engine.sizes.page_size
-    pools = [runner.forward._pool, *([runner.forward.drafter._pool] if runner.forward.drafter else [])]
+    pools = [runner.forward.pool, *([runner.forward.drafter.pool] if runner.forward.drafter else [])]
 
     def kept(pages: torch.Tensor) -> list[torch.Tensor]:
         return [x[pages] for pool in pools for kv in pool.layers for x in (kv.k, kv.v)]

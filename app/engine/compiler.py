@@ -1,0 +1,35 @@
+"""The process that compiles an engine's forwards while that serves: `python -m app.engine.compiler THREADS NICE`.
+
+The first line of stdin is an EngineConfig, and stdin's end means that the engine is gone. Compiled code is kept for one
+number of threads. The last line of stderr says why the process fails.
+"""
+
+import os
+import signal
+import sys
+import threading
+
+
+def main() -> None:
+    os.nice(int(sys.argv[2]))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    settings = sys.stdin.readline()
+    threading.Thread(target=_end_with_engine, daemon=True).start()
+    import torch  # at that priority too, because it takes seconds
+
+    from app.engine.build.engine import compile_packages
+    from app.wire import decode_config
+
+    torch.set_num_threads(int(sys.argv[1]))
+    compile_packages(decode_config(settings))
+
+
+def _end_with_engine() -> None:
+    """Wait for the end of stdin, and kill this process group, g++ included."""
+    while sys.stdin.read(1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Compilation while the engine serves: its process fails alone, and ends with the engine."""
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.engine.build import compile_later
+from app.engine.build.compile_later import COMMAND, Compiling
+from app.engine.dflash.costs import CostTable
+
+PATIENCE = 60.0
+
+
+def engine() -> Any:
+    costs = CostTable([(1, 2.0)], {2: [(1, 1.0)]}, [[(0, 0.0), (1, 0.5)]])
+    core = SimpleNamespace(runner=SimpleNamespace(forward="forward"), scheduler=SimpleNamespace(policy=None))
+    core.scheduler.policy = SimpleNamespace(costs=costs)
+    return SimpleNamespace(core=core)
+
+
+def ended(compiling: Compiling) -> None:
+    until = time.monotonic() + PATIENCE
+    while not compiling.take_up():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@contextmanager
+def compiling(command: str, *, told: list[str] | None = None) -> Iterator[Compiling]:
+    found = Compiling(
+        engine(), "{}", lambda: None if told is None else told.append("end"), [sys.executable, "-c", command]
+    )
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("import sys; print('a traceback', file=sys.stderr); sys.exit('no space left')", "exit code 1: no space left"),
+        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
+        ("raise SystemExit(0)", "it kept other code than is wanted"),
+    ],
+)
+def test_a_process_that_fails_costs_one_line_and_the_engine_goes_on(
+    command: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_later, "load_kept", lambda forward: None)
+    monkeypatch.setattr(compile_later, "take_up", None)
+    told: list[str] = []
+    with compiling(command, told=told) as found, caplog.at_level(logging.WARNING):
+        ended(found)
+    (line,) = caplog.messages
+    assert said in line and line.startswith("forwards run by operators") and told == ["end"]
+
+
+def test_what_was_compiled_is_taken_up_by_the_thread_that_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs of steps are learnt anew. Their process gets the settings, and the number of threads."""
+    taken: list[Any] = []
+    monkeypatch.setattr(compile_later, "load_kept", lambda forward: [forward])
+    monkeypatch.setattr(compile_later, "take_up", lambda runner, compiled: taken.append(compiled))
+    command = "import sys; assert sys.stdin.readline() == '{}\\n' and int(sys.argv[1]) > 0"
+    with compiling(command) as found:
+        costs = found._engine.core.scheduler.policy.costs
+        for _ in range(200):
+            costs.refine(1, 0, 2, 0, 2.0)
+        settled = costs._scales[0]._covariance[0, 0]
+        found._thread.join(PATIENCE)
+        assert not taken
+        ended(found)
+    assert taken == [["forward"]] and costs._scales[0]._covariance[0, 0] > 2 * settled
+
+
+def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(file)!r}).write_text(str(child.pid) + ' ')\n"
+        "time.sleep(600)"
+    )
+    with compiling(code):
+        until = time.monotonic() + PATIENCE
+        while not (file.exists() and file.read_text().endswith(" ")):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert is_gone(int(file.read_text()))
+
+
+def test_the_process_ends_with_the_engine() -> None:
+    with subprocess.Popen([*COMMAND, "1", "0"], stdin=subprocess.PIPE, process_group=0, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write("{}\n")
+        process.stdin.close()
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+
+
+def is_gone(pid: int) -> bool:
+    """True once a process has ended. Its entry stays until its parent has waited."""
+    status, until = Path(f"/proc/{pid}/stat"), time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
