@@ -1,7 +1,6 @@
 """The folder that keeps the packages of `--compile`. Code is loaded from it, so it must belong to this user alone."""
 
 import contextlib
-import importlib
 import os
 import re
 import shutil
@@ -11,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from app.engine.cache_folder import own_folder
 
@@ -48,9 +49,9 @@ def load_package(package: Path) -> Callable[..., Any]:
     """
     with contextlib.suppress(OSError):
         os.utime(package)  # The last use counts.
-    run: Callable[..., Any] = (
-        importlib.import_module("torch._inductor").aoti_load_package(str(package)).loader.boxed_run
-    )
+    # The Python function around it has g++ try the processor's instructions first, for a second and more each time.
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
+    run: Callable[..., Any] = loader.boxed_run
     return run
 
 

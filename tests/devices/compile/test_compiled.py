@@ -7,6 +7,7 @@ slow cases of test_lossless.py.
 
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -135,6 +136,22 @@ def test_a_process_without_weights_compiles_what_an_engine_looks_for(pair, kept,
     found = build_engine(asked)
     assert found.forwards == "compiled" and len(list(kept.glob("*.pt2"))) == 3
     assert found.core.run(requests()) == engine(pair).run(requests())
+
+
+def test_kept_code_is_loaded_without_a_compilation(pair, tmp_path, monkeypatch):
+    """PyTorch would have g++ try the processor's instructions, for many seconds on a busy machine."""
+    version_alone = tmp_path / "g++"
+    version_alone.write_text('#!/bin/sh\n[ "$*" = --version ] && exec g++ --version\nexit 1\n')
+    version_alone.chmod(0o700)
+    monkeypatch.setenv("CXX", str(version_alone))
+    monkeypatch.setenv("SETTINGS", encode_config(config(pair, compile="auto")))
+    code = (
+        "import os, torch; torch.set_num_threads(1)\n"
+        "from app.engine.build.engine import build_engine; from app.wire import decode_config\n"
+        "print(build_engine(decode_config(os.environ['SETTINGS'])).forwards)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.stdout == "compiled\n", done.stderr
 
 
 def test_code_of_other_settings_is_not_taken(pair):
