@@ -1,9 +1,11 @@
 """llama.cpp's server beside this one: what it is told, and what its answers and counters mean."""
 
+import json
 import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer
 from app.bench.cell import Cell
 from app.bench.client import Answer, Drafting, ServerError
 from app.bench.paired import Claim, Comparison
+from app.bench.table import Row
 from app.bench.traffic import Load, Round
 from tools.lab import llama_cpp, llama_source
 from tools.lab.__main__ import main
@@ -189,6 +192,24 @@ def test_every_token_of_random_weights_has_a_text_of_its_own(tmp_path: Path) -> 
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(2560, 2600)]
     assert tokenizer.get_vocab_size() == 2600 and len(set(texts)) == 40 and texts[0] == " 2560"
+
+
+def test_rows_before_an_error_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(self: llama_cpp.Bench) -> Iterator[Row]:
+        self.about.append("llama-server --threads 1")
+        yield {"pair": "demo", "failed": 0}
+        raise ServerError("the server ended")
+
+    monkeypatch.setattr(llama_cpp.Bench, "rows", rows)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["llama_cpp", "--threads", "1", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "| demo | 0 |" in said.out and "llama-server --threads 1" in said.out and "the server ended" in said.err
+    assert json.loads((tmp_path / "llama_cpp.json").read_text())["tables"] == {
+        "llama_cpp": [{"pair": "demo", "failed": 0}]
+    }
 
 
 @pytest.mark.parametrize("flags", [["--pairs", "qwen3-9b"], ["--ways", "fast"]])
