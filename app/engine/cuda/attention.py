@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+from app.engine.cuda.launch import INTERPRETED, chain, lines_of_a_program, wait_if_chained
 
 LOG2_E = tl.constexpr(log2(e))
 TILE_ROWS = 16
@@ -43,7 +43,8 @@ class Geometry:
 
     `rows` are the query rows of a tile. `tiles` are over all sequences, and a tile without rows ends at once. K and V
     of each tile are split over `splits` programs, which read `tokens` at a time. `warps` and `stages` are Triton's.
-    Each program has one part, or takes turns at parts of `part` tokens, if that is not 0.
+    Each program has one part, or takes turns at parts of `part` tokens, if that is not 0. A `chained` launch may begin
+    before the last kernel ends.
     """
 
     rows: int
@@ -53,15 +54,20 @@ class Geometry:
     warps: int
     stages: int
     part: int = 0
+    chained: bool = False
 
 
 class Tile(NamedTuple):
-    """A way to launch tiles of one kind. `waves` tiles a multiprocessor are what splitting K and V aims at."""
+    """A way to launch tiles of one kind. `waves` tiles a multiprocessor are what splitting K and V aims at.
+
+    `chained` is 1 for programmatic dependent launch.
+    """
 
     tokens: int
     warps: int
     stages: int
     waves: int
+    chained: int = 0
 
 
 def own_tile(group: int, dtype: torch.dtype, head_dim: int, *, plain: bool) -> Tile:
@@ -111,6 +117,7 @@ def geometry(
         warps=tile.warps,
         stages=tile.stages,
         part=PART if fixed else 0,
+        chained=bool(tile.chained),
     )
 
 
@@ -173,6 +180,7 @@ def paged_attention(
         BLOCK_S=SEARCHED_SEQS,
         num_warps=at.warps,
         num_stages=at.stages,
+        **chain(on=at.chained),
     )
     if splits > 1:
         num_lines = num_rows * heads
@@ -180,9 +188,13 @@ def paged_attention(
         grid = (triton.cdiv(num_lines, lines),)
         if at.part:
             sizes = {"HEADS": heads, "DIM": dim, "SINKS": sinks is not None, "LINES": lines, "AHEAD": PARTS_IN_FLIGHT}
-            combine_in_order[grid](parts, sums, counts, sinks, o, num_lines, kept, **sizes, num_warps=4)
+            combine_in_order[grid](
+                parts, sums, counts, sinks, o, num_lines, kept, **sizes, num_warps=4, **chain(on=at.chained)
+            )
         else:
-            combine[grid](parts, sums, o, num_lines, DIM=dim, SPLITS=splits, LINES=lines, num_warps=4)
+            combine[grid](
+                parts, sums, o, num_lines, DIM=dim, SPLITS=splits, LINES=lines, num_warps=4, **chain(on=at.chained)
+            )
     return o
 
 
@@ -217,6 +229,7 @@ def attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Compute a tile over parts of its sequence's tokens.
 
@@ -229,6 +242,7 @@ def attend(
     Otherwise a part is PART tokens, and begins at a multiple of PART. With ALONE a program folds all parts of its
     tile. Else each takes some, and leaves highest scores, sums and unscaled o, which `combine_in_order` folds.
     """
+    wait_if_chained(CHAINED)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ROWS == 1:
         seq = tile
@@ -398,8 +412,10 @@ def combine_in_order(
     SINKS: tl.constexpr,
     LINES: tl.constexpr,
     AHEAD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Fold the parts of one size that `attend` left, from the first one on, for LINES heads."""
+    wait_if_chained(CHAINED)
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     dims = tl.arange(0, DIM)[None, :]
     inside = line < num_lines
@@ -424,8 +440,18 @@ def combine_in_order(
 
 
 @triton.jit(do_not_specialize=["num_lines"])
-def combine(part_ptr, lse_ptr, o_ptr, num_lines, DIM: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr):
+def combine(
+    part_ptr,
+    lse_ptr,
+    o_ptr,
+    num_lines,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LINES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Sum the parts of `attend`, each by its share of the weights, for LINES heads."""
+    wait_if_chained(CHAINED)
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = line < num_lines
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)

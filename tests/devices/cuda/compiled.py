@@ -31,6 +31,7 @@ from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import CHOICE_WAYS, FIXED_WAYS, WAYS
+from app.engine.cuda.questions import OF_BLOCKS, OF_ONE_ROW
 from app.engine.npu import rows as ascend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
@@ -161,6 +162,19 @@ def launch_fixed_attention() -> None:
             backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask)
 
 
+def launch_chained() -> None:
+    """Ways of attention that may begin before the last kernel ends, in parts too."""
+    for backend in (CudaBackend(torch.device("cpu")), InvariantCudaBackend(torch.device("cpu"))):
+        backend._multiprocessors = 132
+        kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))
+        for way, rows in [(way, 1) for way in OF_ONE_ROW if way.chained] + [
+            (way, 16) for way in OF_BLOCKS if way.chained
+        ]:
+            backend._tiles = dict.fromkeys([(True, 4, 128), (False, 4, 128)], way)
+            meta = AttentionMetadata(numbers(2), numbers(1), numbers(1, 100), [rows], [], 16, {MASKS[0]: None})
+            backend.attention(empty(rows, 32, 128), kv, meta, MASKS[0])
+
+
 def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
     for heads, kv_heads, dim, dtype in shapes:
         given = empty(heads, dtype=torch.float32) if sinks else None
@@ -231,6 +245,8 @@ def resources(kernel: Any) -> dict[str, Any]:
         "stack": used["STACK"],
         "local": used["LOCAL"],
         "warps": kernel.metadata.num_warps,
+        "chained": kernel.metadata.launch_pdl,
+        "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
         "wgmma": "wgmma" in kernel.asm["ptx"],
     }
 
@@ -239,13 +255,15 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend._multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks", "products", "fixed", "choices"]:
+    for model in [*models, "others", "sinks", "products", "fixed", "choices", "chained"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
         elif model == "products":
             launch_products()
+        elif model == "chained":
+            launch_chained()
         elif model == "choices":
             launch_choices()
         elif model == "fixed":

@@ -70,3 +70,8 @@ def test_fixed_launches_are_on_them_too(kernels: list[dict[str, Any]]) -> None:
     assert len(products) > 8 and sum(products) > len(products) // 2
     assert len(attends) == 5 * 2 * 4 and sum(attends) == 4 * 2 * 4  # in fp32 it is on other ones
     assert {kernel["kernel"] for kernel in fixed} == {"product", "attend", "combine_in_order"}
+
+
+def test_a_kernel_that_may_begin_before_the_last_one_ends_waits_for_it(kernels: list[dict[str, Any]]) -> None:
+    assert {kernel["kernel"] for kernel in kernels if kernel["chained"]} == {"attend", "combine", "combine_in_order"}
+    assert all(kernel["waits"] == kernel["chained"] for kernel in kernels)
