@@ -14,7 +14,7 @@ from app.engine.backend.base import Backend
 from app.engine.backend.factory import make_backend
 from app.engine.build.decoder_config import target_config
 from app.engine.models.config import DecoderConfig
-from tools.lab.random_weights import TARGETS
+from tools.lab.random_weights import pair_of
 
 ROWS = (1, 16, 32, 64, 128, 192, 256, 384, 512)
 ROTATED = 300e6
@@ -28,7 +28,7 @@ Multiply = Callable[[Tensor, Tensor], object]
 
 
 def parts(options: Options, ends: float) -> list[Part]:
-    return parts_of(target_config(TARGETS[options.model]), cache(partial(make_backend, options.device)))
+    return parts_of(target_config(pair_of(options.model)[0]), cache(partial(make_backend, options.device)))
 
 
 def parts_of(

@@ -140,13 +140,14 @@ def write_configs(wanted: str, folder: Path) -> tuple[Path, Path]:
 
     `wanted` is one of NAMES, or a path to a target's config.json. Raises ConfigError for what is neither.
     """
-    for name, config in zip(("target", "draft"), _pair(wanted), strict=True):
+    for name, config in zip(("target", "draft"), pair_of(wanted), strict=True):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config, indent=2))
     return folder / "target", folder / "draft"
 
 
-def _pair(wanted: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def pair_of(wanted: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configs of a target and of a draft for it, like `write_configs` writes them."""
     if wanted == DEMO_PAIR:
         longer = {"max_position_embeddings": DEMO_POSITIONS}
         return _read(DEMO / "target" / "config.json") | longer, _read(DEMO / "draft" / "config.json") | longer

@@ -70,10 +70,13 @@ def of_engine(
     num_seqs: int,
     page_size: int,
     multiprocessors: int,
+    *,
+    fixed: bool = False,
 ) -> Questions:
     """Return the questions of an engine in 16 bits, those that save most first.
 
-    `weights` are matrices of layers by name, of which one called "gate_up" is `[2 * I, H]` and has its SwiGLU.
+    `weights` are matrices of layers by name, of which one called "gate_up" is `[2 * I, H]` and has its SwiGLU. With
+    `fixed` attention is launched like under `--batch-invariant`.
     """
     weights = dict(weights)
     lm_head = weights.pop(LM_HEAD, [])
@@ -89,8 +92,8 @@ def of_engine(
     for decoder in decoders:
         for plain in (False, True) if decoder.head_dim <= 128 else ():
             key = OfAttention(plain, decoder.num_heads // decoder.num_kv_heads, decoder.head_dim)
-            question = attention(decoder, some[0], min(num_seqs, MOST_SEQS), page_size, multiprocessors, plain=plain)
-            asked.setdefault(key, question)
+            sizes = min(num_seqs, MOST_SEQS), page_size, multiprocessors
+            asked.setdefault(key, attention(decoder, some[0], *sizes, plain=plain, fixed=fixed))
     for most_rows, weight in itertools.product((16, 1, 64, 32), lm_head):
         asked[OfChoice(len(weight), weight.shape[1], most_rows)] = choice(weight, most_rows)
     return asked
@@ -104,7 +107,7 @@ def of_fixed_engine(
     multiprocessors: int,
 ) -> Questions:
     """Return `of_engine` for launches that are the same for any rows."""
-    of_rows = of_engine(decoders, weights, num_seqs, page_size, multiprocessors)
+    of_rows = of_engine(decoders, weights, num_seqs, page_size, multiprocessors, fixed=True)
     asked: Questions = {key: of_rows[key] for key in of_rows if isinstance(key, OfAttention) and not key.plain}
     for named in weights.values() if of_rows else ():  # an lm_head too, whose choices have its product's way
         out_features, in_features = named[0].shape
@@ -175,7 +178,14 @@ def product(weights: list[Tensor], num_rows: int, *, gated: bool) -> Question:
 
 
 def attention(
-    decoder: Heads, like: Tensor, num_seqs: int, page_size: int, multiprocessors: int, *, plain: bool
+    decoder: Heads,
+    like: Tensor,
+    num_seqs: int,
+    page_size: int,
+    multiprocessors: int,
+    *,
+    plain: bool,
+    fixed: bool = False,
 ) -> Question:
     """Return the question how to launch attention over CONTEXT tokens a sequence; start-up checks the default."""
     counts = [1 if plain else BLOCK] * num_seqs
@@ -203,12 +213,12 @@ def attention(
 
     def run(way: Way | None) -> Tensor:
         q, kv, meta = operands()
-        launch = geometry(counts, *sizes, None if way is None else Tile(*way))
+        launch = geometry(counts, *sizes, None if way is None else Tile(*way), fixed=fixed)
         return paged_attention(q, kv, meta, AttentionMask(causal=True), launch)
 
     def timed(way: Way | None) -> None:
         for _ in range(CHAIN):
             run(way)
 
-    name = f"attention of {'one row' if plain else 'blocks'}, {group} heads of {dim} a KV head"
+    name = f"{'fixed ' * fixed}attention of {'one row' if plain else 'blocks'}, {group} heads of {dim} a KV head"
     return Question(name, OF_ONE_ROW if plain else OF_BLOCKS, run, lambda: run(None), timed)

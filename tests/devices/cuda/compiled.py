@@ -164,13 +164,11 @@ def launch_fixed_attention() -> None:
 
 def launch_chained() -> None:
     """Ways of attention that may begin before the last kernel ends, in parts too."""
+    plain, blocks = (next(way for way in ways if way.chained) for ways in (OF_ONE_ROW, OF_BLOCKS))
     for backend in (CudaBackend(torch.device("cpu")), InvariantCudaBackend(torch.device("cpu"))):
-        backend._multiprocessors = 132
+        backend._multiprocessors, backend._tiles = 132, {(True, 4, 128): plain, (False, 4, 128): blocks}
         kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))
-        for way, rows in [(way, 1) for way in OF_ONE_ROW if way.chained] + [
-            (way, 16) for way in OF_BLOCKS if way.chained
-        ]:
-            backend._tiles = dict.fromkeys([(True, 4, 128), (False, 4, 128)], way)
+        for rows in (1, 16):
             meta = AttentionMetadata(numbers(2), numbers(1), numbers(1, 100), [rows], [], 16, {MASKS[0]: None})
             backend.attention(empty(rows, 32, 128), kv, meta, MASKS[0])
 

@@ -145,6 +145,7 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tune, "MAX_SECONDS", 1e9)
     monkeypatch.setattr(questions, "CONTEXT", 20)
+    monkeypatch.setattr(questions, "CHAIN", 1)
     monkeypatch.setattr(products, "WAYS", [Product(32, 32, 2)])
     calls = (0.9**call for call in itertools.count())
     backend, own = CudaBackend(CPU), weights()
@@ -169,6 +170,20 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     chosen_tile = questions.OF_ONE_ROW[-1]
     assert (tile.tokens, tile.stages) == (chosen_tile.tokens, chosen_tile.stages) != (64, 5)
     assert backend._tiles == {(True, 2, 16): chosen_tile, (False, 2, 16): questions.OF_BLOCKS[-1]}
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_attention_is_timed_like_it_is_launched_and_behind_another_kernel(
+    monkeypatch: pytest.MonkeyPatch, fixed: bool
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(questions, "CONTEXT", 20)
+    monkeypatch.setattr(questions, "paged_attention", lambda *args: launched.append(args[-1]))
+    asked = (questions.of_fixed_engine if fixed else questions.of_engine)([DECODER], weights(), 2, 16, 132)
+    (question,) = [asked[key] for key in asked if isinstance(key, questions.OfAttention) and not key.plain]
+    question.timed(question.ways[0])
+    assert {(at.part > 0, at.chained) for at in launched} == {(fixed, True)} and len(launched) > 1
+    assert question.name.startswith("fixed ") == fixed, "an answer of one is none of the other"
 
 
 def test_nothing_is_timed_in_fp32_nor_off_a_gpu() -> None:
