@@ -41,7 +41,15 @@ def test_every_flag_and_metric_that_is_named_exists() -> None:
     flags = {flag_name(field) for field in SETTINGS}
     flags |= {flag.replace("--", "--no-", 1) for flag in flags} | {"--base-url", "--concurrency", "--dataset"}
     flags |= {peer.flag for peer in PEER_FLAGS}
-    flags |= {"--health-check-endpoint", "--head", "--address"}  # of a router and of Ray
+    flags |= {
+        "--health-check-endpoint",
+        "--head",
+        "--address",
+        "--generate",
+        "--http-host",
+        "--http-port",
+    }  # of a router and of Ray
+    flags |= {"--rounds"}  # of tests.ray.overhead
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE + SECURITY)) <= flags
     metrics = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in TABLE}
     symptoms = PAGE.partition("| symptom |")[2].partition("\n\n")[0]

@@ -97,7 +97,6 @@ def test_the_sockets_to_the_engine_lie_where_no_other_user_may_look(
     finally:
         link._commands.close()
         link._replies.close()
-        link._context.term()
         link._folder.rmdir()
 
 
