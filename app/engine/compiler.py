@@ -4,14 +4,18 @@ The first line of stdin is an EngineConfig, and stdin's end means that the engin
 number of threads. The last line of stderr says why the process fails.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 
 def main() -> None:
     os.nice(int(sys.argv[2]))
+    with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process, and not the engine
+        Path("/proc/self/oom_score_adj").write_text("1000")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     settings = sys.stdin.readline()
     threading.Thread(target=_end_with_engine, daemon=True).start()

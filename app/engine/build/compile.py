@@ -11,6 +11,7 @@ from torch import Tensor
 
 from app.engine.backend.base import Backend
 from app.engine.build.loader import OpenWeights, Progress
+from app.engine.cache_folder import own_folder
 from app.engine.compile.aot import Compiled, can_compile
 from app.engine.compile.cache import compile_cache
 from app.engine.compile.steps import CompiledForward, functions
@@ -56,13 +57,19 @@ def _obstacle(config: EngineConfig, shape: DecoderConfig, dtype: torch.dtype) ->
         return f"--dtype {str(dtype).removeprefix('torch.')} is not supported yet"
     if not can_compile():
         return "there is no g++ here: install it, name another compiler in CXX, or leave it out"
+    if config.compile == "auto" and not own_folder("compiled"):
+        return "no folder keeps what is compiled: set XDG_CACHE_HOME to one of this user alone"
     return ""
 
 
 def load_kept(forward: Forward) -> list[Compiled] | None:
-    """Return the compiled functions of the forward, or None if one is missing."""
-    with compile_cache() as folder:
-        return _loaded(forward, folder)
+    """Return the compiled functions of the forward, or None if one is missing or the folder cannot be used."""
+    try:
+        with compile_cache() as folder:
+            return _loaded(forward, folder)
+    except OSError as error:
+        logger.warning("what earlier starts compiled cannot be read: %s", error)
+        return None
 
 
 def _loaded(forward: Forward, folder: Path) -> list[Compiled] | None:

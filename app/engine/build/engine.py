@@ -373,7 +373,9 @@ def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> tor
     own, default = _DTYPES.get(target.dtype, torch.float32), backend.defaults.dtype
     is_narrow, moe = own.itemsize < default.itemsize, target.moe
     inner = moe.num_experts * moe.intermediate_size if moe else target.intermediate_size
-    if reason := backend.why_not(own, 2 * inner * target.hidden_size):
+    wants_float32 = config.compile is True and is_narrow
+    reason = "--compile is for float32" if wants_float32 else backend.why_not(own, 2 * inner * target.hidden_size)
+    if reason:
         half = f"; --dtype {_name(own)} takes half the memory" if is_narrow else ""
         logger.info("dtype: %s, and not the checkpoint's %s, because %s%s", _name(default), _name(own), reason, half)
         return default

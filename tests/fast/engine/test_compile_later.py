@@ -12,10 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from app.engine import cache_folder
+from app.engine.build import compile as building
 from app.engine.build import compile_later
+from app.engine.build.compile import is_compiled, load_kept
 from app.engine.build.compile_later import COMMAND, Compiling
 from app.engine.dflash.costs import CostTable
+from app.engine_config import EngineConfig
 
 PATIENCE = 60.0
 
@@ -101,9 +106,44 @@ def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> Non
 def test_the_process_ends_with_the_engine() -> None:
     with subprocess.Popen([*COMMAND, "1", "0"], stdin=subprocess.PIPE, process_group=0, text=True) as process:
         assert process.stdin is not None
+        until, score = time.monotonic() + PATIENCE, Path(f"/proc/{process.pid}/oom_score_adj")
+        while score.read_text() != "1000\n":  # where memory runs out, it ends before the engine does
+            assert time.monotonic() < until
+            time.sleep(0.01)
         process.stdin.write("{}\n")
         process.stdin.close()
         assert process.wait(PATIENCE) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_nothing_is_compiled_behind_ready_where_no_folder_would_keep_it(
+    has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each start would compile for a minute, and find nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache_folder, "_owners_above", lambda folder: set() if has_folder else {12345})
+    monkeypatch.setattr(building, "can_compile", lambda: True)
+    backend: Any = SimpleNamespace(compiles=True)
+    shape: Any = SimpleNamespace(moe=None, gated_delta=None)
+
+    def compiles(wish: Any) -> bool:
+        return is_compiled(EngineConfig(Path("target"), compile=wish), backend, shape, torch.float32)
+
+    with caplog.at_level(logging.INFO):
+        assert compiles("auto") is has_folder and compiles(True)
+    assert has_folder or "no folder keeps what is compiled" in caplog.text
+
+
+def test_a_start_goes_on_where_no_folder_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(**places: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    forward: Any = "forward"
+    assert load_kept(forward) is None and "No space left on device" in caplog.text
 
 
 def is_gone(pid: int) -> bool:
