@@ -58,7 +58,7 @@ def test_what_an_engine_said_just_before_its_end_is_heard_though_it_comes_after_
 
     async def first_reply() -> Reply:
         link = await EngineLink.open([sys.executable, "-c", ""], "{}", 1)
-        engine = link._context.socket(zmq.PUSH)
+        engine = zmq.Context.instance().socket(zmq.PUSH)
         try:
             assert link._process is not None
             await link._process.wait()
