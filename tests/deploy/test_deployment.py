@@ -732,6 +732,11 @@ def test_a_build_without_buildkit_says_what_is_missing(name: str) -> None:
     assert subprocess.run(["sh", "-c", guard], env={"TARGETARCH": "arm64"}).returncode == 0
 
 
+def test_the_cpu_image_has_what_products_of_few_rows_are_compiled_with() -> None:
+    (system,) = steps_with("Dockerfile.cpu", "apt-get install")
+    assert " g++ " in system, "without it bfloat16 checkpoints become float32, and decoding is several times slower"
+
+
 def test_the_cuda_image_has_what_triton_compiles_with_and_is_refused_on_arm64() -> None:
     (system,) = steps_with("Dockerfile.cuda", "apt-get install")
     assert " gcc " in system and " libc6-dev" in system, "`dflash-server check` fails without them"

@@ -20,7 +20,7 @@ CPU, NPU, STAND_IN = "dflash-server:cpu", "dflash-server:npu", "cann-stand-in"
 URL = "http://127.0.0.1:8000"
 READY_SECONDS = 900
 """Seconds until /ready must say 200. Warm-up took 41 s on two cores, and several times that on busy ones."""
-HARDENED = "--read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges".split()
+HARDENED = "--read-only --tmpfs /tmp:exec --cap-drop ALL --security-opt no-new-privileges".split()
 ASKED = "Tom has 6 boxes with 4 keys in each. Tom loses 5 keys. How many keys are left?"
 QUESTION = {"messages": [{"role": "user", "content": ASKED}], "temperature": 0}
 LONG = {"prompt": "Tell me a story.", "max_tokens": 400, "ignore_eos": True, "n": 2, "stream": True}
