@@ -16,13 +16,11 @@ def engine_environment() -> dict[str, str]:
     """Return this process's environment with this package first on PYTHONPATH, and without the API keys.
 
     The engine is started with -P, so that no `app` and no `json.py` of the working directory is imported instead.
-    PyTorch's threads sleep while they wait for one another, unless the user says how. By default they wait in loops,
-    which takes 20 times as long beside a process that has their core (tools/lab/NOTES.md).
     """
     root = str(Path(__file__).parents[2])
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment = {name: value for name, value in os.environ.items() if name.upper() not in KEYS}
-    return {"OMP_WAIT_POLICY": "passive"} | environment | {"PYTHONPATH": os.pathsep.join([root, *others])}
+    return environment | {"PYTHONPATH": os.pathsep.join([root, *others])}
 
 
 class LineProcess:

@@ -41,16 +41,6 @@ def test_keys_that_the_environment_has_are_none_of_the_engines_business(
     assert {env_name("api_key"), env_name("admin_key")} == KEYS
 
 
-@pytest.mark.parametrize("said", [None, "active"])
-def test_threads_of_the_engine_sleep_while_they_wait_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, said: str | None
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if said:
-        monkeypatch.setenv("OMP_WAIT_POLICY", said)
-    assert engine_environment()["OMP_WAIT_POLICY"] == (said or "passive")
-
-
 def test_what_an_engine_said_just_before_its_end_is_heard_though_it_comes_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
