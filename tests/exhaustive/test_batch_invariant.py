@@ -20,7 +20,7 @@ CASES = [
     Case(concurrency=16, page_size=128),
     Case(concurrency=16, speculation="off", chunked=True),
     Case(concurrency=4, block_size=4, page_size=4, chunked=True, speculation="half"),
-    Case(concurrency=4, preempted=True),
+    Case(concurrency=4, page_size=4, preempted=True),
     Case(concurrency=4, page_size=4, cached=True, block_size=8),
     Case(concurrency=4, path="graphs"),
     Case(concurrency=4, temperature=None, sampling="all", chunked=True),
