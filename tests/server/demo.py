@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -26,13 +28,17 @@ def process(*flags: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stderr is not None
+        # A full pipe would stop the server behind some hundred requests.
+        reader = threading.Thread(target=deque, args=(server.stderr, 0))
         try:
             for line in server.stderr:
                 if found := re.search(r"ready: .* at (http://\S+)", line):
                     break
             else:
                 pytest.fail("the server ended before it was ready")
+            reader.start()
             yield found.group(1), server
         finally:
             server.send_signal(signal.SIGTERM)
-            server.stderr.read()
+            if reader.ident:
+                reader.join()
