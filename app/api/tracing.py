@@ -50,9 +50,10 @@ class Tracer:
 
         def end() -> None:
             timelines = choices.timelines
-            ended = time.time_ns()
-            arrived = ended - int(1e9 * (time.monotonic() - timelines[0].arrived))
-            attributes = asked | _usage(choices) | dict(_latencies(timelines)) | _speculation(timelines)
+            ended, seconds = time.time_ns(), time.monotonic() - timelines[0].arrived
+            latencies = {"gen_ai.latency.e2e": seconds} | dict(_latencies(timelines))
+            attributes = asked | _usage(choices) | latencies | _speculation(timelines)
+            arrived = ended - int(1e9 * seconds)
             span = self._tracer.start_span("llm_request", parent, SpanKind.SERVER, attributes, start_time=arrived)
             if (failure := _failure(timelines)) is not None:
                 span.set_status(Status(StatusCode.ERROR, failure))
@@ -99,7 +100,6 @@ def _latencies(timelines: list[Timeline]) -> Iterator[tuple[str, float]]:
     scheduled = min((moment for one in timelines if (moment := one.scheduled) is not None), default=None)
     first = min((moment for one in timelines if (moment := one.first_token) is not None), default=None)
     latest = max((moment for one in timelines if (moment := one.latest_token) is not None), default=None)
-    yield "gen_ai.latency.e2e", time.monotonic() - arrived
     if scheduled is not None:
         yield "gen_ai.latency.time_in_queue", scheduled - arrived
     if first is not None and latest is not None:

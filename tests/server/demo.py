@@ -10,7 +10,22 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
+import httpx
 import pytest
+
+from tests.fast.api.served import PATIENCE
+
+ENDLESS = {
+    "model": "demo",
+    "prompt": ["1 2 3 4"] * 64,
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    "speculate": False,
+    "stream": True,
+}
+"""Stream of 122,000 tokens, which are minutes of steps. Only its client or the engine ends it before a test does."""
+ROOM = ("--max-queue", "100")
+"""Flags with which the server takes it."""
 
 
 @contextlib.contextmanager
@@ -42,3 +57,9 @@ def process(*flags: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
             server.send_signal(signal.SIGTERM)
             if reader.ident:
                 reader.join()
+
+
+def num_running(url: str) -> int:
+    """Return the number of sequences that were submitted and have not ended."""
+    (load,) = httpx.get(f"{url}/get_load", timeout=PATIENCE).json()
+    return int(load["num_reqs"])

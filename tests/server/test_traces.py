@@ -4,6 +4,7 @@ import http.server
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,10 +21,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 
 from app.config.models import OTLP_PROTOCOL
-from tests.fast.api.served import PATIENCE
-from tests.server.demo import process
+from tests.fast.api.served import PATIENCE, until
+from tests.server.demo import ENDLESS, ROOM, num_running, process
 
 BODY = {"model": "demo", "prompt": "Count from one to nine.", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+PHASES = "time_in_queue", "time_in_model_inference", "e2e"
 
 
 @contextmanager
@@ -62,27 +64,36 @@ def grpc_collector(sent: "Queue[Sent]") -> Iterator[str]:
 
 @pytest.mark.parametrize(("protocol", "collector"), [("grpc", grpc_collector), ("http/protobuf", http_collector)])
 def test_a_collector_gets_the_spans_with_their_time_in_the_queue(protocol, collector, monkeypatch):
+    """One sequence runs at a time, so the second request waits at least until the first one's client leaves."""
     monkeypatch.setenv(OTLP_PROTOCOL, protocol)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "named")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     sent: Queue[Sent] = Queue()
     with collector(sent) as endpoint:
-        flags = ("--otlp-traces-endpoint", endpoint, "--max-num-seqs", "1", "--verify", "full")
-        with process(*flags) as (url, server), ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=PATIENCE) for _ in range(2)]
-            usages = [one.result().json()["usage"] for one in asked]
+        flags = ("--otlp-traces-endpoint", endpoint, "--max-num-seqs", "1", "--verify", "full", *ROOM)
+        with process(*flags) as (url, server), ThreadPoolExecutor(1) as pool:
+            with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=PATIENCE) as first:
+                events = first.iter_lines()
+                assert next(events).startswith("data: ")
+                second = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=PATIENCE)
+                until(lambda: num_running(url) == len(ENDLESS["prompt"]) + 1)
+                waits = time.monotonic()
+                time.sleep(0.2)
+                leaves = time.monotonic()
+            usage = second.result().json()["usage"]
             spans = []
             while len(spans) < 2:
                 (resource,) = sent.get(timeout=PATIENCE).resource_spans
                 assert {"service.name": "named"}.items() <= values(resource.resource).items()
                 spans += [span for scope in resource.scope_spans for span in scope.spans]
     assert server.returncode == 0
-    first, second = sorted(map(values, spans), key=lambda found: found["gen_ai.latency.time_in_queue"])
-    for found in (first, second):
-        assert found["gen_ai.usage.completion_tokens"] == usages[0]["completion_tokens"] == 40
-        assert found["gen_ai.usage.prompt_tokens"] == usages[0]["prompt_tokens"]
-        assert 1 < found["dflash.acceptance_length"] <= 16
-    assert second["gen_ai.latency.time_in_queue"] > 0.5 * first["gen_ai.latency.time_in_model_inference"]
+    left, served = sorted(map(values, spans), key=lambda found: found["gen_ai.usage.num_sequences"], reverse=True)
+    assert {one.string_value for one in left["gen_ai.response.finish_reasons"].values} == {"abort"}
+    assert served["gen_ai.usage.completion_tokens"] == usage["completion_tokens"] == 40
+    assert served["gen_ai.usage.prompt_tokens"] == usage["prompt_tokens"]
+    assert 1 < served["dflash.acceptance_length"] <= 16
+    queue, inference, whole = (served[f"gen_ai.latency.{name}"] for name in PHASES)
+    assert leaves - waits <= queue < queue + inference < whole
 
 
 def values(described) -> dict[str, object]:
@@ -91,9 +102,9 @@ def values(described) -> dict[str, object]:
 
 
 def test_a_collector_that_is_not_there_costs_no_request_and_not_the_end():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with process("--otlp-traces-endpoint", f"http://127.0.0.1:{port}") as (url, server):
-        assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(PATIENCE) == 0
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # Without `listen` each connection is refused.
+        with process("--otlp-traces-endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}") as (url, server):
+            assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(PATIENCE) == 0
