@@ -52,16 +52,21 @@ def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 def url(server: Server) -> Iterator[str]:
     ended = threading.Event()
 
+    seen = server.script._seen
+    patience = seen.rcvtimeo
+
     def play() -> None:
         while not ended.is_set():
+            seen.rcvtimeo = 200  # because the fixture's end is no event
             try:
                 request = server.script.see("Submit")
             except zmq.Again:
                 continue
+            finally:
+                seen.rcvtimeo = patience
             prompt = server.tokenizer.decode(request["token_ids"], skip_special_tokens=False)
             server.script.emit(request["request_id"], [*server.bytes(reply(prompt)), 2])
 
-    server.script._seen.rcvtimeo = 200
     player = threading.Thread(target=play)
     player.start()
     yield f"{server.url}/v1"

@@ -26,7 +26,7 @@ from app.messages import Request
 from app.wire import encode_config
 
 Job = tuple[EngineConfig, list[Request]]
-PATIENCE = 280
+PATIENCE = 1500
 
 
 class Result(NamedTuple):
@@ -81,7 +81,7 @@ def main(jobs: Path, program: str, run: Callable[[Engine, list[Request]], Any]) 
 
 def digests_of(folder: Path, size: int) -> list[list[str]]:
     """Return the digests of all ranks, once each has noted the last step of rank 0."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while True:
         digests = [(folder / f"digests-{rank}").read_text().split() for rank in range(size)]
         if len({len(each) for each in digests}) == 1 or time.monotonic() > end:

@@ -32,7 +32,7 @@ def weights(folder: Path, *launcher: str) -> list[float]:
     (script := folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, *launcher, str(script), str(folder), *(["together"] if launcher else [])]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (folder / "state.pt").is_file()
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("WEIGHT")]

@@ -61,6 +61,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tests")
     (folder / "conftest.py").write_text(
         "import tests.costs\nfrom tests.costs import cost, pytest_collection_modifyitems\ntests.costs.LIMIT = 0.2\n"
+        "tests.costs.slowness = lambda: 1.0\n"
     )
     (folder / "heavy.py").write_text(
         "import os\nbegun = sum(os.times()[:2])\nwhile sum(os.times()[:2]) < begun + 0.8: pass\n"

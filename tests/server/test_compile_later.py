@@ -13,7 +13,7 @@ import pytest
 from app.engine_config import BEING_COMPILED
 from tests.server.demo import process, ready
 
-PATIENCE = 60.0
+PATIENCE = 600.0
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here to compile with")
 
 

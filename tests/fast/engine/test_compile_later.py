@@ -22,7 +22,7 @@ from app.engine.build.compile_later import COMMAND, Compiling
 from app.engine.dflash.costs import CostTable
 from app.engine_config import EngineConfig
 
-PATIENCE = 60.0
+PATIENCE = 600.0
 
 
 def engine() -> Any:

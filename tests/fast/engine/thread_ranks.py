@@ -19,7 +19,7 @@ from app.engine.step.runner import ModelRunner, PendingStep
 from app.engine_config import EngineConfig
 
 T = TypeVar("T")
-PATIENCE = 60.0
+PATIENCE = 600.0
 
 
 class Meeting:

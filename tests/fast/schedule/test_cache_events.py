@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import threading
 from array import array
 from random import Random
@@ -75,14 +76,24 @@ def sockets(tmp_path):
     publisher.bind()
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, context.socket(zmq.DEALER) as client:
         for socket in (subscriber, client):
-            socket.linger, socket.rcvtimeo = 0, 60_000
+            socket.linger, socket.rcvtimeo = 0, 600_000
             socket.set_hwm(0)
         subscriber.subscribe(b"kv@here")
         subscriber.connect(endpoint)
         client.connect(replay)
-        publisher._events.poll(200)  # A subscription needs a moment to arrive.
+        await_subscription(publisher, subscriber)
         yield publisher, subscriber, client
         publisher.close()
+
+
+def await_subscription(publisher: KvEventPublisher, subscriber: "zmq.Socket[bytes]") -> None:
+    """Send numbers until one arrives, and receive all that are still under way. What was sent before is lost."""
+    for number in itertools.count():
+        publisher._events.send_multipart((b"kv@here", b"%d" % number))
+        if subscriber.poll(20):
+            break
+    while subscriber.recv_multipart()[1] != b"%d" % number:
+        pass
 
 
 def work(harness: Harness, random: Random, publisher: KvEventPublisher, steps: int) -> None:
@@ -124,7 +135,7 @@ def test_a_replay_begins_where_it_was_asked_to_and_has_what_is_kept(sockets):
         publisher.publish([])
     for asked, first in ((55, 55), (3, 10), (90, None)):
         client.send_multipart((b"", asked.to_bytes(8, "big")))
-        assert publisher._replay.poll(60_000)
+        assert publisher._replay.poll(600_000)
         publisher.answer_replays()
         wanted = [END] if first is None else [*range(first, 60), END]
         for number in wanted:
@@ -148,7 +159,7 @@ def test_the_event_loop_goes_on_while_the_last_events_are_delivered(tmp_path, mo
     close, delivered = publisher.close, threading.Event()
 
     def close_late(grace: float) -> None:
-        assert delivered.wait(20), "the loop was blocked"
+        assert delivered.wait(600), "the loop was blocked"
         close(grace)
 
     async def stop() -> None:
@@ -175,7 +186,7 @@ def test_a_request_for_a_replay_that_cannot_be_read_is_told_and_the_next_is_answ
     publisher, _, client = sockets
     client.send_multipart((b"", b"short"))
     client.send_multipart((b"", bytes(8)))
-    for _ in range(600):
+    for _ in range(6_000):
         publisher.answer_replays()
         if client.poll(100):
             break
