@@ -161,6 +161,10 @@ class CudaBackend(TorchCudaBackend):
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         return gated_delta.commit_and_verify(step)
 
+    def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
+        """Return `Backend.rotation_at`. An index by brackets becomes int64 first, in a launch of its own."""
+        return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
+
     def qkv_into_kv(
         self,
         qkv: Tensor,

@@ -1,0 +1,218 @@
+"""Launches of a decode step on a GPU. Prints the tables of docs/cuda.md:
+
+    TRITON_INTERPRET=1 python -m tests.devices.cuda.launches
+
+The target has 36 layers and the draft 5, like Qwen3-8B and its draft. Weights are tiny and random, because sizes do not
+change the number of launches. Graphs are captured on a CPU, and the launches of a capture are counted: each kernel in
+Triton, which does not run, and each operator of PyTorch. Not run on a GPU, where cuBLAS may split a product in two.
+"""
+
+import contextlib
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
+
+import app.engine.build.engine as build
+from app.engine.backend.base import AttentionMetadata
+from app.engine.backend.graph import Graph, RerunGraph
+from app.engine.core import EngineCore
+from app.engine.cuda import inputs
+from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.products import Product
+from app.engine.step.graph_runner import GraphRunner
+from app.engine_config import EngineConfig
+from app.messages import Request
+from tests.fast.engine.pairs import Pair, make_pair
+
+LAYERS, DRAFT_LAYERS, BLOCK, MULTIPROCESSORS = 36, 5, 16, 132
+SHAPE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 16, "block_size": BLOCK}
+SHAPE |= {"vocab_size": 128, "dtype": torch.bfloat16, "taps": (1, 9, 17, 25, 33)}
+LAYER = ("norm", "mm", "rope_and_write", "attend", "combine", "gated", "product")
+"""Kernels and operators of a layer."""
+WITHOUT_LAUNCH = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh")
+HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | launches | of the draft | a layer of the target | around layers |"
+STEPS = {"plain": 1, "whole blocks": BLOCK}
+WAYS = ("by default", "all ways of `--tune`")
+Sizes = tuple[str, int, int]
+
+
+class Operators(TorchDispatchMode):
+    """Launches of PyTorch's operators inside of the block, by name."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            made = func.decompose(*args, **(kwargs or {}))
+        if made is not NotImplemented:
+            return made
+        name = func.overloadpacket.__name__
+        views = any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns)
+        if not views and not name.startswith(WITHOUT_LAUNCH):
+            self._found[name] += 1
+        if name in ("index", "index_put_"):  # PyTorch turns such indices into int64 first
+            self._found["index cast"] += sum(one is not None and one.dtype == torch.int32 for one in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[Counter[str]]:
+    """Count launches in the block, by kernel or operator. Kernels of layers do not run: their outputs hold anything."""
+    found: Counter[str] = Counter()
+    run = GridExecutor.__call__
+
+    def launch(kernel: GridExecutor, *args: Any, **options: Any) -> None:
+        found[kernel.fn.__name__] += 1
+        if kernel.fn.__name__ in vars(inputs):  # positions and tokens are indices
+            with _disable_current_modes():
+                run(kernel, *args, **options)
+
+    with patch.object(GridExecutor, "__call__", launch), Operators(found):
+        yield found
+
+
+class Captured(Graph):
+    """Graph that is not replayed."""
+
+    def __init__(self, outputs: tuple[Tensor, ...]) -> None:
+        self.outputs = outputs
+
+    def replay(self) -> None: ...
+
+
+class Always(dict[Any, Any]):
+    """Answers of `--tune` to every question."""
+
+    def __init__(self, way: Any) -> None:
+        super().__init__({None: way})
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[None]
+
+
+class CountedBackend(CudaBackend):
+    """Backend that counts the launches of each capture."""
+
+    def __init__(self, *, tuned: bool) -> None:
+        super().__init__(torch.device("cpu"))
+        self._multiprocessors = MULTIPROCESSORS
+        self.captured: list[Counter[str]] = []
+        if tuned:
+            self._products = self._choices = Always(Product(64, 32, 1))
+
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
+        with launches() as found:
+            outputs = run()
+        self.captured.append(found)
+        return Captured(outputs)
+
+
+class CopyingBackend(CudaBackend):
+    """Backend whose calls between host and device are counted."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.calls: Counter[str] = Counter()
+
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        self.calls["copy up"] += 1
+        super().upload(host, to)
+
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        self.calls["copy down"] += 1
+        return super().start_download(x)
+
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
+        graph, calls = RerunGraph(run), self.calls
+        replay = graph.replay
+
+        def counted() -> None:
+            calls["replay"] += 1
+            replay()
+
+        graph.replay = counted  # type: ignore[method-assign]
+        return graph
+
+
+def engine(pair: Pair, backend: CudaBackend, *, draft: bool, **wishes: Any) -> EngineCore:
+    sizes: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory": 64 << 20, "page_size": 16, "dtype": "bfloat16"}
+    config = EngineConfig(target=pair.target, draft=pair.draft if draft else None, **sizes | wishes)
+    with (
+        patch.object(build, "make_backend", lambda *_, **__: backend),
+        patch.object(build, "check_attention", lambda *_: None),
+        patch.object(build, "_warm_up", lambda *_: None),
+    ):
+        return build.build_engine(config).core
+
+
+def of_graphs(pair: Pair, num_seqs: int, *, draft: bool, tuned: bool = False) -> dict[Sizes, Counter[str]]:
+    """Return the launches of each graph, by ("target" or "draft", sequences, rows)."""
+    backend = CountedBackend(tuned=tuned)
+    wishes: dict[str, Any] = {"max_num_seqs": num_seqs, "max_graphs": 4, "verify": BLOCK if draft else "auto"}
+    runner = engine(pair, backend, draft=draft, enforce_eager=False, **wishes).runner
+    assert isinstance(runner, GraphRunner)
+    sizes = runner.graphs.sizes
+    captured = [("target", *size) for size in reversed(sizes.targets)]
+    captured += [("draft", blocks, blocks * width) for blocks, width in reversed(sizes.drafts)]
+    return dict(zip(captured, backend.captured, strict=True))
+
+
+def calls_of_a_step(pair: Pair, *, draft: bool) -> Counter[str]:
+    """Return copies and replays of a decode step."""
+    backend = CopyingBackend()
+    wishes: dict[str, Any] = {"max_num_seqs": 1, "max_graphs": 2, "verify": BLOCK if draft else "auto"}
+    core = engine(pair, backend, draft=draft, enforce_eager=False, **wishes)
+    core.add(Request("r", (1, 2, 3), max_tokens=40))
+    while core.step().stats.kind != "decode":
+        pass
+    backend.calls.clear()
+    core.step()
+    return backend.calls
+
+
+def rows(folder: Path, num_seqs: int, step: str, way: str) -> tuple[str, Counter[str]]:
+    """Return the row of a step, and its launches that are no layer's."""
+    pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, **SHAPE)
+    width, draft = STEPS[step], STEPS[step] > 1
+    found = of_graphs(pair, num_seqs, draft=draft, tuned=way != WAYS[0])
+    target = found["target", num_seqs, num_seqs * width]
+    of_draft = found["draft", num_seqs, num_seqs * width] if draft else Counter[str]()
+    layer = {name: target[name] // LAYERS for name in LAYER}
+    around = target + of_draft
+    around -= Counter({name: count * (LAYERS + DRAFT_LAYERS * draft) for name, count in layer.items()})
+    cells = [
+        (target + of_draft).total(),
+        of_draft.total() or "-",
+        sum(layer.values()),
+        around.total(),
+    ]
+    return f"| {step} at {num_seqs}, {way} | " + " | ".join(map(str, cells)) + " |", around
+
+
+def main() -> None:
+    """Print Markdown, and below it what is not a layer's."""
+    print(HEAD, "|---" * 5 + "|", sep="\n")
+    kept = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in WAYS:
+            for num_seqs in (1, 32):
+                for step in STEPS:
+                    line, kept[line] = rows(Path(folder), num_seqs, step, way)
+                    print(line, flush=True)
+    for line, around in kept.items():
+        print(line.split("|")[1], dict(around))
+
+
+if __name__ == "__main__":
+    main()
