@@ -9,9 +9,9 @@ import re
 import pytest
 import zmq
 
-from app.client import supervisor
+from app.client import link, supervisor
 from app.messages import Request
-from tests.fast.api.served import Clock, next_delta, serving
+from tests.fast.api.served import PATIENCE, Clock, next_delta, serving
 from tests.server.running import ASK, started
 
 
@@ -20,6 +20,12 @@ def ready_server(own_server):
     own_server.script.ready()
     own_server.reach("ready")
     return own_server
+
+
+@pytest.fixture
+def last_words(monkeypatch):
+    """Wait for the last words of an engine, because a slow machine tells of its end first."""
+    monkeypatch.setattr(link, "_LAST_WORDS_SECONDS", PATIENCE)
 
 
 def test_death_in_mid_stream_is_an_error_event_and_no_finished_answer(ready_server, background):
@@ -91,7 +97,7 @@ def test_a_message_that_cannot_be_read_counts_as_death(ready_server, background)
     assert ready_server.script.see("started")["epoch"] == 2
 
 
-def test_a_fatal_user_error_is_not_retried(own_server):
+def test_a_fatal_user_error_is_not_retried(own_server, last_words):
     own_server.script.see("started")
     own_server.script.order("fatal", reason="dtype float8 is unknown", user_error=True)
     own_server.reach("dead")
@@ -101,14 +107,14 @@ def test_a_fatal_user_error_is_not_retried(own_server):
     assert refused.status_code == 503 and "float8" in refused.json()["error"]["message"]
 
 
-def test_what_an_engine_says_against_its_first_start_is_final(own_server):
+def test_what_an_engine_says_against_its_first_start_is_final(own_server, last_words):
     own_server.script.see("started")
     own_server.script.order("fatal", reason="OutOfMemoryError: 5 GiB", user_error=False)
     own_server.reach("dead")
     assert "5 GiB" in own_server.http.get("/ready").json()["reason"]
 
 
-def test_what_an_engine_says_after_it_was_ready_is_worth_a_restart(ready_server, background):
+def test_what_an_engine_says_after_it_was_ready_is_worth_a_restart(ready_server, background, last_words):
     running, _ = started(ready_server, background)
     ready_server.script.order("fatal", reason="RuntimeError: a bad step", user_error=False)
     assert running.result().status_code == 503

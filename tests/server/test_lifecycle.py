@@ -137,12 +137,17 @@ def test_sigterm_while_loading_does_not_wait_for_an_engine_that_hears_nothing(pr
     assert process.wait() == 0
 
 
-def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(process, script):
-    process.read_url()
-    script.see("started")
-    script.order("fatal", reason="no such device: npu:9", user_error=True)
-    assert process.wait() == 1
-    said = "".join(process.lines())
+def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(script, model_folder):
+    waits = f"from app.client import link\nlink._LAST_WORDS_SECONDS = {PATIENCE}"
+    process = Process(script, model_folder, main=f"{waits}\n{MAIN}")
+    try:
+        process.read_url()
+        script.see("started")
+        script.order("fatal", reason="no such device: npu:9", user_error=True)
+        assert process.wait() == 1
+        said = "".join(process.lines())
+    finally:
+        process.close()
     assert "error: no such device: npu:9\n" in said and said.count("no such device") == 1, "told once"
 
 

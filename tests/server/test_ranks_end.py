@@ -4,20 +4,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.demo import ready
+from tests.fast.api.served import PATIENCE, until
+from tests.server.demo import ENDLESS, ROOM, ready
 
 LEADER, FOLLOWER = "app.engine.process", "app.engine.ranks.follower"
-PATIENCE = 120
-FLAGS = ("--tensor-parallel-size", "2", "--verify", "full", "--max-num-seqs", "2", "--step-timeout", "3")
-LONG = {"model": "demo", "prompt": "1 2 3 4", "min_tokens": 900, "max_tokens": 900}
+FLAGS = ("--tensor-parallel-size", "2", "--verify", "full", "--max-num-seqs", "2", *ROOM)
+SHORT = {"model": "demo", "prompt": "1 2 3 4", "min_tokens": 8, "max_tokens": 8}
+HANG_SECONDS = 15
+"""Seconds of the tests that wait for them, in which every step is done on a slow machine too."""
 
 
 def processes() -> dict[str, int]:
@@ -42,27 +42,45 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def until(condition: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("victim", "number", "said"),
     [
         (FOLLOWER, signal.SIGKILL, "rank 1 was killed by SIGKILL, so the engine ends"),
-        (FOLLOWER, signal.SIGSTOP, "no step result within 3 s"),
+        (FOLLOWER, signal.SIGSTOP, f"no step result within {HANG_SECONDS} s"),
         (LEADER, signal.SIGKILL, "the engine process was killed by SIGKILL"),
-        (LEADER, signal.SIGSTOP, "no step result within 3 s"),
+        (LEADER, signal.SIGSTOP, f"no step result within {HANG_SECONDS} s"),
     ],
     ids=["follower killed", "follower stopped", "rank 0 killed", "rank 0 stopped"],
 )
-def test_the_end_of_a_rank_under_load_is_told_and_the_next_engine_serves(victim: str, number: int, said: str):
-    told_and_served_again(lambda ranks: os.kill(ranks[victim], number), said)
+def test_the_end_of_a_rank_under_load_is_told_and_the_next_engine_serves(
+    victim: str, number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if (victim, number) == (FOLLOWER, signal.SIGKILL):
+        customize(tmp_path, monkeypatch, LAST_WORDS)
+    timeout = HANG_SECONDS if number == signal.SIGSTOP else 10 * PATIENCE
+    told_and_served_again(lambda ranks: os.kill(ranks[victim], number), said, "--step-timeout", f"{timeout}")
 
 
+def customize(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let each process of a server run this code first."""
+    (folder / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+LAST_WORDS = f"""
+import sys
+
+if "serve" in sys.orig_argv:
+    from app.client import link
+
+    link._LAST_WORDS_SECONDS = {PATIENCE}
+if "{LEADER}" in sys.orig_argv:
+    from app.engine.ranks.leader import Followers
+
+    wait = Followers.wait_for_end
+    Followers.wait_for_end = lambda followers, seconds: wait(followers, {PATIENCE})
+"""
+"""The last words of a rank are waited for, because a slow machine tells of its end first."""
 PLANTED = """
 import sys
 from pathlib import Path
@@ -96,39 +114,38 @@ def test_an_exception_in_a_follower_is_told_and_the_next_engine_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, told: str
 ):
     """A device that fails behind the launch leaves rank 0 in a collective, and the follower with nothing to do."""
-    (tmp_path / "sitecustomize.py").write_text(PLANTED)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    customize(tmp_path, monkeypatch, LAST_WORDS + PLANTED)
     told = f"rank 1 ended with exit code 1: {told}, so the engine ends"
     told_and_served_again(lambda _: (tmp_path / order).touch(), told)
 
 
-def told_and_served_again(end: Callable[[dict[str, int]], None], said: str) -> None:
+def told_and_served_again(end: Callable[[dict[str, int]], None], said: str, *flags: str) -> None:
     """Assert that the stream in which `end` breaks a rank tells `said`, and that a new engine says the same text."""
-    with ready("demo", *FLAGS) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
-        whole = client.post("/v1/completions", json=LONG | {"min_tokens": 8, "max_tokens": 8}).json()
+    with ready("demo", *FLAGS, *flags) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+        whole = client.post("/v1/completions", json=SHORT).json()
         ranks = processes()
         assert ranks.keys() == {LEADER, FOLLOWER}
-        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        with client.stream("POST", "/v1/completions", json=ENDLESS) as response:
             events = response.iter_lines()
             assert next(events).startswith("data: ")
             end(ranks)
             rest = "\n".join(events)
         assert said in rest and "[DONE]" not in rest
-        until(lambda: all(is_gone(pid) for pid in ranks.values()), 5)
-        until(lambda: client.get("/ready").status_code == 200, PATIENCE)
-        again = client.post("/v1/completions", json=LONG | {"min_tokens": 8, "max_tokens": 8}).json()
+        until(lambda: all(is_gone(pid) for pid in ranks.values()))
+        until(lambda: client.get("/ready").status_code == 200)
+        again = client.post("/v1/completions", json=SHORT).json()
         assert again["choices"][0]["text"] == whole["choices"][0]["text"]
         assert processes().keys() == {LEADER, FOLLOWER}
         last = processes()
-    until(lambda: all(is_gone(pid) for pid in last.values()), 5)
+    until(lambda: all(is_gone(pid) for pid in last.values()))
     assert not processes()
 
 
 def test_a_follower_that_dies_without_work_is_told_too():
     with ready("demo", *FLAGS) as url:
         os.kill(processes()[FOLLOWER], signal.SIGKILL)
-        until(lambda: "rank 1 was killed by SIGKILL" in httpx.get(f"{url}/ready", timeout=PATIENCE).text, PATIENCE)
-        until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 200, PATIENCE)
+        until(lambda: "rank 1 was killed by SIGKILL" in httpx.get(f"{url}/ready", timeout=PATIENCE).text)
+        until(lambda: httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 200)
 
 
 def test_a_whole_server_that_is_killed_leaves_no_rank():
@@ -137,7 +154,7 @@ def test_a_whole_server_that_is_killed_leaves_no_rank():
         server = int((Path("/proc") / str(ranks[LEADER]) / "stat").read_text().rpartition(")")[2].split()[1])
         os.kill(server, signal.SIGKILL)
     assert ranks.keys() == {LEADER, FOLLOWER}
-    until(lambda: all(is_gone(pid) for pid in ranks.values()), 5)
+    until(lambda: all(is_gone(pid) for pid in ranks.values()))
 
 
 SLOW = """
@@ -154,8 +171,7 @@ if "app.engine.process" in sys.orig_argv:
 def test_a_setting_that_a_rank_refuses_before_rank_0_does_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    customize(tmp_path, monkeypatch, LAST_WORDS + SLOW)
     flags = "--device cpu --port 0 -tp 2 --kv-cache-memory 1MiB --max-model-len 2048".split()
     command = [sys.executable, "-m", "app", "serve", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
