@@ -1,11 +1,11 @@
 """SGLang's gateway, the real wheel, before two servers of the demo pair."""
 
+import os
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -13,11 +13,12 @@ import pytest
 from openai import OpenAI
 
 from tests.clients.environments import python_of
-from tests.fast.api.served import PATIENCE
-from tests.server.demo import process, ready
+from tests.fast.api.served import PATIENCE, until
+from tests.ports import free_port
+from tests.server.demo import num_running, process, ready
 
 PROMPT = "Count from one to nine."
-FLAGS = ("--verify", "full", "--max-num-seqs", "4", "--shutdown-timeout", "120")
+FLAGS = ("--verify", "full", "--max-num-seqs", "4", "--shutdown-timeout", "1200", "--step-timeout", "1200")
 
 
 class Routed(NamedTuple):
@@ -30,22 +31,18 @@ class Routed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def routed(environments: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            ports.append(str(taken.getsockname()[1]))
+    ports = [str(free_port()) for _ in range(2)]
     log = tmp_path_factory.mktemp("router") / "log"
     with ready(*FLAGS) as one, process(*FLAGS) as (two, second):
         command = [python_of("router"), "-m", "sglang_router.launch_router", "--worker-urls", one, two]
         command += ["--policy", "round_robin", "--host", "127.0.0.1", "--port", ports[0], "--prometheus-port", ports[1]]
         command += ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "2"]
+        command += ["--health-check-timeout-secs", f"{PATIENCE:.0f}"]
         with log.open("w") as lines, subprocess.Popen(command, stdout=lines, stderr=lines) as router:
             try:
                 url = f"http://127.0.0.1:{ports[0]}"
-                ends = time.monotonic() + PATIENCE
-                while not all_answer(url):
-                    assert router.poll() is None and time.monotonic() < ends, log.read_text()[-2000:]
-                    time.sleep(0.5)
+                until(lambda: router.poll() is not None or all_answer(url))
+                assert router.poll() is None, log.read_text()[-2000:]
                 yield Routed(url, (one, two), second)
             finally:
                 router.terminate()
@@ -80,8 +77,8 @@ def test_answers_and_streams_come_through_from_both_servers_as_they_are(routed: 
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         texts += [whole.choices[0].message.content, streamed]
     assert texts[0] and len(set(texts)) == 1
-    after = [num_ended(url) for url in routed.servers]
-    assert all(new - old >= 2 for new, old in zip(after, before, strict=True)), "one server had all requests"
+    for url, ended in zip(routed.servers, before, strict=True):
+        until(lambda url=url, ended=ended: num_ended(url) >= ended + 2)
 
 
 def test_a_refusal_comes_through_with_its_status_and_its_message(routed: Routed):
@@ -106,16 +103,18 @@ def test_the_gateway_drops_the_salt_of_a_chat_and_keeps_that_of_a_completion_as_
 
 
 def test_what_a_draining_server_refuses_and_what_a_dead_one_cannot_take_goes_to_the_other(routed: Routed):
-    """Last, because it ends a server."""
-    long = {"max_tokens": 1200, "ignore_eos": True, "speculate": False}
+    """Last, because it ends a server. Its engine is stopped, so that it drains until the test lets it end."""
+    (engine,) = map(int, Path(f"/proc/{routed.second.pid}/task/{routed.second.pid}/children").read_text().split())
+    os.kill(engine, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ask, routed.servers[1], PROMPT, **long)
-        while httpx.get(f"{routed.servers[1]}/get_load", timeout=PATIENCE).json()[0]["num_reqs"] == 0:
-            time.sleep(0.01)
-        routed.second.send_signal(signal.SIGTERM)
-        while httpx.get(f"{routed.servers[1]}/ready", timeout=PATIENCE).status_code == 200:
-            time.sleep(0.01)
-        assert [ask(routed.url, f"request {number}").status_code for number in range(6)] == [200] * 6
+        try:
+            running = pool.submit(ask, routed.servers[1], PROMPT, ignore_eos=True)
+            until(lambda: num_running(routed.servers[1]))
+            routed.second.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(f"{routed.servers[1]}/ready", timeout=PATIENCE).status_code != 200)
+            assert [ask(routed.url, f"request {number}").status_code for number in range(6)] == [200] * 6
+        finally:
+            os.kill(engine, signal.SIGCONT)
         answer = running.result()
     assert answer.json()["choices"][0]["finish_reason"] == "length"
     assert routed.second.wait(PATIENCE) == 0

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import ROOT
+from tests.ports import free_port
 
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 PATIENCE = 240.0
@@ -71,8 +71,7 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(log: Path) -> Iterator[Cluster]:
     """Yield a cluster without an application. What Ray says goes into `log`."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     command = [PYTHON, ROOT / "tests" / "ray" / "driver.py", str(port)]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from tests import ROOT
+from tests.ports import free_port
 from tests.ray.cluster import ENVIRONMENT, PATIENCE, PYTHON, SETTINGS, engines, until
 
 
@@ -68,9 +68,7 @@ def end(program: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     if not PYTHON.exists():
         (pytest.fail if os.environ.get("CI") else pytest.skip)("Ray is not installed: `make test-ray`")
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-        ports = [one.getsockname()[1] for one in sockets]
+    ports = [free_port() for _ in range(3)]
     head = Head(ports, tmp_path_factory.mktemp("ray") / "log")
     with TemporaryDirectory() as folder:  # a socket's path has 107 bytes at most
         program = head.begin(

@@ -142,7 +142,7 @@ def test_conversations_with_a_session_header_stay_where_their_prefixes_are(two: 
 
 def test_a_full_replica_says_429_and_when_to_come_again(two: Cluster):
     headers = {"x-session-id": "one"}
-    body = {"model": "demo", "prompt": "x", "max_tokens": 400, "ignore_eos": True, "speculate": False}
+    body = {"model": "demo", "prompt": "x", "max_tokens": 1900, "ignore_eos": True, "speculate": False}
 
     def ask(_: int) -> httpx.Response:
         return httpx.post(f"{two.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
@@ -157,7 +157,7 @@ def test_a_full_replica_says_429_and_when_to_come_again(two: Cluster):
 
 def test_the_death_of_an_engine_fails_its_own_streams_alone_and_new_requests_are_held(whole: Cluster):
     victim = min(engines())
-    ended = outcomes(whole, 6, 600, lambda: os.kill(victim, signal.SIGKILL))
+    ended = outcomes(whole, 6, 1900, lambda: os.kill(victim, signal.SIGKILL))
     assert set(ended) == {"length", "error event"}
     client = client_of(whole.url)
     for prompt in PROMPTS:
@@ -167,7 +167,7 @@ def test_the_death_of_an_engine_fails_its_own_streams_alone_and_new_requests_are
 
 def test_the_death_of_a_replica_fails_its_own_streams_alone_and_it_is_replaced(whole: Cluster):
     engine, victim = min(engines().items())
-    ended = outcomes(whole, 6, 600, lambda: os.kill(victim, signal.SIGKILL))
+    ended = outcomes(whole, 6, 1900, lambda: os.kill(victim, signal.SIGKILL))
     assert "length" in ended and set(ended) <= {"length", "cut"}
     until(lambda: whole.num_running() == 2 and engine not in engines(), "the replica was not replaced")
     until(lambda: len(set(engines().values())) == 2, "two engines")
