@@ -48,7 +48,7 @@ def version_of(client: Client) -> str:
 def call(command: list[str | Path]) -> "subprocess.CompletedProcess[str]":
     """Run a client's program without the keys and addresses of this machine's user."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHON"))}
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=kept | QUIET)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1700, env=kept | QUIET)
 
 
 def run(name: str, part: str, url: str, model: str, question: str) -> dict[str, Any]:

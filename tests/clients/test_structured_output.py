@@ -40,5 +40,5 @@ def test_the_pages_example_works(url, tmp_path):
     page = (ROOT / "docs" / "structured-output.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     code = example.replace("http://127.0.0.1:8000/v1", url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1700)
     assert done.stdout == f"{ARGUMENTS} None\n", done.stderr

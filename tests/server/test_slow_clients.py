@@ -111,6 +111,7 @@ def test_an_answer_may_take_longer_than_a_head(server, background):
 
 def test_a_client_that_never_reads_costs_no_memory_and_no_other_clients_time(model_folder):
     with never_reading(model_folder) as (server, client, request_id):
+        until(lambda: any(server.call(lambda: buffers(server))))  # The sockets are full.
         for _ in range(60):
             server.script.emit(request_id, server.bytes("x" * 5000))
             (waiting,) = server.call(lambda: buffers(server))

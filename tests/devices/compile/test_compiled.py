@@ -150,7 +150,7 @@ def test_kept_code_is_loaded_without_a_compilation(pair, tmp_path, monkeypatch):
         "from app.engine.build.engine import build_engine; from app.wire import decode_config\n"
         "print(build_engine(decode_config(os.environ['SETTINGS'])).forwards)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1700)
     assert done.stdout == "compiled\n", done.stderr
 
 

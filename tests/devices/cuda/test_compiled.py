@@ -28,7 +28,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.devices.cuda.compiled", *request.param]
     root = ROOT
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

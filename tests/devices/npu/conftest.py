@@ -71,7 +71,7 @@ def run_python() -> Callable[..., str]:
     def run(program: str, **environment: str) -> str:
         lines = f"import torch, torch_npu\ntorch.set_num_threads(1)\n{program}"
         command = [sys.executable, "-c", lines]
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=1700)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 

@@ -43,7 +43,7 @@ def put(path: Path, text: str = "") -> None:
 def report(device: str) -> dict[str, dict[str, str]]:
     """Return the results of the probes, by the process that the command starts."""
     command = [sys.executable, "-m", "app.doctor.probes", device]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     names, *results = map(json.loads, done.stdout.splitlines())
     assert [result["name"] for result in results] == names

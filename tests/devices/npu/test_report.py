@@ -397,7 +397,7 @@ def section(name: str, device: str, skip: int) -> list[Any]:
     """The lines that the section's process writes, on a device that computes nothing."""
     wishes = json.dumps({"device": device})
     command = [sys.executable, "-m", "app.doctor.report.section", name, wishes, str(skip), "inf"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr
     first, *parts = [json.loads(line) for line in done.stdout.splitlines()]
     return [first["parts"], *parts]

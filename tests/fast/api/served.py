@@ -61,7 +61,7 @@ INFO = {
     "tuned": {"SwiGLU 12288 x 4096, 16 rows": "default"},
     "draft_config": {"layers": "2", "masks": "1 causal, window 2048; 1 bidirectional"},
 }
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Time limit in seconds for every event that must happen, generous because the machine may be slow."""
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Context without certificates, which each new client would read again for 50 ms."""

@@ -61,7 +61,9 @@ async def serving(script: Script, status: int = 200, now: float = 0.0) -> AsyncI
     app = ScriptedServer(Clock(now), script, status)
     listener = socket.create_server(("127.0.0.1", 0))
     app.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, timeout_keep_alive=600)
+    )
     task = asyncio.create_task(server.serve([listener]))
     try:
         yield app

@@ -113,7 +113,7 @@ def test_a_server_that_is_not_there_fails_the_request_and_names_no_model() -> No
     nobody = Server("nobody", "http://127.0.0.1:9")
 
     async def ask_nobody() -> Answer:
-        async with nobody.connect(5.0) as http:
+        async with nobody.connect(600.0) as http:
             return await ask(http, nobody, HELLO, {})
 
     assert "ConnectError" in str(asyncio.run(ask_nobody()).error)
@@ -142,7 +142,7 @@ def test_a_server_that_names_no_model_is_an_error(status: int, said: str, error:
 def test_a_request_has_a_connection_of_its_own_if_none_is_kept(keep_alive: bool, connections: int) -> None:
     async def ask_thrice() -> int:
         async with serving([]) as app:
-            async with Server("peer", app.url, keep_alive=keep_alive).connect(5.0) as http:
+            async with Server("peer", app.url, keep_alive=keep_alive).connect(600.0) as http:
                 for _ in range(3):
                     await http.get("/metrics")
             return len(app.clients)

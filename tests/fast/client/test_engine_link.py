@@ -24,7 +24,7 @@ def test_another_app_in_the_working_folder_is_not_imported_in_our_place(tmp_path
     for name in ("app/__init__.py", "json.py"):
         (tmp_path / name).write_text("raise SystemExit('hijacked')")
     ended = subprocess.run(
-        ENGINE_COMMAND, cwd=tmp_path, env=engine_environment(), capture_output=True, text=True, timeout=900
+        ENGINE_COMMAND, cwd=tmp_path, env=engine_environment(), capture_output=True, text=True, timeout=1700
     )
     assert "hijacked" not in ended.stderr
     assert "not enough values to unpack" in ended.stderr  # The error is of our main(), which takes three arguments.

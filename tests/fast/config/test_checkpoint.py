@@ -395,7 +395,7 @@ def test_a_broken_checkpoint_ends_the_server_before_it_binds_and_without_a_trace
             [sys.executable, "-m", "app", "serve", str(folder), "--device", "cpu", "--port", port],
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=1700,
         )
     assert ended.returncode not in (0, None)
     assert str(folder / "model.safetensors") in ended.stderr and "Traceback" not in ended.stderr

@@ -30,7 +30,7 @@ without_npu = pytest.mark.skipif(HAS_NPU, reason="tells what a machine without a
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "app", "check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1700)
 
 
 @pytest.mark.exhaustive

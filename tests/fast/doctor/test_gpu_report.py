@@ -324,7 +324,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-P", "-c", blocked + program]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
 
 
 @pytest.mark.exhaustive

@@ -227,4 +227,4 @@ def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Pa
         parent.send(*(submit(str(i), max_tokens=480) for i in range(4)), Abort(1, "nobody"))
         assert isinstance(next(parent.replied()), Stepped)
         process.stdin.close()
-        assert process.wait(timeout=600) == 1
+        assert process.wait(timeout=1700) == 1
