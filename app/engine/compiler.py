@@ -1,7 +1,7 @@
-"""The process that compiles an engine's forwards while that serves: `python -m app.engine.compiler THREADS NICE`.
+"""The process that compiles an engine's forwards while that serves: `python -m app.engine.compiler NICE`.
 
-The first line of stdin is an EngineConfig, and stdin's end means that the engine is gone. Compiled code is kept for one
-number of threads. The last line of stderr says why the process fails.
+The first line of stdin is an EngineConfig, and stdin's end means that the engine is gone. The last line of
+stderr says why the process fails.
 """
 
 import contextlib
@@ -13,18 +13,15 @@ from pathlib import Path
 
 
 def main() -> None:
-    os.nice(int(sys.argv[2]))
+    os.nice(int(sys.argv[1]))
     with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process, and not the engine
         Path("/proc/self/oom_score_adj").write_text("1000")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     settings = sys.stdin.readline()
     threading.Thread(target=_end_with_engine, daemon=True).start()
-    import torch  # at that priority too, because it takes seconds
-
-    from app.engine.build.engine import compile_packages
+    from app.engine.build.engine import compile_packages  # PyTorch takes seconds, at that priority too
     from app.wire import decode_config
 
-    torch.set_num_threads(int(sys.argv[1]))
     compile_packages(decode_config(settings))
 
 

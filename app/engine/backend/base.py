@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -175,6 +176,10 @@ class Backend(ABC):
     def pack_sinks(self, sinks: Tensor) -> Tensor:
         """Return sinks [heads] of the engine's dtype in the dtype that `attention` reads."""
         return sinks.float()
+
+    def step(self, num_rows: int) -> AbstractContextManager[None]:
+        """Return a context for the launch of a step with so many rows of the target."""
+        return nullcontext()
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return what `attention` under `mask` needs of `meta` beyond itself, for `group` query heads to a KV head.

@@ -10,8 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-
 from app.engine.build.compile import load_kept, take_up
 from app.engine.build.engine import Engine
 from app.engine.compile.aot import Compiled
@@ -38,7 +36,7 @@ class Compiling:
     ) -> None:
         self._engine = engine
         self._on_end = on_end
-        self._command = [*command, str(torch.get_num_threads()), str(_NICE)]
+        self._command = [*command, str(_NICE)]
         self._started = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
         self._compiled: list[Compiled] | None = None

@@ -75,9 +75,10 @@ class Function:
                 raise RuntimeError(f"{self.name}: {', '.join(exported.constants)} would be compiled in")
             package = self.package(folder)
             unfinished = Path(tempfile.mkdtemp()) / package.name
-            # Headers that are compiled beforehand save seconds, and leave hundreds of MB in /tmp for ever.
+            # Headers that are compiled beforehand save seconds, and leave hundreds of MB in /tmp for ever. Loops have
+            # one thread, because OpenMP's wait for one another in busy loops.
             headers = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers")
-            with inductor.config.patch(dict.fromkeys(headers, False)):
+            with inductor.config.patch(dict.fromkeys(headers, False) | {"cpp.threads": 1}):
                 inductor.aoti_compile_and_package(exported, package_path=str(unfinished))
         unfinished.replace(package)  # so no other process sees half of it
 
@@ -121,8 +122,8 @@ class _Step(nn.Module):
 
 def _digest(settings: object, tensors: Sequence[Tensor]) -> str:
     """Return a hash of all that decides the compiled code: settings and shapes, the engine's own sources, PyTorch and
-    the compiler, the processor, and the threads that loops are cut for."""
-    what = hashlib.sha256(f"{settings!r} {torch.__version__} {torch.get_num_threads()} {os.cpu_count()}".encode())
+    the compiler, and the processor."""
+    what = hashlib.sha256(f"{settings!r} {torch.__version__} {os.cpu_count()}".encode())
     what.update(compiler_version() + processor())
     for source in sorted([*_SOURCES.rglob("*.py"), *_SOURCES.rglob("*.cpp")]):
         what.update(source.read_bytes())

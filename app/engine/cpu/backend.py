@@ -7,8 +7,9 @@ reads weights, so their layout in memory counts.
 import ctypes
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -32,6 +33,8 @@ _BLOCK_ROWS = 512
 _SMALL_LAYER = 1 << 19
 """Numbers of gate and up in a layer. With 3,000 to 147,000 bfloat16 takes up to 1.7 times as long in some steps,
 because norms and RoPE convert numbers. With 786,000 it is faster in all (`python -m tools.lab dtypes`)."""
+_SMALL_MODEL = 1 << 25
+"""Numbers of weights. In a step of fewer, PyTorch's threads gain nothing beside a process that answers requests."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes, because NumPy has no bfloat16."""
 
@@ -50,6 +53,8 @@ class CpuBackend(TorchBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._packed: set[tuple[torch.Size, torch.dtype]] = set()
+        self._numbers = 0
+        self._few_rows = linear.MOST_ROWS
 
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
         if dtype != torch.bfloat16:
@@ -68,7 +73,9 @@ class CpuBackend(TorchBackend):
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> dict[str, str]:
         """Time products of few rows, and leave those to PyTorch that it computes faster."""
-        return linear.tune(self._packed)
+        found = linear.tune(self._packed)
+        self._few_rows = min([self._few_rows, *found.values()])
+        return {name: linear.told(most_rows) for name, most_rows in found.items()}
 
     def pack_weight(self, *parts: Tensor) -> Tensor:
         """Return the weight row by row, like it is stored, if this package's own products are here.
@@ -76,12 +83,15 @@ class CpuBackend(TorchBackend):
         A weight of one part stays where it is, which is the mapped file if that has the engine's dtype.
         """
         if not linear.own(parts[0].dtype):
+            self._few_rows = 0
             return self.pack_columns(*parts)
+        linear.set_threads(torch.get_num_threads())
         packed = parts[0].contiguous()
         if len(parts) > 1:
             packed = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
             self.fill(_copy, parts, packed.split([len(part) for part in parts]))
         self._packed.add((packed.shape, packed.dtype))
+        self._numbers += packed.numel()
         return packed
 
     def pack_columns(self, *parts: Tensor) -> Tensor:
@@ -98,6 +108,25 @@ class CpuBackend(TorchBackend):
         blocks, to = ([rows for part in side for rows in part.split(_BLOCK_ROWS)] for side in (parts, places))
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(write, blocks, to))
+
+    def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
+        self._few_rows = 0  # experts' products are PyTorch's
+        return super().empty_experts(like, num_experts, out_features, in_features)
+
+    @contextmanager
+    def step(self, num_rows: int) -> Iterator[None]:
+        """Let PyTorch's operators have one thread beside our products of few rows, and in a small model.
+
+        Its threads wait for one another in busy loops. Beside any busy process that makes a step many times slower
+        (tools/lab/NOTES.md).
+        """
+        threads = torch.get_num_threads()
+        if num_rows <= self._few_rows or (self._few_rows and self._numbers < _SMALL_MODEL):
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.is_contiguous() and (multiply := linear.own(weight.dtype)):

@@ -53,7 +53,7 @@ constexpr int ROWS = 3, OUTS = 4;  // of 16 registers 12
 constexpr int BLOCK_ROWS = 8 * ROWS;
 constexpr int GROUP = 8;  // tiles whose sums are kept while the next numbers of x are in the first cache
 constexpr int64_t DEPTH_BYTES = 2048;
-constexpr int64_t SMALL = 1 << 19;  // multiplications that cost less than waking a thread
+constexpr int64_t SMALL = 1 << 21;  // multiplications that cost less than waking a thread
 
 typedef float Lanes __attribute__((vector_size(WIDTH), aligned(2), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(WIDTH), aligned(2), may_alias));
@@ -250,6 +250,8 @@ class Helpers {
   int64_t started_ = 0, places_ = 0, active_ = 0;
 };
 
+int64_t own_threads = 0;  // of a product, or 0 for as many as PyTorch has
+
 Helpers& helpers() {
   static Helpers* kept = new Helpers;  // its threads live as long as the process
   return *kept;
@@ -335,7 +337,7 @@ struct Product {
   }
 
   void run() const {
-    const int64_t threads = rows * in * out < SMALL ? 1 : torch::stable::get_num_threads();
+    const int64_t threads = rows * in * out < SMALL ? 1 : own_threads ? own_threads : torch::stable::get_num_threads();
     const int64_t tiles = out / OUTS, group = std::clamp<int64_t>(tiles / (8 * threads), 1, GROUP);
     const int64_t groups = (tiles + group - 1) / group, parts = groups + (tiles * OUTS < out);
     auto run_part = [&](int64_t part, int64_t next) {
@@ -440,12 +442,15 @@ void set_most_rows(int64_t out, int64_t in, bool is_float32, int64_t rows) {
   limits.push_back({out, in, is_float32, rows});
 }
 
+void set_threads(int64_t threads) { own_threads = threads; }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(dflash_server, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   library.def("linear_float32(Tensor x, Tensor weight) -> Tensor");
   library.def("set_most_rows(int out_features, int in_features, bool is_float32, int rows) -> ()");
+  library.def("set_threads(int threads) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
@@ -455,4 +460,5 @@ STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(dflash_server, CompositeExplicitAutograd, library) {
   library.impl("set_most_rows", TORCH_BOX(&set_most_rows));
+  library.impl("set_threads", TORCH_BOX(&set_threads));
 }

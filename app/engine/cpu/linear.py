@@ -17,6 +17,8 @@ from app.engine.cpu.library import load_operators, processor
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
+MOST_ROWS = 32
+"""Rows up to which a product runs here that was not timed, as in linear.cpp."""
 _TRIED_ROWS = (4, 16, 32, 64, 128)
 """Fewer rows are the operator's: they wait for the weight alone, and their times are too short to compare."""
 _ALL_ROWS = 1 << 30
@@ -61,6 +63,12 @@ def float32(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([F.linear(wide, part.float()) for part in parts], dim=1)
 
 
+def set_threads(threads: int) -> None:
+    """Let the operators have so many threads, whatever PyTorch has."""
+    if _operator():
+        torch.ops.dflash_server.set_threads(threads)
+
+
 @cache
 def _operator() -> Multiply | None:
     try:
@@ -82,18 +90,22 @@ def _shape_of_float32(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, str]:
-    """Leave products to PyTorch from those rows on where it is faster. Return the rows by weight, for people.
+def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, int]:
+    """Leave products to PyTorch from those rows on where it is faster. Return the most rows of the operator by weight.
 
     The largest come first, because a part of one may have the shape of a smaller weight, whose limit must stay.
     """
     found = {}
     for (out, size), dtype in sorted(weights, key=lambda weight: weight[0], reverse=True):
         if multiply := own(dtype):
-            rows = _most_rows(multiply, out, size, dtype, torch.get_num_threads())
-            told = "own" if rows == _ALL_ROWS else f"own up to {rows} rows"
-            found[f"linear {out} x {size}, {str(dtype).removeprefix('torch.')}"] = told
+            name = f"linear {out} x {size}, {str(dtype).removeprefix('torch.')}"
+            found[name] = _most_rows(multiply, out, size, dtype, torch.get_num_threads())
     return found
+
+
+def told(most_rows: int) -> str:
+    """Return what people are told of a weight in `tune`'s result."""
+    return "own" if most_rows == _ALL_ROWS else f"own up to {most_rows} rows"
 
 
 @cache

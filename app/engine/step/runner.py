@@ -45,10 +45,11 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
-        self.forward.pending_context.begin_step(self._plain_sequences(inputs))
-        drafts = self._draft(inputs.draft) if inputs.draft else None
-        draws = sampling_metadata(inputs.sampling, drafts, self._counts, self.backend)
-        verified = self._target(inputs, drafts, draws)
+        with self.backend.step(len(inputs.target.token_ids)):
+            self.forward.pending_context.begin_step(self._plain_sequences(inputs))
+            drafts = self._draft(inputs.draft) if inputs.draft else None
+            draws = sampling_metadata(inputs.sampling, drafts, self._counts, self.backend)
+            verified = self._target(inputs, drafts, draws)
         return PendingStep(verified[: len(inputs.target.logits_start)], self.backend)
 
     @property

@@ -5,10 +5,12 @@ Packages take g++ many seconds, so there are few: of one pair, for one size of p
 slow cases of test_lossless.py.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -122,16 +124,24 @@ def assert_same_kv(core: EngineCore, other: EngineCore) -> None:
 
 
 def test_a_process_without_weights_compiles_what_an_engine_looks_for(pair, kept, monkeypatch):
-    """It comes first, so its packages are those of the other tests. The processes have sizes and KV of their own."""
+    """It comes first, so its packages are those of the other tests. The processes have sizes and KV of their own.
+
+    Loops have no thread but the caller's, whatever number PyTorch has there.
+    """
     asked = config(pair, compile="auto")
     assert build_engine(asked).can_be_compiled
     settings = encode_config(asked) + "\n"
-    with subprocess.Popen([*COMMAND, "1", "0"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe, environment = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "2"}
+    with subprocess.Popen([*COMMAND, "0"], stdin=pipe, stderr=pipe, env=environment, text=True) as process:
         assert process.stdin is not None and process.stderr is not None
         process.stdin.write(settings)
         process.stdin.flush()
         said = process.stderr.read()
         assert process.wait() == 0, said
+    for package in kept.glob("*.pt2"):
+        with zipfile.ZipFile(package) as files:
+            sources = [files.read(name) for name in files.namelist() if name.endswith(".cpp")]
+        assert sources and not any(b"omp parallel" in source for source in sources)
     monkeypatch.setattr("torch.export.export", None)
     found = build_engine(asked)
     assert found.forwards == "compiled" and len(list(kept.glob("*.pt2"))) == 3
@@ -146,7 +156,7 @@ def test_kept_code_is_loaded_without_a_compilation(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(version_alone))
     monkeypatch.setenv("SETTINGS", encode_config(config(pair, compile="auto")))
     code = (
-        "import os, torch; torch.set_num_threads(1)\n"
+        "import os\n"
         "from app.engine.build.engine import build_engine; from app.wire import decode_config\n"
         "print(build_engine(decode_config(os.environ['SETTINGS'])).forwards)"
     )
@@ -155,14 +165,9 @@ def test_kept_code_is_loaded_without_a_compilation(pair, tmp_path, monkeypatch):
 
 
 def test_code_of_other_settings_is_not_taken(pair):
-    """It would read KV of pages of 16, with a thread for each loop that was cut for one."""
+    """It would read KV of pages of 16."""
     assert engine_of(pair).forwards == "compiled"
     assert engine_of(pair, page_size=4).can_be_compiled
-    torch.set_num_threads(2)
-    try:
-        assert engine_of(pair).can_be_compiled
-    finally:
-        torch.set_num_threads(1)
 
 
 def engine_of(pair, **settings) -> Engine:
@@ -307,7 +312,7 @@ def test_a_package_that_another_process_has_just_removed_can_be_made_again(tmp_p
         load_package(tmp_path / "gone.pt2")
 
 
-@pytest.mark.parametrize("what", ["sources", "threads", "processor", "settings"])
+@pytest.mark.parametrize("what", ["sources", "processor", "settings"])
 def test_whatever_decides_what_is_compiled_is_part_of_its_name(monkeypatch, tmp_path, what):
     digest = partial(compiled._digest, ("settings",), [torch.zeros(2, 3)])
     before = digest()
@@ -315,8 +320,6 @@ def test_whatever_decides_what_is_compiled_is_part_of_its_name(monkeypatch, tmp_
     if what == "sources":
         (tmp_path / "any.py").write_text("pass")
         monkeypatch.setattr(compiled, "_SOURCES", tmp_path)
-    elif what == "threads":
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     elif what == "processor":
         monkeypatch.setattr(compiled, "processor", lambda: b"another")
     else:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from app.engine.cpu import backend as cpu_backend
 from app.engine.cpu import library, linear
 from app.engine.cpu.backend import CpuBackend
 from app.messages import Request
@@ -65,11 +66,11 @@ def test_threads_share_a_product_and_change_no_bit(dtype):
     whole = multiply(x, weight, None)
     try:
         for threads in (2, 3):
-            torch.set_num_threads(threads)
+            linear.set_threads(threads)
             for rows in (1, 17, 33, 33, 33):
                 assert torch.equal(multiply(x[:rows], weight, None), whole[:rows])
     finally:
-        torch.set_num_threads(1)
+        linear.set_threads(1)
 
 
 def error_in_float32(x: torch.Tensor, weight: torch.Tensor) -> float:
@@ -318,3 +319,61 @@ def test_a_weight_of_one_part_stays_in_its_mapped_file_and_several_parts_become_
 def _holds(line: str, address: int) -> bool:
     start, end = (int(part, 16) for part in line.split()[0].split("-"))
     return start <= address < end
+
+
+@pytest.fixture
+def three_threads():
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+    linear.set_threads(1)
+
+
+def threads_of_steps(backend: CpuBackend) -> list[int]:
+    found = []
+    for rows in (1, linear.MOST_ROWS, linear.MOST_ROWS + 1):
+        with backend.step(rows):
+            found.append(torch.get_num_threads())
+        assert torch.get_num_threads() == 3
+    return found
+
+
+@needs_compiler
+@pytest.mark.usefixtures("three_threads")
+def test_pytorch_has_threads_for_steps_of_many_rows_alone(monkeypatch):
+    """They wait for one another in busy loops, which make a step many times slower beside a busy process."""
+    small, large, mixed = CpuBackend(CPU), CpuBackend(CPU), CpuBackend(CPU)
+    small.pack_weight(torch.zeros(4, 4))
+    monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", 16)
+    assert threads_of_steps(small) == [1, 1, 3]
+    monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", 17)
+    assert threads_of_steps(small) == [1, 1, 1]
+    large.pack_weight(torch.zeros(5, 4))
+    assert threads_of_steps(large) == [1, 1, 3]
+    monkeypatch.setattr(linear, "_most_rows", lambda *_: 1)
+    large.tune([], {}, 1, 16)
+    assert threads_of_steps(large) == [1, 3, 3]
+    mixed.pack_weight(torch.zeros(5, 4))
+    mixed.empty_experts(torch.zeros(1), 2, 2, 2)
+    assert threads_of_steps(mixed) == [3, 3, 3]
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_pytorch_has_threads_for_all_products_that_are_its_own(monkeypatch):
+    monkeypatch.setattr(linear, "own", lambda dtype: None)
+    backend = CpuBackend(CPU)
+    backend.pack_weight(torch.zeros(4, 4))
+    assert threads_of_steps(backend) == [3, 3, 3]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("three_threads")
+def test_an_engine_steps_in_the_context_of_its_backend(tmp_path, monkeypatch):
+    found = []
+    run = CpuBackend.linear
+    monkeypatch.setattr(CpuBackend, "linear", lambda *args: found.append(torch.get_num_threads()) or run(*args))
+    pair = make_pair(tmp_path, **LUCKY)
+    core = make_engine(pair.target, pair.draft, page_size=16, max_num_seqs=4, max_model_len=64).core
+    found.clear()
+    core.run([Request("r", (1, 2, 3), 8)])
+    assert set(found) == {1} and torch.get_num_threads() == 3
