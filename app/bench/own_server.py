@@ -1,6 +1,8 @@
 """Servers that the bench starts: a `dflash-server serve` process for each variant."""
 
+import contextlib
 import re
+import secrets
 import shlex
 import signal
 import socket
@@ -71,19 +73,15 @@ class ServerProcess:
         """
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
             while self.process.poll() is None:
-                try:
+                with contextlib.suppress(httpx.TransportError):
                     response = http.get(self.ready)
-                except httpx.TransportError:
-                    time.sleep(_POLL_SECONDS)
-                    continue
-                if response.status_code == 200:
-                    if BEING_COMPILED not in http.get("/server_info").text:
-                        return
-                    tell(f"starting {self.variant}: compile")
-                    time.sleep(_POLL_SECONDS)
-                    continue
-                progress = response.json().get("progress")
-                tell(f"starting {self.variant}: {progress['stage'] if progress else 'loading'}")
+                    if response.status_code == 200:
+                        if BEING_COMPILED not in http.get("/server_info").text:
+                            return
+                        tell(f"starting {self.variant}: compile")
+                    else:
+                        progress = response.json().get("progress")
+                        tell(f"starting {self.variant}: {progress['stage'] if progress else 'loading'}")
                 time.sleep(_POLL_SECONDS)
         raise ServerError(
             f"the server {self.variant} did not start: {self.last_words()}", f"it was started with {self}"
@@ -124,6 +122,8 @@ class OwnServer(ServerProcess):
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a free port that Linux gives to no connection and to no server on port 0: those are 32768 and more."""
+    while True:
+        port = secrets.choice(range(20_000, 32_768))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

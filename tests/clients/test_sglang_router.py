@@ -12,9 +12,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from app.bench.own_server import free_port
 from tests.clients.environments import python_of
 from tests.fast.api.served import PATIENCE, until
-from tests.ports import free_port
 from tests.server.demo import num_running, process, ready
 
 PROMPT = "Count from one to nine."

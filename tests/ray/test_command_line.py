@@ -13,8 +13,8 @@ import httpx
 import pytest
 import yaml
 
+from app.bench.own_server import free_port
 from tests import ROOT
-from tests.ports import free_port
 from tests.ray.cluster import ENVIRONMENT, PATIENCE, PYTHON, SETTINGS, engines, until
 
 

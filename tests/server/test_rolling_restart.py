@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.bench.own_server import free_port
 from tests.deploy.haproxy import HAPROXY, proxy, states
 from tests.fast.api.served import PATIENCE, Script, until
-from tests.ports import free_port
 from tests.server.own_process import ASK, MAIN, Process, ids
 
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="no haproxy here: apt-get install haproxy")
