@@ -15,8 +15,9 @@ def test_a_request_waits_until_the_engine_is_ready_and_its_key_is_checked_before
         assert server.http.post(path, json=TEXT).status_code == 401
         assert server.http.get("/v1/models", headers=BEARER).status_code in (200, 503)
         assert not held.done()
-        server.script.ready()
+        server.script.see("started")
         server.script.plan([5, 2])
+        server.script.order("ready", info=server.script.info)
         assert held.result().status_code == 200
 
 
