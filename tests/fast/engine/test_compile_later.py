@@ -104,7 +104,7 @@ def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> Non
 
 
 def test_the_process_ends_with_the_engine() -> None:
-    with subprocess.Popen([*COMMAND, "1", "0"], stdin=subprocess.PIPE, process_group=0, text=True) as process:
+    with subprocess.Popen([*COMMAND, "0"], stdin=subprocess.PIPE, process_group=0, text=True) as process:
         assert process.stdin is not None
         until, score = time.monotonic() + PATIENCE, Path(f"/proc/{process.pid}/oom_score_adj")
         while score.read_text() != "1000\n":  # where memory runs out, it ends before the engine does
