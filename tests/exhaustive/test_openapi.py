@@ -7,13 +7,14 @@ from hypothesis import HealthCheck
 from schemathesis import Case
 
 from tests.exhaustive.operations import CHECKS, OPERATIONS, TRIALS
+from tests.fast.api.served import PATIENCE
 
 
 @pytest.fixture(scope="module")
 def operations(shared_server):
     """Every operation that the document describes, by method and path."""
     shared_server.script.plan(shared_server.ids("hello"), [*shared_server.ids(" world"), 2])
-    schema = schemathesis.openapi.from_url(f"{shared_server.url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{shared_server.url}/openapi.json", timeout=PATIENCE)
     return {operation.label: operation for operation in (found.ok() for found in schema.get_all_operations())}
 
 
@@ -22,7 +23,7 @@ def test_every_answer_is_as_described_and_none_is_a_server_error(operations, lab
     @hypothesis.settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @hypothesis.given(operations[label].as_strategy(generation_mode=mode))
     def answer_is_as_described(case: Case) -> None:
-        response = case.call()
+        response = case.call(timeout=PATIENCE)
         # A body that is too large is refused with 413 before it is read. Schemathesis counts that as accepted.
         too_large = response.status_code == 413
         checks = [check for check in CHECKS if not (too_large and check.__name__ == "negative_data_rejection")]
@@ -36,7 +37,7 @@ def test_streams_are_as_described(operations, field):
     path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
     asked = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello"}
     case = operations[f"POST {path}"].Case(body={field: asked[field], "stream": True}, media_type="application/json")
-    assert "[DONE]" in case.call_and_validate(checks=CHECKS).text
+    assert "[DONE]" in case.call_and_validate(checks=CHECKS, timeout=PATIENCE).text
 
 
 def test_every_operation_is_tried(operations):

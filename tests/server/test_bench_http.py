@@ -225,7 +225,7 @@ def test_own_servers_end_with_whatever_ends_the_bench() -> None:
         raise KeyboardInterrupt
     assert own.process.returncode is not None
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{own.url}/live")
+        httpx.get(f"{own.url}/live", timeout=600)
 
 
 @pytest.mark.parametrize("of_sigint", [signal.default_int_handler, signal.SIG_IGN], ids=["front", "background"])

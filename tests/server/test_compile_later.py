@@ -53,7 +53,7 @@ def test_a_stream_goes_on_while_code_is_taken_up_and_the_next_start_has_it_at_on
 
 
 def forwards(url: str) -> str:
-    return str(httpx.get(f"{url}/server_info").json()["forwards"])
+    return str(httpx.get(f"{url}/server_info", timeout=PATIENCE).json()["forwards"])
 
 
 def streamed(url: str, body: dict[str, object]) -> str:

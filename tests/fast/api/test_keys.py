@@ -108,7 +108,7 @@ def test_without_a_key_everything_else_is_401_in_openais_shape(server, method, p
     ids=lambda value: repr(value)[:24],
 )
 def test_what_is_no_key_of_ours_is_401_and_never_reaches_the_engine(server, header):
-    response = httpx.post(f"{server.url}/v1/completions", json=ASK, headers={"Authorization": header})
+    response = httpx.post(f"{server.url}/v1/completions", json=ASK, headers={"Authorization": header}, timeout=PATIENCE)
     assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
     assert "first-key" not in response.text
     server.script.plan([2])
