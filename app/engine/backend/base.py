@@ -52,6 +52,7 @@ class AttentionMetadata:
     `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device. `query_lens` and
     `host_seq_lens` are the same lengths on the host, exact unless the backend has `device_side_lengths`. Sequence
     lengths include the rows themselves. `plans` are results of `Backend.plan_attention`, one for all layers of a mask.
+    `of_forward` is what the layers of one forward share. It is empty when a forward begins, also within a capture.
     """
 
     query_start_loc: Tensor
@@ -61,6 +62,7 @@ class AttentionMetadata:
     host_seq_lens: list[int]
     page_size: int
     plans: dict[AttentionMask, Any] = field(default_factory=dict)
+    of_forward: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Heads(NamedTuple):

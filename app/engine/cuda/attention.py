@@ -26,6 +26,8 @@ MIN_DOT = 16
 """Least number of rows of Triton's matrix product."""
 SEARCHED_SEQS = 128
 """Sequences that a tile searches at a time for its own."""
+OF_A_TILE = 8
+"""Numbers of a tile in the map, which are 32 bytes: five are used."""
 MAX_SPLITS = 16
 COMBINED_PARTS = 32
 """Parts that a program of `combine` reads, of as many lines as have so many."""
@@ -44,7 +46,7 @@ class Geometry:
     `rows` are the query rows of a tile. `tiles` are over all sequences, and a tile without rows ends at once. K and V
     of each tile are split over `splits` programs, which read `tokens` at a time. `warps` and `stages` are Triton's.
     Each program has one part, or takes turns at parts of `part` tokens, if that is not 0. A `chained` launch may begin
-    before the last kernel ends.
+    before the last kernel ends. If it is `mapped`, tiles read their sequence from a map, which a forward makes once.
     """
 
     rows: int
@@ -55,12 +57,13 @@ class Geometry:
     stages: int
     part: int = 0
     chained: bool = False
+    mapped: bool = False
 
 
 class Tile(NamedTuple):
     """A way to launch tiles of one kind. `waves` tiles a multiprocessor are what splitting K and V aims at.
 
-    `chained` is 1 for programmatic dependent launch.
+    `chained` is 1 for programmatic dependent launch, and `mapped` for a map of tiles where these have several rows.
     """
 
     tokens: int
@@ -68,6 +71,7 @@ class Tile(NamedTuple):
     stages: int
     waves: int
     chained: int = 0
+    mapped: int = 0
 
 
 def own_tile(group: int, dtype: torch.dtype, head_dim: int, *, plain: bool) -> Tile:
@@ -118,6 +122,7 @@ def geometry(
         stages=tile.stages,
         part=PART if fixed else 0,
         chained=bool(tile.chained),
+        mapped=rows > 1 and bool(tile.mapped),
     )
 
 
@@ -148,6 +153,11 @@ def paged_attention(
     if splits > 1:
         parts = torch.empty(num_rows, heads, kept, dim, dtype=torch.float32, device=o.device)
         sums = torch.empty(num_rows, heads, kept, 2 if at.part else 1, dtype=torch.float32, device=o.device)
+    tiles = o
+    if at.mapped:
+        if at.rows not in meta.of_forward:
+            meta.of_forward[at.rows] = tile_map(meta, at)
+        tiles = meta.of_forward[at.rows]
     attend[at.tiles, kv_heads, splits](
         q,
         kv.k,
@@ -159,6 +169,7 @@ def paged_attention(
         meta.seq_lens,
         meta.page_table,
         sinks,
+        tiles,
         num_seqs,
         table_width,
         kept,
@@ -174,6 +185,7 @@ def paged_attention(
         CAUSAL=mask.causal,
         WINDOW=mask.window or 0,
         SINKS=sinks is not None,
+        MAP_SIZE=OF_A_TILE if at.mapped else 0,
         UPCAST=INTERPRETED,
         BLOCK_M=max(MIN_DOT, triton.next_power_of_2(at.rows * group)),
         BLOCK_N=at.tokens,
@@ -198,6 +210,48 @@ def paged_attention(
     return o
 
 
+def tile_map(meta: AttentionMetadata, at: Geometry) -> Tensor:
+    """Return [tiles, OF_A_TILE] int32: a tile's sequence and the row of it where the tile begins, then the sequence's
+    first row of all, its rows and its tokens."""
+    out = torch.empty(at.tiles, OF_A_TILE, dtype=torch.int32, device=meta.seq_lens.device)
+    starts, lens = meta.query_start_loc, meta.seq_lens
+    sizes = {"ROWS": at.rows, "SIZE": OF_A_TILE, "BLOCK_S": SEARCHED_SEQS}
+    map_tiles[at.tiles,](starts, lens, out, len(lens), **sizes, num_warps=1)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def map_tiles(cu_q_ptr, kv_len_ptr, map_ptr, num_seqs, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Write where a tile lies, like `attend` finds it."""
+    seq, first, first_q, q_len, kv_len = place_of_tile(cu_q_ptr, kv_len_ptr, tl.program_id(0), num_seqs, ROWS, BLOCK_S)
+    to = map_ptr + tl.program_id(0) * SIZE
+    tl.store(to, seq)
+    tl.store(to + 1, first)
+    tl.store(to + 2, first_q)
+    tl.store(to + 3, q_len)
+    tl.store(to + 4, kv_len)
+
+
+@triton.jit
+def place_of_tile(cu_q_ptr, kv_len_ptr, tile, num_seqs, ROWS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return a tile's sequence, its first row there, and the sequence's first row of all, rows and tokens."""
+    if ROWS == 1:
+        seq = tile
+        first = 0
+    else:
+        # The tiles of sequence i begin at query_start_loc[i] // ROWS + i. These are at least as many as it needs, and
+        # the spare tiles have no rows.
+        seq = -1
+        for some in range(0, num_seqs, BLOCK_S):
+            seqs = some + tl.arange(0, BLOCK_S)
+            first_tiles = tl.load(cu_q_ptr + seqs, mask=seqs < num_seqs, other=0) // ROWS + seqs
+            seq += tl.sum(((first_tiles <= tile) & (seqs < num_seqs)).to(tl.int32))
+        first = (tile - seq - tl.load(cu_q_ptr + seq) // ROWS) * ROWS
+    first_q = tl.load(cu_q_ptr + seq)
+    q_len = tl.load(cu_q_ptr + seq + 1) - first_q
+    return seq, first, first_q, q_len, tl.load(kv_len_ptr + seq)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "table_width", "kept"])
 def attend(
     q_ptr,
@@ -210,6 +264,7 @@ def attend(
     kv_len_ptr,
     table_ptr,
     sink_ptr,
+    map_ptr,
     num_seqs,
     table_width,
     kept,
@@ -225,6 +280,7 @@ def attend(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    MAP_SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -244,23 +300,14 @@ def attend(
     """
     wait_if_chained(CHAINED)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if ROWS == 1:
-        seq = tile
-        first = 0
+    if MAP_SIZE == 0:
+        seq, first, first_q, q_len, kv_len = place_of_tile(cu_q_ptr, kv_len_ptr, tile, num_seqs, ROWS, BLOCK_S)
     else:
-        # The tiles of sequence i begin at query_start_loc[i] // ROWS + i. These are at least as many as it needs, and
-        # the spare tiles have no rows.
-        seq = -1
-        for some in range(0, num_seqs, BLOCK_S):
-            seqs = some + tl.arange(0, BLOCK_S)
-            first_tiles = tl.load(cu_q_ptr + seqs, mask=seqs < num_seqs, other=0) // ROWS + seqs
-            seq += tl.sum(((first_tiles <= tile) & (seqs < num_seqs)).to(tl.int32))
-        first = (tile - seq - tl.load(cu_q_ptr + seq) // ROWS) * ROWS
-    first_q = tl.load(cu_q_ptr + seq)
-    q_len = tl.load(cu_q_ptr + seq + 1) - first_q
+        of_tile = map_ptr + tile * MAP_SIZE
+        seq, first, first_q = tl.load(of_tile), tl.load(of_tile + 1), tl.load(of_tile + 2)
+        q_len, kv_len = tl.load(of_tile + 3), tl.load(of_tile + 4)
     if first >= q_len:
         return
-    kv_len = tl.load(kv_len_ptr + seq)
 
     lines = tl.arange(0, BLOCK_M)
     row = first + lines // GROUP

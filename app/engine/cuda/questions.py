@@ -19,12 +19,14 @@ from app.engine.cuda.tune import Question, Way
 MOST_SEQS = 32
 CONTEXT = 1024
 """Tokens behind which rows of attention are timed."""
-CHAIN = 4
-"""Calls of attention in a row, because a chained launch gains behind another kernel alone."""
+CHAIN = 16
+"""Calls of attention in a row, because a chained launch gains behind another kernel alone, and layers share a map."""
 BLOCK = 16
 OF_ONE_ROW = [Tile(64, 4, 5, 2, chained=1), Tile(32, 4, 5, 2), Tile(64, 4, 3, 2), Tile(64, 4, 5, 1), Tile(128, 4, 3, 2)]
 OF_BLOCKS = [
     Tile(32, 4, 5, 1, chained=1),
+    Tile(32, 4, 5, 1, mapped=1),
+    Tile(32, 4, 5, 1, chained=1, mapped=1),
     Tile(32, 4, 7, 1),
     Tile(64, 4, 3, 1),
     Tile(64, 4, 5, 1),
@@ -211,14 +213,16 @@ def attention(
             made.append((q, LayerKv(k, v), meta))
         return made[0]
 
-    def run(way: Way | None) -> Tensor:
+    def run(way: Way | None, layers: int = 1) -> Tensor:
         q, kv, meta = operands()
+        meta.of_forward.clear()
         launch = geometry(counts, *sizes, None if way is None else Tile(*way), fixed=fixed)
-        return paged_attention(q, kv, meta, AttentionMask(causal=True), launch)
+        for _ in range(layers):
+            o = paged_attention(q, kv, meta, AttentionMask(causal=True), launch)
+        return o
 
     def timed(way: Way | None) -> None:
-        for _ in range(CHAIN):
-            run(way)
+        run(way, CHAIN)
 
     name = f"{'fixed ' * fixed}attention of {'one row' if plain else 'blocks'}, {group} heads of {dim} a KV head"
     return Question(name, OF_ONE_ROW if plain else OF_BLOCKS, run, lambda: run(None), timed)

@@ -163,8 +163,9 @@ def launch_fixed_attention() -> None:
 
 
 def launch_chained() -> None:
-    """Ways of attention that may begin before the last kernel ends, in parts too."""
+    """Ways of attention that may begin before the last kernel ends, in parts too. Blocks read a map of their tiles."""
     plain, blocks = (next(way for way in ways if way.chained) for ways in (OF_ONE_ROW, OF_BLOCKS))
+    blocks = blocks._replace(mapped=1)
     for backend in (CudaBackend(torch.device("cpu")), InvariantCudaBackend(torch.device("cpu"))):
         backend._multiprocessors, backend._tiles = 132, {(True, 4, 128): plain, (False, 4, 128): blocks}
         kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))

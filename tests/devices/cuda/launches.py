@@ -28,6 +28,7 @@ from app.engine.core import EngineCore
 from app.engine.cuda import inputs
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.products import Product
+from app.engine.cuda.questions import OF_BLOCKS
 from app.engine.step.graph_runner import GraphRunner
 from app.engine_config import EngineConfig
 from app.messages import Request
@@ -110,6 +111,7 @@ class CountedBackend(CudaBackend):
         self.captured: list[Counter[str]] = []
         if tuned:
             self._products = self._choices = Always(Product(64, 32, 1))
+            self._tiles = {(False, 4, 16): next(way for way in OF_BLOCKS if way.mapped)}
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         with launches() as found:

@@ -69,6 +69,16 @@ def test_a_chained_launch_has_the_same_bits(backend, splits):
     assert torch.equal(attended(case, backend, splits=splits, chained=True), attended(case, backend, splits=splits))
 
 
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_tiles_that_read_their_place_from_a_map_have_the_same_bits(backend, lengths):
+    case = Paged(*lengths)
+    own = backend.geometry(case.q, case.kv, case.meta)
+    mapped = replace(own, mapped=own.rows > 1)
+    found, again = (paged_attention(case.q, case.kv, case.meta, case.mask, mapped) for _ in range(2))
+    assert torch.equal(found, again) and torch.equal(found, attended(case, backend))
+    assert len(case.meta.of_forward) == mapped.mapped, "all layers of a forward share one map"
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("window", [1, 20, 1000])
 def test_a_row_sees_its_window_by_absolute_positions(backend, window, causal):

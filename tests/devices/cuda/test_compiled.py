@@ -17,7 +17,7 @@ REGISTERS = 65536
 """Limits of a multiprocessor."""
 KERNELS = (
     "attend combine combine_in_order norm gated rope_and_write context_rope_and_write place embed accept begin "
-    "route expert_rows mix recur product pick norm_rope_and_write"
+    "route expert_rows mix recur product pick norm_rope_and_write map_tiles"
 ).split()
 
 
