@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.cuda.launch import INTERPRETED, chain, lines_of_a_program, wait_if_chained
+from app.engine.cuda.launch import INTERPRETED, MAX_TILES, chain, counters, lines_of_a_program, wait_if_chained
 
 LOG2_E = tl.constexpr(log2(e))
 TILE_ROWS = 16
@@ -37,6 +37,8 @@ PARTS_MEMORY = 128 << 20
 """Bytes up to which parts of one size are kept. A tile with more of them is one program's."""
 PARTS_IN_FLIGHT = 8
 """Parts that a program of `combine_in_order` loads before it adds the first of them."""
+NUMBERS_IN_FLIGHT = 1 << 14
+"""Numbers of parts that the last program of a tile loads before it adds the first of them: 128 registers a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Geometry:
     of each tile are split over `splits` programs, which read `tokens` at a time. `warps` and `stages` are Triton's.
     Each program has one part, or takes turns at parts of `part` tokens, if that is not 0. A `chained` launch may begin
     before the last kernel ends. If it is `mapped`, tiles read their sequence from a map, which a forward makes once.
+    If it is `joined`, the last program of a tile of one row adds its parts, and no other kernel does.
     """
 
     rows: int
@@ -58,6 +61,7 @@ class Geometry:
     part: int = 0
     chained: bool = False
     mapped: bool = False
+    joined: bool = False
 
 
 class Tile(NamedTuple):
@@ -98,6 +102,7 @@ def geometry(
     tile: Tile | None = None,
     *,
     fixed: bool = False,
+    joined: bool = False,
 ) -> Geometry:
     """Return the shape of a launch for sequences of `query_lens` rows, with `group` query heads a KV head.
 
@@ -123,6 +128,7 @@ def geometry(
         part=PART if fixed else 0,
         chained=bool(tile.chained),
         mapped=rows > 1 and bool(tile.mapped),
+        joined=joined and plain,
     )
 
 
@@ -150,6 +156,10 @@ def paged_attention(
     if at.part:
         splits, kept = programs_and_parts(at, q.numel(), table_width * page_size)
         counts = torch.empty(num_rows, heads, dtype=torch.int32, device=o.device) if splits > 1 else o
+    joined = at.joined and splits > 1
+    if joined:
+        assert not at.part and at.tiles * kv_heads <= MAX_TILES
+        counts = counters(o.device)
     if splits > 1:
         parts = torch.empty(num_rows, heads, kept, dim, dtype=torch.float32, device=o.device)
         sums = torch.empty(num_rows, heads, kept, 2 if at.part else 1, dtype=torch.float32, device=o.device)
@@ -158,10 +168,12 @@ def paged_attention(
         if at.rows not in meta.of_forward:
             meta.of_forward[at.rows] = tile_map(meta, at)
         tiles = meta.of_forward[at.rows]
+    block_m = max(MIN_DOT, triton.next_power_of_2(at.rows * group))
     attend[at.tiles, kv_heads, splits](
         q,
         kv.k,
         kv.v,
+        o,
         parts,
         sums,
         counts,
@@ -182,19 +194,20 @@ def paged_attention(
         SPLITS=0 if at.part else at.splits,
         PART=at.part,
         ALONE=splits == 1,
+        JOINED=max(1, NUMBERS_IN_FLIGHT // (block_m * dim)) if joined else 0,
         CAUSAL=mask.causal,
         WINDOW=mask.window or 0,
         SINKS=sinks is not None,
         MAP_SIZE=OF_A_TILE if at.mapped else 0,
         UPCAST=INTERPRETED,
-        BLOCK_M=max(MIN_DOT, triton.next_power_of_2(at.rows * group)),
+        BLOCK_M=block_m,
         BLOCK_N=at.tokens,
         BLOCK_S=SEARCHED_SEQS,
         num_warps=at.warps,
         num_stages=at.stages,
         **chain(on=at.chained),
     )
-    if splits > 1:
+    if splits > 1 and not joined:
         num_lines = num_rows * heads
         lines = lines_of_a_program(num_lines, on_gpu=1 if at.part else COMBINED_PARTS // splits)
         grid = (triton.cdiv(num_lines, lines),)
@@ -258,6 +271,7 @@ def attend(
     k_ptr,
     v_ptr,
     o_ptr,
+    part_ptr,
     sum_ptr,
     count_ptr,
     cu_q_ptr,
@@ -277,6 +291,7 @@ def attend(
     SPLITS: tl.constexpr,
     PART: tl.constexpr,
     ALONE: tl.constexpr,
+    JOINED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -297,6 +312,8 @@ def attend(
 
     Otherwise a part is PART tokens, and begins at a multiple of PART. With ALONE a program folds all parts of its
     tile. Else each takes some, and leaves highest scores, sums and unscaled o, which `combine_in_order` folds.
+
+    With JOINED the last program of a tile folds its shares in their order, so many at a time, whichever it is.
     """
     wait_if_chained(CHAINED)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -369,17 +386,43 @@ def attend(
                 place = heads * kept + part
                 tl.store(sum_ptr + 2 * place, its_highest, mask=is_row)
                 tl.store(sum_ptr + 2 * place + 1, its_total, mask=is_row)
-                tl.store(o_ptr + place[:, None] * DIM + dims[None, :], its_acc, mask=is_row[:, None])
+                tl.store(part_ptr + place[:, None] * DIM + dims[None, :], its_acc, mask=is_row[:, None])
 
-    some = tl.where(total > 0.0, total, 1.0)
-    o = acc / some[:, None]
-    if ALONE:
-        tl.store(o_ptr + heads[:, None] * DIM + dims[None, :], o.to(o_ptr.dtype.element_ty), mask=is_row[:, None])
-    elif PART == 0:
+    to = o_ptr + heads[:, None] * DIM + dims[None, :]
+    if PART == 0 and not ALONE:
+        some = tl.where(total == 0.0, 1.0, total)
         place = heads * SPLITS + split
-        lse = tl.where(total > 0.0, highest + tl.log2(some), float("-inf"))
+        lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(some))  # NaN stays, and ends the sequence
         tl.store(sum_ptr + place, lse, mask=is_row)
-        tl.store(o_ptr + place[:, None] * DIM + dims[None, :], o, mask=is_row[:, None] & (start < stop))
+        its_own = part_ptr + place[:, None] * DIM + dims[None, :]
+        tl.store(its_own, acc / some[:, None], mask=is_row[:, None] & (start < stop))
+    if JOINED > 0:
+        tl.debug_barrier()  # all warps have stored before one of them counts
+        arrived = count_ptr + tile * KV_HEADS + kv_head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(2) - 1:
+            tl.store(arrived, 0)
+            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+            for folded in range(0, SPLITS, JOINED):
+                for i in tl.static_range(JOINED):
+                    place = heads * SPLITS + folded + i
+                    has = is_row & (folded + i < SPLITS)
+                    # Past the multiprocessor's own cache, which may still have the parts of an earlier launch.
+                    its_highest = tl.load(sum_ptr + place, mask=has, other=float("-inf"), cache_modifier=".cg")
+                    has = has & (its_highest != float("-inf"))
+                    at = part_ptr + place[:, None] * DIM + dims[None, :]
+                    its_acc = tl.load(at, mask=has[:, None], other=0.0, cache_modifier=".cg")
+                    highest, total, acc = fold(highest, total, acc, its_highest, tl.where(has, 1.0, 0.0), its_acc)
+            tl.store(to, scaled(acc, total, o_ptr), mask=is_row[:, None])
+    elif ALONE:
+        tl.store(to, scaled(acc, total, o_ptr), mask=is_row[:, None])
+
+
+@triton.jit
+def scaled(acc, total, o_ptr):
+    """Return o of lines, in its own type. A line that sees nothing has zeros."""
+    return (acc / tl.where(total > 0.0, total, 1.0)[:, None]).to(o_ptr.dtype.element_ty)
 
 
 @triton.jit

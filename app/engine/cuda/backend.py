@@ -15,14 +15,15 @@ from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads, Lay
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.backend.graph import Graph
 from app.engine.backend.moe import ExpertWeights, MoeConfig
-from app.engine.cuda import experts, gated_delta, inputs, products, questions, rows
+from app.engine.cuda import experts, gated_delta, inputs, products, prompts, questions, rows
 from app.engine.cuda import tune as tuning
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
 from app.engine.cuda.products import Product
+from app.engine.cuda.prompts import Ragged
 from app.engine.cuda.questions import Questions
 from app.engine.cuda.torch_backend import TorchCudaBackend
-from app.engine.cuda.tune import Seconds
+from app.engine.cuda.tune import Seconds, Way
 from app.engine.errors import UnsupportedError
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -34,7 +35,7 @@ class CudaBackend(TorchCudaBackend):
     """Backend with kernels in Triton.
 
     Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which reads all lengths on the
-    device. Prompts go through PyTorch's. On a CPU, for tests, the kernels run in Triton's interpreter.
+    device. Prompts go through PyTorch's, unless `tune` chose ours. On a CPU the kernels run in Triton's interpreter.
     """
 
     captures = True
@@ -47,6 +48,9 @@ class CudaBackend(TorchCudaBackend):
         self._tiles: dict[tuple[bool, int, int], Tile] = {}
         self._products: dict[tuple[int, int, bool, int], Product] = {}
         self._choices: dict[tuple[int, int, int], Product] = {}
+        self._prompts: Way | None = None
+        self._joined: set[tuple[bool, int, int]] = set()
+        self._chained_rows = False
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
         # workspace of that stream.
@@ -63,15 +67,24 @@ class CudaBackend(TorchCudaBackend):
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return None for our attention, else the plan of PyTorch's."""
-        num_seqs, num_rows = len(meta.query_lens), sum(meta.query_lens)
-        if num_rows > TILE_ROWS * num_seqs:
-            return super().plan_attention(meta, mask, group)
-        return None
+        if sum(meta.query_lens) <= TILE_ROWS * len(meta.query_lens):
+            return None
+        return self._prompt_plan(meta, mask, self._prompts, group)
+
+    def _prompt_plan(self, meta: AttentionMetadata, mask: AttentionMask, way: Way | None, group: int) -> Any:
+        if way == questions.OURS:
+            return None
+        if way == questions.RAGGED and mask.causal and sum(meta.host_seq_lens) <= self.max_gathered_tokens:
+            return prompts.ragged(meta, mask.window)
+        return super().plan_attention(meta, mask, group)
 
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        if meta.plans[mask] is not None:
+        plan = meta.plans[mask]
+        if isinstance(plan, Ragged) and sinks is None:
+            return prompts.attention(q_thd, kv, plan)
+        if plan is not None and not isinstance(plan, Ragged):
             return super().attention(q_thd, kv, meta, mask, sinks)
         return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta), sinks)
 
@@ -79,19 +92,29 @@ class CudaBackend(TorchCudaBackend):
         """Return the shape of the launch. A graph holds that of its capture."""
         kv_heads, dim = kv.k.shape[2:]
         group = q_thd.shape[1] // kv_heads
-        tile = self._tiles.get((max(meta.query_lens) <= 1, group, dim))
-        return geometry(meta.query_lens, group, kv_heads, kv.k.dtype, self._multiprocessors, dim, tile)
+        kind = max(meta.query_lens) <= 1 and not self.batch_invariant, group, dim
+        return geometry(
+            meta.query_lens,
+            group,
+            kv_heads,
+            kv.k.dtype,
+            self._multiprocessors,
+            dim,
+            self._tiles.get(kind),
+            fixed=self.batch_invariant,
+            joined=kind in self._joined,
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rows.rms_norm(x, weight, eps)
+        return rows.rms_norm(x, weight, eps, chained=self._chained_rows)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rows.add_rms_norm(x, residual, weight, eps)
+        return rows.add_rms_norm(x, residual, weight, eps, chained=self._chained_rows)
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         way = self._product(x, gate_up, gated=True)
         if way is None:
-            return self.linear(rows.silu_mul(F.linear(x, gate_up)), down)
+            return self.linear(rows.silu_mul(F.linear(x, gate_up), chained=self._chained_rows), down)
         return self.linear(products.linear(x, gate_up, way, gated=True), down)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -128,22 +151,35 @@ class CudaBackend(TorchCudaBackend):
         shown = dict.fromkeys(chosen, "default")
         for key, question in found.items():
             way = chosen.get(question.name)
-            if way is not None and isinstance(key, questions.OfAttention):
-                self._tiles[key] = Tile(*way)
-                shown[question.name] = str(self._tiles[key])
+            if way is not None and isinstance(key, questions.OfAttention) and key.joining:
+                self._joined.add(key[:3])
+                shown[question.name] = "added by the last program"
+            elif way is not None and isinstance(key, questions.OfAttention):
+                self._tiles[key[:3]] = Tile(*way)
+                shown[question.name] = str(Tile(*way))
+            elif way is not None and isinstance(key, questions.OfPrompts):
+                self._prompts, shown[question.name] = way, questions.PROMPT_WAYS[way]
             elif way is not None and isinstance(key, questions.OfProduct):
                 self._products[key] = Product(*way)
                 shown[question.name] = str(self._products[key])
             elif way is not None and isinstance(key, questions.OfChoice):
                 self._choices[key] = Product(*way)
                 shown[question.name] = str(self._choices[key])
+            elif way is not None:
+                self._chained_rows, shown[question.name] = True, "chained"
         return shown
 
     def questions(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> Questions:
         """Return the launches that `tune` chooses."""
-        return questions.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
+        found = questions.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
+        if not found:
+            return {}
+        target, (some, *_) = decoders[0], next(iter(weights.values()))
+        planned = partial(self._prompt_plan, group=target.num_heads // target.num_kv_heads)
+        asked = questions.prompts(target, some, page_size, planned, self.attention)
+        return {questions.OfPrompts(*target): asked} | found
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes bfloat16 alone, and serves many rows of an expert."""
@@ -175,7 +211,8 @@ class CudaBackend(TorchCudaBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        return rows.qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
+        chained = self._chained_rows
+        return rows.qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping, chained=chained)
 
     def context_into_kv(
         self,

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads, LayerKv
+from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads
 from app.engine.cuda import products, rows
-from app.engine.cuda.attention import Geometry, geometry
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.products import Product
 from app.engine.cuda.questions import Questions, of_fixed_engine
@@ -41,13 +40,6 @@ class InvariantCudaBackend(CudaBackend):
         """Return None, which is our attention."""
         return None
 
-    def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
-        """Return a launch with whole tiles for single rows too, and parts of one size."""
-        kv_heads, dim = kv.k.shape[2:]
-        group = q_thd.shape[1] // kv_heads
-        tile = self._tiles.get((False, group, dim))
-        return geometry(meta.query_lens, group, kv_heads, kv.k.dtype, self._multiprocessors, dim, tile, fixed=True)
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return products.fixed_linear(x, weight, bias, self._way(weight), self._multiprocessors)
 
@@ -55,7 +47,7 @@ class InvariantCudaBackend(CudaBackend):
         return products.fixed_choose(hidden, lm_head, self._way(lm_head), lost, self._multiprocessors)
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return self.linear(rows.silu_mul(self.linear(x, gate_up)), down)
+        return self.linear(rows.silu_mul(self.linear(x, gate_up), chained=self._chained_rows), down)
 
     def questions(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int

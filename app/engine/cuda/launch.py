@@ -1,9 +1,12 @@
 """Kernels are compiled on a GPU. For tests they run in Triton's interpreter on a CPU."""
 
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -20,6 +23,18 @@ size costs it milliseconds."""
 def lines_of_a_program(total: int, on_gpu: int) -> int:
     """Return the number of lines that one program takes of `total`, a power of two."""
     return triton.next_power_of_2(total) if INTERPRETED else on_gpu
+
+
+MAX_TILES = 1 << 14
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """Return a zero for each tile. The last program of a tile leaves a zero again, so every launch finds zeros.
+
+    Launches that share it must follow one another, as those of one stream do.
+    """
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -10,7 +10,6 @@ depend on the weight alone (`--batch-invariant`).
 Interpreted and compiled for sm_90; not run on a GPU.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,13 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+from app.engine.cuda.launch import INTERPRETED, MAX_TILES, counters, lines_of_a_program
 from app.engine.errors import UnsupportedError
 
 MAX_ROWS = 64
 MIN_DOT = 16
 """Least number of columns of Triton's matrix product."""
-MAX_TILES = 1 << 14
 SHARED_MEMORY = 227 << 10
 """Bytes of a program on sm_90."""
 ROWS = (1, 16, 32, MAX_ROWS)
@@ -186,15 +184,6 @@ def _launch(
         num_stages=way.stages,
     )
     return out
-
-
-@cache
-def counters(device: torch.device) -> Tensor:
-    """Return a zero for each tile. The last program of a tile leaves a zero again, so every launch finds zeros.
-
-    Launches that share it must follow one another, as those of one stream do.
-    """
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])

@@ -1,10 +1,10 @@
 """Launches of an engine that `tune` chooses, each with operands of the engine's sizes."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,11 @@ CONTEXT = 1024
 CHAIN = 16
 """Calls of attention in a row, because a chained launch gains behind another kernel alone, and layers share a map."""
 BLOCK = 16
+EPS = 1e-6
+RAGGED, OURS = (1,), (2,)
+PROMPT_WAYS: dict[Way, str] = {RAGGED: "PyTorch's varlen_attn", OURS: "our kernel"}
+PROMPTS, PROMPT_TOKENS = [1536, 512], [1536, 1024]
+"""Rows and tokens of prompts that are timed: a whole one, and a chunk behind others."""
 OF_ONE_ROW = [Tile(64, 4, 5, 2, chained=1), Tile(32, 4, 5, 2), Tile(64, 4, 3, 2), Tile(64, 4, 5, 1), Tile(128, 4, 3, 2)]
 OF_BLOCKS = [
     Tile(32, 4, 5, 1, chained=1),
@@ -37,10 +42,22 @@ OF_BLOCKS = [
 
 
 class OfAttention(NamedTuple):
-    """Launches of attention that share a way: one row a sequence or more, query heads a KV head, and their size."""
+    """Launches of attention that share a way: one row a sequence or more, query heads a KV head, and their size.
+
+    With `joining` the way is where their parts are added.
+    """
 
     plain: bool
     group: int
+    head_dim: int
+    joining: bool = False
+
+
+class OfPrompts(NamedTuple):
+    """Attention of prompts, by masks or one of PROMPT_WAYS: query heads, KV heads, and their size."""
+
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
 
 
@@ -61,7 +78,13 @@ class OfChoice(NamedTuple):
     most_rows: int
 
 
-Questions = dict[OfAttention | OfProduct | OfChoice, Question]
+class OfRows(NamedTuple):
+    """Norms, rotations and SwiGLUs of an engine, which are chained launches or not."""
+
+    hidden_size: int
+
+
+Questions = dict[OfAttention | OfPrompts | OfProduct | OfChoice | OfRows, Question]
 LM_HEAD = "lm_head"
 """Name of the matrix whose products are choices."""
 
@@ -94,8 +117,14 @@ def of_engine(
     for decoder in decoders:
         for plain in (False, True) if decoder.head_dim <= 128 else ():
             key = OfAttention(plain, decoder.num_heads // decoder.num_kv_heads, decoder.head_dim)
-            sizes = min(num_seqs, MOST_SEQS), page_size, multiprocessors
-            asked.setdefault(key, attention(decoder, some[0], *sizes, plain=plain, fixed=fixed))
+            sizes, how = (page_size, multiprocessors), {"plain": plain, "fixed": fixed}
+            asked.setdefault(key, attention(decoder, some[0], min(num_seqs, MOST_SEQS), *sizes, **how))
+            if plain:  # of a block one program would read half a megabyte of parts
+                joining = attention(decoder, some[0], 1, *sizes, **how, joining=True)
+                asked.setdefault(key._replace(joining=True), joining)
+    if "qkv" in weights:
+        between = chained_rows(decoders[0], list(weights["qkv"]), list(weights.get("gate_up", [])))
+        asked[OfRows(weights["qkv"][0].shape[1])] = between
     for most_rows, weight in itertools.product((16, 1, 64, 32), lm_head):
         asked[OfChoice(len(weight), weight.shape[1], most_rows)] = choice(weight, most_rows)
     return asked
@@ -110,7 +139,8 @@ def of_fixed_engine(
 ) -> Questions:
     """Return `of_engine` for launches that are the same for any rows."""
     of_rows = of_engine(decoders, weights, num_seqs, page_size, multiprocessors, fixed=True)
-    asked: Questions = {key: of_rows[key] for key in of_rows if isinstance(key, OfAttention) and not key.plain}
+    kept = [key for key in of_rows if isinstance(key, OfRows) or (isinstance(key, OfAttention) and not key.plain)]
+    asked: Questions = {key: of_rows[key] for key in kept}
     for named in weights.values() if of_rows else ():  # an lm_head too, whose choices have its product's way
         out_features, in_features = named[0].shape
         key = OfProduct(out_features, in_features, gated=False, most_rows=products.FIXED_ROWS)
@@ -179,6 +209,34 @@ def product(weights: list[Tensor], num_rows: int, *, gated: bool) -> Question:
     return Question(name, ways, run, lambda: run(None), timed)
 
 
+def chained_rows(decoder: Heads, qkv: list[Tensor], gate_up: list[Tensor]) -> Question:
+    """Return the question whether kernels of rows begin before the products in front of them end."""
+    num_rows, hidden, dim = BLOCK, qkv[0].shape[1], decoder.head_dim
+    noise = torch.Generator(qkv[0].device).manual_seed(0)
+    x, residual = (qkv[0].new_empty(num_rows, hidden).normal_(generator=noise) for _ in range(2))
+    norm, head_norm = (qkv[0].new_empty(size).normal_(generator=noise) for size in (hidden, dim))
+    cos, sin = qkv[0].new_empty(2, num_rows, 1, dim).normal_(generator=noise)
+    kv = LayerKv(*qkv[0].new_empty(2, 1, num_rows, decoder.num_kv_heads, dim))
+    slots = torch.arange(num_rows, dtype=torch.int32, device=x.device)
+
+    def of_layer(way: Way | None, layer: int) -> list[Tensor]:
+        chained = way is not None
+        normed, total = rows.add_rms_norm(x, residual, norm, EPS, chained=chained)
+        heads = F.linear(normed, qkv[layer]).view(num_rows, -1, dim)
+        q = rows.qkv_into_kv(heads, head_norm, head_norm, EPS, (cos, sin), kv, slots, chained=chained)
+        gated = [rows.silu_mul(F.linear(normed, weight), chained=chained) for weight in gate_up[layer : layer + 1]]
+        return [total, q, kv.k, kv.v, *gated]
+
+    def run(way: Way | None) -> Tensor:
+        return torch.cat([part.flatten() for part in of_layer(way, 0)])
+
+    def timed(way: Way | None) -> None:
+        for layer in range(len(qkv)):
+            of_layer(way, layer)
+
+    return Question(f"kernels of rows of {hidden}", [(1,)], run, lambda: run(None), timed)
+
+
 def attention(
     decoder: Heads,
     like: Tensor,
@@ -188,35 +246,22 @@ def attention(
     *,
     plain: bool,
     fixed: bool = False,
+    joining: bool = False,
 ) -> Question:
-    """Return the question how to launch attention over CONTEXT tokens a sequence; start-up checks the default."""
+    """Return the question how to launch attention over CONTEXT tokens a sequence; start-up checks the default.
+
+    With `joining` the question is where the parts of few sequences are added.
+    """
     counts = [1 if plain else BLOCK] * num_seqs
     group, dim = decoder.num_heads // decoder.num_kv_heads, decoder.head_dim
     sizes = group, decoder.num_kv_heads, like.dtype, multiprocessors, dim
-    made: list[tuple[Tensor, LayerKv, AttentionMetadata]] = []
-
-    def operands() -> tuple[Tensor, LayerKv, AttentionMetadata]:
-        """Make them at the first call, because they take memory."""
-        if not made:
-            noise = torch.Generator(like.device).manual_seed(0)
-            pages = -(-CONTEXT // page_size)
-            shape = (num_seqs * pages, page_size, decoder.num_kv_heads, dim)
-            k, v, q = (
-                like.new_empty(each).normal_(generator=noise)
-                for each in (shape, shape, (sum(counts), decoder.num_heads, dim))
-            )
-            numbers = partial(torch.tensor, dtype=torch.int32, device=like.device)
-            table = torch.arange(num_seqs * pages, dtype=torch.int32, device=like.device).view(pages, num_seqs).T
-            lens = [CONTEXT] * num_seqs
-            starts = [0, *accumulate(counts)]
-            meta = AttentionMetadata(numbers(starts), numbers(lens), table.contiguous(), counts, lens, page_size)
-            made.append((q, LayerKv(k, v), meta))
-        return made[0]
+    operands = cache(partial(_paged, decoder, like, counts, [CONTEXT] * num_seqs, page_size))
 
     def run(way: Way | None, layers: int = 1) -> Tensor:
         q, kv, meta = operands()
         meta.of_forward.clear()
-        launch = geometry(counts, *sizes, None if way is None else Tile(*way), fixed=fixed)
+        joined = joining and way is not None
+        launch = geometry(counts, *sizes, None if way is None or joined else Tile(*way), fixed=fixed, joined=joined)
         for _ in range(layers):
             o = paged_attention(q, kv, meta, AttentionMask(causal=True), launch)
         return o
@@ -225,4 +270,43 @@ def attention(
         run(way, CHAIN)
 
     name = f"{'fixed ' * fixed}attention of {'one row' if plain else 'blocks'}, {group} heads of {dim} a KV head"
+    if joining:
+        return Question(f"parts of {name}", [(1,)], run, lambda: run(None), timed)
     return Question(name, OF_ONE_ROW if plain else OF_BLOCKS, run, lambda: run(None), timed)
+
+
+Planned = Callable[[AttentionMetadata, AttentionMask, Way | None], Any]
+Attention = Callable[[Tensor, LayerKv, AttentionMetadata, AttentionMask], Tensor]
+
+
+def prompts(decoder: Heads, like: Tensor, page_size: int, planned: Planned, attend: Attention) -> Question:
+    """Return the question by which kernel `attend` reads prompts. `planned` makes a plan, for all layers, of a way."""
+    mask = AttentionMask(causal=True)
+    operands = cache(partial(_paged, decoder, like, PROMPTS, PROMPT_TOKENS, page_size))
+    plan = cache(lambda way: planned(operands()[2], mask, way))
+
+    def run(way: Way | None) -> Tensor:
+        q, kv, meta = operands()
+        meta.plans[mask] = plan(way)
+        return attend(q, kv, meta, mask)
+
+    name = f"attention of prompts, {decoder.num_heads} and {decoder.num_kv_heads} heads of {decoder.head_dim}"
+    return Question(name, list(PROMPT_WAYS), run, lambda: run(None), run)
+
+
+def _paged(
+    decoder: Heads, like: Tensor, counts: list[int], lens: list[int], page_size: int
+) -> tuple[Tensor, LayerKv, AttentionMetadata]:
+    """Return q, K and V, and where they lie, of `counts` rows behind others of sequences of `lens` tokens."""
+    noise, num_seqs = torch.Generator(like.device).manual_seed(0), len(counts)
+    pages = -(-max(lens) // page_size)
+    shape = (num_seqs * pages, page_size, decoder.num_kv_heads, decoder.head_dim)
+    k, v, q = (
+        like.new_empty(each).normal_(generator=noise)
+        for each in (shape, shape, (sum(counts), decoder.num_heads, decoder.head_dim))
+    )
+    numbers = partial(torch.tensor, dtype=torch.int32, device=like.device)
+    table = torch.arange(num_seqs * pages, dtype=torch.int32, device=like.device).view(pages, num_seqs).T
+    starts = [0, *accumulate(counts)]
+    meta = AttentionMetadata(numbers(starts), numbers(lens), table.contiguous(), counts, lens, page_size)
+    return q, LayerKv(k, v), meta

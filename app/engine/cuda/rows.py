@@ -13,30 +13,40 @@ from torch import Tensor
 
 from app.engine.backend.base import LayerKv, Rotation
 from app.engine.backend.halves import norm_of_halves, rope_of_halves
-from app.engine.cuda.launch import lines_of_a_program
+from app.engine.cuda.launch import chain, lines_of_a_program, wait_if_chained
 
 HEADS_OF_A_PROGRAM = 8
 SILU_BLOCK = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, chained: bool = False) -> Tensor:
     """Return RMSNorm over the last axis."""
     rows = x.contiguous()
     out = torch.empty_like(rows)
-    _norm(rows, rows, weight, out, out, eps, has_residual=False)
+    _norm(rows, rows, weight, out, out, eps, has_residual=False, chained=chained)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, chained: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual). The norm is of the rounded sum."""
     rows = x.contiguous()
     out, total = torch.empty_like(rows), torch.empty_like(rows)
-    _norm(rows, residual.contiguous(), weight, out, total, eps, has_residual=True)
+    _norm(rows, residual.contiguous(), weight, out, total, eps, has_residual=True, chained=chained)
     return out, total
 
 
 def _norm(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, has_residual: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor,
+    eps: float,
+    *,
+    has_residual: bool,
+    chained: bool,
 ) -> None:
     size = x.shape[-1]
     num_lines, block = x.numel() // size, triton.next_power_of_2(size)
@@ -54,6 +64,7 @@ def _norm(
         BLOCK=block,
         HAS_RESIDUAL=has_residual,
         num_warps=min(16, max(1, block // 512)),
+        **chain(on=chained),
     )
 
 
@@ -70,8 +81,10 @@ def norm(
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Normalise LINES lines of SIZE numbers."""
+    wait_if_chained(CHAINED)
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (line < num_lines)[:, None] & (columns < SIZE)
@@ -87,20 +100,29 @@ def norm(
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, *, chained: bool = False) -> Tensor:
     """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
     lines = lines_of_a_program(num_rows, on_gpu=1)
     gated[triton.cdiv(num_rows, lines), triton.cdiv(size, SILU_BLOCK)](
-        gate_up.contiguous(), out, num_rows, SIZE=size, LINES=lines, BLOCK=SILU_BLOCK, num_warps=4
+        gate_up.contiguous(), out, num_rows, SIZE=size, LINES=lines, BLOCK=SILU_BLOCK, num_warps=4, **chain(on=chained)
     )
     return out
 
 
 @triton.jit(do_not_specialize=["num_lines"])
-def gated(x_ptr, out_ptr, num_lines, SIZE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr):
+def gated(
+    x_ptr,
+    out_ptr,
+    num_lines,
+    SIZE: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Compute BLOCK columns of LINES rows."""
+    wait_if_chained(CHAINED)
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (line < num_lines)[:, None] & (columns < SIZE)
@@ -119,6 +141,8 @@ def qkv_into_kv(
     rotation: Rotation,
     kv: LayerKv,
     slot_mapping: Tensor,
+    *,
+    chained: bool = False,
 ) -> Tensor:
     """Return `Backend.qkv_into_kv`."""
     num_rows, all_heads, dim = qkv.shape
@@ -143,6 +167,7 @@ def qkv_into_kv(
         HALF=dim // 2,
         LINES=lines,
         num_warps=_warps(dim),
+        **chain(on=chained),
     )
     return q
 
@@ -169,8 +194,10 @@ def rope_and_write(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     LINES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Normalise (with NORMS) and rotate LINES heads of q and k. K and the unchanged V go to the row's slot."""
+    wait_if_chained(CHAINED)
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     inside = line < num_lines
     row = (line // (HEADS + 2 * KV_HEADS)).to(tl.int64)

@@ -28,7 +28,7 @@ TOLERANCE = 0.02
 WORTH = 0.97
 """Another way is chosen if it takes less than this share of the default's time, because timings have noise."""
 REPLAYS = 4
-SOURCES = ("attention.py", "products.py", "questions.py", "tune.py")
+SOURCES = ("attention.py", "launch.py", "products.py", "prompts.py", "questions.py", "rows.py", "tune.py")
 
 Way = tuple[int, ...]
 Seconds = Callable[[Callable[[], object]], float]

@@ -162,16 +162,26 @@ def launch_fixed_attention() -> None:
             backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask)
 
 
-def launch_chained() -> None:
-    """Ways of attention that may begin before the last kernel ends, in parts too. Blocks read a map of their tiles."""
-    plain, blocks = (next(way for way in ways if way.chained) for ways in (OF_ONE_ROW, OF_BLOCKS))
-    blocks = blocks._replace(mapped=1)
-    for backend in (CudaBackend(torch.device("cpu")), InvariantCudaBackend(torch.device("cpu"))):
-        backend._multiprocessors, backend._tiles = 132, {(True, 4, 128): plain, (False, 4, 128): blocks}
-        kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))
-        for rows in (1, 16):
-            meta = AttentionMetadata(numbers(2), numbers(1), numbers(1, 100), [rows], [], 16, {MASKS[0]: None})
-            backend.attention(empty(rows, 32, 128), kv, meta, MASKS[0])
+def launch_timed() -> None:
+    """Ways of `--tune` beside other sizes: launches that may begin before the last kernel ends, and maps of tiles.
+
+    In others the last program of a tile adds its parts."""
+    plain, blocks = OF_ONE_ROW[0], OF_BLOCKS[0]
+    kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))
+    kinds = (True, 4, 128), (False, 4, 128)
+    for kind, chained, mapped, joined in product((CudaBackend, InvariantCudaBackend), (0, 1), (0, 1), (0, 1)):
+        backend = kind(torch.device("cpu"))
+        backend._multiprocessors, backend._joined = 132, set(kinds) if joined else set()
+        ways = [way._replace(chained=chained, mapped=mapped) for way in (plain, blocks)]
+        backend._tiles, backend._chained_rows = dict(zip(kinds, ways, strict=True)), bool(chained)
+        for rows, mask in product((1, 16), MASKS):
+            meta = AttentionMetadata(numbers(2), numbers(1), numbers(1, 100), [rows], [], 16, {mask: None})
+            backend.attention(empty(rows, 32, 128), kv, meta, mask)
+        backend.add_rms_norm(empty(16, 4096), empty(16, 4096), empty(4096), 1e-6)
+        backend.rms_norm(empty(16, 4096), empty(4096), 1e-6)
+        backend.gated_mlp(empty(16, 4096), empty(24576, 4096), empty(4096, 12288))
+        rotation = empty(16, 1, 128), empty(16, 1, 128)
+        backend.qkv_into_kv(empty(16, 48, 128), empty(128), empty(128), 1e-6, rotation, kv, numbers(16))
 
 
 def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
@@ -254,15 +264,15 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
     backend._multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks", "products", "fixed", "choices", "chained"]:
+    for model in [*models, "others", "sinks", "products", "fixed", "choices", "timed"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
             launch_attention(backend, SINKS, sinks=True)
         elif model == "products":
             launch_products()
-        elif model == "chained":
-            launch_chained()
+        elif model == "timed":
+            launch_timed()
         elif model == "choices":
             launch_choices()
         elif model == "fixed":

@@ -27,6 +27,7 @@ from app.engine.backend.graph import Graph, RerunGraph
 from app.engine.core import EngineCore
 from app.engine.cuda import inputs
 from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.launch import counters
 from app.engine.cuda.products import Product
 from app.engine.cuda.questions import OF_BLOCKS
 from app.engine.step.graph_runner import GraphRunner
@@ -112,8 +113,10 @@ class CountedBackend(CudaBackend):
         if tuned:
             self._products = self._choices = Always(Product(64, 32, 1))
             self._tiles = {(False, 4, 16): next(way for way in OF_BLOCKS if way.mapped)}
+            self._joined = {(True, 4, 16)}
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
+        counters(self.device)  # on a GPU a first run makes them
         with launches() as found:
             outputs = run()
         self.captured.append(found)

@@ -1,13 +1,15 @@
 """Our attention is a softmax over each sequence's own tokens, however the launch is cut up, whatever lies elsewhere."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.build.self_test import check_attention
-from app.engine.cuda import attention
+from app.engine.cuda import attention, launch
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import UnsupportedError
@@ -77,6 +79,45 @@ def test_tiles_that_read_their_place_from_a_map_have_the_same_bits(backend, leng
     found, again = (paged_attention(case.q, case.kv, case.meta, case.mask, mapped) for _ in range(2))
     assert torch.equal(found, again) and torch.equal(found, attended(case, backend))
     assert len(case.meta.of_forward) == mapped.mapped, "all layers of a forward share one map"
+
+
+ORDERS: dict[str, Callable[[int, int], int]] = {
+    "as they come": lambda split, count: split,
+    "backwards": lambda split, count: count - 1 - split,
+    "the middle one last": lambda split, count: (split + count // 2 + 1) % count,
+}
+"""The split that a program takes, by the order in which the interpreter runs it."""
+
+
+@pytest.mark.parametrize("lengths", [([16, 2, 0], [90, 40, 0]), ([1, 1], [3, 200])], ids=["blocks", "single rows"])
+def test_whichever_program_of_a_tile_is_last_adds_its_parts_to_the_same_bits(backend, monkeypatch, lengths):
+    """A launch leaves the counters that the next one needs."""
+    sinks, found = torch.tensor([-30.0, 0.5, 2.0, 4.0]), []
+    for name, order in ORDERS.items():
+        own = InterpreterBuilder.set_grid_idx
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                InterpreterBuilder,
+                "set_grid_idx",
+                lambda self, x, y, z, own=own, order=order: own(self, x, y, order(z, self.grid_dim[2])),
+            )
+            for window in (None, 20):
+                case = Paged(*lengths, window=window, sinks=sinks)
+                check(case, backend, splits=4, tokens=16, joined=True)
+                found.append((name, window, attended(case, backend, splits=4, tokens=16, joined=True)))
+        assert not launch.counters(CPU).any()
+    for name, window, o in found:
+        assert torch.equal(o, next(first for _, of, first in found if of == window)), name
+
+
+@pytest.mark.parametrize(("part", "joined"), [(0, False), (0, True), (32, False)])
+def test_a_value_that_is_not_finite_reaches_all_rows_that_see_it_whatever_part_it_is_in(backend, part, joined):
+    """The sequence ends with an error then. Without its part the text would be wrong in silence."""
+    for token in (3, 60, 89):
+        case = Paged([3, 1], [90, 40], garbage=0.0)
+        case.kv.k[case.meta.page_table[0, token // 16], token % 16] = float("nan")
+        o = attended(case, backend, splits=4, tokens=16, part=part, joined=joined)
+        assert o[2].isnan().all() and o[3].isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])

@@ -117,7 +117,7 @@ def test_every_kernel_is_checked_and_right(backend: CudaBackend) -> None:
 @pytest.mark.parametrize("wrong", [1.1, float("nan")])
 def test_a_kernel_that_is_wrong_is_found(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     own = rows.rms_norm
-    monkeypatch.setattr(rows, "rms_norm", lambda *args: own(*args) * wrong)
+    monkeypatch.setattr(rows, "rms_norm", lambda *args, **how: own(*args, **how) * wrong)
     found = all_checked(backend)
     assert {name for name, rows in found.items() if not all(row["passed"] for row in rows)} == {"rms_norm"}
 

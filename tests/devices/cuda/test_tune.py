@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.engine.backend.base import Heads
-from app.engine.cuda import products, questions, tune
+from app.engine.backend.base import Heads, LayerKv
+from app.engine.cuda import products, questions, rows, tune
 from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import Product
 from app.engine.cuda.tune import Question, Way
 from tests.devices.cuda.pages import Paged
@@ -151,7 +152,7 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     backend, own = CudaBackend(CPU), weights()
     chosen = backend.tune([DECODER], own, 2, 16, lambda call: next(calls))
     assert chosen["product 64 x 256, 16 rows"] == str(Product(32, 32, 2)) and "SwiGLU 128 x 64, 1 rows" in chosen
-    assert len(chosen) == 2 * 4 + 2, "two weights at four numbers of rows, and two kinds of attention"
+    assert len(chosen) == 2 * 4 + 4, "two weights at four numbers of rows, two kinds of attention, parts, prompts"
     launched: list[Any] = []
     launch = products.linear
     monkeypatch.setattr(products, "linear", lambda *args, **how: launched.append(how) or launch(*args, **how))
@@ -170,6 +171,33 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     chosen_tile = questions.OF_ONE_ROW[-1]
     assert (tile.tokens, tile.stages) == (chosen_tile.tokens, chosen_tile.stages) != (64, 5)
     assert backend._tiles == {(True, 2, 16): chosen_tile, (False, 2, 16): questions.OF_BLOCKS[-1]}
+    assert tile.joined and backend._joined == {(True, 2, 16)}
+
+
+@pytest.mark.parametrize("kind", [CudaBackend, InvariantCudaBackend])
+def test_kernels_of_rows_are_chained_where_that_was_quicker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[CudaBackend]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    noise = torch.Generator().manual_seed(0)
+    own = [torch.randn(8 * 16, 64, generator=noise).to(torch.bfloat16) for _ in range(2)]
+    backend, launched = kind(CPU), list[bool]()
+    found = questions.chained_rows(DECODER, own, own)
+    monkeypatch.setattr(kind, "questions", lambda *_: {questions.OfRows(64): found})
+    took = iter([1.0, 0.99, 1.0, 0.9])
+    for chained in (False, True):
+        shown = backend.tune([DECODER], {}, 2, 16, lambda call: call() or next(took))
+        assert shown == {found.name: "chained" if chained else "default"}
+        for kept in (tmp_path / "dflash-server" / "tuned").iterdir():
+            kept.unlink()
+        monkeypatch.setattr(rows, "chain", lambda *, on: launched.append(on) or {"CHAINED": False})
+        launched.clear()
+        _, weight = backend.add_rms_norm(*(torch.ones(2, 2, 64)), torch.ones(64), 1e-6), torch.ones(64, 64)
+        backend.gated_mlp(torch.ones(2, 64), torch.ones(128, 64), weight)
+        kv = LayerKv(*torch.zeros(2, 1, 2, 2, 16))
+        turns = tuple(torch.ones(2, 2, 1, 16))
+        backend.qkv_into_kv(torch.ones(2, 8, 16), None, None, 1e-6, turns, kv, torch.arange(2, dtype=torch.int32))
+        assert launched == [chained] * 3
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -184,6 +212,10 @@ def test_attention_is_timed_like_it_is_launched_and_behind_another_kernel(
     question.timed(question.ways[0])
     assert {(at.part > 0, at.chained) for at in launched} == {(fixed, True)} and len(launched) > 1
     assert question.name.startswith("fixed ") == fixed, "an answer of one is none of the other"
+    launched.clear()
+    for joining in (asked[key] for key in asked if isinstance(key, questions.OfAttention) and key.joining):
+        joining.timed(joining.ways[0])
+    assert {(at.joined, at.splits > 1) for at in launched} == (set() if fixed else {(True, True)})
 
 
 def test_nothing_is_timed_in_fp32_nor_off_a_gpu() -> None:
