@@ -27,6 +27,8 @@ RAGGED, OURS = (1,), (2,)
 PROMPT_WAYS: dict[Way, str] = {RAGGED: "PyTorch's varlen_attn", OURS: "our kernel"}
 PROMPTS, PROMPT_TOKENS = [1536, 512], [1536, 1024]
 """Rows and tokens of prompts that are timed: a whole one, and a chunk behind others."""
+WINDOW = 16
+"""A window of prompts that is compared too. It is not timed."""
 OF_ONE_ROW = [Tile(64, 4, 5, 2, chained=1), Tile(32, 4, 5, 2), Tile(64, 4, 3, 2), Tile(64, 4, 5, 1), Tile(128, 4, 3, 2)]
 OF_BLOCKS = [
     Tile(32, 4, 5, 1, chained=1),
@@ -281,17 +283,20 @@ Attention = Callable[[Tensor, LayerKv, AttentionMetadata, AttentionMask], Tensor
 
 def prompts(decoder: Heads, like: Tensor, page_size: int, planned: Planned, attend: Attention) -> Question:
     """Return the question by which kernel `attend` reads prompts. `planned` makes a plan, for all layers, of a way."""
-    mask = AttentionMask(causal=True)
+    masks = AttentionMask(causal=True), AttentionMask(causal=True, window=WINDOW)
     operands = cache(partial(_paged, decoder, like, PROMPTS, PROMPT_TOKENS, page_size))
-    plan = cache(lambda way: planned(operands()[2], mask, way))
+    plan = cache(lambda mask, way: planned(operands()[2], mask, way))
 
-    def run(way: Way | None) -> Tensor:
+    def attended(way: Way | None, mask: AttentionMask = masks[0]) -> Tensor:
         q, kv, meta = operands()
-        meta.plans[mask] = plan(way)
+        meta.plans[mask] = plan(mask, way)
         return attend(q, kv, meta, mask)
 
+    def run(way: Way | None) -> Tensor:
+        return torch.cat([attended(way, mask) for mask in masks])
+
     name = f"attention of prompts, {decoder.num_heads} and {decoder.num_kv_heads} heads of {decoder.head_dim}"
-    return Question(name, list(PROMPT_WAYS), run, lambda: run(None), run)
+    return Question(name, list(PROMPT_WAYS), run, lambda: run(None), attended)
 
 
 def _paged(

@@ -41,6 +41,7 @@ def varlen_attn(
     *,
     window_size: tuple[int, int],
     aligned: str = "bottom right",
+    wider: int = 0,
 ) -> Tensor:
     """Return what PyTorch's documents: rows are the last of their sequence's tokens, and windows are (left, right)."""
     assert q.is_contiguous() and cu_q.dtype == cu_k.dtype == torch.int32 and window_size[1] == 0
@@ -49,7 +50,7 @@ def varlen_attn(
         assert q1 - q0 <= max_q and k1 - k0 <= max_k
         rows, tokens = torch.arange(q1 - q0)[:, None], torch.arange(k1 - k0)
         distance = rows + (len(tokens) - len(rows) if aligned == "bottom right" else 0) - tokens
-        seen = (distance >= 0) & (distance <= (window_size[0] if window_size[0] >= 0 else math.inf))
+        seen = (distance >= 0) & (distance <= (window_size[0] + wider if window_size[0] >= 0 else math.inf))
         own_k, own_v = (x[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1].float(), own_k.float()) * q.shape[2] ** -0.5
         weights = scores.masked_fill(~seen, -math.inf).softmax(dim=2)
@@ -107,25 +108,24 @@ def test_more_tokens_than_may_be_gathered_and_sinks_go_another_way(monkeypatch: 
     assert not isinstance(backend.plan_attention(case.meta, case.mask, 2), Ragged)
 
 
-@pytest.mark.parametrize("aligned", ["bottom right", "top left"])
-def test_a_kernel_that_counts_rows_from_the_first_token_is_found_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, aligned: str
+@pytest.mark.parametrize("wrong", [{}, {"aligned": "top left"}, {"wider": 1}], ids=str)
+def test_a_kernel_that_counts_rows_from_the_first_token_or_has_other_windows_is_found_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: dict[str, Any]
 ) -> None:
-    """Every other way is quicker here. The chunk behind other tokens tells."""
+    """Every other way is quicker here. The chunk behind other tokens tells, or a window that is compared too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(questions, "PROMPTS", [40, 20])
     monkeypatch.setattr(questions, "PROMPT_TOKENS", [40, 50])
     monkeypatch.setattr(questions, "PROMPT_WAYS", {questions.RAGGED: questions.PROMPT_WAYS[questions.RAGGED]})
-    monkeypatch.setattr(prompts, "_kernel", lambda: lambda *args, **how: varlen_attn(*args, **how, aligned=aligned))
+    monkeypatch.setattr(prompts, "_kernel", lambda: lambda *args, **how: varlen_attn(*args, **how, **wrong))
     monkeypatch.setattr(questions, "of_engine", lambda *_, **__: {None: None})
     backend, took = backend_of(None), iter((1.0, 0.1))
     found = backend.questions([Heads(4, 2, 16)], {"o": [torch.zeros(64, 64, dtype=torch.bfloat16)]}, 2, 16)
     (key,) = (key for key in found if isinstance(key, questions.OfPrompts))
     monkeypatch.setattr(CudaBackend, "questions", lambda *_: {key: found[key]})
     shown = backend.tune([], {}, 2, 16, lambda call: call() is None or next(took))
-    right = aligned == "bottom right"
-    assert list(shown.values()) == ["PyTorch's varlen_attn" if right else "default"]
-    assert backend._prompts == (questions.RAGGED if right else None)
+    assert list(shown.values()) == ["default" if wrong else "PyTorch's varlen_attn"]
+    assert backend._prompts == (None if wrong else questions.RAGGED)
 
 
 @pytest.mark.usefixtures("double")
