@@ -17,6 +17,7 @@ from app.doctor.report.timing import Timer, timer
 from app.engine.backend.base import AttentionMask, Backend
 from app.engine.backend.factory import make_backend
 from app.engine.cuda.attention import MAX_SPLITS, Geometry, paged_attention
+from tools.lab import expected
 
 PROMPTS = [[(512, 512)] * 4, [(2048, 2048)], [(2048, 8192)]]
 """Query rows and KV tokens of the prompts of a step."""
@@ -39,13 +40,19 @@ Attempt = tuple[Result, Callable[[], Result]]
 
 
 def launches_parts(options: Options, ends: float) -> list[Part]:
-    return launches_of(cache(partial(make_backend, options.device)), CUDA, CONTEXT)
+    return launches_of(cache(partial(make_backend, options.device)), options.model, CUDA, CONTEXT)
 
 
-def launches_of(opened: Open, extent: Extent, context: int, timed: Timer = timer) -> list[Part]:
+def launches_of(opened: Open, model: str, extent: Extent, context: int, timed: Timer = timer) -> list[Part]:
     """Return parts for verification from graphs: plain and of whole blocks, beside padding."""
+
+    def part(batch: int, width: int) -> Result:
+        found = launches(opened, extent, [(width, context)] * batch + [(0, 0)], timed)
+        step = expected.of_rows(model, batch, width)
+        return {"expected us": step and 1e3 * step.attention / expected.LAYERS} | found
+
     return [
-        Part(f"{batch} x {width}", partial(launches, opened, extent, [(width, context)] * batch + [(0, 0)], timed))
+        Part(f"{batch} x {width}", partial(part, batch, width))
         for batch in extent.batches
         for width in (1, extent.block)
     ]
@@ -58,6 +65,7 @@ def launches(opened: Open, extent: Extent, lens: Lens, timed: Timer) -> Result:
     own = _geometry(call)
     most = min(MAX_SPLITS, 2 * own.splits)
     others = [replace(own, splits=count) for count in (own.splits, max(1, own.splits // 2), most)]
+    others += [replace(own, chained=not own.chained)]
     others += [replace(own, tokens=tokens, warps=warps, stages=stages) for tokens, warps, stages in TILES]
 
     def us(at: Geometry) -> Result:
@@ -65,24 +73,31 @@ def launches(opened: Open, extent: Extent, lens: Lens, timed: Timer) -> Result:
 
     attempts = [({"launch": _shown(at) + OWN * (at == own)}, partial(us, at)) for at in dict.fromkeys(others)]
     result = _answers(attempts)
-    return result | {"cases": sorted(result["cases"], key=lambda row: row.get("us", inf))}
+    cases = sorted(result["cases"], key=lambda row: row.get("us", inf))
+    told = [f"{row['us']:.4g} us with {row['launch']}" for row in cases if "us" in row]
+    default = [text for text in told if text.endswith(OWN)]
+    return result | {"cases": cases, "found": "; ".join(dict.fromkeys([*told[:1], *default]))}
 
 
 def _shown(at: Geometry) -> str:
-    return f"{at.splits} splits, {at.tokens} tokens, {at.warps} warps, {at.stages} stages"
+    return f"{at.splits} splits, {at.tokens} tokens, {at.warps} warps, {at.stages} stages" + ", chained" * at.chained
 
 
 def prompts_parts(options: Options, ends: float) -> list[Part]:
-    return prompts_of(cache(partial(make_backend, options.device)), CUDA)
+    return prompts_of(cache(partial(make_backend, options.device)), options.model, CUDA)
 
 
-def prompts_of(opened: Open, extent: Extent, timed: Timer = timer) -> list[Part]:
-    return [Part(kind, partial(prompts, opened, extent, kind, timed)) for kind in KINDS]
+def prompts_of(opened: Open, model: str, extent: Extent, timed: Timer = timer) -> list[Part]:
+    return [Part(kind, partial(prompts, opened, model, extent, kind, timed)) for kind in KINDS]
 
 
 @torch.inference_mode()
-def prompts(opened: Open, extent: Extent, kind: str, timed: Timer) -> Result:
-    """Time one kind of attention over each of PROMPTS: its first call as it is made, the others in a graph."""
+def prompts(opened: Open, model: str, extent: Extent, kind: str, timed: Timer) -> Result:
+    """Time one kind of attention over each of PROMPTS: its first call as it is made, the others in a graph.
+
+    The performance model has all of a layer but its products in one figure, for the first of PROMPTS.
+    """
+    at_most = expected.PROMPT_REST_US if model == expected.MODEL else None
 
     def times(lens: Lens) -> Result:
         backend, call = opened(), _attention(opened(), extent, lens)
@@ -93,10 +108,10 @@ def prompts(opened: Open, extent: Extent, kind: str, timed: Timer) -> Result:
             return {"first call ms": 1e3 * seconds_at_once(backend, run), "us": 1e6 * timed(backend)(run)}
 
     _answers([({}, partial(times, WARM_UP))])
-    return _answers(
-        ({"rows": str([q for q, _ in lens]), "tokens": str([kv for _, kv in lens])}, partial(times, lens))
-        for lens in PROMPTS
-    )
+    heads = [{"rows": str([q for q, _ in lens]), "tokens": str([kv for _, kv in lens])} for lens in PROMPTS]
+    result = _answers((head, partial(times, lens)) for head, lens in zip(heads, PROMPTS, strict=True))
+    result["cases"][0]["expected us at most"] = at_most
+    return result
 
 
 def _answers(attempts: Iterable[Attempt]) -> Result:

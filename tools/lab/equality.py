@@ -12,7 +12,8 @@ from app.engine.backend.base import Backend
 from app.engine.cuda.backend import CudaBackend
 from app.messages import SamplingParams
 from tools.lab import simulated
-from tools.lab.speeds import random_engine, requests
+from tools.lab.speeds import random_engine
+from tools.lab.timed import requests
 
 Texts = list[list[int]]
 
@@ -57,15 +58,16 @@ WAYS = {
 """In bf16 only texts that must be the same bit by bit are compared, because random weights decide by little.
 
 In fp32 a near tie is rare. There drafts are accepted, so that the device moves on by more than a token."""
-NUM_REQUESTS, PROMPT = 6, 60
+MODEL = "qwen3-0.6b"
+NUM_REQUESTS, PROMPT, ANSWER = 6, 60, 48
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "max_graphs": 24, "enforce_eager": False}
 
 
 def parts(options: Options, ends: float) -> list[Part]:
-    return parts_of("qwen3-0.6b", options.device)
+    return parts_of(MODEL, options.device, answer=ANSWER)
 
 
-def parts_of(model: str, device: str, *, answer: int = 48) -> list[Part]:
+def parts_of(model: str, device: str, *, answer: int) -> list[Part]:
     """Return a part for each way, all with the same requests."""
     made: dict[str, Texts | None] = {}
 

@@ -28,15 +28,12 @@ Multiply = Callable[[Tensor, Tensor], object]
 
 
 def parts(options: Options, ends: float) -> list[Part]:
-    return parts_of(target_config(pair_of(options.model)[0]), cache(partial(make_backend, options.device)))
+    opened = cache(partial(make_backend, options.device))
+    return parts_of(target_config(pair_of(options.model)[0]), opened, ROWS, ROTATED, timer)
 
 
 def parts_of(
-    config: DecoderConfig,
-    opened: Callable[[], Backend],
-    rows: tuple[int, ...] = ROWS,
-    rotated: float = ROTATED,
-    timed: Timer = timer,
+    config: DecoderConfig, opened: Callable[[], Backend], rows: tuple[int, ...], rotated: float, timed: Timer
 ) -> list[Part]:
     return [
         Part(name, partial(measured, opened, shape, rows, rotated, timed)) for name, shape in shapes(config).items()
@@ -59,7 +56,7 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 def measured(
     opened: Callable[[], Backend], shape: tuple[int, int], rows: tuple[int, ...], rotated: float, timed: Timer
 ) -> Result:
-    """Time one product at each number of rows. `expected us` is the performance model's."""
+    """Time one product at each number of rows, and our kernel's best way. `expected us` is the model's of cuBLAS."""
     backend, size = opened(), NUMBER_BYTES * shape[0] * shape[1]
     dtype = backend.defaults.dtype
     count = max(1, round(rotated / size))
@@ -67,20 +64,35 @@ def measured(
     cases: list[Result] = []
     for num_rows in rows:
         x = torch.empty(num_rows, shape[1], dtype=dtype, device=backend.device).normal_()
-        seconds = timed(backend)(partial(_all, backend.linear, x, weights)) / count
-        operations = 2 * num_rows * shape[0] * shape[1]
-        cases.append(
-            {
-                "rows": num_rows,
-                "us": 1e6 * seconds,
-                "expected us": 1e6 * expected_seconds(size, operations),
-                "TB/s": size / seconds / 1e12,
-                "TFLOP/s": operations / seconds / 1e12,
-            }
-        )
+
+        def seconds(multiply: Multiply, x: Tensor = x) -> float:
+            return timed(backend)(partial(_all, multiply, x, weights)) / count
+
+        taken, operations = seconds(backend.linear), 2 * num_rows * shape[0] * shape[1]
+        case: Result = {
+            "rows": num_rows,
+            "us": 1e6 * taken,
+            "expected us": 1e6 * expected_seconds(size, operations),
+            "TB/s": size / taken / 1e12,
+            "TFLOP/s": operations / taken / 1e12,
+        }
+        ways = [(seconds(multiply), way) for way, multiply in ours(shape, num_rows).items()]
+        if ways:
+            best, way = min(ways)
+            case |= {"ours us": 1e6 * best, "ours TB/s": size / best / 1e12, "way": way}
+        cases.append(case)
     few = cases[min(1, len(cases) - 1)]
     found = f"{few['TB/s']:.3g} TB/s at {few['rows']} rows, {cases[-1]['TFLOP/s']:.3g} TFLOP/s at {cases[-1]['rows']}"
     return {"weight": list(shape), "copies": count, "cases": cases, "found": found}
+
+
+def ours(shape: tuple[int, int], num_rows: int) -> dict[str, Multiply]:
+    """Return the ways of our kernel of few rows that take such a product."""
+    from app.engine.cuda import products
+
+    ways = [way for way in products.WAYS if num_rows <= products.MAX_ROWS]
+    fit = [way for way in ways if products.fits(way, *shape, num_rows, gated=False)]
+    return {str(way): partial(products.linear, way=way) for way in fit}
 
 
 def expected_seconds(size: float, operations: float) -> float:

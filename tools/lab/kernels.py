@@ -1,8 +1,9 @@
 """Where a decode step's time goes on a GPU: what each captured graph takes, and each kernel's share of a step."""
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -12,14 +13,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from app.doctor.report.command import Options
 from app.doctor.report.part import Part, Result
+from app.engine.backend.base import Backend
+from app.engine.backend.factory import make_backend
 from app.engine.backend.graph import Graph
 from app.engine.build.cost_table import Shape
 from app.engine.build.engine import Engine
 from app.engine.build.time_steps import made_up
 from app.engine.step.graph_runner import GraphRunner
-from tools.lab import simulated
+from app.engine.step.inputs import StepInputs
+from tools.lab import expected, simulated
 from tools.lab.floors import Load, step_seconds
-from tools.lab.speeds import EXPECTED_STEP_MS, TAU, random_engine, requests
+from tools.lab.speeds import TAU, random_engine
+from tools.lab.timed import requests
 
 CONTEXT = 1024
 REPLAYS = 10
@@ -30,45 +35,109 @@ MOST_KERNELS = 25
 WIDTHS = (None, 8, 16)
 """Values of `--verify` that are profiled, None without a draft."""
 
+OTHER = "small kernels"
+STAGES = {
+    "attention": ("attend", "combine", "fmha", "flash", "attention"),
+    "products": ("product", "pick", "gemm", "gemv", "nvjet", "cutlass", "splitk", "linear", "addmm", "::mm"),
+    OTHER: (),
+}
+"""Stage -> parts of its kernels' names: ours, those of cuBLAS, and PyTorch's operators on a CPU."""
+
 Replayed = Callable[[Graph], list[float]]
 """Returns the seconds of some replays."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stairs:
+    """An engine whose graphs are timed behind `context` tokens a sequence.
+
+    It took `built` seconds to build, and `captured` of them were from the first graph to the last.
+    """
+
+    engine: Engine
+    built: float
+    captured: float
+    context: int
+    replayed: Replayed
+
+    @property
+    def runner(self) -> GraphRunner:
+        assert isinstance(self.engine.core.runner, GraphRunner)
+        return self.engine.core.runner
+
+    def inputs(self, count: int, width: int) -> StepInputs:
+        shape = Shape(count, count if width > 1 else 0, width, width)
+        return self.runner.layout.build(made_up(shape, self.engine.sizes, self.context))
+
+    def case(self, count: int, width: int, graph: Graph) -> Result:
+        ms = [1e3 * seconds for seconds in self.replayed(graph)]
+        return {"run": f"{count} x {width}", "ms": median(ms), "slowest ms": max(ms)}
+
+
 def graph_parts(options: Options, ends: float) -> list[Part]:
-    return graph_parts_of(options.model, max(options.concurrency), options.device)
+    return graph_parts_of(options.model, max(options.concurrency), options.device, CONTEXT, replays)
 
 
-def graph_parts_of(
-    model: str, concurrency: int, device: str, context: int = CONTEXT, replayed: Replayed | None = None
-) -> list[Part]:
-    """Return a part that times every target graph. Its table is the staircase that `--verify auto` decides by."""
-    return [Part("target graphs", partial(staircase, model, concurrency, device, context, replayed or replays))]
+def graph_parts_of(model: str, concurrency: int, device: str, context: int, replayed: Replayed) -> list[Part]:
+    """Return parts that time every graph of the target and of the draft, with one engine."""
+
+    @cache
+    def opened() -> Stairs:
+        begun, captures = time.monotonic(), list[float]()
+
+        def note(stage: str, done: int, total: int) -> None:
+            captures.extend([time.monotonic()] * (stage == "graphs"))
+
+        sizes: dict[str, Any] = {"max_num_seqs": concurrency, "max_model_len": context + 64, "enforce_eager": False}
+        engine = random_engine(model, draft=True, device=device, on_progress=note, **sizes)
+        return Stairs(engine, time.monotonic() - begun, captures[-1] - captures[0], context, replayed)
+
+    return [
+        Part("target graphs", lambda: staircase(opened(), model)),
+        Part("draft graphs", lambda: of_drafts(opened(), model)),
+    ]
 
 
 @torch.inference_mode()
-def staircase(model: str, concurrency: int, device: str, context: int, replayed: Replayed) -> Result:
-    begun = time.monotonic()
-    engine = random_engine(
-        model, draft=True, device=device, enforce_eager=False, max_num_seqs=concurrency, max_model_len=context + 64
-    )
-    built, runner = time.monotonic() - begun, engine.core.runner
-    assert isinstance(runner, GraphRunner) and runner.padded_to and engine.draft
-    cases: list[Result] = []
+def staircase(stairs: Stairs, model: str) -> Result:
+    """Time every target graph. The table is the staircase that `--verify auto` decides by."""
+    engine, runner, cases = stairs.engine, stairs.runner, list[Result]()
     for seqs, rows in runner.padded_to.targets:
-        whole = max(1, rows // engine.draft.block_size)
+        whole = max(1, rows // engine.sizes.block_size)
         count = min(seqs, rows) if rows % min(seqs, rows) == 0 else min(seqs, whole)
         width = rows // count
-        shape = Shape(count, count if width > 1 else 0, width, width)
-        inputs = runner.layout.build(made_up(shape, engine.sizes, context))
-        runner.graphs.target(inputs.target)
-        taken = replayed(runner.graphs.target_graph(seqs, rows))
-        floor = step_seconds(engine.target, None, Load(count, context, 0))
-        case = {"sequences of the graph": seqs, "rows": rows, "run": f"{count} x {width}"}
-        cases.append(
-            case | {"ms": 1e3 * median(taken), "slowest ms": 1e3 * max(taken), "floor of reads ms": 1e3 * floor}
-        )
-    found = f"{len(cases)} target graphs, the engine was built in {built:.3g} s"
-    return {"cases": cases, "seconds to build": built, "found": found}
+        runner.graphs.target(stairs.inputs(count, width).target)
+        case = stairs.case(count, width, runner.graphs.target_graph(seqs, rows))
+        floor = step_seconds(engine.target, None, Load(count, stairs.context, 0))
+        step = expected.of_rows(model, count, width)
+        sizes = {"sequences of the graph": seqs, "rows": rows}
+        cases.append(sizes | case | {"expected ms": step and step.of_target, "floor of reads ms": 1e3 * floor})
+    found = f"{len(cases)} target graphs, the engine was built in {stairs.built:.3g} s"
+    times = {"seconds to build": stairs.built, "of which captures": stairs.captured}
+    return {"cases": cases, "found": found} | times | {"MB of the graphs": pool_mb(runner.backend)}
+
+
+def pool_mb(backend: Backend) -> float | None:
+    """Return the megabytes that graphs share on a GPU."""
+    pool = getattr(backend, "_graph_pool", None)
+    if pool is None:
+        return None
+    segments = torch.cuda.memory_snapshot()
+    return sum(each["total_size"] for each in segments if tuple(each.get("segment_pool_id", ())) == tuple(pool)) / 1e6
+
+
+@torch.inference_mode()
+def of_drafts(stairs: Stairs, model: str) -> Result:
+    """Time every draft graph: the blocks, the head and the choices."""
+    runner, cases = stairs.runner, list[Result]()
+    for blocks, width in runner.padded_to.drafts:
+        inputs = stairs.inputs(blocks, width).draft
+        assert inputs is not None
+        runner.graphs.draft(inputs)
+        case = stairs.case(blocks, width, runner.graphs.draft_graph(blocks, width))
+        step = expected.of_rows(model, blocks, width)
+        cases.append({"rows": blocks * width} | case | {"expected ms": step and step.draft})
+    return {"cases": cases, "found": f"{len(cases)} draft graphs"}
 
 
 def replays(graph: Graph) -> list[float]:
@@ -83,25 +152,31 @@ def replays(graph: Graph) -> list[float]:
 
 
 def profile_parts(options: Options, ends: float) -> list[Part]:
-    return profile_parts_of(options.model, options.concurrency, options.device, options.prompt)
+    from tools.lab import launch_gap  # it needs Triton
+
+    gap = Part("launch gap", partial(launch_gap.measured, cache(partial(make_backend, options.device))))
+    return [gap, *profile_parts_of(options.model, options.concurrency, options.device, options.prompt, WIDTHS)]
 
 
-def profile_parts_of(model: str, concurrency: Any, device: str, prompt: int) -> list[Part]:
+def profile_parts_of(
+    model: str, concurrency: Sequence[int], device: str, prompt: int, widths: Sequence[int | None]
+) -> list[Part]:
     """Return a part for each width and number of sequences, all of a width with one engine."""
     made: dict[int | None, Engine] = {}
 
     def engine(width: int | None) -> Engine:
         if width not in made:
             made.clear()
-            sizes = {"max_num_seqs": max(concurrency), "max_model_len": prompt + ANSWER, "verify": width or "full"}
+            lengths = {"max_num_seqs": max(concurrency), "max_model_len": prompt + ANSWER}
+            sizes: dict[str, Any] = lengths | {"verify": width or "full"}
             made[width] = random_engine(model, draft=width is not None, device=device, **sizes)
             if draft := made[width].draft:
                 simulated.simulate(made[width].core, simulated.even_rates(TAU, draft.block_size))
         return made[width]
 
     return [
-        Part(f"{named(width)} at {count}", partial(profiled, engine, width, count, prompt))
-        for width in WIDTHS
+        Part(f"{named(width)} at {count}", partial(profiled, engine, model, width, count, prompt))
+        for width in widths
         for count in concurrency
     ]
 
@@ -110,7 +185,7 @@ def named(width: int | None) -> str:
     return "plain" if width is None else f"width {width}"
 
 
-def profiled(engine: Callable[[int | None], Engine], width: int | None, count: int, prompt: int) -> Result:
+def profiled(engine: Callable[[int | None], Engine], model: str, width: int | None, count: int, prompt: int) -> Result:
     """Return each kernel's launches, time and share of a step, over STEPS steps in which all sequences decode.
 
     What kernels do not fill are gaps between them.
@@ -139,6 +214,7 @@ def profiled(engine: Callable[[int | None], Engine], width: int | None, count: i
     rows = [
         {
             "kernel": event.key[:80],
+            "stage": stage_of(event.key),
             "launches": event.count / STEPS,
             "us": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / STEPS,
         }
@@ -148,11 +224,21 @@ def profiled(engine: Callable[[int | None], Engine], width: int | None, count: i
     busy = sum(row["us"] for row in rows) / 1e3
     cases = [row | {"share": row["us"] / 1e3 / step_ms} for row in rows[:MOST_KERNELS]]
     launches = sum(row["launches"] for row in rows)
+    model_says = expected.of_rows(model, count, width or 1)
     return {
         "step ms": step_ms,
-        "expected ms": EXPECTED_STEP_MS.get((named(width), count)),
+        "expected ms": model_says and model_says.step,
         "kernels ms": busy,
         "launches": launches,
+        "stages ms": {stage: sum(row["us"] for row in rows if row["stage"] == stage) / 1e3 for stage in STAGES}
+        | {"gaps": step_ms - busy},
+        "expected stages ms": model_says and model_says.stages,
         "cases": cases,
         "found": f"{launches:.0f} launches take {busy:.4g} of {step_ms:.4g} ms, {busy / step_ms:.0%}",
     }
+
+
+def stage_of(kernel: str) -> str:
+    """Return the stage that a kernel belongs to by its name. Products of the head and of a draft are products too."""
+    name = kernel.lower()
+    return next((stage for stage, parts in STAGES.items() if any(part in name for part in parts)), OTHER)

@@ -175,9 +175,12 @@ def draft_for(target: dict[str, Any]) -> dict[str, Any]:
 
 
 def taps(draft_layers: int, target_layers: int) -> list[int]:
-    """Return the method's default: the middle layer, or one for each layer of the draft, evenly from 1 to N - 3."""
+    """Return the method's default: the middle layer, or one for each layer of the draft, evenly from 1 to N - 3.
+
+    The last layer is never one.
+    """
     if draft_layers == 1:
-        return [target_layers // 2]
+        return [min(target_layers // 2, max(0, target_layers - 2))]
     return [round(1 + (target_layers - 4) * i / (draft_layers - 1)) for i in range(draft_layers)]
 
 

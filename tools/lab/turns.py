@@ -1,73 +1,174 @@
 """Ways to decode on a GPU by turns: each round runs each way once on one engine, because clocks and heat drift."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from statistics import median
+from typing import Any
+from unittest.mock import patch
 
 from app.bench.paired import ratio
 from app.doctor.report.command import Options
 from app.doctor.report.part import Part, Result
 from app.engine.build.engine import Engine
-from tools.lab import simulated
+from app.engine.step.graph_runner import GraphRunner
+from app.engine.step.graphs import StepGraphs
+from app.engine.step.runner import ModelRunner
+from tools.lab import expected, simulated
 from tools.lab.floors import Load
-from tools.lab.speeds import TAU, random_engine, timed
+from tools.lab.speeds import TAU, random_engine
+from tools.lab.timed import timed
 
 ANSWER = 256
 ROUNDS = 6
 FIRST = "DFlash"
-WAYS = {
-    FIRST: {"speculate": True, "overlap": True},
-    "DFlash again": {"speculate": True, "overlap": True},
-    "DFlash, one step at a time": {"speculate": True, "overlap": False},
-    "plain": {"speculate": False, "overlap": True},
+NOTHING_TUNED: dict[str, Any] = {"_tiles": {}, "_products": {}, "_choices": {}}
+NOTHING_TUNED |= {"_prompts": None, "_joined": set(), "_chained_rows": False}
+"""Attributes of a CudaBackend that has chosen no launch by timing."""
+ATTENTION: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "attention's chaining the other way": lambda at: {"chained": not at.chained},
+    "half of attention's splits": lambda at: {"splits": max(1, at.splits // 2)},
+    "twice attention's splits": lambda at: {"splits": min(MOST_SPLITS, 2 * at.splits)},
 }
-"""Way -> how it decodes. The second is the first again, and its interval is the noise of all others."""
+"""Launches of attention by what they change of a Geometry. Chaining is programmatic dependent launch."""
+MOST_SPLITS = 16
+"""Largest number of splits that attention takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to decode. `runner` has the engine's weights and KV; None is the engine's own."""
+
+    runner: ModelRunner | None = None
+    speculate: bool = True
+    overlap: bool = True
+
+
+WAYS = {
+    FIRST: Way(),
+    f"{FIRST} again": Way(),
+    f"{FIRST}, one step at a time": Way(overlap=False),
+    "plain": Way(speculate=False),
+}
+"""Ways that need nothing but the engine. The second is the first again, and its interval is the noise of all others."""
 
 
 def parts(options: Options, ends: float) -> list[Part]:
-    return parts_of(options.model, options.concurrency, options.device, options.prompt, ends)
+    return parts_of(options.model, options.concurrency, options.device, options.prompt, ends, ANSWER)
 
 
-def parts_of(
-    model: str, concurrency: Sequence[int], device: str, prompt: int, ends: float, answer: int = ANSWER
-) -> list[Part]:
+def parts_of(model: str, concurrency: Sequence[int], device: str, prompt: int, ends: float, answer: int) -> list[Part]:
     """Return a part for each number of requests at once, all with one engine."""
 
     @cache
     def opened() -> Engine:
-        sizes = {"max_num_seqs": max(concurrency), "max_model_len": prompt + answer, "verify": "full"}
-        engine = random_engine(model, draft=True, device=device, **sizes)
-        assert engine.draft
-        simulated.simulate(engine.core, simulated.even_rates(TAU, engine.draft.block_size))
-        return engine
+        sizes: dict[str, Any] = {"max_num_seqs": max(concurrency), "max_model_len": prompt + answer, "verify": "full"}
+        return random_engine(model, draft=True, device=device, **sizes)
 
-    return [Part(f"at {count}", partial(by_turns, opened, Load(count, prompt, answer), ends)) for count in concurrency]
+    def turned(load: Load) -> Result:
+        return by_turns(opened(), WAYS | others(opened(), load.concurrency), model, load, ends)
+
+    return [Part(f"at {count}", partial(turned, Load(count, prompt, answer))) for count in concurrency]
 
 
-def by_turns(opened: Callable[[], Engine], load: Load, ends: float) -> Result:
+def others(engine: Engine, concurrency: int) -> dict[str, Way]:
+    """Return ways that need a runner of their own: without graphs, and from graphs with other launches."""
+    own = engine.core.runner
+    if not isinstance(own, GraphRunner):
+        return {}
+    layout = replace(own.layout, draft_columns=None, graph_sizes=None)
+    eager = ModelRunner(own.forward, own.backend, own._counts, layout, own.pools)
+    found = {f"{FIRST}, eager, one step at a time": Way(eager, overlap=False)}
+    if any(chosen != "default" for chosen in engine.tuned.values()):
+        with patch.multiple(own.backend, **NOTHING_TUNED):
+            found[f"{FIRST}, launches by default"] = Way(captured(engine, own, concurrency))
+    chained = getattr(own.backend, "_chained_rows", None)
+    if chained is not None:
+        with patch.object(own.backend, "_chained_rows", not chained):
+            found[f"{FIRST}, norms' chaining the other way"] = Way(captured(engine, own, concurrency))
+    for name, change in ATTENTION.items() if hasattr(own.backend, "geometry") else ():
+        with changed_attention(own.backend, change) as differs:
+            runner = captured(engine, own, concurrency)
+        if differs:
+            found[f"{FIRST}, {name}"] = Way(runner)
+    return found
+
+
+@contextmanager
+def changed_attention(backend: Any, change: Callable[[Any], dict[str, Any]]) -> Iterator[list[bool]]:
+    """Let attention be launched otherwise. Yield a list that is empty until a launch differs."""
+    own, differs = backend.geometry, list[bool]()
+
+    def geometry(*args: Any) -> Any:
+        at = own(*args)
+        changed = replace(at, **change(at))
+        differs.extend([True] * (changed != at))
+        return changed
+
+    with patch.object(backend, "geometry", geometry):
+        yield differs
+
+
+def captured(engine: Engine, own: GraphRunner, concurrency: int) -> GraphRunner:
+    """Return a runner with graphs of their own for steps in which `concurrency` sequences verify whole blocks."""
+    sizes, block = own.padded_to, engine.sizes.block_size
+    most = sizes.target(concurrency, concurrency * block)
+    wide = [(seqs, rows) for seqs, rows in sizes.targets if concurrency * block < 2 * rows <= 2 * most[1]]
+    targets = [size for size in wide if size[0] == most[0]]
+    graphs = StepGraphs(
+        own.forward,
+        own.backend,
+        sizes.captured(targets, [sizes.draft(concurrency, block)]),
+        block_size=block,
+        pages=max(engine.sizes.pages_per_sequence, engine.sizes.scratch_pages),
+        scratch_pages=engine.sizes.scratch_pages,
+        on_graph=lambda done, total: None,
+    )
+    return GraphRunner(own.forward, own.backend, own._counts, own.layout, own.pools, graphs)
+
+
+def by_turns(engine: Engine, ways: Mapping[str, Way], model: str, load: Load, ends: float) -> Result:
     """Return each way's tokens per second of the steps that decode all requests, and its ratio to the first way.
 
     Every other round runs the ways backwards. Rounds end with the section, but for the first two.
     """
-    engine = opened()
-    speeds: dict[str, list[float]] = {way: [] for way in WAYS}
-    overlaps, took = engine.core.overlap, 0.0
-    timed(engine, replace(load, answer=min(64, load.answer)))
+    core, speeds = engine.core, {way: list[float]() for way in ways}
+    runner, overlaps, took = core.runner, core.overlap, 0.0
+
+    def run(name: str, answer: int) -> float:
+        way = ways[name]
+        core.runner, core.overlap = way.runner or runner, overlaps and way.overlap
+        if engine.draft:
+            simulated.simulate(core, simulated.even_rates(TAU, engine.draft.block_size))
+        found = timed(engine, replace(load, answer=answer), speculate=way.speculate)
+        return found.steady if found.steps else found.speed
+
+    for name in ways:
+        run(name, min(64, load.answer))
     for number in range(ROUNDS):
         if number > 1 and time.monotonic() + took > ends:
             break
         begun = time.monotonic()
-        for way in list(WAYS)[:: -1 if number % 2 else 1]:
-            engine.core.overlap = overlaps and WAYS[way]["overlap"]
-            whole, steps, tokens = timed(engine, load, speculate=WAYS[way]["speculate"])
-            speeds[way].append(1000 * tokens / sum(steps) if steps else whole)
+        for name in list(ways)[:: -1 if number % 2 else 1]:
+            speeds[name].append(run(name, load.answer))
         took = time.monotonic() - begun
-    engine.core.overlap = overlaps
+    core.runner, core.overlap = runner, overlaps
     cases = []
-    for way, found in speeds.items():
+    for name, found in speeds.items():
         compared = ratio(found, speeds[FIRST])
-        cases.append({"way": way, "tok/s": median(found), "ratio": compared.middle, "interval": str(compared)})
-    told = "; ".join(f"{way} {case['interval']}" for way, case in zip(WAYS, cases, strict=True) if way != FIRST)
+        case = {"way": name, "tok/s": median(found), "ratio": compared.middle, "interval": str(compared)}
+        cases.append(case | {"expected ratio": expected_ratio(model, load.concurrency, name)})
+    told = "; ".join(f"{case['way']} {case['interval']}" for case in cases if case["way"] != FIRST)
     return {"cases": cases, "rounds": len(speeds[FIRST]), "found": f"of {FIRST}: {told}"}
+
+
+def expected_ratio(model: str, concurrency: int, way: str) -> float | None:
+    """Return what the performance model says of a way of WAYS."""
+    whole, plain = (expected.of_rows(model, concurrency, width) for width in (16, 1))
+    host = expected.host_ms(model, concurrency)
+    if whole is None or plain is None or host is None:
+        return None
+    one_at_a_time = whole.step / (whole.step + host)
+    return dict(zip(WAYS, (1.0, 1.0, one_at_a_time, plain.steady / whole.steady), strict=True)).get(way)

@@ -17,6 +17,7 @@ from typing import Any
 from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.doctor.report import runner
+from app.doctor.report.triton_cache import own_cache
 
 LABORATORY = "tools.lab.gpu"
 OF_LABORATORY = ("equality", "speeds", "prefill", "attention", "gemm", "graphs", "profile", "turns")
@@ -38,6 +39,7 @@ class Options:
     rounds: int = 3
     sections: Sequence[str] = ()
     seconds: float | None = None
+    triton_cache: str | None = None
 
     @property
     def kind(self) -> str:
@@ -56,7 +58,10 @@ def main(arguments: Sequence[str], kind: str | None = None) -> int:
         if missing:
             print(f"error: gpu-report needs a CUDA GPU and Triton: {missing}", file=sys.stderr)
             return 2
-        return runner.report(options.device, folder, sections(options), **about(options))
+        if options.kind == "npu":
+            return runner.report(options.device, folder, sections(options), **about(options))
+        with own_cache(folder, options.triton_cache) as pack_kernels:
+            return runner.report(options.device, folder, sections(options), told=pack_kernels, **about(options))
     except OSError as error:
         print(f"error: --out {folder}: {error.strerror or error}", file=sys.stderr)
         print("hint: give a folder that this user may write to", file=sys.stderr)
@@ -90,6 +95,11 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
         help="in this order [default: all]",
     )
     parser.add_argument("--seconds", type=float, metavar="N", help="limit of all sections [default: 460 on a GPU]")
+    parser.add_argument(
+        "--triton-cache",
+        metavar="FILE",
+        help="kernels that an earlier report of yours compiled [default: triton-cache.tar.gz in --out, if it is there]",
+    )
     given = vars(parser.parse_args(arguments))
     folder, options = given.pop("out"), Options(**given)
     if not re.fullmatch(rf"({kind or 'npu|cuda'})(:\d+)?", options.device):
@@ -97,10 +107,10 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
             f"--device {options.device}: a report is on {kind or 'npu or cuda'}, or on one of several like npu:1",
             "dflash-server check looks at other devices",
         )
-    of_engines = ("model", "concurrency", "prompt", "answer", "rounds")
-    changed = [f"--{name}" for name in of_engines if given[name] != parser.get_default(name)]
+    of_engines = ("model", "concurrency", "prompt", "answer", "rounds", "triton_cache")
+    changed = [f"--{name.replace('_', '-')}" for name in of_engines if given[name] != parser.get_default(name)]
     if changed and options.kind == "npu":
-        raise ConfigError(f"{', '.join(changed)}: the load of a report is chosen on a GPU alone", "leave it out")
+        raise ConfigError(f"{', '.join(changed)}: a report on a GPU alone takes this", "leave it out")
     known = runner.SECTIONS[options.kind]
     if unknown := [name for name in options.sections if name not in known]:
         raise ConfigError(f"--sections {','.join(unknown)}: there is none", f"there are {', '.join(known)}")

@@ -20,7 +20,7 @@ from app.engine.core import EngineCore
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
 
-NUM_PROMPTS = 24
+NUM_PROMPTS, MAX_TOKENS = 24, 48
 MAX_GAP = 0.1
 """Plain decoding on the CPU in bfloat16 leaves the float32 text at gaps up to 0.058 (200 prompts)."""
 ACCEPTANCE = 0.05
@@ -55,7 +55,9 @@ def demo_engine(device: str, dtype: str = "float32", **config: Any) -> EngineCor
     return build.build_engine(pair).core
 
 
-def requests(count: int, *, greedy: bool = False, speculate: bool = True, max_tokens: int = 48) -> list[Request]:
+def requests(
+    count: int, *, greedy: bool = False, speculate: bool = True, max_tokens: int = MAX_TOKENS
+) -> list[Request]:
     """Return requests with held-out prompts. Every fourth is drawn unless `greedy`; every seventh is plain."""
     stop_token_ids = frozenset(demo.stop_token_ids())
     return [
@@ -169,7 +171,8 @@ class Runs:
 
     def _run(self, way: str, device: str, dtype: str) -> Run:
         core = demo_engine(device, dtype, **WAYS[way])
-        return run(core, requests(self._num_prompts, greedy=True, speculate=way != "plain"))
+        wanted = requests(self._num_prompts, greedy=True, speculate=way != "plain", max_tokens=MAX_TOKENS)
+        return run(core, wanted)
 
     def _compared(self, expected: Run, found: Run) -> Result:
         """Return how many texts are the same, and a case for each that differs."""

@@ -53,17 +53,23 @@ of the width that has the lowest. Published: SGLang on one H200 with Qwen3-8B, G
 DIFFERENT WORKLOAD.""",
     "gemm": """
 Matrix products of a layer, over copies of the weight that no cache holds together. `expected` is what the performance
-model of docs/performance.md says of cuBLAS.""",
+model of docs/performance.md says of cuBLAS. `ours` is the best `way` of our kernel of few rows.""",
     "graphs": """
-RANDOM WEIGHTS. Each captured target graph behind 1,024 tokens a sequence. The floor reads weights and KV once.""",
+RANDOM WEIGHTS. Each captured graph of the target and of the draft, behind 1,024 tokens a sequence. The floor reads
+weights and KV once. `expected` is the performance model's.""",
     "profile": """
 RANDOM WEIGHTS. Kernels of a decode step by CUPTI. What they do not fill of a step are gaps. `expected` is the
-performance model's step.""",
+performance model's. A launch gap is an empty kernel's time in a graph, in a row of its like.""",
     "turns": """
 RANDOM WEIGHTS and SIMULATED ACCEPTANCE. Each round runs every way once on one engine. A ratio is to the first way,
-with its 95 % interval over six rounds. The second way is the first again: a ratio inside of its interval is noise.""",
-    "attention": "Other launches of our attention: the five fastest, and the backend's own.",
-    "prefill": "Attention of prompts, a layer, and the first call for these lengths.",
+with its 95 % interval over six rounds. The second way is the first again: a ratio inside of its interval is noise.
+`expected` is the performance model's.""",
+    "attention": """
+Other launches of our attention, the fastest first, and the backend's own. `expected` is the performance model's for a
+layer.""",
+    "prefill": """
+Attention of prompts, a layer, and the first call for these lengths. `expected at most` is all that the performance
+model has for a layer beside its products.""",
 }
 VERDICT_CHARS = 3000
 HEADLINES = {
@@ -79,6 +85,7 @@ HEADLINES = {
     "graphs": None,
     "profile": None,
     "turns": None,
+    "attention": None,
 }
 """Parts whose `found` stands in the summary; None is all parts of the section."""
 
@@ -109,11 +116,14 @@ def summary(report: Report) -> list[str]:
 
 
 def verdict(report: Report) -> str:
-    """Return the summary again, in VERDICT_CHARS at most, for the end of the output: a reader may see no more."""
-    lines = summary(report)
-    return "\n".join(
-        line if len(line) <= (most := VERDICT_CHARS // len(lines)) else f"{line[: most - 5]} ..." for line in lines
-    )
+    """Return the summary again, in VERDICT_CHARS at most, for the end of the output: a reader may see no more.
+
+    The longest lines are cut to the same length.
+    """
+    lines, most = summary(report), VERDICT_CHARS
+    while sum(min(len(line), most) + 1 for line in lines) > VERDICT_CHARS:
+        most -= 1
+    return "\n".join(line if len(line) <= most else f"{line[: most - 4]} ..." for line in lines)
 
 
 def title(section: str) -> str:

@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -83,11 +83,13 @@ def report(
     name: str,
     host: Sequence[str] = (),
     limit: float = math.inf,
+    told: Callable[[], dict[str, str]] = dict,
     **about: Any,
 ) -> int:
     """Write NAME.json and NAME.md into `folder`, and print the page. Return 1 if a part failed, else 0.
 
-    `host` is the command of the probes to begin with. Raises OSError if `folder` cannot be written to.
+    `host` is the command of the probes to begin with. What `told` returns behind each section stands among the
+    versions. Raises OSError if `folder` cannot be written to.
     """
     found: dict[str, Any] = {
         "report": name,
@@ -96,10 +98,11 @@ def report(
         "device": device,
         "chip": "",
         "failed": 0,
+        "versions": {},
         **about,
         "sections": {},
     }
-    run = Run(found, folder, limit)
+    run = Run(found, folder, limit, told)
     try:
         asyncio.run(run.all(sections, host))
     except KeyboardInterrupt:
@@ -119,9 +122,9 @@ def report(
 class Run:
     """A report that grows part by part, and its files."""
 
-    def __init__(self, found: dict[str, Any], folder: Path, limit: float) -> None:
+    def __init__(self, found: dict[str, Any], folder: Path, limit: float, told: Callable[[], dict[str, str]]) -> None:
         self.missing = ""
-        self._found, self._folder, self._limit = found, folder, limit
+        self._found, self._folder, self._limit, self._told = found, folder, limit, told
         folder.mkdir(parents=True, exist_ok=True)
         _say(f"writing {found['report']}.json and {found['report']}.md to {folder.resolve()}")
         self.save()
@@ -150,6 +153,7 @@ class Run:
             else:
                 await self._section(name, section, min(begun + section.whole, ends))
             self._found["sections"][name]["seconds"] = round(time.monotonic() - begun, 1)
+            self._found["versions"] |= scrubbed(self._told())
             self.save()
 
     async def _probe(self, command: Sequence[str]) -> None:

@@ -21,9 +21,11 @@ MAX_TOKENS = 300
 
 
 def parts(options: Options, ends: float) -> list[Part]:
-    steps = Steps(options)
+    steps = Steps(options, SEQUENCES[-1])
     return [
-        Part(f"{way}, {n} sequence{'s' * (n > 1)}", partial(steps.measured, way, n)) for way in WAYS for n in SEQUENCES
+        Part(f"{way}, {n} sequence{'s' * (n > 1)}", partial(steps.measured, way, n, REPEATS))
+        for way in WAYS
+        for n in SEQUENCES
     ]
 
 
@@ -39,11 +41,11 @@ class Taken:
 class Steps:
     """Engines of `max_num_seqs` sequences, one for each way, made when first asked for."""
 
-    def __init__(self, options: Options, max_num_seqs: int = SEQUENCES[-1]) -> None:
+    def __init__(self, options: Options, max_num_seqs: int) -> None:
         self._options, self._max_num_seqs = options, max_num_seqs
         self._cores: dict[str, EngineCore] = {}
 
-    def measured(self, way: str, n: int, repeats: int = REPEATS) -> Result:
+    def measured(self, way: str, n: int, repeats: int) -> Result:
         core = self.core(way)
         list(decode_steps(core, n, 2))
         taken = list(decode_steps(core, n, repeats))

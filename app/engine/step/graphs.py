@@ -93,6 +93,9 @@ class StepGraphs:
     def target_graph(self, seqs: int, rows: int) -> Graph:
         return self._target_graphs[seqs, rows][0].graph
 
+    def draft_graph(self, blocks: int, width: int) -> Graph:
+        return self._draft_graphs[blocks, width].graph
+
     def keep(self, drafts: Tensor) -> Tensor:
         """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""
         assert self.drafts is not None

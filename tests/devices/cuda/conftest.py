@@ -18,6 +18,7 @@ if HAS_TRITON:
         "triton.experimental.gluon",  # the interpreter loads it when it runs
         "app.engine.cuda.backend",
         "app.engine.npu.rows",
+        "tools.lab.launch_gap",
     ):
         importlib.import_module(name)
     launch = importlib.import_module("app.engine.cuda.launch")

@@ -22,7 +22,8 @@ from app.engine.backend.base import Backend
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.cuda import gated_delta, rows
 from app.engine.cuda.backend import CudaBackend
-from tools.lab import cuda_attention, gpu
+from app.engine.cuda.torch_backend import TorchCudaBackend
+from tools.lab import cuda_attention, gpu, turns
 
 torch.set_num_threads(1)
 
@@ -168,7 +169,7 @@ def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
 
 
 def test_trials_run_every_launch_beside_padding(backend: CudaBackend) -> None:
-    made = cuda_attention.launches_of(lambda: backend, replace(SIZES, batches=(1,)), 20, untimed)
+    made = cuda_attention.launches_of(lambda: backend, "qwen3-8b", replace(SIZES, batches=(1,)), 20, untimed)
     found = [row for part in made for row in part.run()["cases"]]
     assert sum("own" in row["launch"] for row in found) == 2 and all(row["us"] > 0 for row in found)
 
@@ -182,7 +183,9 @@ def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBac
             raise OutOfResources("shared memory")
         return 1e-6
 
-    part, _ = cuda_attention.launches_of(lambda: backend, replace(SIZES, batches=(1,)), 20, lambda backend: refuses)
+    part, _ = cuda_attention.launches_of(
+        lambda: backend, "qwen3-8b", replace(SIZES, batches=(1,)), 20, lambda backend: refuses
+    )
     found = part.run()
     assert {row["failed"] for row in found["cases"] if "failed" in row} == {"OutOfResources: shared memory"}
     assert len([row for row in found["cases"] if "us" in row]) >= 5
@@ -192,7 +195,10 @@ def test_a_launch_that_triton_refuses_is_a_row_among_the_others(backend: CudaBac
 def test_prompts_are_timed_through_every_attention(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_attention, "PROMPTS", [[(17, 20)], [(20, 20), (17, 40)]])
     monkeypatch.setattr(cuda_attention, "WARM_UP", [(18, 18)])
-    found = {part.name: part.run()["cases"] for part in cuda_attention.prompts_of(lambda: backend, SIZES, untimed)}
+    found = {
+        part.name: part.run()["cases"]
+        for part in cuda_attention.prompts_of(lambda: backend, "qwen3-8b", SIZES, untimed)
+    }
     assert len(found) == 4
     for kind, cases in found.items():
         assert [row["tokens"] for row in cases] == ["[20]", "[20, 40]"]
@@ -201,3 +207,10 @@ def test_prompts_are_timed_through_every_attention(backend: CudaBackend, monkeyp
                 assert row["us"] > 0 and row["first call ms"] > 0
             else:
                 assert "us" in row or row["failed"], "a CPU has them not"
+
+
+def test_launches_by_default_are_those_of_a_backend_that_has_timed_nothing() -> None:
+    """A choice that `tune` makes, and that is not undone here, would be measured against itself."""
+    new, not_chosen = vars(CudaBackend(torch.device("cpu"))), {"_multiprocessors", "_graph_pool", "_capture_stream"}
+    own = {name for name in new if name.startswith("_")} - set(vars(TorchCudaBackend(torch.device("cpu")))) - not_chosen
+    assert {name: new[name] for name in own} == turns.NOTHING_TUNED
