@@ -147,6 +147,8 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     monkeypatch.setattr(tune, "MAX_SECONDS", 1e9)
     monkeypatch.setattr(questions, "CONTEXT", 20)
     monkeypatch.setattr(questions, "CHAIN", 1)
+    monkeypatch.setattr(questions, "PROMPTS", [40, 20])
+    monkeypatch.setattr(questions, "PROMPT_TOKENS", [40, 50])
     monkeypatch.setattr(products, "WAYS", [Product(32, 32, 2)])
     calls = (0.9**call for call in itertools.count())
     backend, own = CudaBackend(CPU), weights()
