@@ -247,6 +247,7 @@ def resources(kernel: Any) -> dict[str, Any]:
         file.flush()
         done = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    before_memory = re.split(r"(?:ld|st|atom|red)\.global|cp\.async", kernel.asm["ptx"])[0]
     return {
         "kernel": kernel.metadata.name,
         "shared": kernel.metadata.shared,
@@ -255,7 +256,7 @@ def resources(kernel: Any) -> dict[str, Any]:
         "local": used["LOCAL"],
         "warps": kernel.metadata.num_warps,
         "chained": kernel.metadata.launch_pdl,
-        "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
+        "waits": before_memory.count("griddepcontrol.wait"),
         "wgmma": "wgmma" in kernel.asm["ptx"],
     }
 

@@ -73,6 +73,7 @@ def test_fixed_launches_are_on_them_too(kernels: list[dict[str, Any]]) -> None:
 
 
 def test_a_kernel_that_may_begin_before_the_last_one_ends_waits_for_it(kernels: list[dict[str, Any]]) -> None:
+    """It touches no memory before."""
     every = {"attend", "combine", "combine_in_order", "norm", "gated", "rope_and_write"}
     assert {kernel["kernel"] for kernel in kernels if kernel["chained"]} == every
     assert all(kernel["waits"] == kernel["chained"] for kernel in kernels)
