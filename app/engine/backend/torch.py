@@ -44,16 +44,15 @@ class Piece:
 class Call:
     """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head.
 
-    `pages` is `[S * P]`, or a slice of consecutive pages. `rows` `[n]` are rows of the batch, and `places` `[n]` their
-    places among the S * Q padded rows. Consecutive rows of equal length are a slice, with None for `places`. `mask`
-    `[S, 1, G * Q, L]` is true for tokens that a row sees, or 0 for these and -inf for others. It is None if all rows
-    see all tokens.
+    `pages` is `[S * P]`. `rows` `[n]` are rows of the batch, and `places` `[n]` their places among the S * Q padded
+    rows. Consecutive rows of equal length are a slice, with None for `places`. `mask` `[S, 1, G * Q, L]` is true for
+    tokens that a row sees, or 0 for these and -inf for others. It is None if all rows see all tokens.
     """
 
     num_pieces: int
     max_q: int
     max_kv: int
-    pages: Tensor | slice
+    pages: Tensor
     rows: Tensor | slice
     places: Tensor | None
     mask: Tensor | None
@@ -215,7 +214,7 @@ def _attention_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, mask:
 
 def _gather(pool: Tensor, call: Call) -> Tensor:
     """Return `[S, kv_heads, L, D]` out of `[pages, page_size, kv_heads, D]`."""
-    pages = pool[call.pages] if isinstance(call.pages, slice) else pool.index_select(0, call.pages)
+    pages = pool.index_select(0, call.pages)
     return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
 
 

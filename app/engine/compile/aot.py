@@ -125,7 +125,7 @@ def _digest(settings: object, tensors: Sequence[Tensor]) -> str:
     the compiler, and the processor."""
     what = hashlib.sha256(f"{settings!r} {torch.__version__} {os.cpu_count()}".encode())
     what.update(compiler_version() + processor())
-    for source in sorted([*_SOURCES.rglob("*.py"), *_SOURCES.rglob("*.cpp")]):
+    for source in sorted(path for kind in ("py", "cpp", "h") for path in _SOURCES.rglob(f"*.{kind}")):
         what.update(source.read_bytes())
     what.update(repr([(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors]).encode())
     return what.hexdigest()[:16]

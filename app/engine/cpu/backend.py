@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
-from app.engine.backend.torch import Call, Piece, TorchBackend
-from app.engine.cpu import linear
+from app.engine.backend.torch import TorchBackend
+from app.engine.cpu import attention, linear
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class CpuBackend(TorchBackend):
     interleaved_rope = True
     compiles = True
     max_gathered_tokens = 1 << 13
-    """Bound that keeps gathered K and V in the processor's caches until they are read (tools/lab/NOTES.md)."""
+    """Bound of PyTorch's attention, which keeps what it gathers in the processor's caches (tools/lab/NOTES.md)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -127,6 +127,19 @@ class CpuBackend(TorchBackend):
             yield
         finally:
             torch.set_num_threads(threads)
+
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
+        """Return None if the operator is here: it plans nothing."""
+        return None if attention.is_own(torch.float32) else super().plan_attention(meta, mask, group)
+
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if attention.is_own(q_thd.dtype):
+            return attention.attention(q_thd, kv, meta, mask, sinks)
+        if meta.plans[mask] is None:  # float16 is PyTorch's
+            meta.plans[mask] = super().plan_attention(meta, mask, q_thd.shape[1] // kv.k.shape[2])
+        return super().attention(q_thd, kv, meta, mask, sinks)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.is_contiguous() and (multiply := linear.own(weight.dtype)):
@@ -227,22 +240,6 @@ class CpuBackend(TorchBackend):
         out[:, :-1] = tokens
         out[:, -1] = np.where(kept.all(axis=1), len(column) - 1, kept.argmin(axis=1))
         return torch.from_numpy(out)
-
-    def _call(
-        self, meta: AttentionMetadata, mask: AttentionMask, pieces: list[Piece], group: int, *, whole: bool
-    ) -> Call:
-        """Return the call with a slice of pages, without a gather, if one sequence's pages are consecutive."""
-        call = super()._call(meta, mask, pieces, group, whole=whole)
-        if call.num_pieces == 1 and isinstance(call.pages, Tensor):
-            pages = call.pages.numpy()
-            if (pages[1:] - pages[:-1] == 1).all():
-                return replace(call, pages=slice(int(pages[0]), int(pages[-1]) + 1))
-        return call
-
-    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, mask: AttentionMask) -> Tensor:
-        """Return the mask as numbers, because attention would convert it in every layer."""
-        seen = super()._mask(pieces, max_q, max_kv, mask)
-        return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +25,8 @@ _TORCH = Path(torch.__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared")
 
 
-def load_operators(source: Path) -> None:
-    """Register the operators of a C++ source, which is compiled if no start before has kept them.
+def load_operators(source: Path, *others: Path) -> None:
+    """Register the operators of C++ sources, which are compiled into one library if no start before has kept them.
 
     Raises RuntimeError or OSError if they cannot be made here. Operators of one name are registered once a process.
     """
@@ -33,12 +34,13 @@ def load_operators(source: Path) -> None:
         raise RuntimeError("there is no g++")
     with contextlib.ExitStack() as stack:
         folder = own_folder("libraries") or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        library = folder / f"{source.stem}-{_digest(source)}.so"
+        sources = (source, *others)
+        library = folder / f"{source.stem}-{_digest(sources)}.so"
         try:
             os.utime(library)  # the last use counts
             torch.ops.load_library(library)
         except (OSError, RuntimeError):  # missing, or made for another system's libraries
-            _compile(source, library)
+            _compile(sources, library)
             torch.ops.load_library(library)
             _tidy(folder, source.stem)
 
@@ -60,20 +62,22 @@ def processor() -> bytes:
     return platform.processor().encode()
 
 
-def _digest(source: Path) -> str:
+def _digest(sources: Sequence[Path]) -> str:
     """Return a hash of all that decides the compiled code."""
     what = hashlib.sha256(f"{_FLAGS} {torch.__version__} {_TORCH}".encode())
-    what.update(source.read_bytes() + compiler_version() + processor())
+    what.update(compiler_version() + processor())
+    for path in (*sources, *sorted(sources[0].parent.glob("*.h"))):
+        what.update(path.read_bytes())
     return what.hexdigest()[:16]
 
 
-def _compile(source: Path, library: Path) -> None:
+def _compile(sources: Sequence[Path], library: Path) -> None:
     """Compile to another name first, so no other process sees half a library. Raises RuntimeError."""
-    logger.info("compiling %s for this processor, which takes a few seconds once", source.name)
+    logger.info("compiling %s for this processor, which takes a few seconds once", sources[0].name)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="work-", ignore_cleanup_errors=True) as work:
         unfinished = Path(work) / library.name
         link = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu")
-        command = [compiler(), *_FLAGS, f"-I{_TORCH / 'include'}", str(source), "-o", str(unfinished), *link]
+        command = [compiler(), *_FLAGS, f"-I{_TORCH / 'include'}", *map(str, sources), "-o", str(unfinished), *link]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, env=os.environ | {"TMPDIR": work}
         )

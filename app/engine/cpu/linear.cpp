@@ -10,41 +10,14 @@
 // The operator dflash_server::linear_float32 leaves the sums of bfloat16 in float32. It computes any number of rows,
 // because PyTorch would round them.
 
-#if defined(__FMA__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+#include "vectors.h"
 
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <thread>
-#include <utility>
 #include <vector>
+
+using namespace dflash_server;
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-#if defined(__AVX512F__)
-constexpr int WIDTH = 64;
-#elif defined(__AVX__)
-constexpr int WIDTH = 32;
-#else
-constexpr int WIDTH = 16;  // SSE and NEON
-#endif
-constexpr int LANES = WIDTH / 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int ROWS = 4, OUTS = 6;  // of 32 registers a tile has 24 for its sums
 #else
@@ -53,75 +26,6 @@ constexpr int ROWS = 3, OUTS = 4;  // of 16 registers 12
 constexpr int BLOCK_ROWS = 8 * ROWS;
 constexpr int GROUP = 8;  // tiles whose sums are kept while the next numbers of x are in the first cache
 constexpr int64_t DEPTH_BYTES = 2048;
-constexpr int64_t SMALL = 1 << 21;  // multiplications that cost less than waking a thread
-
-typedef float Lanes __attribute__((vector_size(WIDTH), aligned(2), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(WIDTH), aligned(2), may_alias));
-
-// Return a * b + c, rounded once. GCC would make two operations of it for some processors, which takes twice as long.
-inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
-  return _mm256_fmadd_ps(a, b, c);
-#elif defined(__aarch64__)
-  return vfmaq_f32(c, a, b);
-#else
-  return a * b + c;
-#endif
-}
-
-// A kind of numbers. A step reads STEP of them at once, which are multiplied as PARTS vectors.
-struct Float32 {
-  using Number = float;
-  static constexpr int STEP = LANES, PARTS = 1;
-  static float wide(float x) { return x; }
-  static Lanes part(Bits numbers, int) { return reinterpret_cast<Lanes>(numbers); }
-  static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
-  static void store(Lanes values, float* to) { *reinterpret_cast<Lanes*>(to) = values; }
-};
-
-struct BFloat16 {
-  using Number = uint16_t;
-  static constexpr int STEP = 2 * LANES;
-  static float wide(uint16_t x) {
-    uint32_t bits = uint32_t(x) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-  }
-#if defined(__AVX512BF16__)
-  // The processor multiplies pairs, and adds them in fp32. It takes numbers below 2^-126 for zero.
-  static constexpr int PARTS = 1;
-  static Lanes part(Bits numbers, int) { return reinterpret_cast<Lanes>(numbers); }
-  static Lanes add(Lanes a, Lanes b, Lanes sums) {
-    return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-  }
-#else
-  // Even numbers are the first part and odd ones the second, because that takes no shuffle.
-  static constexpr int PARTS = 2;
-  static Lanes part(Bits numbers, int part) {
-    return reinterpret_cast<Lanes>(part ? numbers & 0xffff0000u : numbers << 16);
-  }
-  static Lanes add(Lanes a, Lanes b, Lanes sums) { return multiply_add(a, b, sums); }
-#endif
-  // To nearest, ties to even. NaN stays NaN: it is one of the numbers', whose lower half is zero.
-  static void store(Lanes values, uint16_t* to) {
-    const Bits bits = reinterpret_cast<Bits>(values), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    for (int i = 0; i < LANES; i++) to[i] = rounded[i];
-  }
-};
-
-#define UNROLLED __attribute__((always_inline))
-
-// Call one(0) to one(N - 1), with constants: GCC keeps an array in registers only if it unrolls a loop of it early.
-template <int N, class One>
-UNROLLED inline void each(const One& one) {
-  if constexpr (N > 0) {
-    each<N - 1>(one);
-    one(std::integral_constant<int, N - 1>());
-  }
-}
 
 // Return lanes of a where a lane's number lacks the bit HALF, and else of b, plus the lanes that are HALF away.
 template <int HALF, int... I>
@@ -210,53 +114,6 @@ void add_tile(Lanes* sums, bool is_first, const Lanes* x, const char* weight, in
   for (int r = 0; r < R; r++) std::memcpy(place->y + r * place->out, flat + r * O, O * sizeof flat[0]);
 }
 
-// Threads that sleep between products. The caller works too, and waits for no thread that has not begun: beside a busy
-// process a thread may wait milliseconds for its core, and a barrier would wait with it.
-class Helpers {
- public:
-  // Run `work` on this thread and on up to `count` others. It returns when all that began it are done.
-  void share(int64_t count, const std::function<void()>& work) {
-    {
-      std::lock_guard lock(mutex_);
-      for (; started_ < count; started_++) std::thread([this] { help(); }).detach();
-      work_ = &work;
-      places_ = count;
-    }
-    wake_.notify_all();
-    work();
-    std::unique_lock lock(mutex_);
-    work_ = nullptr;
-    done_.wait(lock, [this] { return active_ == 0; });
-  }
-
- private:
-  void help() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-      wake_.wait(lock, [this] { return work_ && places_ > 0; });
-      const std::function<void()>& work = *work_;
-      places_--;
-      active_++;
-      lock.unlock();
-      work();
-      lock.lock();
-      if (--active_ == 0) done_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  const std::function<void()>* work_ = nullptr;
-  int64_t started_ = 0, places_ = 0, active_ = 0;
-};
-
-int64_t own_threads = 0;  // of a product, or 0 for as many as PyTorch has
-
-Helpers& helpers() {
-  static Helpers* kept = new Helpers;  // its threads live as long as the process
-  return *kept;
-}
-
 // Sums of a thread's group of tiles.
 Lanes* sums_of_tile(int64_t tile) {
   alignas(64) static thread_local Lanes sums[GROUP][BLOCK_ROWS * OUTS];
@@ -337,7 +194,7 @@ struct Product {
   }
 
   void run() const {
-    const int64_t threads = rows * in * out < SMALL ? 1 : own_threads ? own_threads : torch::stable::get_num_threads();
+    const int64_t threads = threads_for(rows * in * out);
     const int64_t tiles = out / OUTS, group = std::clamp<int64_t>(tiles / (8 * threads), 1, GROUP);
     const int64_t groups = (tiles + group - 1) / group, parts = groups + (tiles * OUTS < out);
     auto run_part = [&](int64_t part, int64_t next) {
@@ -356,17 +213,6 @@ struct Product {
     threads == 1 ? work() : helpers().share(threads - 1, work);
   }
 };
-
-// Memory of a thread that is kept from call to call.
-Lanes* scratch(size_t size) {
-  static thread_local std::unique_ptr<char[]> kept;
-  static thread_local size_t kept_size = 0;
-  if (size > kept_size) {
-    kept.reset(new char[(size + 1) * WIDTH]);
-    kept_size = size;
-  }
-  return reinterpret_cast<Lanes*>((reinterpret_cast<uintptr_t>(kept.get()) + WIDTH - 1) / WIDTH * WIDTH);
-}
 
 template <class Kind, class Result = Kind>
 void multiply(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y) {

@@ -72,7 +72,7 @@ def set_threads(threads: int) -> None:
 @cache
 def _operator() -> Multiply | None:
     try:
-        load_operators(Path(__file__).with_name("linear.cpp"))
+        load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp")))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("products of few rows: PyTorch's own, because %s", error)
         return None

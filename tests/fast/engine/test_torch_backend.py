@@ -153,9 +153,9 @@ def test_a_sink_takes_its_share_of_every_rows_softmax(backend, lengths, window):
     assert not torch.allclose(Ragged(*lengths, sinks=SINKS).run(backend), Ragged(*lengths).run(backend))
 
 
-def test_scores_with_sinks_are_of_few_heads_at_once_where_they_are_many(backend, monkeypatch):
+def test_scores_with_sinks_are_of_few_heads_at_once_where_they_are_many(monkeypatch):
     """PyTorch's own attention keeps no scores. With sinks there are scores of every head that goes at once."""
-    softmaxes = []
+    backend, softmaxes = TorchBackend(CPU), []
     case = Ragged([4], [9], sinks=SINKS)
     case.check(backend)
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmaxes.append(x.shape[1]) or torch.softmax(x, dim))
@@ -172,8 +172,9 @@ def test_attention_is_a_softmax_over_each_sequences_own_tokens(backend, lengths,
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize(("scores", "tokens", "small"), [(40, 10**6, 0), (10**6, 30, 0), (60, 40, 20), (1, 1, 1)])
-def test_attention_split_into_bounded_calls_is_the_same(backend, monkeypatch, scores, tokens, small, causal):
+def test_attention_split_into_bounded_calls_is_the_same(monkeypatch, scores, tokens, small, causal):
     """Long prompts are cut by rows, and sequences of different sizes go to different calls."""
+    backend = TorchBackend(CPU)
     for name, bound in (("MAX_SCORES", scores), ("SMALL_CALL", small)):
         monkeypatch.setattr(f"app.engine.backend.torch.{name}", bound)
     monkeypatch.setattr(backend, "max_gathered_tokens", tokens)
@@ -202,7 +203,8 @@ def test_pages_behind_every_rows_window_are_not_read(backend):
     case.check(backend)
 
 
-def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(backend, monkeypatch):
+def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(monkeypatch):
+    backend = TorchBackend(CPU)
     monkeypatch.setattr(backend, "max_gathered_tokens", 64)
     monkeypatch.setattr("app.engine.backend.torch.SMALL_CALL", 0)
     alike = Ragged([2] * 6, [30, 28, 32, 29, 31, 27])
@@ -213,10 +215,10 @@ def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much
     assert [call.num_pieces for call in mixed.calls] == [3, 1, 1, 1]
 
 
-def test_one_long_prompt_beside_many_short_rows_is_not_padded_to_all_of_them(backend):
+def test_one_long_prompt_beside_many_short_rows_is_not_padded_to_all_of_them():
     """64 rows of decoding beside a chunk of 500 would be 64 x 500 x 600 scores in one call."""
     case = Ragged([500, *[1] * 64], [600, *range(20, 84)], heads=2, kv_heads=1, page_size=16)
-    case.check(backend)
+    case.check(TorchBackend(CPU))
     assert len(case.calls) > 1
 
 
@@ -494,21 +496,6 @@ def test_the_cpus_positions_and_slots_are_the_composed_ones(page_size):
     found, composed = (made(CPU).positions_and_slots(*arguments) for made in (CpuBackend, TorchBackend))
     for got, expected in zip(found, composed, strict=True):
         assert got.dtype == torch.int32 and torch.equal(got, expected)
-
-
-def test_pages_that_lie_in_a_row_are_read_where_they_are():
-    """And scattered ones of a single sequence, or several sequences', are gathered."""
-    backend = CpuBackend(CPU)
-    for pages, in_a_row in (([3, 4, 5], True), ([3, 5, 4], False), ([5, 4, 3], False)):
-        table = torch.tensor([pages], dtype=torch.int32)
-        meta, mask = AttentionMetadata(table, table, table, [1], [10], 4), AttentionMask(causal=True)
-        (call,) = backend.plan_attention(meta, mask, group=2)
-        assert isinstance(call.pages, slice) == in_a_row
-        kv = LayerKv(normal(8, 4, 2, 8), normal(8, 4, 2, 8, seed=1))
-        meta.plans[mask] = [call]
-        found = backend.attention(normal(1, 4, 8, seed=2), kv, meta, mask)
-        meta.plans[mask] = TorchBackend(CPU).plan_attention(meta, mask, group=2)
-        torch.testing.assert_close(found, TorchBackend(CPU).attention(normal(1, 4, 8, seed=2), kv, meta, mask))
 
 
 def test_gated_mlp_takes_the_gate_first(backend):

@@ -1,0 +1,470 @@
+// The operator dflash_server::attention: softmax(q k^T / sqrt(D)) v over paged K and V in float32 or bfloat16.
+//
+// K and V are read where they lie, by the page table. All rows of a sequence, up to MOST_ROWS, and all query heads of a
+// KV head share one reading. The numbers of a piece of K are turned, so that lanes are tokens and no sum is across them.
+//
+// A row's tokens are walked in pieces and chunks of fixed places, and every sum is made in fp32 in one order. Tokens
+// that a row does not see add zeros. So a row's result depends on its own sequence alone: not on the rows beside it, on
+// the threads or on the pages.
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+using namespace dflash_server;
+
+namespace {
+
+constexpr int64_t PIECE = 128;   // tokens whose scores are kept, and whose K the first two caches hold
+constexpr int64_t CHUNK = 1024;  // tokens that a thread takes where sequences are few
+constexpr int64_t TILES = PIECE / LANES;
+constexpr int64_t MOST_ROWS = 64;  // rows times query heads of a KV head that go together
+constexpr int ROWS = 4;            // of them share a load
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int SUMS = 16;  // of 32 registers
+#else
+constexpr int SUMS = 8;
+#endif
+#define ALONE __attribute__((noinline))  // or GCC keeps the numbers of other loops in registers
+constexpr float LEAST = std::numeric_limits<float>::lowest();
+
+inline Bits broadcast(const void* word) {
+  uint32_t bits;
+  std::memcpy(&bits, word, sizeof bits);
+  return Bits{} + bits;
+}
+
+inline Lanes broadcast(float x) { return reinterpret_cast<Lanes>(broadcast(&x)); }
+
+inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+
+// Return 2^x, x <= 0, by its Taylor series around the next whole number. Below 2^-126 it is 0, and NaN stays NaN.
+inline Lanes exp2(Lanes x) {
+  constexpr float ROUNDING = 3 << 22;  // added, it leaves a number of up to 22 bits in the lowest ones
+  constexpr float TERMS[] = {1.5252734e-5f, 1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f,
+                             5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
+  const Lanes shifted = x + ROUNDING, rest = x - (shifted - ROUNDING);
+  Lanes sum = broadcast(TERMS[0]);
+  for (int i = 1; i < 8; i++) sum = multiply_add(sum, rest, broadcast(TERMS[i]));
+  const Lanes power = reinterpret_cast<Lanes>((reinterpret_cast<Bits>(shifted) + 127) << 23);
+  return x < -126.0f ? Lanes{} : sum * power;
+}
+
+// Exchange the lanes of a that have the bit HALF with those of b that lack it.
+template <int HALF, int... I>
+UNROLLED inline void exchange(Bits& a, Bits& b, std::integer_sequence<int, I...>) {
+  const Bits low = {uint32_t(I & HALF ? LANES + I - HALF : I)...}, high = {uint32_t(I & HALF ? LANES + I : I + HALF)...};
+  const Bits first = __builtin_shuffle(a, b, low);
+  b = __builtin_shuffle(a, b, high);
+  a = first;
+}
+
+// Turn a square of words.
+template <int HALF = LANES / 2>
+UNROLLED inline void turn(Bits* square) {
+  each<LANES>([&](auto i) UNROLLED {
+    if constexpr (!(i & HALF))
+      exchange<HALF>(square[i], square[i + HALF], std::make_integer_sequence<int, LANES>());
+  });
+  if constexpr (HALF > 1) turn<HALF / 2>(square);
+}
+
+// Call one(R, first) for ROWS rows at a time, and for fewer last.
+template <class One>
+void rows_at_a_time(int64_t rows, const One& one) {
+  int64_t r = 0;
+  for (; r + ROWS <= rows; r += ROWS) one(std::integral_constant<int, ROWS>(), r);
+  if (r + 2 <= rows) one(std::integral_constant<int, 2>(), r), r += 2;
+  if (r < rows) one(std::integral_constant<int, 1>(), r);
+}
+
+// Call one(N, first) for MOST at a time of `count`, and then for one at a time.
+template <int MOST, class One>
+void most_at_a_time(int64_t count, const One& one) {
+  int64_t i = 0;
+  for (; i + MOST <= count; i += MOST) one(std::integral_constant<int, MOST>(), i);
+  for (; i < count; i++) one(std::integral_constant<int, 1>(), i);
+}
+
+// Softmax's sums of some rows: the largest score, the total of shares relative to it, and the values by shares.
+struct State {
+  float *most, *total;
+  Lanes* values;
+};
+
+// Rows of one sequence that go together, and the tokens that at least one of them sees.
+struct Block {
+  int64_t seq, first, rows, start, end;
+};
+
+template <class Kind>
+struct Attention {
+  using Number = typename Kind::Number;
+  static constexpr int HALVES = 4 / sizeof(Number);  // vectors of fp32 that one of numbers becomes
+
+  const Number *q, *k, *v;
+  Number* y;
+  const float* sinks;
+  const int32_t *starts, *lengths, *table;
+  int64_t q_row, q_head, num_seqs, columns, heads, kv_heads, dim, page_size, window;
+  bool causal;
+  const int64_t group = heads / kv_heads, steps = (dim + Kind::STEP - 1) / Kind::STEP, words = steps * LANES;
+  const bool pads = dim % Kind::STEP;
+  const float scale = 1 / std::sqrt(float(dim)), exponent = scale * 1.44269504f;
+
+  // Tokens [start, end) that a sequence's row sees.
+  std::pair<int64_t, int64_t> seen(int64_t seq, int64_t row) const {
+    const int64_t length = lengths[seq], own = length - (starts[seq + 1] - starts[seq]) + row;
+    const int64_t start = std::max<int64_t>(0, own - window + 1);
+    return {start, causal ? own + 1 : std::min(length, own + window)};
+  }
+
+  int64_t state_size(int64_t rows) const { return rows * (steps * HALVES + 2); }
+
+  State state(Lanes* memory, int64_t rows) const {
+    float* numbers = reinterpret_cast<float*>(memory + rows * steps * HALVES);
+    return {numbers, numbers + rows, memory};
+  }
+
+  void clear(const State& state, int64_t rows) const {
+    std::fill_n(state.most, rows, LEAST);
+    std::fill_n(state.total, rows, 0.0f);
+    std::fill_n(state.values, rows * steps * HALVES, Lanes{});
+  }
+
+  // Begin with the share of the sinks, which have no value.
+  void begin(const State& state, const Block& block, int64_t head) const {
+    clear(state, block.rows * group);
+    for (int64_t m = 0; sinks && m < block.rows * group; m++) {
+      state.most[m] = sinks[head * group + m % group] / scale;
+      state.total[m] = 1;
+    }
+  }
+
+  // Return the shares of a score beside a larger one.
+  Lanes share(Lanes score, float most) const { return exp2((score - most) * exponent); }
+
+  // Add what a chunk found. A chunk without tokens of a row changes none of its numbers.
+  void fold(const State& to, const State& found, int64_t rows) const {
+    const int64_t size = steps * HALVES;
+    for (int64_t m = 0; m < rows; m++) {
+      const float most = found.most[m] > to.most[m] ? found.most[m] : to.most[m];
+      const Lanes old = share(broadcast(to.most[m]), most), more = share(broadcast(found.most[m]), most);
+      for (int64_t i = m * size; i < (m + 1) * size; i++)
+        to.values[i] = multiply_add(found.values[i], more, to.values[i] * old);
+      to.total[m] = std::fma(found.total[m], more[0], to.total[m] * old[0]);
+      to.most[m] = most;
+    }
+  }
+
+  void write(const State& state, const Block& block, int64_t head) const {
+    for (int64_t m = 0; m < block.rows * group; m++) {
+      const Lanes factor = broadcast(1 / state.total[m]), *values = state.values + m * steps * HALVES;
+      const int64_t row = starts[block.seq] + block.first + m / group;
+      Number* to = y + (row * heads + head * group + m % group) * dim;
+      for (int64_t step = 0; step < steps; step++, values += HALVES) {
+        Bits out = reinterpret_cast<Bits>(values[0] * factor);
+        if constexpr (HALVES == 2) {
+          Bits odd = reinterpret_cast<Bits>(values[1] * factor);
+          out = rounded(out) >> 16 | (rounded(odd) & 0xffff0000u);
+        }
+        const int64_t left = dim - step * Kind::STEP;
+        std::memcpy(to + step * Kind::STEP, &out, std::min<int64_t>(left, Kind::STEP) * sizeof(Number));
+      }
+    }
+  }
+
+  static Bits rounded(Bits bits) { return bits + 0x7fff + (bits >> 16 & 1); }
+
+  // Copy rows of a head so that each fills its last step with zeros.
+  const Number* padded(Lanes* to, const Number* from) const {
+    Number* copy = reinterpret_cast<Number*>(to);
+    std::memcpy(copy, from, dim * sizeof(Number));
+    std::fill(copy + dim, copy + steps * Kind::STEP, Number(0));
+    return copy;
+  }
+
+  // Write the K of `tiles` tiles of tokens: word after word, the tokens of the piece side by side. Ask for their V.
+  ALONE void turn_piece(const Number* const* rows, const Number* const* v_rows, int64_t tiles, Bits* to) const {
+    for (int64_t tile = 0; tile < tiles; tile++)
+      for (int64_t step = 0; step < steps; step++) {
+        Bits square[LANES];
+        each<LANES>([&](auto i) UNROLLED {
+          square[i] = *reinterpret_cast<const Bits*>(rows[tile * LANES + i] + step * Kind::STEP);
+          __builtin_prefetch(v_rows[tile * LANES + i] + step * Kind::STEP);
+        });
+        turn(square);
+        each<LANES>([&](auto i) UNROLLED { to[(step * LANES + i) * TILES + tile] = square[i]; });
+      }
+  }
+
+  // Write scores of R rows and T tiles of tokens.
+  template <int R, int T>
+  ALONE void multiply(const uint32_t* rows, const Bits* keys, float* scores) const {
+    Lanes sums[R * T];
+    each<R * T>([&](auto i) UNROLLED { sums[i] = Lanes{}; });
+    for (int64_t word = 0; word < words; word++, keys += TILES, rows++)
+      each<Kind::PARTS>([&](auto part) UNROLLED {
+        Lanes own[T];
+        each<T>([&](auto t) UNROLLED { own[t] = Kind::part(keys[t], part); });
+        each<R>([&](auto r) UNROLLED {
+          const Lanes number = Kind::part(broadcast(rows + r * words), part);
+          each<T>([&](auto t) UNROLLED { sums[r * T + t] = Kind::add(own[t], number, sums[r * T + t]); });
+        });
+      });
+    each<R * T>([&](auto i) UNROLLED {
+      *reinterpret_cast<Lanes*>(scores + i / T * PIECE + i % T * LANES) = sums[i];
+    });
+  }
+
+  // Turn a row's scores of the tokens from `at` on into shares. Return the factor of its sums until now.
+  ALONE float soften(float* scores, int64_t tiles, int64_t at, std::pair<int64_t, int64_t> seen, float& most,
+               float& total) const {
+    Lanes *tile = reinterpret_cast<Lanes*>(scores), largest = broadcast(most), sum = {};
+    typedef int32_t Tokens __attribute__((vector_size(WIDTH)));
+    Tokens token;
+    for (int i = 0; i < LANES; i++) token[i] = i;
+    const int32_t start = seen.first - at, end = seen.second - at;
+    for (int64_t t = 0; t < tiles; t++, token += LANES) {
+      tile[t] = (token >= start) & (token < end) ? tile[t] : broadcast(-std::numeric_limits<float>::infinity());
+      largest = larger(tile[t], largest);
+    }
+    float next = most;
+    for (int i = 0; i < LANES; i++) next = largest[i] > next ? largest[i] : next;
+    for (int64_t t = 0; t < tiles; t++) sum += tile[t] = share(tile[t], next);
+    for (int half = LANES / 2; half; half /= 2)
+      for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+    const float factor = share(broadcast(most), next)[0];
+    total = std::fma(total, factor, sum[0]);
+    most = next;
+    return factor;
+  }
+
+  // Add the values of tokens [first, last) of a piece, S steps of numbers of R rows.
+  template <int R, int S>
+  ALONE void add(const float* shares, const Number* const* rows, const Number* const* ahead, int64_t first, int64_t last,
+                 int64_t step, const float* factors, Lanes* values) const {
+    constexpr int N = S * HALVES;
+    const int64_t size = steps * HALVES;
+    Lanes sums[R * N];
+    each<R * N>([&](auto i) UNROLLED { sums[i] = values[i / N * size + i % N] * factors[i / N]; });
+    for (int64_t t = first; t < last; t++) {
+      const Bits* from = reinterpret_cast<const Bits*>(rows[t] + step * Kind::STEP);
+      if (ahead) each<S>([&](auto i) UNROLLED { __builtin_prefetch(ahead[t] + (step + i) * Kind::STEP); });
+      Lanes own[N];
+      each<N>([&](auto i) UNROLLED {
+        const Bits numbers = from[i / HALVES];
+        if constexpr (HALVES == 1) own[i] = reinterpret_cast<Lanes>(numbers);
+        else own[i] = reinterpret_cast<Lanes>(i % 2 ? numbers & 0xffff0000u : numbers << 16);
+      });
+      each<R>([&](auto r) UNROLLED {
+        const Lanes share = reinterpret_cast<Lanes>(broadcast(shares + r * PIECE + t));
+        each<N>([&](auto i) UNROLLED { sums[r * N + i] = multiply_add(own[i], share, sums[r * N + i]); });
+      });
+    }
+    each<R * N>([&](auto i) UNROLLED { values[i / N * size + i % N] = sums[i]; });
+  }
+
+  // Return the vectors of memory that `run_chunk` takes.
+  int64_t chunk_size(int64_t rows) const {
+    return PIECE * steps * (pads ? 3 : 1) + rows * (PIECE / LANES + steps + 1) + steps;
+  }
+
+  // Find the rows of a head's tokens [first, last) from `at` on.
+  void find(const Number* numbers, int64_t seq, int64_t head, int64_t at, int64_t first, int64_t last,
+            const Number** rows) const {
+    int64_t number = (at + first) / page_size, in_page = (at + first) % page_size;
+    for (int64_t t = first; t < last; number++, in_page = 0) {
+      const int64_t slot = table[seq * columns + number] * page_size;
+      for (; in_page < page_size && t < last; in_page++, t++)
+        rows[t] = numbers + ((slot + in_page) * kv_heads + head) * dim;
+    }
+  }
+
+  // Find the K of the piece that is read after the one at `at`, and something else where it is not known.
+  void find_ahead(const Block& block, int64_t head, int64_t at, const Number** rows) const {
+    at += PIECE;
+    if (at >= block.end) {
+      at = block.start / PIECE * PIECE;
+      head = head + 1 < kv_heads ? head + 1 : 0;
+    }
+    const int64_t first = std::max(block.start - at, int64_t(0)), last = std::min(PIECE, block.end - at);
+    find(k, block.seq, head, at, first, last, rows);
+  }
+
+  // Write the softmax of a block's rows over the tokens of a chunk.
+  void run_chunk(const Block& block, int64_t head, int64_t chunk, const State& to, Lanes* memory) const {
+    const int64_t rows = block.rows * group;
+    auto take = [&](int64_t size) { return std::exchange(memory, memory + size); };
+    Bits* keys = reinterpret_cast<Bits*>(take(PIECE * steps));
+    float *scores = reinterpret_cast<float*>(take(rows * PIECE / LANES)), *factors = reinterpret_cast<float*>(take(rows));
+    Lanes *queries = take(rows * steps), *none = take(steps), *copies = memory;
+    std::fill_n(none, steps, Lanes{});
+    for (int64_t m = 0; m < rows; m++)
+      padded(queries + m * steps, q + (starts[block.seq] + block.first + m / group) * q_row +
+                                      (head * group + m % group) * q_head);
+    clear(to, rows);
+    const int64_t end = std::min(block.end, (chunk + 1) * CHUNK);
+    for (int64_t at = std::max(block.start, chunk * CHUNK) / PIECE * PIECE; at < end; at += PIECE) {
+      const int64_t first = std::max(block.start - at, int64_t(0)), last = std::min(PIECE, end - at);
+      const int64_t tiles = (last + LANES - 1) / LANES;
+      const Number *k_rows[PIECE], *v_rows[PIECE], *ahead[PIECE];
+      std::fill_n(k_rows, PIECE, reinterpret_cast<const Number*>(none));
+      std::fill_n(v_rows, PIECE, reinterpret_cast<const Number*>(none));
+      std::fill_n(ahead, PIECE, reinterpret_cast<const Number*>(none));
+      find(k, block.seq, head, at, first, last, k_rows);
+      find(v, block.seq, head, at, first, last, v_rows);
+      find_ahead(block, head, at, ahead);
+      for (int64_t t = first; pads && t < last; t++) {
+        k_rows[t] = padded(copies + t * steps, k_rows[t]);
+        v_rows[t] = padded(copies + (PIECE + t) * steps, v_rows[t]);
+      }
+      turn_piece(k_rows, v_rows, tiles, keys);
+      rows_at_a_time(rows, [&](auto R, int64_t m) {
+        most_at_a_time<SUMS / ROWS>(tiles, [&](auto T, int64_t tile) {
+          multiply<R, T>(reinterpret_cast<const uint32_t*>(queries + m * steps), keys + tile,
+                         scores + m * PIECE + tile * LANES);
+        });
+      });
+      for (int64_t m = 0; m < rows; m++)
+        factors[m] = soften(scores + m * PIECE, tiles, at, seen(block.seq, block.first + m / group), to.most[m],
+                            to.total[m]);
+      rows_at_a_time(rows, [&](auto R, int64_t m) {
+        most_at_a_time<SUMS / R / HALVES>(steps, [&](auto S, int64_t step) {
+          add<R, S>(scores + m * PIECE, v_rows, m ? nullptr : ahead, first, last, step, factors + m,
+                    to.values + (m * steps + step) * HALVES);
+        });
+      });
+    }
+  }
+
+  std::vector<Block> blocks() const {
+    std::vector<Block> found;
+    const int64_t most = std::max<int64_t>(1, MOST_ROWS / group);
+    for (int64_t seq = 0; seq < num_seqs; seq++) {
+      const int64_t rows = starts[seq + 1] - starts[seq];
+      for (int64_t first = 0; first < rows; first += most) {
+        const int64_t count = std::min(most, rows - first);
+        found.push_back({seq, first, count, seen(seq, first).first, seen(seq, first + count - 1).second});
+      }
+    }
+    return found;
+  }
+
+  // Write the attention of a block's rows and the query heads of one KV head.
+  void run_item(const Block& block, int64_t head) const {
+    const int64_t rows = block.rows * group;
+    Lanes* memory = scratch(2 * state_size(rows) + chunk_size(rows));
+    const State all = state(memory, rows), found = state(memory + state_size(rows), rows);
+    begin(all, block, head);
+    for (int64_t chunk = block.start / CHUNK; chunk * CHUNK < block.end; chunk++) {
+      run_chunk(block, head, chunk, found, memory + 2 * state_size(rows));
+      fold(all, found, rows);
+    }
+    write(all, block, head);
+  }
+
+  // Write the same, but chunk by chunk, so that threads share one long sequence of few heads.
+  void run_chunks(const std::vector<Block>& blocks, int64_t threads) const {
+    struct Chunk {
+      const Block& block;
+      int64_t head, number;
+      Lanes* found;
+    };
+    std::vector<Chunk> chunks;
+    int64_t size = 0;
+    auto each_item = [&](const auto& one) {
+      for (const Block& block : blocks)
+        for (int64_t head = 0; head < kv_heads; head++) one(block, head);
+    };
+    for (const Block& block : blocks) size = std::max(size, state_size(block.rows * group));
+    each_item([&](const Block& block, int64_t head) {
+      for (int64_t number = block.start / CHUNK; number * CHUNK < block.end; number++)
+        chunks.push_back({block, head, number, nullptr});
+    });
+    const std::unique_ptr<char[]> memory(new char[chunks.size() * size * WIDTH]);
+    for (size_t i = 0; i < chunks.size(); i++) chunks[i].found = reinterpret_cast<Lanes*>(memory.get()) + i * size;
+    share_out(chunks.size(), threads, [&](int64_t i) {
+      const Chunk& chunk = chunks[i];
+      const int64_t rows = chunk.block.rows * group;
+      run_chunk(chunk.block, chunk.head, chunk.number, state(chunk.found, rows), scratch(chunk_size(rows)));
+    });
+    auto chunk = chunks.begin();
+    each_item([&](const Block& block, int64_t head) {
+      const int64_t rows = block.rows * group;
+      const State all = state(scratch(size), rows);
+      begin(all, block, head);
+      for (int64_t number = block.start / CHUNK; number * CHUNK < block.end; number++)
+        fold(all, state(chunk++->found, rows), rows);
+      write(all, block, head);
+    });
+  }
+
+  static void share_out(int64_t count, int64_t threads, const std::function<void(int64_t)>& one) {
+    std::atomic<int64_t> next = 0;
+    auto work = [&] {
+      for (int64_t i; (i = next++) < count;) one(i);
+    };
+    threads == 1 ? work() : helpers().share(threads - 1, work);
+  }
+
+  void run() const {
+    const std::vector<Block> blocks = this->blocks();
+    const int64_t items = int64_t(blocks.size()) * kv_heads;
+    int64_t work = 0;
+    for (const Block& block : blocks) work += block.rows * (block.end - block.start) * heads * dim;
+    const int64_t threads = threads_for(work);
+    if (threads > 1 && items < 4 * threads) run_chunks(blocks, threads);
+    else share_out(items, threads, [&](int64_t i) { run_item(blocks[i / kv_heads], i % kv_heads); });
+  }
+};
+
+// Return true for whole numbers of 32 bits in row order.
+bool is_whole(const Tensor& x, int64_t dims) {
+  return x.scalar_type() == ScalarType::Int && x.dim() == dims && x.is_contiguous();
+}
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& lengths,
+                 const Tensor& table, int64_t page_size, bool causal, std::optional<int64_t> window,
+                 const std::optional<Tensor>& sinks) {
+  const ScalarType type = q.scalar_type();
+  const bool is_float32 = type == ScalarType::Float;
+  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k.size(k.dim() - 2);
+  STD_TORCH_CHECK((is_float32 || type == ScalarType::BFloat16) && k.scalar_type() == type && v.scalar_type() == type,
+                  "attention takes q, k and v of one dtype, float32 or bfloat16");
+  STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && k.is_contiguous() && v.is_contiguous() && k.numel() == v.numel() &&
+                      k.size(k.dim() - 1) == dim && heads % kv_heads == 0,
+                  "attention takes q [T, heads, D], and k and v [.., kv_heads, D] in row order");
+  STD_TORCH_CHECK(is_whole(starts, 1) && is_whole(lengths, 1) && is_whole(table, 2) &&
+                      starts.size(0) == lengths.size(0) + 1 && table.size(0) == lengths.size(0),
+                  "attention takes starts [S + 1], lengths [S] and a page table [S, P] in int32");
+  STD_TORCH_CHECK(!sinks.has_value() || (sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() &&
+                                         sinks->numel() == heads),
+                  "attention takes sinks [heads] in float32");
+  Tensor y = torch::stable::new_empty(q, {rows, heads, dim});
+  auto compute = [&](auto kind) {
+    using Kind = decltype(kind);
+    using Number = typename Kind::Number;
+    auto at = [](const Tensor& x) { return static_cast<const Number*>(x.data_ptr()); };
+    auto whole = [](const Tensor& x) { return static_cast<const int32_t*>(x.data_ptr()); };
+    Attention<Kind>{at(q), at(k), at(v), static_cast<Number*>(y.data_ptr()),
+                    sinks.has_value() ? static_cast<const float*>(sinks->data_ptr()) : nullptr,
+                    whole(starts), whole(lengths), whole(table), q.stride(0), q.stride(1), lengths.size(0), table.size(1),
+                    heads, kv_heads, dim, page_size, window.value_or(INT32_MAX), causal}
+        .run();
+  };
+  is_float32 ? compute(Float32()) : compute(BFloat16());
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dflash_server, library) {
+  library.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, Tensor table, int page_size, bool causal, "
+      "int? window, Tensor? sinks) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) { library.impl("attention", TORCH_BOX(&attention)); }

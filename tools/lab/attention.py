@@ -1,0 +1,108 @@
+"""A CPU's attention of decode steps, in GB/s of K and V, by turns beside a plain read of them and PyTorch's attention.
+
+Pages are shuffled, and there are as many layers as the caches do not hold.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from app.bench.command import guarded, out_folder
+from app.bench.flags import add_out_flag, count, counts
+from app.bench.table import Row, Table
+from app.config.error import ConfigError
+from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.backend.torch import TorchBackend
+from app.engine.cpu import attention
+from app.engine.cpu.backend import CpuBackend
+from tools.lab.publish import publish
+
+PAGE = 16
+BYTES = 96 << 20
+"""Bytes of K and V that a round reads, three times the caches of most processors with few cores."""
+MEANING = (
+    "Microseconds of a layer, and GB/s of its K and V, medians of rounds by turns. `read` sums the same bytes up. "
+    "`PyTorch` gathers pages for its own attention. Ratios are medians of paired rounds. One thread is timed in "
+    "seconds of its processor, so other processes take no time but caches and memory."
+)
+
+
+def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    folder = out_folder(options)
+    torch.set_num_threads(options.threads)
+    if not attention.is_own(torch.float32):
+        raise ConfigError("the CPU's own attention cannot be made here", "install g++")
+    rows = [
+        measured(options, batch, context, queries, getattr(torch, dtype))
+        for dtype in options.dtypes
+        for queries in options.rows
+        for batch in options.batches
+        for context in options.contexts
+    ]
+    return publish("attention", arguments, [Table("attention", "Attention of a CPU", MEANING, rows)], folder)
+
+
+@torch.inference_mode()
+def measured(options: argparse.Namespace, batch: int, context: int, queries: int, dtype: torch.dtype) -> Row:
+    """Return the rates of a batch whose sequences have `queries` rows each."""
+    heads, kv_heads, dim = options.heads
+    pages = -(-context // PAGE)
+    page_shape = (batch * pages, PAGE, kv_heads, dim)
+    layers = -(-BYTES // (2 * batch * pages * PAGE * kv_heads * dim * dtype.itemsize))
+    drawn = torch.randn(layers, 2, 1, 1, 1, dim).to(dtype).repeat(1, 1, *page_shape[:3], 1)
+    kv = [LayerKv(*layer) for layer in drawn]
+    q = torch.randn(batch * queries, heads, dim).to(dtype)
+    starts = torch.arange(0, batch * queries + 1, queries, dtype=torch.int32)
+    lengths, table = torch.full((batch,), context, dtype=torch.int32), torch.randperm(batch * pages).int()
+    lists = [queries] * batch, [context] * batch
+    meta, mask = AttentionMetadata(starts, lengths, table.view(batch, pages), *lists, PAGE), AttentionMask(causal=True)
+    by_pytorch = CpuBackend(torch.device("cpu"))
+    meta.plans[mask] = TorchBackend.plan_attention(by_pytorch, meta, mask, heads // kv_heads)
+    ways: dict[str, Callable[[LayerKv], object]] = {
+        "read": lambda kv: (kv.k.view(torch.float32).sum(), kv.v.view(torch.float32).sum()),
+        "own": lambda kv: attention.attention(q, kv, meta, mask, None),
+        "PyTorch": lambda kv: TorchBackend.attention(by_pytorch, q, kv, meta, mask),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    for _ in range(options.rounds + 1):
+        for way, run in ways.items():
+            start = now()
+            for layer in kv:
+                run(layer)
+            times[way].append((now() - start) / layers)
+    for taken in times.values():
+        del taken[0]  # the first round takes memory
+    num_bytes = kv[0].k.nbytes + kv[0].v.nbytes
+    ratio = {way: median(a / b for a, b in zip(times[way], times["own"], strict=True)) for way in ("read", "PyTorch")}
+    return {
+        "sequences": f"{batch} x {context}",
+        "rows": queries,
+        "dtype": str(dtype).removeprefix("torch."),
+        **{f"{way} us": f"{1e6 * median(taken):.0f}" for way, taken in times.items()},
+        **{f"{way} GB/s": f"{num_bytes / median(times[way]) / 1e9:.1f}" for way in ("read", "own")},
+        "own / read": f"{ratio['read']:.0%}",
+        "own / PyTorch": f"{ratio['PyTorch']:.2f}",
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: bench(options, arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.lab attention", description=__doc__)
+    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
+    parser.add_argument("--rows", type=counts, default=[1, 16], metavar="N,N", help="of a sequence [default: 1,16]")
+    parser.add_argument("--batches", type=counts, default=[1, 16], metavar="N,N", help="[default: 1,16]")
+    parser.add_argument("--contexts", type=counts, default=[256, 4096], metavar="N,N", help="[default: 256,4096]")
+    about = "query heads, KV heads and their size [default: Qwen3-0.6B's]"
+    parser.add_argument("--heads", type=count, nargs=3, default=[16, 8, 128], metavar="N", help=about)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(parser, "attention.json")
+    return parser
