@@ -179,7 +179,7 @@ class CudaBackend(TorchCudaBackend):
         target, (some, *_) = decoders[0], next(iter(weights.values()))
         planned = partial(self._prompt_plan, group=target.num_heads // target.num_kv_heads)
         asked = questions.prompts(target, some, page_size, planned, self.attention)
-        return {questions.OfPrompts(*target): asked} | found
+        return found | {questions.OfPrompts(*target): asked}
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes bfloat16 alone, and serves many rows of an expert."""
