@@ -1,7 +1,7 @@
 """--batch-invariant, end to end in bfloat16: plain == DFlash == any batch, token for token and without any margin.
 
-Each text is compared with that of its prompt decoded plainly and alone. Without the flag some text differs, because
-products and attention of other shapes round otherwise.
+Each text is compared with that of its prompt decoded plainly and alone. By PyTorch's operators some text differs,
+because products and attention of other shapes round otherwise.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.engine.cpu import linear
 from tests.fast.engine.lossless import Case, Subject, demo_subject, random_prompts
 from tests.fast.engine.pairs import make_pair
 
@@ -62,6 +63,8 @@ def test_no_token_depends_on_drafts_or_on_the_batch(subject: Subject, case: Case
         assert run.acceptance_length > 1.5
 
 
-def test_without_the_flag_some_token_does(tmp_path: Path) -> None:
+def test_without_the_flag_some_token_does_by_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own give a row the same bits in every batch too, as far as a timing at the start leaves products to them."""
+    monkeypatch.setattr(linear, "own", lambda dtype: None)
     subject = next(subjects(tmp_path, dtype="bfloat16"))
     assert any(subject.run(case).texts != alone(subject, case) for case in CASES[:2])
