@@ -49,6 +49,7 @@ class CudaBackend(TorchCudaBackend):
         self._products: dict[tuple[int, int, bool, int], Product] = {}
         self._choices: dict[tuple[int, int, int], Product] = {}
         self._prompts: Way | None = None
+        self._has_sinks = False
         self._joined: set[tuple[bool, int, int]] = set()
         self._chained_rows = False
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -64,6 +65,10 @@ class CudaBackend(TorchCudaBackend):
                 f"a block of {block_size} rows: a GPU verifies {TILE_ROWS} at most; "
                 f"give --num-speculative-tokens {TILE_ROWS - 1}"
             )
+
+    def pack_sinks(self, sinks: Tensor) -> Tensor:
+        self._has_sinks = True
+        return super().pack_sinks(sinks)
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return None for our attention, else the plan of PyTorch's."""
@@ -82,9 +87,10 @@ class CudaBackend(TorchCudaBackend):
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
         plan = meta.plans[mask]
-        if isinstance(plan, Ragged) and sinks is None:
+        if isinstance(plan, Ragged):
+            assert sinks is None, "no other way to read their prompts was timed"
             return prompts.attention(q_thd, kv, plan)
-        if plan is not None and not isinstance(plan, Ragged):
+        if plan is not None:
             return super().attention(q_thd, kv, meta, mask, sinks)
         return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta), sinks)
 
@@ -174,8 +180,8 @@ class CudaBackend(TorchCudaBackend):
     ) -> Questions:
         """Return the launches that `tune` chooses."""
         found = questions.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
-        if not found:
-            return {}
+        if not found or self._has_sinks:  # `varlen_attn` has no sinks
+            return found
         target, (some, *_) = decoders[0], next(iter(weights.values()))
         planned = partial(self._prompt_plan, group=target.num_heads // target.num_kv_heads)
         asked = questions.prompts(target, some, page_size, planned, self.attention)

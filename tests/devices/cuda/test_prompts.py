@@ -96,12 +96,8 @@ def test_pytorchs_own_function_takes_the_arguments() -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_more_tokens_than_may_be_gathered_and_sinks_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, sinks = backend_of(questions.RAGGED), torch.tensor([-30.0, 0.5, 2.0, 4.0])
-    case = Paged([33, 20], [90, 20], sinks=sinks)
-    case.meta.plans[case.mask] = backend.plan_attention(case.meta, case.mask, 2)
-    found = backend.attention(case.q, case.kv, case.meta, case.mask, sinks)
-    torch.testing.assert_close(found.double(), case.expected, atol=2e-6, rtol=2e-6)
+def test_more_tokens_than_may_be_gathered_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, case = backend_of(questions.RAGGED), Paged([33, 20], [90, 20])
     both_ways = AttentionMask(causal=False)
     assert not isinstance(backend.plan_attention(case.meta, both_ways, 2), Ragged)
     monkeypatch.setattr(CudaBackend, "max_gathered_tokens", 109)
@@ -127,6 +123,15 @@ def test_a_kernel_that_counts_rows_from_the_first_token_or_has_other_windows_is_
     shown = backend.tune([], {}, 2, 16, lambda call: call() is None or next(took))
     assert list(shown.values()) == ["default" if wrong else "PyTorch's varlen_attn"]
     assert backend._prompts == (None if wrong else questions.RAGGED)
+
+
+def test_nothing_is_asked_about_prompts_of_a_model_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "of_engine", lambda *_, **__: {None: None})
+    backend = backend_of(None)
+    of_model = [Heads(4, 2, 16)], {"o": [torch.zeros(64, 64, dtype=torch.bfloat16)]}, 2, 16
+    assert len(backend.questions(*of_model)) == 2
+    backend.pack_sinks(torch.zeros(4))
+    assert len(backend.questions(*of_model)) == 1
 
 
 @pytest.mark.usefixtures("double")
