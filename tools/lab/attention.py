@@ -4,7 +4,6 @@ Pages are shuffled, and there are as many layers as the caches do not hold.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -18,6 +17,7 @@ from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.backend.torch import TorchBackend
 from app.engine.cpu import attention
 from app.engine.cpu.backend import CpuBackend
+from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
 from tools.lab.publish import publish
 
 PAGE = 16
@@ -61,31 +61,19 @@ def measured(options: argparse.Namespace, batch: int, context: int, queries: int
     meta, mask = AttentionMetadata(starts, lengths, table.view(batch, pages), *lists, PAGE), AttentionMask(causal=True)
     by_pytorch = CpuBackend(torch.device("cpu"))
     meta.plans[mask] = TorchBackend.plan_attention(by_pytorch, meta, mask, heads // kv_heads)
-    ways: dict[str, Callable[[LayerKv], object]] = {
-        "read": lambda kv: (kv.k.view(torch.float32).sum(), kv.v.view(torch.float32).sum()),
-        "own": lambda kv: attention.attention(q, kv, meta, mask, None),
-        "PyTorch": lambda kv: TorchBackend.attention(by_pytorch, q, kv, meta, mask),
+    ways: dict[str, Callable[[int], object]] = {
+        READ: lambda i: (kv[i].k.view(torch.float32).sum(), kv[i].v.view(torch.float32).sum()),
+        OWN: lambda i: attention.attention(q, kv[i], meta, mask, None),
+        PYTORCH: lambda i: TorchBackend.attention(by_pytorch, q, kv[i], meta, mask),
     }
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    for _ in range(options.rounds + 1):
-        for way, run in ways.items():
-            start = now()
-            for layer in kv:
-                run(layer)
-            times[way].append((now() - start) / layers)
-    for taken in times.values():
-        del taken[0]  # the first round takes memory
-    num_bytes = kv[0].k.nbytes + kv[0].v.nbytes
-    ratio = {way: median(a / b for a, b in zip(times[way], times["own"], strict=True)) for way in ("read", "PyTorch")}
+    times, num_bytes = timed(ways, layers, options.rounds), kv[0].k.nbytes + kv[0].v.nbytes
     return {
         "sequences": f"{batch} x {context}",
         "rows": queries,
         "dtype": str(dtype).removeprefix("torch."),
         **{f"{way} us": f"{1e6 * median(taken):.0f}" for way, taken in times.items()},
-        **{f"{way} GB/s": f"{num_bytes / median(times[way]) / 1e9:.1f}" for way in ("read", "own")},
-        "own / read": f"{ratio['read']:.0%}",
-        "own / PyTorch": f"{ratio['PyTorch']:.2f}",
+        **{f"{way} GB/s": rate(num_bytes, times[way]) for way in (READ, OWN)},
+        **ratios(times),
     }
 
 

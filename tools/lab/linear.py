@@ -4,9 +4,7 @@ Weights have the shapes of Qwen3-0.6B. There are as many of each as the caches d
 """
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from app.bench.flags import add_out_flag, count
 from app.bench.table import Row, Table
 from app.config.error import ConfigError
 from app.engine.cpu import linear
+from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
 from tools.lab.publish import publish
 
 WEIGHTS = {
@@ -69,29 +68,17 @@ def measured(multiply: linear.Multiply, name: str, weights: list[Tensor], rows: 
             logits.max(dim=-1)
 
     ways: dict[str, Callable[[int], object]] = {
-        "read": lambda i: read[i].sum(),
-        "own": lambda i: ended(multiply(x, weights[i], None)),
-        "PyTorch": lambda i: ended(torch.mm(x, weights[i].t())),
+        READ: lambda i: read[i].sum(),
+        OWN: lambda i: ended(multiply(x, weights[i], None)),
+        PYTORCH: lambda i: ended(torch.mm(x, weights[i].t())),
     }
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    for _ in range(rounds + 1):
-        for way, run in ways.items():
-            start = now()
-            for i in range(len(weights)):
-                run(i)
-            times[way].append((now() - start) / len(weights))
-    for taken in times.values():
-        del taken[0]  # the first round takes memory
-    shown = {way: f"{num_bytes / median(taken) / 1e9:.1f}" for way, taken in times.items()}
-    ratio = {way: median(a / b for a, b in zip(times[way], times["own"], strict=True)) for way in ("read", "PyTorch")}
+    times = timed(ways, len(weights), rounds)
     return {
         "weight": f"{name} {out} x {size}",
         "dtype": str(dtype).removeprefix("torch."),
         "rows": rows,
-        **shown,
-        "own / read": f"{ratio['read']:.0%}",
-        "own / PyTorch": f"{ratio['PyTorch']:.2f}",
+        **{way: rate(num_bytes, taken) for way, taken in times.items()},
+        **ratios(times),
     }
 
 

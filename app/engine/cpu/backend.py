@@ -34,7 +34,7 @@ _SMALL_LAYER = 1 << 19
 """Numbers of gate and up in a layer. With 3,000 to 147,000 bfloat16 takes up to 1.7 times as long in some steps,
 because norms and RoPE convert numbers. With 786,000 it is faster in all (`python -m tools.lab dtypes`)."""
 _SMALL_MODEL = 1 << 25
-"""Numbers of weights. In a step of fewer, PyTorch's threads gain nothing beside a process that answers requests."""
+"""Parameters of target and draft. With fewer, PyTorch's threads gain nothing beside a process that answers requests."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of so many bytes, because NumPy has no bfloat16."""
 
@@ -53,7 +53,7 @@ class CpuBackend(TorchBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._packed: set[tuple[torch.Size, torch.dtype]] = set()
-        self._numbers = 0
+        self._num_parameters = 0
         self._few_rows = linear.MOST_ROWS
 
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
@@ -91,7 +91,7 @@ class CpuBackend(TorchBackend):
             packed = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
             self.fill(_copy, parts, packed.split([len(part) for part in parts]))
         self._packed.add((packed.shape, packed.dtype))
-        self._numbers += packed.numel()
+        self._num_parameters += packed.numel()
         return packed
 
     def pack_columns(self, *parts: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class CpuBackend(TorchBackend):
         (tools/lab/NOTES.md).
         """
         threads = torch.get_num_threads()
-        if num_rows <= self._few_rows or (self._few_rows and self._numbers < _SMALL_MODEL):
+        if num_rows <= self._few_rows or (self._few_rows and self._num_parameters < _SMALL_MODEL):
             torch.set_num_threads(1)
         try:
             yield
