@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -216,13 +215,6 @@ def _gather(pool: Tensor, call: Call) -> Tensor:
     """Return `[S, kv_heads, L, D]` out of `[pages, page_size, kv_heads, D]`."""
     pages = pool.index_select(0, call.pages)
     return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
-
-
-def fits_one_call(query_lens: Sequence[int], host_seq_lens: Sequence[int], group: int, max_gathered: int) -> bool:
-    """Return True if all rows of all sequences go through attention in one padded call."""
-    scores = list(map(mul, query_lens, host_seq_lens))
-    size = _Size(len(scores), max(query_lens), max(host_seq_lens), sum(scores))
-    return max(scores) <= MAX_SCORES // group and size.fits(group, max_gathered)
 
 
 def visible(row: Tensor, token: Tensor, seq_len: Tensor, mask: AttentionMask) -> Tensor:

@@ -1,27 +1,13 @@
-"""The backend that torch.export traces. There plans are Padded, and KV has no pages."""
+"""The backend that torch.export traces. There KV has no pages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.backend.base import Backend, LayerKv, Rotation
 from app.engine.backend.torch import TorchBackend
 from app.engine.cpu.backend import CpuBackend
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """One call in tensors alone.
-
-    `pages` [S, P] int32 hold a sequence's tokens. `mask` [S, 1, G * Q, L] is 0 where a row may look and -inf elsewhere.
-    `places` [T] are the rows' places among the S * Q padded ones, or None without padding.
-    """
-
-    pages: Tensor
-    mask: Tensor
-    places: Tensor | None
 
 
 class TracedBackend(CpuBackend):
@@ -51,29 +37,3 @@ class TracedBackend(CpuBackend):
             kv.v.index_put_((slot_mapping,), v_thd)
         else:
             super().write_kv(k_thd, v_thd, kv, slot_mapping)
-
-    def attention(
-        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
-    ) -> Tensor:
-        plan = meta.plans[mask]
-        if not isinstance(plan, Padded):
-            return super().attention(q_thd, kv, meta, mask, sinks)
-        assert sinks is None, "targets with experts are not compiled, and no others have sinks"
-        return _padded_attention(q_thd, kv, plan, meta.page_size)
-
-
-def _padded_attention(q_thd: Tensor, kv: LayerKv, plan: Padded, page_size: int) -> Tensor:
-    heads, dim = q_thd.shape[1:]
-    kv_heads, num_seqs = kv.k.shape[-2], plan.pages.shape[0]
-    group = heads // kv_heads
-    max_q = plan.mask.shape[2] // group
-    q = q_thd
-    if plan.places is not None:
-        q = q_thd.new_zeros(num_seqs * max_q, heads, dim).index_put((plan.places,), q_thd)
-    q = q.view(num_seqs, max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(num_seqs, kv_heads, -1, dim)
-    slot_mapping = plan.pages.unsqueeze(2) * page_size + torch.arange(page_size, dtype=torch.int32)
-    slot_mapping = slot_mapping.flatten(1)[:, : plan.mask.shape[3]]
-    k, v = (pool[slot_mapping].transpose(1, 2) for pool in (kv.k, kv.v))
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask)
-    o = o.view(num_seqs, kv_heads, group, max_q, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
-    return o if plan.places is None else o[plan.places]

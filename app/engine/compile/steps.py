@@ -1,5 +1,5 @@
 """The forwards of `--compile`, each one function of C++: the target from token ids to its greedy choice, the draft from
-anchors to drafts, and the context KV. A step whose attention is not one call runs by operators, like without."""
+anchors to drafts, and the context KV."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,28 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
-from app.engine.backend.torch import fits_one_call, visible
+from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.compile.aot import Compiled, Function
-from app.engine.compile.backend import Padded
-from app.engine.cpu.backend import CpuBackend
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable
 from app.engine.sampling.sampler import greedy
 from app.engine.sequence import NOT_FINITE
-from app.engine.step.forward import AttentionInputs, DraftTensors, Forward, TargetOutput, TargetTensors
-from app.engine.step.inputs import RowGroup
-
-
-@dataclass(frozen=True, slots=True)
-class OneCall:
-    """A step's whole attention as one padded call: no sequence has more rows, or tokens, than these."""
-
-    max_q: int
-    max_kv: int
+from app.engine.step.forward import DraftTensors, Forward, TargetOutput, TargetTensors
 
 
 class CompiledForward(Forward):
@@ -45,21 +32,10 @@ class CompiledForward(Forward):
         if isinstance(self.drafter, CompiledDrafter):
             self.draft_step, self.drafter.context_step = of_draft
 
-    def plan(self, rows: AttentionInputs, group: RowGroup | AttentionMetadata) -> None:
-        if self.target_step is None:
-            super().plan(rows, group)
-            return
-        lengths = group.query_lens, group.host_seq_lens
-        heads_per_kv = rows.decoder.num_heads // rows.decoder.num_kv_heads
-        if fits_one_call(*lengths, heads_per_kv, CpuBackend.max_gathered_tokens):
-            rows.meta.plans.update(dict.fromkeys(rows.decoder.masks, OneCall(*map(max, lengths))))
-        else:
-            super().plan(rows, group)
-
     def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
         rows = inputs.groups[0]
-        meta, plan = rows.meta, rows.meta.plans[self.target.config.masks[0]]
-        if self.target_step is None or not isinstance(plan, OneCall):
+        meta = rows.meta
+        if self.target_step is None:
             return super().run_target(token_ids, inputs, greedy=greedy)
         assert len(inputs.groups) == 1
         numbers = self._numbers
@@ -72,28 +48,22 @@ class CompiledForward(Forward):
             choice_rows=numbers[: num_logits if greedy else 1],
             seq_ids=rows.seq_ids,
             position_offsets=rows.position_offsets,
-            starts=meta.query_start_loc[:-1],
-            ends=meta.query_start_loc[1:],
+            query_start_loc=meta.query_start_loc,
             seq_lens=meta.seq_lens,
             pages=meta.page_table,
-            queries=numbers[: plan.max_q],
-            tokens=numbers[: plan.max_kv],
         )
         hidden, choices, positions, slot_mapping, *features = self.target_step(*step)
         chosen = choices if greedy else None
         return TargetOutput(hidden[:num_logits], chosen, features[0] if features else None, positions, slot_mapping)
 
     def draft(self, inputs: DraftTensors) -> Tensor:
-        rows, meta = inputs.rows, inputs.rows.meta
-        plan = meta.plans[self._drafter.decoder.masks[0]]
-        if self.draft_step is None or not isinstance(plan, OneCall):
+        rows, meta, block = inputs.rows, inputs.rows.meta, inputs.rows.meta.query_lens[0]
+        drafts_of_block = block - self._drafter.model.config.first_draft_row
+        if self.draft_step is None or len(inputs.anchors) * drafts_of_block > self.sampler.max_rows:
             return super().draft(inputs)
-        drafts_of_block = plan.max_q - self._drafter.model.config.first_draft_row
-        if len(inputs.anchors) * drafts_of_block > self.sampler.max_rows:
-            super().plan(rows, meta)
-            return super().draft(inputs)
-        lengths = self._numbers[: plan.max_q], self._numbers[: plan.max_kv]
-        step = _DraftInputs(inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, *lengths)
+        step = _DraftInputs(
+            inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, self._numbers[:block]
+        )
         (drafts,) = self.draft_step(*step)
         return drafts
 
@@ -121,9 +91,7 @@ def functions(forward: Forward) -> list[Function]:
 class _TargetInputs(NamedTuple):
     """Arguments of the compiled target, all int32.
 
-    TargetTensors of one group of rows; `starts` and `ends` [S] of each sequence's rows among all; numbers from 0 on, of
-    the rows a sequence can have here [Q], and of the tokens [L]. `choice_rows` [C] are those of the logit rows whose
-    next token is chosen.
+    TargetTensors of one group of rows. `choice_rows` [C] are those of the logit rows whose next token is chosen.
     """
 
     token_ids: Tensor
@@ -131,12 +99,9 @@ class _TargetInputs(NamedTuple):
     choice_rows: Tensor
     seq_ids: Tensor
     position_offsets: Tensor
-    starts: Tensor
-    ends: Tensor
+    query_start_loc: Tensor
     seq_lens: Tensor
     pages: Tensor
-    queries: Tensor
-    tokens: Tensor
 
 
 class _DraftInputs(NamedTuple):
@@ -147,7 +112,6 @@ class _DraftInputs(NamedTuple):
     seq_lens: Tensor
     pages: Tensor
     in_block: Tensor
-    tokens: Tensor
 
 
 def target_function(forward: Forward) -> Function:
@@ -159,11 +123,7 @@ def target_function(forward: Forward) -> Function:
         x = _TargetInputs(*inputs)
         *layers, turns = flat
         numbers = torch.arange(x.token_ids.shape[0], dtype=torch.int32)
-        unseen = x.seq_lens.unsqueeze(1) - (x.ends - x.starts).unsqueeze(1)
-        row_positions = torch.minimum(unseen + x.queries, x.seq_lens.unsqueeze(1) - 1)
-        padded_places = x.seq_ids * x.queries.shape[0] + numbers - x.starts[x.seq_ids]
-        plans = _plans(config, row_positions, x.seq_lens, x.pages, x.tokens, padded_places)
-        meta = AttentionMetadata(x.ends, x.seq_lens, x.pages, [x.token_ids.shape[0]], [], page_size, plans)
+        meta = AttentionMetadata(x.query_start_loc, x.seq_lens, x.pages, [x.token_ids.shape[0]], [], page_size)
         positions, slot_mapping = backend.positions_and_slots(
             x.seq_ids, x.position_offsets, numbers, x.pages, page_size
         )
@@ -174,20 +134,16 @@ def target_function(forward: Forward) -> Function:
         found = (hidden, choices.masked_fill(is_lost, NOT_FINITE), positions, slot_mapping)
         return found if features is None else (*found, features)
 
-    num_seqs, max_q, max_kv = 2, 3, 5 * page_size - 1
-    num_rows = num_seqs * max_q
+    num_seqs, num_rows = 2, 6
     examples = _TargetInputs(
         token_ids=_zeros(num_rows),
         logits_indices=_zeros(num_rows - 1),
         choice_rows=_zeros(num_rows - 2),
         seq_ids=_zeros(num_rows),
         position_offsets=_zeros(num_seqs),
-        starts=_zeros(num_seqs),
-        ends=_zeros(num_seqs),
-        seq_lens=_zeros(num_seqs) + max_kv,
-        pages=_zeros(num_seqs, -(-max_kv // page_size)),
-        queries=_zeros(max_q),
-        tokens=_zeros(max_kv),
+        query_start_loc=_zeros(num_seqs + 1),
+        seq_lens=_zeros(num_seqs),
+        pages=_zeros(num_seqs, 5),
     )
     settings = (config, model.target_layer_ids, page_size)
     return Function("target", settings, target_step, model, _flat(pool, forward.rotary), examples)
@@ -203,9 +159,8 @@ def draft_function(drafter: DFlashDrafter) -> Function:
         *layers, turns = flat
         block = x.in_block.shape[0]
         numbers = torch.arange(x.anchors.shape[0] * block, dtype=torch.int32)
-        row_positions = (x.seq_lens - block).unsqueeze(1) + x.in_block
-        plans = _plans(config.decoder, row_positions, x.seq_lens, x.pages, x.tokens, None)
-        meta = AttentionMetadata(x.seq_lens, x.seq_lens, x.pages, [numbers.shape[0]], [], page_size, plans)
+        starts = torch.arange(x.anchors.shape[0] + 1, dtype=torch.int32) * block
+        meta = AttentionMetadata(starts, x.seq_lens, x.pages, [numbers.shape[0]], [], page_size)
         positions, slot_mapping = backend.positions_and_slots(
             numbers // block, x.position_offsets, numbers, x.pages, page_size
         )
@@ -216,14 +171,13 @@ def draft_function(drafter: DFlashDrafter) -> Function:
         drafts = backend.linear(predicting.flatten(0, 1), model.lm_head).argmax(dim=-1).view(predicting.shape[:2])
         return (model.in_target_vocabulary(drafts).to(torch.int32),)
 
-    num_blocks, num_rows, max_kv = 2, 3, 5 * page_size - 1
+    num_blocks, num_rows = 2, 3
     examples = _DraftInputs(
         anchors=_zeros(num_blocks),
         position_offsets=_zeros(num_blocks),
-        seq_lens=_zeros(num_blocks) + max_kv,
-        pages=_zeros(num_blocks, -(-max_kv // page_size)),
+        seq_lens=_zeros(num_blocks),
+        pages=_zeros(num_blocks, 5),
         in_block=_zeros(num_rows),
-        tokens=_zeros(max_kv),
     )
     return Function("draft", (config, page_size), draft_step, model, _flat(pool, drafter.rotary), examples)
 
@@ -256,18 +210,6 @@ def _flat(pool: KvPool, rotary: RotaryTable) -> list[Tensor]:
 def _turns(rotary: RotaryTable) -> list[Tensor]:
     """Return the table [length, D / 2, 2] of cos and sin."""
     return [torch.view_as_real(table) for table in rotary.tables]
-
-
-def _plans(
-    config: DecoderConfig, rows: Tensor, seq_lens: Tensor, pages: Tensor, tokens: Tensor, places: Tensor | None
-) -> dict[AttentionMask, Padded]:
-    """Return the plan of each mask, for rows at positions [S, Q] and tokens [L]."""
-    row = rows.repeat(1, config.num_heads // config.num_kv_heads).unsqueeze(2)
-    plans = {}
-    for mask in dict.fromkeys(config.masks):
-        seen = visible(row, tokens, seq_lens[:, None, None], mask).expand(-1, row.shape[1], -1)
-        plans[mask] = Padded(pages, torch.where(seen, 0.0, -torch.inf).unsqueeze(1), places)
-    return plans
 
 
 def _zeros(*shape: int) -> Tensor:
