@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,11 +98,18 @@ def load_or_compile(
 
 
 def compile_missing(traced: Forward, folder: Path, on_compiled: Callable[[int, int], None] = lambda *_: None) -> None:
-    """Compile what the folder does not have, while no other process does."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        wanted = functions(traced)
-        on_compiled(0, len(wanted))
+    """Compile what the folder does not have, while no other process of the same priority does.
+
+    A start that compiles first thus waits for no process that may be slow for hours beside busy ones.
+    """
+    wanted = functions(traced)
+    on_compiled(0, len(wanted))
+    with (folder / f"lock-{os.nice(0)}").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process compiles: this one waits for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         for done, function in enumerate(wanted, 1):
             if not function.package(folder).exists():
                 function.compile(folder)

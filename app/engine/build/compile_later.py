@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from app.engine.build.compile import load_kept, take_up
 from app.engine.build.engine import Engine
 from app.engine.compile.aot import Compiled
+from app.engine.step.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +21,14 @@ COMMAND = (sys.executable, "-P", "-m", "app.engine.compiler")
 
 _NICE = 19
 """The lowest priority, because requests come first."""
-_END_SECONDS = 1.0
-"""Time for the end of a process that was killed."""
+_NEEDED_BYTES = 3 << 29
+"""Memory of the process and g++ together: 0.85 GB for 6 layers and 1.16 GB for 33 were measured."""
+_END_SECONDS = 2.0
+"""Time for the end of a process that was killed, or for code that is being loaded, which takes a tenth of it."""
+
+
+_LOOK_SECONDS = 0.05
+"""Time between looks for a process that is just being started."""
 
 
 class Compiling:
@@ -61,16 +68,21 @@ class Compiling:
         return True
 
     def close(self) -> None:
-        """End the process, with g++ if it runs."""
-        if self._process and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._thread.join(_END_SECONDS)
+        """End the process, with g++ if it runs, and the thread, which removes its files once it has loaded code."""
+        until = time.monotonic() + _END_SECONDS
+        while self._thread.is_alive() and time.monotonic() < until:
+            if self._process and self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            self._thread.join(_LOOK_SECONDS)
 
     def _run(self, settings: str) -> None:
         """Run the process to its end, and load what it has kept, or note why it has not."""
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
+            if (free := _free_bytes(self._engine.core.runner)) < _NEEDED_BYTES:
+                self._reason = f"{free >> 20} MiB are free beside KV, and it takes {_NEEDED_BYTES >> 20} MiB"
+                return
             with subprocess.Popen(self._command, stdin=pipe, stdout=null, stderr=pipe, process_group=0) as process:
                 self._process = process
                 assert process.stdin is not None and process.stderr is not None
@@ -86,3 +98,13 @@ class Compiling:
                 self._reason = "it kept other code than is wanted"
         except Exception as error:
             self._reason = f"{type(error).__name__}: {error}"
+
+
+def _free_bytes(runner: ModelRunner) -> int:
+    """Return free memory less that of KV, which counts once it is written.
+
+    Where it runs out Linux may end all of a container (`memory.oom.group`, which Kubernetes sets), and each new start
+    would compile again.
+    """
+    kv = sum(part.nbytes for pool in runner.pools for part in (pool.all_layers.k, pool.all_layers.v))
+    return runner.backend.memory()[0] - kv

@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 import time
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,10 +50,22 @@ def load_package(package: Path) -> Callable[..., Any]:
     """
     with contextlib.suppress(OSError):
         os.utime(package)  # The last use counts.
+    _check(package)
     # The Python function around it has g++ try the processor's instructions first, for a second and more each time.
     loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", False, 1, -1)
     run: Callable[..., Any] = loader.boxed_run
     return run
+
+
+def _check(package: Path) -> None:
+    """Raise RuntimeError if the package is not what was written. PyTorch runs damaged code, and reads no CRC."""
+    try:
+        with zipfile.ZipFile(package) as files:
+            damaged = files.testzip()
+    except Exception as error:  # the zip's own fields may be damaged in any way
+        raise RuntimeError(f"{package} cannot be read: {error}") from error
+    if damaged:
+        raise RuntimeError(f"{package} is damaged: {damaged}")
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ class CpuBackend(TorchBackend):
         self._packed: set[tuple[torch.Size, torch.dtype]] = set()
         self._num_parameters = 0
         self._few_rows = linear.MOST_ROWS
+        self._dtype = self.defaults.dtype
 
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
         if dtype != torch.bfloat16:
@@ -64,8 +65,9 @@ class CpuBackend(TorchBackend):
         return linear.why_not_bfloat16()
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
-        """Warn of a dtype that processors have few instructions for."""
+        """Warn of a dtype that processors have few instructions for. Attention is planned for this dtype."""
         super().check(head_dim, block_size, page_size, dtype)
+        self._dtype = dtype
         if dtype == torch.float16:
             _warn_of_float16()
 
@@ -129,16 +131,14 @@ class CpuBackend(TorchBackend):
             torch.set_num_threads(threads)
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
-        """Return None if the operator is here: it plans nothing."""
-        return None if attention.is_own(torch.float32) else super().plan_attention(meta, mask, group)
+        """Return None if the operator computes the engine's dtype: it plans nothing."""
+        return None if attention.is_own(self._dtype) else super().plan_attention(meta, mask, group)
 
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
         if attention.is_own(q_thd.dtype):
             return attention.attention(q_thd, kv, meta, mask, sinks)
-        if meta.plans[mask] is None:  # float16 is PyTorch's
-            meta.plans[mask] = super().plan_attention(meta, mask, q_thd.shape[1] // kv.k.shape[2])
         return super().attention(q_thd, kv, meta, mask, sinks)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -37,9 +37,10 @@ def load_operators(source: Path, *others: Path) -> None:
         sources = (source, *others)
         library = folder / f"{source.stem}-{_digest(sources)}.so"
         try:
+            _check(library)
             os.utime(library)  # the last use counts
             torch.ops.load_library(library)
-        except (OSError, RuntimeError):  # missing, or made for another system's libraries
+        except (OSError, RuntimeError):  # missing, damaged, or made for another system's libraries
             _compile(sources, library)
             torch.ops.load_library(library)
             _tidy(folder, source.stem)
@@ -83,8 +84,21 @@ def _compile(sources: Sequence[Path], library: Path) -> None:
         )
         if done.returncode:
             raise RuntimeError(f"{compiler()} cannot compile it: {done.stderr.strip()[-500:]}")
+        unfinished.write_bytes(sealed(unfinished.read_bytes()))
         unfinished.chmod(0o700)
         unfinished.replace(library)
+
+
+def sealed(code: bytes) -> bytes:
+    """Return the code with its SHA-256 behind it, which no loader reads."""
+    return code + hashlib.sha256(code).digest()
+
+
+def _check(library: Path) -> None:
+    """Raise OSError if the library is missing or damaged, because loading a part of one kills the process."""
+    found = library.read_bytes()
+    if sealed(found[: -hashlib.sha256().digest_size]) != found:
+        raise OSError(f"{library} is damaged")
 
 
 def _tidy(folder: Path, name: str) -> None:

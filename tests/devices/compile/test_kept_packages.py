@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,23 @@ def test_a_package_counts_as_used_when_it_is_loaded() -> None:
     with pytest.raises(RuntimeError):
         kept.load_package(path)
     assert path.stat().st_mtime > OLD + kept.AT_WORK_SECONDS
+
+
+@pytest.mark.parametrize("at", ["code", "end", "nothing is left"])
+def test_a_damaged_package_is_refused(tmp_path: Path, at: str) -> None:
+    """PyTorch would run what is left of its code."""
+    path = tmp_path / "target.pt2"
+    with zipfile.ZipFile(path, "w") as files:
+        files.writestr("model.so", b"code" * 1000)
+    with pytest.raises(RuntimeError) as whole:  # it has no model
+        kept.load_package(path)
+    assert "damaged" not in str(whole.value) and "cannot be read" not in str(whole.value)
+    data = bytearray(path.read_bytes())
+    if at == "code":
+        data[2000] ^= 1
+    path.write_bytes({"code": data, "end": data[:-30], "nothing is left": b""}[at])
+    with pytest.raises(RuntimeError, match="is damaged: model.so" if at == "code" else "cannot be read"):
+        kept.load_package(path)
 
 
 def test_what_servers_that_are_starting_use_is_left_alone() -> None:

@@ -1,9 +1,11 @@
 """Compilation while the engine serves: its process fails alone, and ends with the engine."""
 
+import fcntl
 import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +17,10 @@ import pytest
 import torch
 
 from app.engine import cache_folder
+from app.engine.backend.base import LayerKv
 from app.engine.build import compile as building
 from app.engine.build import compile_later
-from app.engine.build.compile import is_compiled, load_kept
+from app.engine.build.compile import compile_missing, is_compiled, load_kept
 from app.engine.build.compile_later import COMMAND, Compiling
 from app.engine.dflash.costs import CostTable
 from app.engine_config import EngineConfig
@@ -25,9 +28,16 @@ from app.engine_config import EngineConfig
 PATIENCE = 600.0
 
 
-def engine() -> Any:
+def engine(free: int = 1 << 40) -> Any:
+    """An engine with a KV pool of 8 GiB, whose memory is not written."""
     costs = CostTable([(1, 2.0)], {2: [(1, 1.0)]}, [[(0, 0.0), (1, 0.5)]])
-    core = SimpleNamespace(runner=SimpleNamespace(forward="forward"), scheduler=SimpleNamespace(policy=None))
+    part = torch.empty(1 << 30, device="meta")
+    runner = SimpleNamespace(
+        forward="forward",
+        backend=SimpleNamespace(memory=lambda: (free, free)),
+        pools=[SimpleNamespace(all_layers=LayerKv(part, part))],
+    )
+    core = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(policy=None))
     core.scheduler.policy = SimpleNamespace(costs=costs)
     return SimpleNamespace(core=core)
 
@@ -101,6 +111,69 @@ def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> Non
             assert time.monotonic() < until
             time.sleep(0.01)
     assert is_gone(int(file.read_text()))
+
+
+@pytest.mark.parametrize("beside_kv", [1 << 30, 2 << 30])
+def test_no_process_is_started_where_memory_would_run_out(beside_kv: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Linux may end the whole container then, whose next start would compile again."""
+    found = Compiling(engine((8 << 30) + beside_kv), "{}", lambda: None, [sys.executable, "-c", "exit(3)"])
+    with caplog.at_level(logging.WARNING):
+        ended(found)
+    (line,) = caplog.messages
+    assert ("exit code 3" if beside_kv >> 31 else "1024 MiB are free beside KV, and it takes 1536 MiB") in line
+
+
+def test_closing_waits_for_code_that_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files would stay in the folder."""
+    loading, done = threading.Event(), threading.Event()
+
+    def load(forward: Any) -> None:
+        loading.set()
+        time.sleep(0.2)
+        done.set()
+
+    monkeypatch.setattr(compile_later, "load_kept", load)
+    with compiling("raise SystemExit(0)"):
+        assert loading.wait(PATIENCE)
+    assert done.is_set()
+
+
+def test_closing_ends_a_process_that_is_just_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, started = threading.Event(), []
+
+    class Slow(subprocess.Popen[bytes]):
+        def __init__(self, *command: Any, **settings: Any) -> None:
+            go.wait(PATIENCE)
+            super().__init__(*command, **settings)
+            started.append(self)
+
+    monkeypatch.setattr(compile_later, "_END_SECONDS", PATIENCE)
+    monkeypatch.setattr("subprocess.Popen", Slow)
+    with compiling("import time; time.sleep(600)") as found:
+        threading.Timer(0.1, go.set).start()
+    assert not found._thread.is_alive() and started[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_start_waits_for_a_compiler_of_its_own_priority_alone_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, same: bool
+) -> None:
+    """One of the lowest priority may be slow for hours beside busy processes."""
+    monkeypatch.setattr(building, "functions", lambda forward: [])
+    monkeypatch.setattr("os.nice", lambda more: 5 + more)
+    forward: Any = "forward"
+    waiting = threading.Thread(target=lambda: compile_missing(forward, tmp_path))
+    with (tmp_path / f"lock-{5 if same else 0}").open("w") as lock, caplog.at_level(logging.INFO):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting.start()
+        until = time.monotonic() + PATIENCE
+        while waiting.is_alive() and not caplog.messages:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert caplog.messages == ["another process compiles: this one waits for it"] * same
+        assert waiting.is_alive() == same
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
 
 
 def test_the_process_ends_with_the_engine() -> None:

@@ -1,5 +1,6 @@
 """The CPU's own product of few rows: right, the same for a row in every batch, and left out where it cannot be made."""
 
+import ctypes
 import shutil
 from pathlib import Path
 
@@ -232,14 +233,16 @@ def test_a_decoder_on_the_operator_has_the_texts_of_pytorchs_products_and_drafts
 
 
 class Loader:
-    """Fake of `torch.ops.load_library`. It knows no library that `broken` says is broken."""
+    """Fake of `torch.ops.load_library`. It loads no library of another system, and a part of one would kill it."""
 
     def __init__(self) -> None:
         self.loaded: list[Path] = []
 
     def __call__(self, path: Path) -> None:
-        if path.read_bytes() == b"broken":
-            raise OSError("file too short")
+        code = path.read_bytes()
+        if code == library.sealed(b"another system's"):
+            raise OSError("wrong ELF class")
+        assert code == library.sealed(b"whole")
         self.loaded.append(path)
 
 
@@ -251,7 +254,7 @@ def made(monkeypatch, tmp_path):
 
     def compile_it(source: Path, to: Path) -> None:
         compiled.append(to)
-        to.write_bytes(b"whole")
+        to.write_bytes(library.sealed(b"whole"))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("app.engine.cache_folder._owners_above", lambda folder: {0})
@@ -268,12 +271,15 @@ def test_a_library_is_compiled_once_and_anew_if_it_is_broken_or_its_source_is_an
     for _ in range(2):
         library.load_operators(source)
     assert len(compiled) == 1 and loaded == compiled * 2
-    compiled[0].write_bytes(b"broken")
-    library.load_operators(source)
-    assert len(compiled) == 2 and compiled[0] == compiled[1]
+    whole = library.sealed(b"whole")
+    broken = [library.sealed(b"another system's"), b"", whole[:3], whole[:-1], b"W" + whole[1:]]
+    for count, found in enumerate(broken, 2):
+        compiled[0].write_bytes(found)
+        library.load_operators(source)
+        assert len(compiled) == count and compiled[-1] == compiled[0]
     source.write_text("two")
     library.load_operators(source)
-    assert len(compiled) == 3 and compiled[2] != compiled[1]
+    assert compiled[-1] != compiled[0]
     for number in range(library.MAX_KEPT + 2):
         source.write_text(f"more {number}")
         library.load_operators(source)
@@ -289,6 +295,15 @@ def test_no_library_is_taken_from_a_folder_that_another_user_could_change(made, 
     library.load_operators(source)
     (library_made,) = compiled
     assert not library_made.is_relative_to(tmp_path) and not library_made.exists()
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_what_is_compiled_is_sealed(tmp_path):
+    (tmp_path / "empty.cpp").write_text("")
+    library._compile([tmp_path / "empty.cpp"], tmp_path / "empty.so")
+    library._check(tmp_path / "empty.so")
+    ctypes.CDLL(str(tmp_path / "empty.so"))
 
 
 @needs_compiler
