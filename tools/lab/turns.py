@@ -24,8 +24,8 @@ from tools.lab.timed import timed
 ANSWER = 256
 ROUNDS = 6
 FIRST = "DFlash"
-NOTHING_TUNED: dict[str, Any] = {"_tiles": {}, "_products": {}, "_choices": {}}
-NOTHING_TUNED |= {"_prompts": None, "_joined": set(), "_chained_rows": False}
+NOTHING_TUNED: dict[str, Any] = {"_tiles": {}, "_products": {}, "_choices": {}, "_prompts": {}, "_joined": {}}
+NOTHING_TUNED |= {"_chained_rows": False}
 """Attributes of a CudaBackend that has chosen no launch by timing."""
 ATTENTION: dict[str, Callable[[Any], dict[str, Any]]] = {
     "attention's chaining the other way": lambda at: {"chained": not at.chained},
@@ -84,15 +84,25 @@ def others(engine: Engine, concurrency: int) -> dict[str, Way]:
     if any(chosen != "default" for chosen in engine.tuned.values()):
         with patch.multiple(own.backend, **NOTHING_TUNED):
             found[f"{FIRST}, launches by default"] = Way(captured(engine, own, concurrency))
-    chained = getattr(own.backend, "_chained_rows", None)
-    if chained is not None:
-        with patch.object(own.backend, "_chained_rows", not chained):
-            found[f"{FIRST}, norms' chaining the other way"] = Way(captured(engine, own, concurrency))
+    for name, changed in chained_otherwise(own.backend).items():
+        with patch.multiple(own.backend, **changed):
+            found[f"{FIRST}, {name}"] = Way(captured(engine, own, concurrency))
     for name, change in ATTENTION.items() if hasattr(own.backend, "geometry") else ():
         with changed_attention(own.backend, change) as differs:
             runner = captured(engine, own, concurrency)
         if differs:
             found[f"{FIRST}, {name}"] = Way(runner)
+    return found
+
+
+def chained_otherwise(backend: Any) -> dict[str, dict[str, Any]]:
+    """Return attributes that chain what a CudaBackend does not, and do not chain what it does."""
+    found: dict[str, dict[str, Any]] = {}
+    if hasattr(backend, "_chained_rows"):
+        found["norms' chaining the other way"] = {"_chained_rows": not backend._chained_rows}
+    if chosen := getattr(backend, "_products", {}):
+        ways = {key: way._replace(chained=1 - way.chained) for key, way in chosen.items()}
+        found["products' chaining the other way"] = {"_products": ways}
     return found
 
 

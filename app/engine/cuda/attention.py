@@ -6,7 +6,7 @@ the device. The host decides only the shape of the launch, which follows from te
 Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import e, log2
 from typing import NamedTuple
@@ -102,12 +102,13 @@ def geometry(
     tile: Tile | None = None,
     *,
     fixed: bool = False,
-    joined: bool = False,
+    joined: Collection[int] = (),
 ) -> Geometry:
     """Return the shape of a launch for sequences of `query_lens` rows, with `group` query heads a KV head.
 
     In a graph these are the rows of its capture. If one has more than one row there, a replay may spread all rows over
-    the sequences in any way. A `fixed` launch has the same tiles and parts of PART tokens for any rows.
+    the sequences in any way. A `fixed` launch has the same tiles and parts of PART tokens for any rows. The last program
+    of a tile of one row adds its parts, if their number is in `joined`.
     """
     num_seqs, num_rows, plain = len(query_lens), sum(query_lens), max(query_lens) <= 1 and not fixed
     narrow, wide = dtype.itemsize <= 2, head_dim > 128
@@ -118,17 +119,18 @@ def geometry(
     # Least number of tiles with work, but for padding.
     busy = max(1, sum(count > 0 for count in query_lens), num_rows // rows)
     most = -(-tile.waves * multiprocessors // (busy * kv_heads))
+    splits = most if fixed else 1 << (min(MAX_SPLITS, most).bit_length() - 1)
     return Geometry(
         rows,
         tiles=num_seqs if plain else num_seqs + num_rows // rows,
-        splits=most if fixed else 1 << (min(MAX_SPLITS, most).bit_length() - 1),
+        splits=splits,
         tokens=tile.tokens,
         warps=tile.warps,
         stages=tile.stages,
         part=PART if fixed else 0,
         chained=bool(tile.chained),
         mapped=rows > 1 and bool(tile.mapped),
-        joined=joined and plain,
+        joined=plain and splits in joined,
     )
 
 

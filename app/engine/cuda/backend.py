@@ -48,9 +48,9 @@ class CudaBackend(TorchCudaBackend):
         self._tiles: dict[tuple[bool, int, int], Tile] = {}
         self._products: dict[tuple[int, int, bool, int], Product] = {}
         self._choices: dict[tuple[int, int, int], Product] = {}
-        self._prompts: Way | None = None
+        self._prompts: dict[bool, Way] = {}
         self._has_sinks = False
-        self._joined: set[tuple[bool, int, int]] = set()
+        self._joined: dict[tuple[bool, int, int], set[int]] = {}
         self._chained_rows = False
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
@@ -74,7 +74,7 @@ class CudaBackend(TorchCudaBackend):
         """Return None for our attention, else the plan of PyTorch's."""
         if sum(meta.query_lens) <= TILE_ROWS * len(meta.query_lens):
             return None
-        return self._prompt_plan(meta, mask, self._prompts, group)
+        return self._prompt_plan(meta, mask, self._prompts.get(max(meta.host_seq_lens) > questions.LONG), group)
 
     def _prompt_plan(self, meta: AttentionMetadata, mask: AttentionMask, way: Way | None, group: int) -> Any:
         if way == questions.OURS:
@@ -108,7 +108,7 @@ class CudaBackend(TorchCudaBackend):
             dim,
             self._tiles.get(kind),
             fixed=self.batch_invariant,
-            joined=kind in self._joined,
+            joined=self._joined.get(kind, ()),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -158,13 +158,13 @@ class CudaBackend(TorchCudaBackend):
         for key, question in found.items():
             way = chosen.get(question.name)
             if way is not None and isinstance(key, questions.OfAttention) and key.joining:
-                self._joined.add(key[:3])
+                self._joined.setdefault(key[:3], set()).add(key.joining)
                 shown[question.name] = "added by the last program"
             elif way is not None and isinstance(key, questions.OfAttention):
                 self._tiles[key[:3]] = Tile(*way)
                 shown[question.name] = str(Tile(*way))
             elif way is not None and isinstance(key, questions.OfPrompts):
-                self._prompts, shown[question.name] = way, questions.PROMPT_WAYS[way]
+                self._prompts[key.is_long], shown[question.name] = way, questions.PROMPT_WAYS[way]
             elif way is not None and isinstance(key, questions.OfProduct):
                 self._products[key] = Product(*way)
                 shown[question.name] = str(self._products[key])
@@ -184,8 +184,10 @@ class CudaBackend(TorchCudaBackend):
             return found
         target, (some, *_) = decoders[0], next(iter(weights.values()))
         planned = partial(self._prompt_plan, group=target.num_heads // target.num_kv_heads)
-        asked = questions.prompts(target, some, page_size, planned, self.attention)
-        return found | {questions.OfPrompts(*target): asked}
+        for is_long in (False, True):
+            asked = questions.prompts(target, some, page_size, planned, self.attention, is_long=is_long)
+            found[questions.OfPrompts(*target, is_long)] = asked
+        return found
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
         """Return `Backend.moe`. PyTorch's grouped product takes bfloat16 alone, and serves many rows of an expert."""

@@ -25,8 +25,10 @@ BLOCK = 16
 EPS = 1e-6
 RAGGED, OURS = (1,), (2,)
 PROMPT_WAYS: dict[Way, str] = {RAGGED: "PyTorch's varlen_attn", OURS: "our kernel"}
-PROMPTS, PROMPT_TOKENS = [1536, 512], [1536, 1024]
-"""Rows and tokens of prompts that are timed: a whole one, and a chunk behind others."""
+PROMPTS = {False: ([1536, 512], [1536, 1024]), True: ([512], [8192])}
+"""Rows and tokens of prompts that are timed: a whole one and a chunk behind others, and a chunk of a long one."""
+LONG = 4096
+"""Most tokens of a prompt that is not long, about midway by ratio between those that are timed."""
 WINDOW = 16
 """A window of prompts that is compared too. It is not timed."""
 OF_ONE_ROW = [Tile(64, 4, 5, 2, chained=1), Tile(32, 4, 5, 2), Tile(64, 4, 3, 2), Tile(64, 4, 5, 1), Tile(128, 4, 3, 2)]
@@ -46,21 +48,22 @@ OF_BLOCKS = [
 class OfAttention(NamedTuple):
     """Launches of attention that share a way: one row a sequence or more, query heads a KV head, and their size.
 
-    With `joining` the way is where their parts are added.
+    With `joining` the way is where so many parts are added.
     """
 
     plain: bool
     group: int
     head_dim: int
-    joining: bool = False
+    joining: int = 0
 
 
 class OfPrompts(NamedTuple):
-    """Attention of prompts, by masks or one of PROMPT_WAYS: query heads, KV heads, and their size."""
+    """Attention of prompts, by masks or one of PROMPT_WAYS: query heads, KV heads, their size, long ones or not."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    is_long: bool
 
 
 class OfProduct(NamedTuple):
@@ -116,14 +119,19 @@ def of_engine(
             shape = named[0].shape
             gated = name == "gate_up"
             asked[OfProduct(shape[0], shape[1], gated, most_rows)] = product(list(named), most_rows, gated=gated)
+    most = min(num_seqs, MOST_SEQS)
     for decoder in decoders:
         for plain in (False, True) if decoder.head_dim <= 128 else ():
             key = OfAttention(plain, decoder.num_heads // decoder.num_kv_heads, decoder.head_dim)
             sizes, how = (page_size, multiprocessors), {"plain": plain, "fixed": fixed}
-            asked.setdefault(key, attention(decoder, some[0], min(num_seqs, MOST_SEQS), *sizes, **how))
-            if plain:  # of a block one program would read half a megabyte of parts
-                joining = attention(decoder, some[0], 1, *sizes, **how, joining=True)
-                asked.setdefault(key._replace(joining=True), joining)
+            asked.setdefault(key, attention(decoder, some[0], most, *sizes, **how))
+            # Of a block one program would read half a megabyte of parts.
+            for seqs in (1, most, *(1 << i for i in range(1, most.bit_length()))) if plain else ():
+                of_heads = key.group, decoder.num_kv_heads, some[0].dtype, multiprocessors, decoder.head_dim
+                parts = geometry([1] * seqs, *of_heads).splits
+                if parts > 1:
+                    joining = attention(decoder, some[0], seqs, *sizes, **how, joining=parts)
+                    asked.setdefault(key._replace(joining=parts), joining)
     if "qkv" in weights:
         between = chained_rows(decoders[0], list(weights["qkv"]), list(weights.get("gate_up", [])))
         asked[OfRows(weights["qkv"][0].shape[1])] = between
@@ -164,9 +172,9 @@ def fixed_product(weights: list[Tensor], multiprocessors: int) -> Question:
         for weight in weights:
             run(way, weight)
 
-    ways = [way for way in products.FIXED_WAYS if in_features % (way.splits * way.depth) == 0 and way != default]
+    ways = [way for way in products.FIXED_WAYS if in_features % (way.splits * way.depth) == 0]
     name = f"fixed product {out_features} x {in_features}"
-    return Question(name, ways, run, lambda: F.linear(x, weights[0]), timed)
+    return Question(name, ways, run, lambda: F.linear(x, weights[0]), timed, products.chained)
 
 
 def choice(lm_head: Tensor, num_rows: int) -> Question:
@@ -208,7 +216,7 @@ def product(weights: list[Tensor], num_rows: int, *, gated: bool) -> Question:
     ways = [way for way in products.WAYS if products.fits(way, out_features, in_features, num_rows, gated=gated)]
     kind = "SwiGLU" if gated else "product"
     name = f"{kind} {out_features} x {in_features}, {num_rows} rows"
-    return Question(name, ways, run, lambda: run(None), timed)
+    return Question(name, ways, run, lambda: run(None), timed, products.chained)
 
 
 def chained_rows(decoder: Heads, qkv: list[Tensor], gate_up: list[Tensor]) -> Question:
@@ -248,11 +256,11 @@ def attention(
     *,
     plain: bool,
     fixed: bool = False,
-    joining: bool = False,
+    joining: int = 0,
 ) -> Question:
     """Return the question how to launch attention over CONTEXT tokens a sequence; start-up checks the default.
 
-    With `joining` the question is where the parts of few sequences are added.
+    With `joining` the question is where so many parts are added, which the sequences have by default.
     """
     counts = [1 if plain else BLOCK] * num_seqs
     group, dim = decoder.num_heads // decoder.num_kv_heads, decoder.head_dim
@@ -262,8 +270,8 @@ def attention(
     def run(way: Way | None, layers: int = 1) -> Tensor:
         q, kv, meta = operands()
         meta.of_forward.clear()
-        joined = joining and way is not None
-        launch = geometry(counts, *sizes, None if way is None or joined else Tile(*way), fixed=fixed, joined=joined)
+        tile = None if way is None or joining else Tile(*way)
+        launch = geometry(counts, *sizes, tile, fixed=fixed, joined=() if way is None else (joining,))
         for _ in range(layers):
             o = paged_attention(q, kv, meta, AttentionMask(causal=True), launch)
         return o
@@ -273,7 +281,7 @@ def attention(
 
     name = f"{'fixed ' * fixed}attention of {'one row' if plain else 'blocks'}, {group} heads of {dim} a KV head"
     if joining:
-        return Question(f"parts of {name}", [(1,)], run, lambda: run(None), timed)
+        return Question(f"{joining} parts of {name}", [(1,)], run, lambda: run(None), timed)
     return Question(name, OF_ONE_ROW if plain else OF_BLOCKS, run, lambda: run(None), timed)
 
 
@@ -281,10 +289,12 @@ Planned = Callable[[AttentionMetadata, AttentionMask, Way | None], Any]
 Attention = Callable[[Tensor, LayerKv, AttentionMetadata, AttentionMask], Tensor]
 
 
-def prompts(decoder: Heads, like: Tensor, page_size: int, planned: Planned, attend: Attention) -> Question:
+def prompts(
+    decoder: Heads, like: Tensor, page_size: int, planned: Planned, attend: Attention, *, is_long: bool
+) -> Question:
     """Return the question by which kernel `attend` reads prompts. `planned` makes a plan, for all layers, of a way."""
     masks = AttentionMask(causal=True), AttentionMask(causal=True, window=WINDOW)
-    operands = cache(partial(_paged, decoder, like, PROMPTS, PROMPT_TOKENS, page_size))
+    operands = cache(partial(_paged, decoder, like, *PROMPTS[is_long], page_size))
     plan = cache(lambda mask, way: planned(operands()[2], mask, way))
 
     def attended(way: Way | None, mask: AttentionMask = masks[0]) -> Tensor:
@@ -295,7 +305,8 @@ def prompts(decoder: Heads, like: Tensor, page_size: int, planned: Planned, atte
     def run(way: Way | None) -> Tensor:
         return torch.cat([attended(way, mask) for mask in masks])
 
-    name = f"attention of prompts, {decoder.num_heads} and {decoder.num_kv_heads} heads of {decoder.head_dim}"
+    kind = f"{'long ' * is_long}prompts"
+    name = f"attention of {kind}, {decoder.num_heads} and {decoder.num_kv_heads} heads of {decoder.head_dim}"
     return Question(name, list(PROMPT_WAYS), run, lambda: run(None), attended)
 
 

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ Seconds = Callable[[Callable[[], object]], float]
 class Question(NamedTuple):
     """A launch with several ways. `run` takes a way, None for the default, and returns what `reference` does.
 
-    `timed` calls do the same on operands that no cache holds.
+    `timed` calls do the same on operands that no cache holds. `further` ways follow from the quickest of `ways`.
     """
 
     name: str
@@ -46,6 +46,17 @@ class Question(NamedTuple):
     run: Callable[[Way | None], Tensor]
     reference: Callable[[], Tensor]
     timed: Callable[[Way | None], object]
+    further: Callable[[Way], Sequence[Way]] = lambda way: ()
+
+    def every(self, took: Mapping[Way, float]) -> Iterator[Way]:
+        """Yield all ways in order, from the seconds that those before `took`."""
+        yield from self.ways
+        if took:
+            yield from self.further(min(took, key=took.__getitem__))
+
+    def may_be(self, way: Way | None) -> bool:
+        """Return True if the way is one of them."""
+        return way is None or any(way in (own, *self.further(own)) for own in map(tuple, self.ways))
 
 
 Chosen = dict[str, Way | None]
@@ -65,12 +76,12 @@ def choose(
     """
     begun, chosen = time.monotonic(), Chosen()
     for question in questions:
-        if question.name in known and known[question.name] in (None, *map(tuple, question.ways)):
+        if question.name in known and question.may_be(known[question.name]):
             chosen[question.name] = known[question.name]
             continue
-        best, way_of_best = WORTH * seconds(partial(question.timed, None)), None
+        default, took = WORTH * seconds(partial(question.timed, None)), dict[Way, float]()
         expected = question.reference().float()
-        for way in question.ways:
+        for way in question.every(took):
             if time.monotonic() - begun > MAX_SECONDS:
                 return chosen
             try:
@@ -86,9 +97,10 @@ def choose(
                 logger.warning(
                     "%s: %s is wrong on this device (error %.3g), and is left out", question.name, way, wrong
                 )
-            elif taken < best:
-                best, way_of_best = taken, tuple(way)
-        chosen[question.name] = way_of_best
+            else:
+                took[tuple(way)] = taken
+        best = min(took, key=took.__getitem__, default=None)
+        chosen[question.name] = None if best is None or took[best] >= default else best
     return chosen
 
 

@@ -30,7 +30,7 @@ from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
-from app.engine.cuda.products import CHOICE_WAYS, FIXED_WAYS, WAYS
+from app.engine.cuda.products import CHOICE_WAYS, FIXED_WAYS, WAYS, Product
 from app.engine.cuda.questions import OF_BLOCKS, OF_ONE_ROW
 from app.engine.npu import rows as ascend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
@@ -53,6 +53,7 @@ EXPERTS = {
 """Hidden size -> experts of Qwen3-30B-A3B and of gpt-oss-20b."""
 GATED_DELTA = [(16, 48, 128), (4, 4, 256)]
 """(heads of q and k, heads of v, head size) of Qwen3.5-27B, and the largest head."""
+PREFETCH = r"\.bulk\.prefetch\.L2"
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -123,9 +124,14 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.advance_by_accepted(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
 
 
+def both(ways: list[Product]) -> list[Product]:
+    """Return ways, and the same as chained launches."""
+    return [*ways, *(chained for way in ways for chained in products.chained(way))]
+
+
 def launch_products() -> None:
     """Every way to multiply, gated and not, at each number of columns of a tile."""
-    for way, rows, gated in product(WAYS, (1, 32, 64), (False, True)):
+    for way, rows, gated in product(both(WAYS), (1, 32, 64), (False, True)):
         if products.fits(way, 4096, 4096, rows, gated=gated):
             products.linear(empty(rows, 4096), empty(8192, 4096), way, gated=gated)
 
@@ -137,7 +143,8 @@ def launch_choices() -> None:
         if products.fits(way, *lm_head.shape, rows, gated=False):
             products.choose(empty(rows, 4096), lm_head, way, -1)
     for weight in (lm_head, empty(1024, 4096)):  # the head of a small vocabulary is in parts
-        products.fixed_choose(empty(512, 4096), weight, products.fixed_way(weight, 132), -1, 132)
+        for way in both([products.fixed_way(weight, 132)]):
+            products.fixed_choose(empty(512, 4096), weight, way, -1, 132)
 
 
 def launch_fixed_products() -> None:
@@ -146,8 +153,8 @@ def launch_fixed_products() -> None:
         weight, bias = empty(4096, 4096, dtype=dtype), empty(4096, dtype=dtype)
         own = products.fixed_way(weight, 132)
         assert own.splits > 1
-        for way in [own, *FIXED_WAYS] if dtype == torch.bfloat16 else [own]:
-            for rows, given in product((16, 512), (None, bias)) if way == own else ((16, None), (512, None)):
+        for way in [own, *both(FIXED_WAYS)] if dtype == torch.bfloat16 else [own]:
+            for rows, given in product((16, 512), (None, bias)) if way[:-1] == own[:-1] else ((16, None), (512, None)):
                 products.fixed_linear(empty(rows, 4096, dtype=dtype), weight, given, way, 132)
 
 
@@ -169,14 +176,16 @@ def launch_timed() -> None:
     plain, blocks = OF_ONE_ROW[0], OF_BLOCKS[0]
     kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))
     kinds = (True, 4, 128), (False, 4, 128)
-    for kind, chained, mapped, joined in product((CudaBackend, InvariantCudaBackend), (0, 1), (0, 1), (0, 1)):
-        backend = kind(torch.device("cpu"))
-        backend._multiprocessors, backend._joined = 132, set(kinds) if joined else set()
+    for backend_kind, chained, mapped, joined in product((CudaBackend, InvariantCudaBackend), (0, 1), (0, 1), (0, 1)):
+        backend = backend_kind(torch.device("cpu"))
+        backend._multiprocessors = 132
+        backend._joined = {kind: {2, 4, 8, 16} for kind in kinds} if joined else {}
         ways = [way._replace(chained=chained, mapped=mapped) for way in (plain, blocks)]
         backend._tiles, backend._chained_rows = dict(zip(kinds, ways, strict=True)), bool(chained)
-        for rows, mask in product((1, 16), MASKS):
-            meta = AttentionMetadata(numbers(2), numbers(1), numbers(1, 100), [rows], [], 16, {mask: None})
-            backend.attention(empty(rows, 32, 128), kv, meta, mask)
+        for rows, mask in product(([1], [16], [1] * 4, [1] * 8, [1] * 32), MASKS):
+            seqs = len(rows)
+            meta = AttentionMetadata(numbers(seqs + 1), numbers(seqs), numbers(seqs, 100), rows, [], 16, {mask: None})
+            backend.attention(empty(sum(rows), 32, 128), kv, meta, mask)
         backend.add_rms_norm(empty(16, 4096), empty(16, 4096), empty(4096), 1e-6)
         backend.rms_norm(empty(16, 4096), empty(4096), 1e-6)
         backend.gated_mlp(empty(16, 4096), empty(24576, 4096), empty(4096, 12288))
@@ -240,6 +249,23 @@ def launch_experts() -> None:
                 experts.mixture(empty(rows, hidden, dtype=dtype), weights, moe)
 
 
+def prefetched(ptx: str) -> set[int]:
+    """Return the numbers of the pointers among a kernel's arguments that addresses of prefetches are made of."""
+    made: dict[str, set[str]] = {}
+    asked: set[str] = set()
+    for line in ptx.splitlines():
+        first, *others = re.findall(r"%\w+|\w+_param_\d+", line) or [""]
+        if re.search(PREFETCH, line):
+            asked.add(first)
+        else:
+            made.setdefault(first, set()).update(others)
+    sources = set(asked)
+    while more := {source for name in sources for source in made.get(name, ())} - sources:
+        sources |= more
+    pointers = re.findall(r"\.u64 \.ptr .*?(\w+_param_(\d+))", ptx)
+    return {int(number) for name, number in pointers if name in sources}
+
+
 def resources(kernel: Any) -> dict[str, Any]:
     """Resources of the compiled kernel, read by cuobjdump from the cubin: bytes, and registers of a thread."""
     with NamedTemporaryFile(suffix=".cubin") as file:
@@ -247,7 +273,7 @@ def resources(kernel: Any) -> dict[str, Any]:
         file.flush()
         done = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
-    before_memory = re.split(r"(?:ld|st|atom|red)\.global|cp\.async", kernel.asm["ptx"])[0]
+    before_memory = re.split(rf"(?:ld|st|atom|red)\.global|cp\.async(?!{PREFETCH})", kernel.asm["ptx"])[0]
     return {
         "kernel": kernel.metadata.name,
         "shared": kernel.metadata.shared,
@@ -257,6 +283,7 @@ def resources(kernel: Any) -> dict[str, Any]:
         "warps": kernel.metadata.num_warps,
         "chained": kernel.metadata.launch_pdl,
         "waits": before_memory.count("griddepcontrol.wait"),
+        "prefetches": sorted(prefetched(kernel.asm["ptx"])),
         "wgmma": "wgmma" in kernel.asm["ptx"],
     }
 

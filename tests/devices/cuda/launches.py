@@ -113,7 +113,7 @@ class CountedBackend(CudaBackend):
         if tuned:
             self._products = self._choices = Always(Product(64, 32, 1))
             self._tiles = {(False, 4, 16): next(way for way in OF_BLOCKS if way.mapped)}
-            self._joined = {(True, 4, 16)}
+            self._joined = {(True, 4, 16): set(range(2, 17))}
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         counters(self.device)  # on a GPU a first run makes them

@@ -22,6 +22,7 @@ from app.engine.backend.base import Backend
 from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.cuda import gated_delta, rows
 from app.engine.cuda.backend import CudaBackend
+from app.engine.cuda.products import Product
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from tools.lab import cuda_attention, gpu, turns
 
@@ -215,3 +216,13 @@ def test_launches_by_default_are_those_of_a_backend_that_has_timed_nothing() -> 
     new = vars(CudaBackend(torch.device("cpu")))
     own = {name for name in new if name.startswith("_")} - set(vars(TorchCudaBackend(torch.device("cpu")))) - not_chosen
     assert {name: new[name] for name in own} == turns.NOTHING_TUNED
+
+
+def test_what_is_chained_is_also_launched_the_other_way() -> None:
+    backend = CudaBackend(torch.device("cpu"))
+    assert turns.chained_otherwise(backend) == {"norms' chaining the other way": {"_chained_rows": True}}
+    assert turns.chained_otherwise(TorchCudaBackend(torch.device("cpu"))) == {}
+    key = (64, 64, False, 16)
+    backend._products = {key: Product(64, 128, 2, chained=1)}
+    changed = turns.chained_otherwise(backend)["products' chaining the other way"]
+    assert changed == {"_products": {key: Product(64, 128, 2)}}

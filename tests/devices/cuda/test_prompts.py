@@ -65,7 +65,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def backend_of(way: tuple[int, ...] | None) -> CudaBackend:
     backend = CudaBackend(CPU)
-    backend._prompts = way
+    backend._prompts = {} if way is None else {False: way, True: way}
     return backend
 
 
@@ -96,6 +96,24 @@ def test_pytorchs_own_function_takes_the_arguments() -> None:
 
 
 @pytest.mark.usefixtures("double")
+def test_long_prompts_have_a_way_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "LONG", 90)
+    backend = backend_of(None)
+    backend._prompts = {True: questions.RAGGED}
+    for tokens in (90, 91):
+        case = Paged([33, 20], [tokens, 20])
+        assert isinstance(backend.plan_attention(case.meta, case.mask, 2), Ragged) == (tokens > 90)
+    operands: list[list[int]] = []
+    monkeypatch.setattr(questions, "_paged", lambda *args: operands.append([max(args[-2])]) or (None, None, case.meta))
+    for is_long in (False, True):
+        asked = questions.prompts(
+            Heads(4, 2, 16), torch.zeros(1), 16, lambda *_: None, lambda *_: torch.zeros(1), is_long=is_long
+        )
+        asked.run(None)
+    assert operands[0] <= [4096] < operands[1], "each is timed on its side of the border"
+
+
+@pytest.mark.usefixtures("double")
 def test_more_tokens_than_may_be_gathered_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, case = backend_of(questions.RAGGED), Paged([33, 20], [90, 20])
     both_ways = AttentionMask(causal=False)
@@ -110,26 +128,25 @@ def test_a_kernel_that_counts_rows_from_the_first_token_or_has_other_windows_is_
 ) -> None:
     """Every other way is quicker here. The chunk behind other tokens tells, or a window that is compared too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(questions, "PROMPTS", [40, 20])
-    monkeypatch.setattr(questions, "PROMPT_TOKENS", [40, 50])
+    monkeypatch.setattr(questions, "PROMPTS", {False: ([40, 20], [40, 50]), True: ([20], [90])})
     monkeypatch.setattr(questions, "PROMPT_WAYS", {questions.RAGGED: questions.PROMPT_WAYS[questions.RAGGED]})
     monkeypatch.setattr(prompts, "_kernel", lambda: lambda *args, **how: varlen_attn(*args, **how, **wrong))
     monkeypatch.setattr(questions, "of_engine", lambda *_, **__: {None: None})
-    backend, took = backend_of(None), iter((1.0, 0.1))
+    backend, took = backend_of(None), iter((1.0, 0.1, 1.0, 0.1))
     found = backend.questions([Heads(4, 2, 16)], {"o": [torch.zeros(64, 64, dtype=torch.bfloat16)]}, 2, 16)
-    *_, key = found
-    assert isinstance(key, questions.OfPrompts), "questions of decode steps come first, because time ends"
-    monkeypatch.setattr(CudaBackend, "questions", lambda *_: {key: found[key]})
+    _, *keys = found
+    assert all(isinstance(key, questions.OfPrompts) for key in keys), "decode steps come first, because time ends"
+    monkeypatch.setattr(CudaBackend, "questions", lambda *_: {key: found[key] for key in keys})
     shown = backend.tune([], {}, 2, 16, lambda call: call() is None or next(took))
-    assert list(shown.values()) == ["default" if wrong else "PyTorch's varlen_attn"]
-    assert backend._prompts == (None if wrong else questions.RAGGED)
+    assert list(shown.values()) == ["default" if wrong else "PyTorch's varlen_attn"] * 2
+    assert backend._prompts == ({} if wrong else {False: questions.RAGGED, True: questions.RAGGED})
 
 
 def test_nothing_is_asked_about_prompts_of_a_model_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "of_engine", lambda *_, **__: {None: None})
     backend = backend_of(None)
     of_model = [Heads(4, 2, 16)], {"o": [torch.zeros(64, 64, dtype=torch.bfloat16)]}, 2, 16
-    assert len(backend.questions(*of_model)) == 2
+    assert len(backend.questions(*of_model)) == 3
     backend.pack_sinks(torch.zeros(4))
     assert len(backend.questions(*of_model)) == 1
 

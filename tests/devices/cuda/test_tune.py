@@ -67,6 +67,20 @@ def test_the_quickest_way_is_chosen_and_a_wrong_one_is_not_even_timed(
     assert "a: (3,) is wrong on this device" in caplog.text
 
 
+def test_ways_that_follow_from_the_quickest_are_tried_behind_it_and_known_at_the_next_start(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The quickest is followed even if it is slower than the default. What is wrong is left out there too."""
+    asked = machine.question("a", (5,), (2,))._replace(further=lambda way: [(3,), (1,)] if way == (2,) else [])
+    assert tune.choose([asked], machine.seconds, {}) == {"a": (1,)}
+    assert [way for _, way in machine.timed] == [None, (5,), (2,), (1,)] and "(3,) is wrong" in caplog.text
+    machine.timed.clear()
+    assert tune.choose([asked], machine.seconds, {"a": (1,)}) == {"a": (1,)} and not machine.timed
+    slower = machine.question("b", (5,))._replace(further=lambda way: [(1,)])
+    assert tune.choose([slower], machine.seconds, {"b": (9,)}) == {"b": (1,)}
+    assert tune.choose([machine.question("c", (4,))], machine.seconds, {}) == {"c": None}
+
+
 def test_a_fault_of_the_device_ends_the_start_and_names_the_flag(machine: Machine) -> None:
     with pytest.raises(RuntimeError, match="shared memory") as raised:
         tune.choose([machine.question("a", (2,), (4,))], machine.seconds, {}, lambda error: True)
@@ -147,14 +161,15 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     monkeypatch.setattr(tune, "MAX_SECONDS", 1e9)
     monkeypatch.setattr(questions, "CONTEXT", 20)
     monkeypatch.setattr(questions, "CHAIN", 1)
-    monkeypatch.setattr(questions, "PROMPTS", [40, 20])
-    monkeypatch.setattr(questions, "PROMPT_TOKENS", [40, 50])
+    monkeypatch.setattr(questions, "PROMPTS", {False: ([40, 20], [40, 50]), True: ([20], [90])})
     monkeypatch.setattr(products, "WAYS", [Product(32, 32, 2)])
     calls = (0.9**call for call in itertools.count())
     backend, own = CudaBackend(CPU), weights()
     chosen = backend.tune([DECODER], own, 2, 16, lambda call: next(calls))
-    assert chosen["product 64 x 256, 16 rows"] == str(Product(32, 32, 2)) and "SwiGLU 128 x 64, 1 rows" in chosen
-    assert len(chosen) == 2 * 4 + 4, "two weights at four numbers of rows, two kinds of attention, parts, prompts"
+    quickest = Product(32, 32, 2, chained=1)
+    assert chosen["product 64 x 256, 16 rows"] == str(quickest) and "SwiGLU 128 x 64, 1 rows" in chosen
+    assert set(backend._products.values()) == {quickest}
+    assert len(chosen) == 2 * 4 + 6, "two weights at four numbers of rows, attention, two numbers of parts, prompts"
     launched: list[Any] = []
     launch = products.linear
     monkeypatch.setattr(products, "linear", lambda *args, **how: launched.append(how) or launch(*args, **how))
@@ -173,7 +188,7 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     chosen_tile = questions.OF_ONE_ROW[-1]
     assert (tile.tokens, tile.stages) == (chosen_tile.tokens, chosen_tile.stages) != (64, 5)
     assert backend._tiles == {(True, 2, 16): chosen_tile, (False, 2, 16): questions.OF_BLOCKS[-1]}
-    assert tile.joined and backend._joined == {(True, 2, 16)}
+    assert tile.joined and backend._joined == {(True, 2, 16): {2, 4}} and len(backend._prompts) == 2
 
 
 @pytest.mark.parametrize("kind", [CudaBackend, InvariantCudaBackend])
@@ -217,7 +232,30 @@ def test_attention_is_timed_like_it_is_launched_and_behind_another_kernel(
     launched.clear()
     for joining in (asked[key] for key in asked if isinstance(key, questions.OfAttention) and key.joining):
         joining.timed(joining.ways[0])
-    assert {(at.joined, at.splits > 1) for at in launched} == (set() if fixed else {(True, True)})
+    assert {(at.joined, at.splits) for at in launched} == (set() if fixed else {(True, 16)})
+
+
+def test_where_parts_are_added_is_asked_for_each_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are the parts of 1 and of the most sequences, and of those between."""
+    launched: list[Any] = []
+    monkeypatch.setattr(questions, "paged_attention", lambda *args: launched.append(args[-1]))
+    monkeypatch.setattr(questions, "CONTEXT", 20)
+    monkeypatch.setattr(questions, "CHAIN", 1)
+    heads = Heads(num_heads=32, num_kv_heads=8, head_dim=16)
+    asked = {key.joining: one for key, one in of_attention(heads, num_seqs=64).items() if key.joining}
+    assert list(asked) == [16, 2, 8, 4] and len({question.name for question in asked.values()}) == 4
+    for question in asked.values():
+        question.timed(None)
+        question.timed((1,))
+    assert [(at.tiles, at.splits, at.joined) for at in launched] == [
+        (seqs, parts, joined) for seqs, parts in ((1, 16), (32, 2), (4, 8), (8, 4)) for joined in (False, True)
+    ]
+    assert [key.joining for key in of_attention(heads, num_seqs=1)] == [0, 0, 16]
+
+
+def of_attention(heads: Heads, num_seqs: int) -> dict[questions.OfAttention, Question]:
+    asked = questions.of_engine([heads], weights(), num_seqs, 16, 132)
+    return {key: question for key, question in asked.items() if isinstance(key, questions.OfAttention)}
 
 
 def test_nothing_is_timed_in_fp32_nor_off_a_gpu() -> None:
