@@ -107,8 +107,8 @@ def geometry(
     """Return the shape of a launch for sequences of `query_lens` rows, with `group` query heads a KV head.
 
     In a graph these are the rows of its capture. If one has more than one row there, a replay may spread all rows over
-    the sequences in any way. A `fixed` launch has the same tiles and parts of PART tokens for any rows. The last program
-    of a tile of one row adds its parts, if their number is in `joined`.
+    the sequences in any way. A `fixed` launch has the same tiles and parts of PART tokens for any rows. The last
+    program of a tile of one row adds its parts, if their number is in `joined`.
     """
     num_seqs, num_rows, plain = len(query_lens), sum(query_lens), max(query_lens) <= 1 and not fixed
     narrow, wide = dtype.itemsize <= 2, head_dim > 128

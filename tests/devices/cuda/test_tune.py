@@ -251,6 +251,10 @@ def test_where_parts_are_added_is_asked_for_each_number_of_them(monkeypatch: pyt
         (seqs, parts, joined) for seqs, parts in ((1, 16), (32, 2), (4, 8), (8, 4)) for joined in (False, True)
     ]
     assert [key.joining for key in of_attention(heads, num_seqs=1)] == [0, 0, 16]
+    backend, case = CudaBackend(CPU), Paged([1, 1], [40, 20])
+    for parts in (1, 2, 4):
+        backend._joined = {(True, 2, 16): {parts}}
+        assert backend.geometry(case.q, case.kv, case.meta).joined == (parts == 2)
 
 
 def of_attention(heads: Heads, num_seqs: int) -> dict[questions.OfAttention, Question]:
