@@ -1,7 +1,7 @@
 """The process that compiles an engine's forwards while that serves: `python -m app.engine.compiler NICE`.
 
 The first line of stdin is an EngineConfig, and stdin's end means that the engine is gone. The last line of
-stderr says why the process fails.
+stderr about an error says why the process fails.
 """
 
 import contextlib

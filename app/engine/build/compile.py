@@ -13,7 +13,7 @@ from torch import Tensor
 from app.engine.backend.base import Backend
 from app.engine.build.loader import OpenWeights, Progress
 from app.engine.cache_folder import own_folder
-from app.engine.compile.aot import Compiled, can_compile
+from app.engine.compile.aot import Compiled, why_not
 from app.engine.compile.cache import compile_cache
 from app.engine.compile.steps import CompiledForward, functions
 from app.engine.errors import UnsupportedError
@@ -56,8 +56,8 @@ def _obstacle(config: EngineConfig, shape: DecoderConfig, dtype: torch.dtype) ->
             return f"a target with {layers} is not supported yet ({config.target})"
     if dtype != torch.float32:
         return f"--dtype {str(dtype).removeprefix('torch.')} is not supported yet"
-    if not can_compile():
-        return "there is no g++ here: install it, name another compiler in CXX, or leave it out"
+    if reason := why_not():
+        return reason
     if config.compile == "auto" and not own_folder("compiled"):
         return "no folder keeps what is compiled: set XDG_CACHE_HOME to one of this user alone"
     return ""

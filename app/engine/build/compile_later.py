@@ -89,15 +89,21 @@ class Compiling:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(f"{settings}\n".encode())
                     process.stdin.flush()
-                said = process.stderr.read().decode(errors="replace").split("\n")
+                said = process.stderr.read().decode(errors="replace")
                 code = process.wait()
             if code:
-                self._reason = f"the process ended with exit code {code}: {' '.join(said[-2:]).strip()}"
+                self._reason = f"the process ended with exit code {code}: {_reason(said)}"
             else:
                 self._compiled = load_kept(self._engine.core.runner.forward)
                 self._reason = "it kept other code than is wanted"
         except Exception as error:
             self._reason = f"{type(error).__name__}: {error}"
+
+
+def _reason(said: str) -> str:
+    """Return the last line about an error, because g++ shows code behind it, else the last one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
 
 
 def _free_bytes(runner: ModelRunner) -> int:

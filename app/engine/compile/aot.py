@@ -19,14 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.compile.cache import load_package
+from app.engine.cpu import attention
 from app.engine.cpu.library import compiler, compiler_version, processor
 
 _SOURCES = Path(__file__).parents[1]
 
 
-def can_compile() -> bool:
-    """Return True if there is a compiler."""
-    return shutil.which(compiler()) is not None
+def why_not() -> str:
+    """Return why nothing can be compiled here, or "". Compiled forwards call the CPU's own operators."""
+    if not shutil.which(compiler()):
+        return "there is no g++ here: install it, name another compiler in CXX, or leave it out"
+    return "" if attention.is_own(torch.float32) else f"{compiler()} cannot make this server's operators"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from app.engine.build.engine import Engine, build_engine
 from app.engine.compile import aot as compiled
 from app.engine.compile.cache import load_package
 from app.engine.core import EngineCore
+from app.engine.cpu import linear
 from app.engine.errors import UnsupportedError
 from app.engine.sampling import sampler
 from app.engine_config import EngineConfig
@@ -355,4 +356,12 @@ def test_without_a_compiler_it_is_refused_if_asked_for(pair, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not engine_of(pair).can_be_compiled
     with pytest.raises(UnsupportedError, match="--compile: there is no g\\+\\+"):
+        engine(pair, compile=True)
+
+
+def test_where_the_compiler_makes_no_operators_it_is_refused_if_asked_for(pair, monkeypatch):
+    """Like clang++, or where a disk is full. Forwards without a plan for PyTorch's attention could not be traced."""
+    monkeypatch.setattr(linear, "_operator", lambda: None)
+    assert not engine_of(pair).can_be_compiled
+    with pytest.raises(UnsupportedError, match=r"--compile: .* cannot make this server's operators"):
         engine(pair, compile=True)

@@ -64,6 +64,10 @@ def compiling(command: str, *, told: list[str] | None = None) -> Iterator[Compil
     ("command", "said"),
     [
         ("import sys; print('a traceback', file=sys.stderr); sys.exit('no space left')", "exit code 1: no space left"),
+        (
+            r"raise SystemExit('Error: g++\n\na.cpp:9: fatal Error: no space left\n 9 | }\n   ^\n\nterminated.\n')",
+            "exit code 1: a.cpp:9: fatal Error: no space left",
+        ),
         ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
         ("raise SystemExit(0)", "it kept other code than is wanted"),
     ],
@@ -195,7 +199,7 @@ def test_nothing_is_compiled_behind_ready_where_no_folder_would_keep_it(
     """Each start would compile for a minute, and find nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache_folder, "_owners_above", lambda folder: set() if has_folder else {12345})
-    monkeypatch.setattr(building, "can_compile", lambda: True)
+    monkeypatch.setattr(building, "why_not", lambda: "")
     backend: Any = SimpleNamespace(compiles=True)
     shape: Any = SimpleNamespace(moe=None, gated_delta=None)
 
