@@ -59,7 +59,7 @@ def _obstacle(config: EngineConfig, shape: DecoderConfig, dtype: torch.dtype) ->
     if reason := why_not():
         return reason
     if config.compile == "auto" and not own_folder("compiled"):
-        return "no folder keeps what is compiled: set XDG_CACHE_HOME to one of this user alone"
+        return "no folder keeps what is compiled: set XDG_CACHE_HOME to a writable one of this user alone"
     return ""
 
 
@@ -79,7 +79,8 @@ def _loaded(forward: Forward, folder: Path) -> list[Compiled] | None:
         return None
     try:
         return [function.load(folder) for function in wanted]
-    except RuntimeError:
+    except RuntimeError as error:
+        logger.warning("what earlier starts compiled is made anew: %s", str(error).partition("\n")[0])
         return None
 
 

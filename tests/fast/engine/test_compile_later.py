@@ -158,6 +158,22 @@ def test_closing_ends_a_process_that_is_just_being_started(monkeypatch: pytest.M
     assert not found._thread.is_alive() and started[0].returncode == -signal.SIGKILL
 
 
+def test_kept_code_that_cannot_be_loaded_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log would not say why a start compiles again."""
+
+    def load(folder: Path) -> None:
+        raise RuntimeError("write callback failed\nand a stack of C++")
+
+    kept = SimpleNamespace(package=lambda folder: folder, load=load)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "functions", lambda forward: [kept])
+    forward: Any = "forward"
+    assert load_kept(forward) is None
+    assert caplog.messages == ["what earlier starts compiled is made anew: write callback failed"]
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_start_waits_for_a_compiler_of_its_own_priority_alone_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, same: bool
