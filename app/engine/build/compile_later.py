@@ -50,7 +50,6 @@ class Compiling:
         self._reason = ""
         self._thread = threading.Thread(target=self._run, args=(settings,), daemon=True)
         self._thread.start()
-        logger.info("forwards run by operators, while a process of low priority compiles them")
 
     def take_up(self) -> bool:
         """Let the engine run what was compiled, if that has ended. Call it between two steps, until it returns True."""
@@ -83,6 +82,7 @@ class Compiling:
             if (free := _free_bytes(self._engine.core.runner)) < _NEEDED_BYTES:
                 self._reason = f"{free >> 20} MiB are free beside KV, and it takes {_NEEDED_BYTES >> 20} MiB"
                 return
+            logger.info("forwards run by operators, while a process of low priority compiles them")
             with subprocess.Popen(self._command, stdin=pipe, stdout=null, stderr=pipe, process_group=0) as process:
                 self._process = process
                 assert process.stdin is not None and process.stderr is not None
