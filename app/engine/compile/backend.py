@@ -17,12 +17,13 @@ class TracedBackend(CpuBackend):
     """
 
     rms_norm = TorchBackend.rms_norm
-    qkv_into_kv = Backend.qkv_into_kv
-    context_into_kv = Backend.context_into_kv
     positions_and_slots = Backend.positions_and_slots
 
     def fill(self, write: Callable[[Tensor, Tensor], None], parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         return
+
+    def _turns(self, rotation: Rotation) -> Tensor:
+        return rotation[0]
 
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
         """Turn pairs of numbers by `rotation` [T, 1, D / 2, 2], because inductor has no complex ones."""

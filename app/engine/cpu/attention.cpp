@@ -402,14 +402,6 @@ struct Attention {
     });
   }
 
-  static void share_out(int64_t count, int64_t threads, const std::function<void(int64_t)>& one) {
-    std::atomic<int64_t> next = 0;
-    auto work = [&] {
-      for (int64_t i; (i = next++) < count;) one(i);
-    };
-    threads == 1 ? work() : helpers().share(threads - 1, work);
-  }
-
   void run() const {
     const std::vector<Block> blocks = this->blocks();
     const int64_t items = int64_t(blocks.size()) * kv_heads;

@@ -1,6 +1,8 @@
-"""Attention over paged K and V by an operator of our own, which reads them where they lie (attention.cpp)."""
+"""Attention over paged K and V by operators of our own: what is written there (rotate.cpp), and what is read from it
+where it lies (attention.cpp)."""
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +26,29 @@ def attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: Attenti
     return o
 
 
+def rotate_into(
+    rows: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    turns: Tensor,
+    kv: LayerKv,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Return q [T, heads, D] of `Backend.qkv_into_kv`, for `turns` (cos, sin) of pairs [T, .., D / 2, 2] fp32.
+
+    For `k_norm` [L, D] the rows are L layers of each of the T / L rows of `turns`, one after the other.
+    """
+    q: Tensor = torch.ops.dflash_server.rotate_into(rows, q_norm, k_norm, eps, turns, kv.k, kv.v, slot_mapping)
+    return q
+
+
 @cache
 def _has_fake() -> bool:
     torch.library.register_fake("dflash_server::attention", lambda q_thd, *_: q_thd.new_empty(q_thd.shape))
+    torch.library.register_fake("dflash_server::rotate_into", _shape_of_q)
     return True
+
+
+def _shape_of_q(rows: Tensor, q_norm: Any, k_norm: Any, eps: float, turns: Tensor, k: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(rows.shape[0], rows.shape[1] - 2 * k.shape[-2], rows.shape[2])

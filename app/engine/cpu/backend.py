@@ -74,8 +74,9 @@ class CpuBackend(TorchBackend):
     def tune(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> dict[str, str]:
-        """Time products of few rows, and leave those to PyTorch that it computes faster."""
-        found = linear.tune(self._packed)
+        """Time products of few rows, and leave to PyTorch what it computes faster, with the threads it will have."""
+        with self.step(linear.ALL_ROWS):
+            found = linear.tune(self._packed)
         self._few_rows = min([self._few_rows, *found.values()])
         return {name: linear.told(most_rows) for name, most_rows in found.items()}
 
@@ -171,20 +172,10 @@ class CpuBackend(TorchBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Rotate the heads of q and k in the same operators, in fp32. Without norms a `qkv` in fp32 is overwritten."""
-        kv_heads = kv.k.shape[2]
-        heads = qkv.shape[1] - 2 * kv_heads
-        qk = qkv[:, : heads + kv_heads].float()
-        if q_norm is not None:
-            qk = qk.div(_rms(qk, eps))
-        q, k = qk[:, :heads], qk[:, heads:]
-        if q_norm is not None and k_norm is not None:
-            q.mul_(q_norm)
-            k.mul_(k_norm)
-        _as_complex(qk).mul_(rotation[0])
-        q, k = (part.to(qkv.dtype) for part in (q, k))
-        self.write_kv(k, qkv[:, heads + kv_heads :], kv, slot_mapping)
-        return q
+        """Return `Backend.qkv_into_kv`, rounded once behind norm and RoPE where the operator is here."""
+        if not attention.is_own(qkv.dtype):
+            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
+        return attention.rotate_into(qkv, q_norm, k_norm, eps, self._turns(rotation), kv, slot_mapping)
 
     def context_into_kv(
         self,
@@ -196,12 +187,15 @@ class CpuBackend(TorchBackend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> None:
-        """Write the heads of all layers in the same operators, in fp32."""
-        k, v = kv_tl2hd.unbind(2)
-        k = k.float()
-        k = k.div(_rms(k, eps)).mul_(k_norm[:, None])
-        _as_complex(k).mul_(rotation[0].unsqueeze(1))
-        self.write_kv(k.flatten(0, 1).to(v.dtype), v.flatten(0, 1), kv, slot_mapping)
+        """Apply `Backend.context_into_kv`, rounded like `qkv_into_kv`."""
+        if not attention.is_own(kv_tl2hd.dtype):
+            return super().context_into_kv(kv_tl2hd, k_norm, ones, eps, rotation, kv, slot_mapping)
+        rows = kv_tl2hd.flatten(0, 1).flatten(1, 2)
+        attention.rotate_into(rows, None, k_norm, eps, self._turns(rotation), kv, slot_mapping)
+
+    def _turns(self, rotation: Rotation) -> Tensor:
+        """Return cos and sin of each pair, [T, 1, D / 2, 2]."""
+        return torch.view_as_real(rotation[0])
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         slot_mapping = slot_mapping.long()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +16,16 @@ from app.engine.cpu.library import load_operators, processor
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
-MOST_ROWS = 32
-"""Rows up to which a product runs here that was not timed, as in linear.cpp."""
+MOST_ROWS, ALL_ROWS = 32, 1 << 30
+"""Rows up to which a product runs here that was not timed, as in linear.cpp, and more than any step has."""
 _TRIED_ROWS = (4, 16, 32, 64, 128)
 """Fewer rows are the operator's: they wait for the weight alone, and their times are too short to compare."""
-_ALL_ROWS = 1 << 30
 _TRIED_NUMBERS = 1 << 20
 """Numbers of a weight that is timed. Of a larger one the first rows are, because 128 rows are slow to compute."""
 _WIDENED_NUMBERS = 1 << 20
 """Numbers of a weight that are widened at once: 4 MiB, which most processors' caches hold."""
-_ROUNDS = 3
+_ROUNDS = 5
+"""The quickest of them counts, because a busy neighbour makes each slower by chance."""
 _FASTER = 1.1
 """PyTorch's product has to be faster by this factor, because a difference below it is noise."""
 
@@ -72,7 +71,7 @@ def set_threads(threads: int) -> None:
 @cache
 def _operator() -> Multiply | None:
     try:
-        load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp")))
+        load_operators(*map(Path(__file__).with_name, ("linear.cpp", "attention.cpp", "rotate.cpp")))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("products of few rows: PyTorch's own, because %s", error)
         return None
@@ -105,7 +104,7 @@ def tune(weights: Iterable[tuple[torch.Size, torch.dtype]]) -> dict[str, int]:
 
 def told(most_rows: int) -> str:
     """Return what people are told of a weight in `tune`'s result."""
-    return "own" if most_rows == _ALL_ROWS else f"own up to {most_rows} rows"
+    return "own" if most_rows == ALL_ROWS else f"own up to {most_rows} rows"
 
 
 @cache
@@ -119,17 +118,19 @@ def _most_rows(multiply: Multiply, out: int, size: int, dtype: torch.dtype, thre
     weight, most = torch.ones(tried, size, dtype=dtype), _TRIED_ROWS[0] - 1
     for rows in _TRIED_ROWS:
         x = torch.ones(rows, size, dtype=dtype)
-        ratios: list[float] = []
-        while len(ratios) < _ROUNDS and not (ratios and ratios[0] < 0.5):
+        ours: list[float] = []
+        theirs: list[float] = []
+        while len(ours) < _ROUNDS and not (ours and ours[0] < 0.5 * theirs[0]):
             start = time.perf_counter()
             multiply(x, weight, None)
             middle = time.perf_counter()
             F.linear(x, weight)
-            ratios.append((middle - start) / (time.perf_counter() - middle))
-        if median(ratios) > _FASTER:
+            theirs.append(time.perf_counter() - middle)
+            ours.append(middle - start)
+        if min(ours) > _FASTER * min(theirs):
             break
         most = rows
     if most == _TRIED_ROWS[-1]:
-        most = _ALL_ROWS
+        most = ALL_ROWS
     limit(out, size, rows=most)
     return most

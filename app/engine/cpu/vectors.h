@@ -157,6 +157,15 @@ inline Helpers& helpers() {
   return *kept;
 }
 
+// Call one(0) to one(count - 1) on so many threads. A thread that another process slows down takes fewer of them.
+inline void share_out(int64_t count, int64_t threads, const std::function<void(int64_t)>& one) {
+  std::atomic<int64_t> next = 0;
+  auto work = [&] {
+    for (int64_t i; (i = next++) < count;) one(i);
+  };
+  threads == 1 ? work() : helpers().share(threads - 1, work);
+}
+
 // Memory of a thread that is kept from call to call.
 inline Lanes* scratch(size_t size) {
   static thread_local std::unique_ptr<char[]> kept;

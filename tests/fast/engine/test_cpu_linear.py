@@ -373,6 +373,19 @@ def test_pytorch_has_threads_for_steps_of_many_rows_alone(monkeypatch):
     assert threads_of_steps(mixed) == [3, 3, 3]
 
 
+@needs_compiler
+@pytest.mark.usefixtures("three_threads")
+def test_products_are_timed_beside_pytorch_with_the_threads_that_it_will_have(monkeypatch):
+    threads = []
+    monkeypatch.setattr(linear, "tune", lambda packed: threads.append(torch.get_num_threads()) or {})
+    for most in (17, 16):
+        backend = CpuBackend(CPU)
+        backend.pack_weight(torch.zeros(4, 4))
+        monkeypatch.setattr(cpu_backend, "_SMALL_MODEL", most)
+        backend.tune([], {}, 1, 16)
+    assert threads == [1, 3]
+
+
 @pytest.mark.usefixtures("three_threads")
 def test_pytorch_has_threads_for_all_products_that_are_its_own(monkeypatch):
     monkeypatch.setattr(linear, "own", lambda dtype: None)

@@ -1,0 +1,124 @@
+// The operator dflash_server::rotate_into: RMSNorm and RoPE of the heads of q and k, and K and V into their slots, in
+// float32 or bfloat16. A number is read once and rounded once. A row's result depends on that row alone.
+
+#include <cmath>
+
+#include "vectors.h"
+
+using namespace dflash_server;
+
+namespace {
+
+constexpr int64_t BLOCK_ROWS = 8;  // that a thread takes at once
+constexpr int64_t COST = 8;        // multiplications that take as long as a number of a head
+
+// Return the lanes of x with the numbers of each pair exchanged.
+template <int... I>
+inline Lanes exchanged(Lanes x, std::integer_sequence<int, I...>) {
+  return __builtin_shuffle(x, Bits{uint32_t(I ^ 1)...});
+}
+
+// Rows [q heads, k heads, v heads] of numbers. Rows follow one another layer by layer, and `turns` has (cos, sin) of
+// each pair of a head, the same for all layers of a row. Norms are null for a model without them.
+template <class Kind>
+struct Rotation {
+  using Number = typename Kind::Number;
+  const Number *x, *q_norm, *k_norm;
+  const float* turns;
+  Number *q, *k, *v;
+  const int32_t* slots;
+  int64_t rows, row_size, heads, kv_heads, dim, layers;
+  float eps;
+  const int64_t size = (dim + LANES - 1) / LANES;
+
+  void run_row(int64_t row, Lanes* numbers) const {
+    Lanes *cos = numbers + size, *sin = cos + size;
+    const float* turn = turns + row / layers * dim;
+    for (int64_t i = 0; i < dim; i++) {
+      reinterpret_cast<float*>(cos)[i] = turn[i & ~1];
+      reinterpret_cast<float*>(sin)[i] = i & 1 ? turn[i] : -turn[i + 1];
+    }
+    const Number *from = x + row * row_size, *norm = k_norm ? k_norm + row % layers * dim : nullptr;
+    const int64_t kept = slots[row] * kv_heads * dim;
+    for (int64_t head = 0; head < heads; head++, from += dim)
+      turn_head(from, q_norm, q + (row * heads + head) * dim, numbers);
+    for (int64_t head = 0; head < kv_heads; head++, from += dim) turn_head(from, norm, k + kept + head * dim, numbers);
+    std::memcpy(v + kept, from, kv_heads * dim * sizeof(Number));
+  }
+
+  void turn_head(const Number* from, const Number* norm, Number* to, Lanes* numbers) const {
+    const Lanes *cos = numbers + size, *sin = cos + size;
+    float* own = reinterpret_cast<float*>(numbers);
+    for (int64_t i = 0; i < dim; i++) own[i] = Kind::wide(from[i]);
+    if (norm) {
+      const float factor = 1 / std::sqrt(square(numbers) / dim + eps);
+      for (int64_t i = 0; i < dim; i++) own[i] *= factor * Kind::wide(norm[i]);
+    }
+    constexpr auto lanes = std::make_integer_sequence<int, LANES>();
+    for (int64_t i = 0; i < size; i++) {
+      const Lanes turned = multiply_add(numbers[i], cos[i], exchanged(numbers[i], lanes) * sin[i]);
+      Number out[LANES];
+      Kind::store(turned, out);
+      std::memcpy(to + i * LANES, out, std::min<int64_t>(LANES, dim - i * LANES) * sizeof(Number));
+    }
+  }
+
+  // Return the sum of squares. Lanes behind the last number are zeros.
+  float square(const Lanes* numbers) const {
+    Lanes sum = {};
+    for (int64_t i = 0; i < size; i++) sum = multiply_add(numbers[i], numbers[i], sum);
+    for (int half = LANES / 2; half; half /= 2)
+      for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+    return sum[0];
+  }
+
+  void run() const {
+    share_out((rows + BLOCK_ROWS - 1) / BLOCK_ROWS, threads_for(COST * rows * row_size), [&](int64_t block) {
+      Lanes* numbers = scratch(3 * size);
+      std::fill_n(numbers, 3 * size, Lanes{});
+      for (int64_t row = block * BLOCK_ROWS; row < std::min(rows, (block + 1) * BLOCK_ROWS); row++) run_row(row, numbers);
+    });
+  }
+};
+
+Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double eps,
+                   const Tensor& turns, Tensor k, Tensor v, const Tensor& slots) {
+  const ScalarType type = x.scalar_type();
+  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "rotate_into takes rows [T, heads, D] in row order");
+  const int64_t rows = x.size(0), dim = x.size(2), kv_heads = k.size(k.dim() - 2), heads = x.size(1) - 2 * kv_heads;
+  const int64_t layers = k_norm.has_value() ? std::max<int64_t>(1, k_norm->numel() / dim) : 1;
+  auto fits = [&](const Tensor& tensor) { return tensor.scalar_type() == type && tensor.is_contiguous(); };
+  auto is_norm = [&](const std::optional<Tensor>& norm) {
+    return !norm.has_value() || (fits(*norm) && norm->size(norm->dim() - 1) == dim);
+  };
+  STD_TORCH_CHECK((type == ScalarType::Float || type == ScalarType::BFloat16) && fits(k) && fits(v) && is_norm(q_norm) &&
+                      is_norm(k_norm) && heads >= 0 && dim % 2 == 0 && k.size(k.dim() - 1) == dim && k.numel() == v.numel(),
+                  "rotate_into takes rows, norms, K and V of one dtype, float32 or bfloat16, in row order");
+  STD_TORCH_CHECK(turns.scalar_type() == ScalarType::Float && turns.is_contiguous() && turns.numel() * layers == rows * dim,
+                  "rotate_into takes cos and sin of each pair in float32");
+  STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Int && slots.is_contiguous() && slots.numel() == rows,
+                  "rotate_into takes slots [T] in int32");
+  Tensor q = torch::stable::new_empty(x, {rows, heads, dim});
+  auto compute = [&](auto kind) {
+    using Kind = decltype(kind);
+    using Number = typename Kind::Number;
+    auto at = [](const Tensor& tensor) { return static_cast<Number*>(tensor.data_ptr()); };
+    auto weight = [&](const std::optional<Tensor>& norm) { return norm.has_value() ? at(*norm) : nullptr; };
+    Rotation<Kind>{at(x), weight(q_norm), weight(k_norm), static_cast<const float*>(turns.data_ptr()), at(q), at(k), at(v),
+                   static_cast<const int32_t*>(slots.data_ptr()), rows, x.size(1) * dim, heads, kv_heads, dim, layers,
+                   float(eps)}
+        .run();
+  };
+  type == ScalarType::Float ? compute(Float32()) : compute(BFloat16());
+  return q;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dflash_server, library) {
+  library.def(
+      "rotate_into(Tensor rows, Tensor? q_norm, Tensor? k_norm, float eps, Tensor turns, Tensor(a!) k, Tensor(b!) v, "
+      "Tensor slots) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dflash_server, CPU, library) { library.impl("rotate_into", TORCH_BOX(&rotate_into)); }
