@@ -53,6 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[command](arguments[1:])
     except ConfigError as error:
         return _fail(str(error), error.hint)
+    except ModuleNotFoundError as error:
+        if (error.name or "app").partition(".")[0] in ("app", "tools"):
+            raise
+        return _fail(
+            f"{error.name} is not installed", "`pip install .` in the source tree brings it; `report` needs less"
+        )
 
 
 def serve(arguments: Sequence[str]) -> int:

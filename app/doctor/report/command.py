@@ -3,10 +3,10 @@ are in npu-report.json and npu-report.md, or in gpu-report.json and gpu-report.m
 Nothing leaves the host. The exit code is 0 if nothing failed, 1 if something did, and 2 if there is no GPU.
 """
 
-import importlib.util
 import json
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +16,16 @@ from typing import Any
 
 from app.config.error import ConfigError
 from app.config.parser import Parser
+from app.doctor import probes
 from app.doctor.report import runner
 from app.doctor.report.triton_cache import own_cache
 
 LABORATORY = "tools.lab.gpu"
 OF_LABORATORY = ("equality", "speeds", "prefill", "attention", "gemm", "graphs", "profile", "turns")
 """Program that makes the sections about this server's own work, and these sections."""
+MODELS = ("demo", "qwen3-8b", "qwen3-4b", "qwen3-0.6b", "qwen3.5-0.8b")
+"""Names of the laboratory's sizes."""
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Options:
     answer: int = 1024
     rounds: int = 3
     sections: Sequence[str] = ()
-    seconds: float | None = None
+    seconds: int | None = None
     triton_cache: str | None = None
 
     @property
@@ -54,17 +58,15 @@ def main(arguments: Sequence[str], kind: str | None = None) -> int:
     """Write a report on a device of `kind`, "npu" or "cuda"; None takes either."""
     try:
         options, folder = parse(arguments, kind)
-        missing = no_gpu(options) if options.kind == "cuda" else None
-        if missing:
-            print(f"error: gpu-report needs a CUDA GPU and Triton: {missing}", file=sys.stderr)
-            return 2
+        if options.kind == "cuda":
+            check_gpu(options)
         if options.kind == "npu":
             return runner.report(options.device, folder, sections(options), **about(options))
         with own_cache(folder, options.triton_cache) as pack_kernels:
             return runner.report(options.device, folder, sections(options), told=pack_kernels, **about(options))
     except OSError as error:
         print(f"error: --out {folder}: {error.strerror or error}", file=sys.stderr)
-        print("hint: give a folder that this user may write to", file=sys.stderr)
+        print("hint: give a folder that this user may write to, on a disk with room", file=sys.stderr)
         return 2
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -83,18 +85,18 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
     )
     load = parser.add_argument_group("load of the engines on a GPU")
     load.add_argument("--model", default="qwen3-8b", help="sizes of which model [default: qwen3-8b]")
-    load.add_argument("--concurrency", type=int, nargs="+", metavar="N", default=[1, 32], help="[default: 1 32]")
-    load.add_argument("--prompt", type=int, metavar="TOKENS", default=512, help="[default: 512]")
-    load.add_argument("--answer", type=int, metavar="TOKENS", default=1024, help="[default: 1024]")
-    load.add_argument("--rounds", type=int, metavar="N", default=3, help="[default: 3]")
+    load.add_argument("--concurrency", type=count, nargs="+", metavar="N", default=[1, 32], help="[default: 1 32]")
+    load.add_argument("--prompt", type=count, metavar="TOKENS", default=512, help="[default: 512]")
+    load.add_argument("--answer", type=count, metavar="TOKENS", default=1024, help="[default: 1024]")
+    load.add_argument("--rounds", type=count, metavar="N", default=3, help="[default: 3]")
     parser.add_argument(
         "--sections",
-        type=lambda names: names.split(","),
+        type=lambda names: [name.strip() for name in names.split(",") if name.strip()],
         metavar="A,B",
         default=[],
         help="in this order [default: all]",
     )
-    parser.add_argument("--seconds", type=float, metavar="N", help="limit of all sections [default: 460 on a GPU]")
+    parser.add_argument("--seconds", type=count, metavar="N", help="limit of all sections [default: 460 on a GPU]")
     parser.add_argument(
         "--triton-cache",
         metavar="FILE",
@@ -111,15 +113,26 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
     changed = [f"--{name.replace('_', '-')}" for name in of_engines if given[name] != parser.get_default(name)]
     if changed and options.kind == "npu":
         raise ConfigError(f"{', '.join(changed)}: a report on a GPU alone takes this", "leave it out")
+    if options.model not in MODELS and not Path(options.model).expanduser().is_file():
+        raise ConfigError(
+            f"--model {options.model}: there is neither such a name nor such a file",
+            f"there are {', '.join(MODELS)}, or give the path of a config.json",
+        )
     known = runner.SECTIONS[options.kind]
     if unknown := [name for name in options.sections if name not in known]:
         raise ConfigError(f"--sections {','.join(unknown)}: there is none", f"there are {', '.join(known)}")
     return options, folder or Path("gpu-report" if options.kind == "cuda" else "")
 
 
+def count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def sections(options: Options) -> dict[str, runner.Section]:
     """Return the sections of a report. Those that a laboratory makes are started by name, and need a source tree."""
-    has_laboratory = (Path(__file__).parents[3] / "tools" / "lab").is_dir()
+    has_laboratory = (ROOT / "tools" / "lab").is_dir()
     found = {}
     for name in options.sections or runner.SECTIONS[options.kind]:
         seconds = runner.SECTIONS[options.kind][name]
@@ -138,15 +151,23 @@ def about(options: Options) -> dict[str, Any]:
     return {"name": "gpu-report", "limit": runner.GPU_SECONDS, "versions": versions()} | limit
 
 
-def no_gpu(options: Options) -> str | None:
-    """Return why no report on a GPU can be made here, or None."""
+def check_gpu(options: Options) -> None:
+    """Raise ConfigError if no report on a GPU can be made here. It opens no device."""
     import torch
 
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees none here"
-    if options.index >= torch.cuda.device_count():
-        return f"--device {options.device}, but there are {torch.cuda.device_count()}"
-    return None if importlib.util.find_spec("triton") else "triton is not installed"
+    torch_build, triton = probes.torch_build("cuda"), probes.compiler()
+    if torch_build.status == "failed":
+        found, hint = torch_build.found, torch_build.hint
+    elif not torch.cuda.is_available():
+        found = f"torch {torch.__version__} sees none here"
+        hint = "`nvidia-smi` must list a GPU, and its driver must be recent enough for this torch"
+    elif options.index >= (number := torch.cuda.device_count()):
+        found, hint = f"--device {options.device}, but there are {number}", "they are counted from 0"
+    elif triton.status != "ok":
+        found, hint = triton.found, triton.hint
+    else:
+        return
+    raise ConfigError(f"gpu-report needs a CUDA GPU, Triton and a C compiler: {found}", hint)
 
 
 def versions() -> dict[str, str]:
@@ -158,4 +179,15 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    return found
+    return found | {"commit": commit()}
+
+
+def commit() -> str:
+    """Return the commit of a source tree that git knows, with "-dirty" if files were changed."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

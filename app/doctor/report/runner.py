@@ -4,19 +4,24 @@ The files are whole at any moment: what a part has told is written before the ne
 """
 
 import asyncio
+import fcntl
 import json
 import math
+import os
 import re
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.client.child_process import LineProcess
+from app.config.error import ConfigError
 from app.doctor import check
 from app.doctor.report.page import page, verdict
 
@@ -89,7 +94,7 @@ def report(
     """Write NAME.json and NAME.md into `folder`, and print the page. Return 1 if a part failed, else 0.
 
     `host` is the command of the probes to begin with. What `told` returns behind each section stands among the
-    versions. Raises OSError if `folder` cannot be written to.
+    versions. Raises OSError if `folder` cannot be written to, and ConfigError while another report is.
     """
     found: dict[str, Any] = {
         "report": name,
@@ -102,21 +107,55 @@ def report(
         **about,
         "sections": {},
     }
-    run = Run(found, folder, limit, told)
-    try:
-        asyncio.run(run.all(sections, host))
-    except KeyboardInterrupt:
-        return check.INTERRUPTED
-    finally:
-        run.save()
-        _say(f"{found['failed']} failed; written: {folder / name}.json and {folder / name}.md")
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder), ends_like_an_interrupt():
+        run = Run(found, folder, limit, told)
+        try:
+            asyncio.run(run.all(sections, host))
+        except KeyboardInterrupt:
+            return check.INTERRUPTED
+        finally:
+            run.save()
+            _say(f"{found['failed']} failed; written: {folder / name}.json and {folder / name}.md")
     if run.missing:
         _say(f"error: no {kind(found)} can be used here: {run.missing}")
         _say(f"hint: `dflash-server check --device {device}` tells what is missing, and what to do")
     else:
         print(page(found))
         print(verdict(found))
-    return 1 if found["failed"] else 0
+    if run.unsaved:
+        _say(f"error: --out {folder}: {run.unsaved}: the files lack the end, and only the output above has it")
+    return 1 if found["failed"] or run.unsaved else 0
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other reports out of `folder`. Raises ConfigError if one is being written there."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems have no locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                hint = "wait until it ends, or give another folder"
+                raise ConfigError(f"--out {folder}: another report is being written there", hint) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def ends_like_an_interrupt() -> Iterator[None]:
+    """Let SIGTERM and the end of a terminal raise KeyboardInterrupt, so that no section's process stays behind."""
+    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGHUP)}
+    ours = [name for name, handler in before.items() if handler is signal.SIG_DFL]
+    for name in ours:
+        signal.signal(name, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for name in ours:
+            signal.signal(name, signal.SIG_DFL)
 
 
 class Run:
@@ -124,20 +163,42 @@ class Run:
 
     def __init__(self, found: dict[str, Any], folder: Path, limit: float, told: Callable[[], dict[str, str]]) -> None:
         self.missing = ""
+        self.unsaved = ""
         self._found, self._folder, self._limit, self._told = found, folder, limit, told
-        folder.mkdir(parents=True, exist_ok=True)
         _say(f"writing {found['report']}.json and {found['report']}.md to {folder.resolve()}")
-        self.save()
+        self._keep_earlier()
+        self._write()
+
+    def _keep_earlier(self) -> None:
+        """Rename the files of an earlier report by their time."""
+        name = self._found["report"]
+        for file in (self._folder / f"{name}.json", self._folder / f"{name}.md"):
+            if file.exists():
+                at = datetime.fromtimestamp(file.stat().st_mtime, UTC).strftime("%Y%m%d-%H%M%S")
+                _say(f"an earlier report is kept: {file.rename(file.with_stem(f'{name}-{at}'))}")
 
     def save(self) -> None:
+        """Write both files, and keep in `unsaved` why that failed. What is measured goes on."""
+        try:
+            self._write()
+            self.unsaved = ""
+        except OSError as error:
+            if not self.unsaved:
+                _say(f"warning: --out {self._folder}: {error.strerror or error}; the report goes on")
+            self.unsaved = error.strerror or str(error)
+
+    def _write(self) -> None:
         """Write both files. A reader finds each as it is now or as it was before."""
         parts = [part for section in self._found["sections"].values() for part in section["parts"]]
         self._found["failed"] = sum(part["status"] == "failed" for part in parts)
         for suffix, text in (("json", json.dumps(self._found, indent=1) + "\n"), ("md", page(self._found))):
             file = self._folder / f"{self._found['report']}.{suffix}"
             part = file.with_name(f"{file.name}.part")
-            part.write_text(text, encoding="utf-8")
-            part.replace(file)
+            try:
+                part.write_text(text, encoding="utf-8")
+                part.replace(file)
+            finally:
+                part.unlink(missing_ok=True)
 
     async def all(self, sections: dict[str, Section], host: Sequence[str]) -> None:
         ends = time.monotonic() + self._limit

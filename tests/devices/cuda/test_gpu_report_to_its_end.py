@@ -125,7 +125,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """Return the model of a report whose every other size is tiny too."""
     model = tmp_path / "tiny.json"
     model.write_text(json.dumps(MODEL))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "check_gpu", lambda options: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "an interpreter")

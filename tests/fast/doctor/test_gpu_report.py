@@ -342,7 +342,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_it_says_so_in_a_line_and_fails(started: str) -> None:
     done = run(started)
     assert done.returncode == 2 and done.stdout == "", done.stderr
-    assert done.stderr.startswith("error: gpu-report needs a CUDA GPU") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: gpu-report needs a CUDA GPU") and done.stderr.count("\n") == 2
 
 
 def test_both_commands_have_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_both_commands_have_the_same_options(monkeypatch: pytest.MonkeyPatch) ->
         return 0
 
     monkeypatch.setattr(runner, "report", noted)
-    monkeypatch.setattr(command, "no_gpu", lambda options: None)
+    monkeypatch.setattr(command, "check_gpu", lambda options: None)
     flags = ["--concurrency", "1", "8", "--prompt", "9", "--answer", "7", "--rounds", "2", "--model", "qwen3-4b"]
     assert cli.main(["bench", "gpu-report", *flags]) == cli.main(["report", "--device", "cuda", *flags]) == 0
     assert asked[0] == asked[1] and asked[0][:2] == ("cuda", Path("gpu-report"))
@@ -392,7 +392,7 @@ def test_short_lines_of_the_verdict_leave_their_room_to_the_speeds() -> None:
 def test_without_a_source_tree_the_laboratorys_sections_are_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "__file__", str(tmp_path / "app" / "doctor" / "report" / "command.py"))
+    monkeypatch.setattr(command, "ROOT", tmp_path)
     missing = {name: part for name, part in command.sections(command.Options("cuda")).items() if part.missing}
     assert set(missing) == set(gpu.MAKERS) == set(command.OF_LABORATORY)
     code, report = write(missing, tmp_path)

@@ -15,7 +15,7 @@ from app.doctor.report.triton_cache import NAME, VARIABLE, own_cache
 def compiled(name: str) -> None:
     """Leave a kernel like Triton in the cache that child processes have."""
     folder = Path(os.environ[VARIABLE]) / name
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "k.cubin").write_bytes(b"code")
     (folder / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.cubin": str(folder / "k.cubin")}}))
 
@@ -52,21 +52,17 @@ def test_a_cache_of_the_users_own_is_left_alone(tmp_path: Path, monkeypatch: pyt
     assert os.environ[VARIABLE] == str(tmp_path / "mine") and not (tmp_path / "mine").exists()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no archive", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03short"])
-def test_a_file_that_is_no_packed_cache_is_refused_by_name(tmp_path: Path, content: bytes | None) -> None:
-    file = tmp_path / "given.tar.gz"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"given\.tar\.gz"), own_cache(tmp_path, str(file)):
+def test_a_named_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"given\.tar\.gz: No such file"), own_cache(tmp_path, "given.tar.gz"):
         pass
 
 
 def test_files_outside_of_the_cache_are_not_written(tmp_path: Path) -> None:
     file, inside = tmp_path / NAME, tmp_path / "inside"
     inside.mkdir()
-    with triton_cache.tarfile.open(file, "w:gz") as packed:
+    with triton_cache.tarfile.open(file, "w:gz", pax_headers={triton_cache.MAKER: triton_cache.maker()}) as packed:
         (tmp_path / "evil").write_text("evil")
         packed.add(tmp_path / "evil", arcname="../outside")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="outside"):
         triton_cache.unpack(file, inside)
     assert not (tmp_path / "outside").exists()
