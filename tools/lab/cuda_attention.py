@@ -72,6 +72,7 @@ def launches(opened: Open, extent: Extent, lens: Lens, timed: Timer) -> Result:
         return {"us": 1e6 * seconds(partial(paged_attention, call.q, call.kv, call.meta, call.mask, at))}
 
     attempts = [({"launch": _shown(at) + OWN * (at == own)}, partial(us, at)) for at in dict.fromkeys(others)]
+    attempts.append(({"launch": _shown(own) + ", again"}, partial(us, own)))  # differs by noise alone
     result = _answers(attempts)
     cases = sorted(result["cases"], key=lambda row: row.get("us", inf))
     told = [f"{row['us']:.4g} us with {row['launch']}" for row in cases if "us" in row]

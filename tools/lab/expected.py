@@ -37,6 +37,12 @@ class Step:
         return self.step - (self.draft or 0.0)
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Return the milliseconds of each part's kernels. A draft has a head of its own."""
+        of_target = {"target": self.gemm + self.small + self.attention, "head": self.head}
+        return of_target | ({"context": self.context, "draft": self.draft} if self.context and self.draft else {})
+
+    @property
     def stages(self) -> dict[str, float] | None:
         """Return the milliseconds of a plain step's kernels. Those of a draft are not known one by one."""
         if self.draft is not None:

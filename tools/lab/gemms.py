@@ -13,8 +13,11 @@ from app.doctor.report.timing import Timer, timer
 from app.engine.backend.base import Backend
 from app.engine.backend.factory import make_backend
 from app.engine.build.decoder_config import target_config
+from app.engine.build.draft_config import draft_config
+from app.engine.dflash.config import DFlashConfig
 from app.engine.models.config import DecoderConfig
 from tools.lab.random_weights import pair_of
+from tools.lab.stages import traced
 
 ROWS = (1, 16, 32, 64, 128, 192, 256, 384, 512)
 ROTATED = 300e6
@@ -29,34 +32,67 @@ Multiply = Callable[[Tensor, Tensor], object]
 
 def parts(options: Options, ends: float) -> list[Part]:
     opened = cache(partial(make_backend, options.device))
-    return parts_of(target_config(pair_of(options.model)[0]), opened, ROWS, ROTATED, timer)
+    target, draft = pair_of(options.model)
+    config = target_config(target)
+    return parts_of(config, draft_config(draft, config), opened, ROWS, ROTATED, timer)
 
 
 def parts_of(
-    config: DecoderConfig, opened: Callable[[], Backend], rows: tuple[int, ...], rotated: float, timed: Timer
+    target: DecoderConfig,
+    draft: DFlashConfig,
+    opened: Callable[[], Backend],
+    rows: tuple[int, ...],
+    rotated: float,
+    timed: Timer,
 ) -> list[Part]:
-    return [
-        Part(name, partial(measured, opened, shape, rows, rotated, timed)) for name, shape in shapes(config).items()
-    ]
+    """Return a part for each product. The last one names kernels, because a profiler may slow what comes behind it."""
+    found = shapes(target, draft)
+    products = [Part(name, partial(measured, opened, shape, rows, rotated, timed)) for name, shape in found.items()]
+    return [*products, Part("kernels", partial(named, opened, found, rows))]
 
 
-def shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Return [out, in] of each product of a step."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+def shapes(target: DecoderConfig, draft: DFlashConfig) -> dict[str, tuple[int, int]]:
+    """Return [out, in] of each product of a step. The last two make the context KV."""
+    hidden, heads, drafts = target.hidden_size, target.num_heads * target.head_dim, draft.decoder
     return {
         "o": (hidden, heads),
-        "qkv": (heads + 2 * config.num_kv_heads * config.head_dim, hidden),
-        "down": (hidden, config.intermediate_size),
-        "gate_up": (2 * config.intermediate_size, hidden),
-        "lm_head": (config.vocab_size, hidden),
+        "qkv": (heads + 2 * target.num_kv_heads * target.head_dim, hidden),
+        "down": (hidden, target.intermediate_size),
+        "gate_up": (2 * target.intermediate_size, hidden),
+        "lm_head": (target.vocab_size, hidden),
+        "fc": (drafts.hidden_size, len(draft.target_layer_ids) * hidden),
+        "kv": (2 * drafts.num_layers * drafts.num_kv_heads * drafts.head_dim, drafts.hidden_size),
     }
+
+
+@torch.inference_mode()
+def named(opened: Callable[[], Backend], shapes: dict[str, tuple[int, int]], rows: tuple[int, ...]) -> Result:
+    """Name the kernels that PyTorch's product of each weight launches from a graph, for each number of rows."""
+    backend, cases = opened(), list[Result]()
+    dtype, apart = backend.defaults.dtype, getattr(backend, "capture_apart", None)
+    for name, shape in shapes.items():
+        weight = torch.zeros(shape, dtype=dtype, device=backend.device)
+        for num_rows in rows:
+            x = torch.zeros(num_rows, shape[1], dtype=dtype, device=backend.device)
+
+            def product(x: Tensor = x, weight: Tensor = weight) -> tuple[Tensor, ...]:
+                return (backend.linear(x, weight),)
+
+            run = apart(product).replay if apart else product
+            with traced(on_gpu=backend.device.type == "cuda") as launches:
+                run()
+            cases.append({"weight": name, "rows": num_rows, "kernels": " + ".join(each.name for each in launches)})
+    return {"cases": cases, "found": f"{len({case['kernels'] for case in cases})} kernels of PyTorch's products"}
 
 
 @torch.inference_mode()
 def measured(
     opened: Callable[[], Backend], shape: tuple[int, int], rows: tuple[int, ...], rotated: float, timed: Timer
 ) -> Result:
-    """Time one product at each number of rows, and our kernel's best way. `expected us` is the model's of cuBLAS."""
+    """Time one product at each number of rows, and our kernel's best way. `expected us` is the model's of cuBLAS.
+
+    By what `us` and `us again` differ is noise.
+    """
     backend, size = opened(), NUMBER_BYTES * shape[0] * shape[1]
     dtype = backend.defaults.dtype
     count = max(1, round(rotated / size))
@@ -80,7 +116,7 @@ def measured(
         if ways:
             best, way = min(ways)
             case |= {"ours us": 1e6 * best, "ours TB/s": size / best / 1e12, "way": way}
-        cases.append(case)
+        cases.append(case | {"us again": 1e6 * seconds(backend.linear)})
     few = cases[min(1, len(cases) - 1)]
     found = f"{few['TB/s']:.3g} TB/s at {few['rows']} rows, {cases[-1]['TFLOP/s']:.3g} TFLOP/s at {cases[-1]['rows']}"
     return {"weight": list(shape), "copies": count, "cases": cases, "found": found}

@@ -1,6 +1,7 @@
 """Where a decode step's time goes on a GPU: what each captured graph takes, and each kernel's share of a step."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -9,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from app.doctor.report.command import Options
 from app.doctor.report.part import Part, Result
@@ -21,7 +21,7 @@ from app.engine.build.engine import Engine
 from app.engine.build.time_steps import made_up
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs
-from tools.lab import expected, simulated
+from tools.lab import expected, simulated, stages
 from tools.lab.floors import Load, step_seconds
 from tools.lab.speeds import TAU, random_engine
 from tools.lab.timed import requests
@@ -174,10 +174,12 @@ def profile_parts_of(
                 simulated.simulate(made[width].core, simulated.even_rates(TAU, draft.block_size))
         return made[width]
 
+    def part(width: int | None, count: int) -> Result:
+        with stages.marked():
+            return profiled(engine, model, width, count, prompt)
+
     return [
-        Part(f"{named(width)} at {count}", partial(profiled, engine, model, width, count, prompt))
-        for width in widths
-        for count in concurrency
+        Part(f"{named(width)} at {count}", partial(part, width, count)) for width in widths for count in concurrency
     ]
 
 
@@ -191,7 +193,7 @@ def profiled(engine: Callable[[int | None], Engine], model: str, width: int | No
     What kernels do not fill are gaps between them.
     """
     made = engine(width)
-    core, on_gpu = made.core, made.device.startswith("cuda")
+    core = made.core
     for request in requests(count, prompt, ANSWER - 1, made.target.vocab_size):
         core.add(request)
     while (step := core.step()).stats.kind != "decode" or step.stats.num_decoding < count:
@@ -202,39 +204,44 @@ def profiled(engine: Callable[[int | None], Engine], model: str, width: int | No
     for _ in range(STEPS):
         core.step()
     step_ms = 1e3 * (time.perf_counter() - begun) / STEPS
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    with profile(activities=[activity]) as found:
+    with stages.traced(on_gpu=made.device.startswith("cuda")) as launches:
         for _ in range(STEPS):
             core.step()
-        if on_gpu:
-            torch.cuda.synchronize()
     for number in range(count):
         core.abort(f"r{number}")
     core.run([])
-    rows = [
-        {
-            "kernel": event.key[:80],
-            "stage": stage_of(event.key),
-            "launches": event.count / STEPS,
-            "us": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / STEPS,
-        }
-        for event in found.key_averages()
-    ]
-    rows.sort(key=lambda row: -row["us"])
-    busy = sum(row["us"] for row in rows) / 1e3
-    cases = [row | {"share": row["us"] / 1e3 / step_ms} for row in rows[:MOST_KERNELS]]
-    launches = sum(row["launches"] for row in rows)
     model_says = expected.of_rows(model, count, width or 1)
+    us: Counter[str] = Counter()
+    launched: Counter[str] = Counter()
+    kernels: dict[tuple[str, str], list[float]] = {}
+    for name, taken, part in launches:
+        kernels.setdefault((part, name), []).append(taken)
+        us.update({part: taken / STEPS, stage_of(name): taken / STEPS})
+        launched[part] += 1
+    rows: list[Result] = [
+        {
+            "kernel": name[:80],
+            "stage": stage_of(name),
+            "of": part,
+            "launches": len(taken) / STEPS,
+            "us": sum(taken) / STEPS,
+            "share": sum(taken) / STEPS / 1e3 / step_ms,
+        }
+        for (part, name), taken in kernels.items()
+    ]
+    busy = sum(us[part] for part in launched) / 1e3
     return {
         "step ms": step_ms,
         "expected ms": model_says and model_says.step,
         "kernels ms": busy,
-        "launches": launches,
-        "stages ms": {stage: sum(row["us"] for row in rows if row["stage"] == stage) / 1e3 for stage in STAGES}
-        | {"gaps": step_ms - busy},
+        "launches": len(launches) / STEPS,
+        "launches of": {part: number / STEPS for part, number in launched.items()},
+        "ms of": {part: us[part] / 1e3 for part in launched},
+        "expected ms of": model_says and model_says.parts,
+        "stages ms": {stage: us[stage] / 1e3 for stage in STAGES} | {"gaps": step_ms - busy},
         "expected stages ms": model_says and model_says.stages,
-        "cases": cases,
-        "found": f"{launches:.0f} launches take {busy:.4g} of {step_ms:.4g} ms, {busy / step_ms:.0%}",
+        "cases": sorted(rows, key=lambda row: -row["us"])[:MOST_KERNELS],
+        "found": f"{len(launches) / STEPS:.0f} launches take {busy:.4g} of {step_ms:.4g} ms, {busy / step_ms:.0%}",
     }
 
 

@@ -53,13 +53,16 @@ of the width that has the lowest. Published: SGLang on one H200 with Qwen3-8B, G
 DIFFERENT WORKLOAD.""",
     "gemm": """
 Matrix products of a layer, over copies of the weight that no cache holds together. `expected` is what the performance
-model of docs/performance.md says of cuBLAS. `ours` is the best `way` of our kernel of few rows.""",
+model of docs/performance.md says of cuBLAS. `ours` is the best `way` of our kernel of few rows. `us again` is measured
+behind it. `fc` and `kv` make the context KV. The last rows name the kernels that cuBLAS launched.""",
     "graphs": """
 RANDOM WEIGHTS. Each captured graph of the target and of the draft, behind 1,024 tokens a sequence. The floor reads
 weights and KV once. `expected` is the performance model's.""",
     "profile": """
-RANDOM WEIGHTS. Kernels of a decode step by CUPTI. What they do not fill of a step are gaps. `expected` is the
-performance model's. A launch gap is an empty kernel's time in a graph, in a row of its like.""",
+RANDOM WEIGHTS. Kernels of a decode step by CUPTI. What they do not fill of a step are gaps. `of` is the part of the
+step: the target's layers, its head, the context KV, or the draft with its head. Marks are small kernels between them,
+which this section alone has. `expected` is the performance model's. A launch gap is an empty kernel's time in a graph,
+in a row of its like.""",
     "turns": """
 RANDOM WEIGHTS and SIMULATED ACCEPTANCE. Each round runs every way once on one engine. A ratio is to the first way,
 with its 95 % interval over six rounds. The second way is the first again: a ratio inside of its interval is noise.

@@ -20,7 +20,7 @@ from app.engine.backend.base import AttentionMetadata, LayerKv
 class Ragged:
     """Rows and tokens of S sequences behind one another. The rows of each are the last of its tokens.
 
-    `cu_q` and `cu_k` [S + 1] int32 are where the sequences begin, and `slots` [L] those of all their tokens.
+    `cu_q` and `cu_k` [S + 1] int32 are where the sequences begin, and `slots` [L] those of the tokens that a row sees.
     """
 
     cu_q: Tensor
@@ -32,14 +32,17 @@ class Ragged:
 
 
 def ragged(meta: AttentionMetadata, window: int | None) -> Ragged:
-    """Return the plan of a causal step whose lengths on the host are exact."""
-    device, total = meta.seq_lens.device, sum(meta.host_seq_lens)
-    ends = meta.seq_lens.cumsum(0, dtype=torch.int32)
+    """Return the plan of a causal step whose lengths on the host are exact. With a window it has what rows see."""
+    device, lengths, host_lengths = meta.seq_lens.device, meta.seq_lens, meta.host_seq_lens
+    if window is not None:
+        lengths = torch.minimum(lengths, meta.query_start_loc.diff() + (window - 1))
+        host_lengths = [min(kv, q + window - 1) for q, kv in zip(meta.query_lens, host_lengths, strict=True)]
+    total, ends = sum(host_lengths), lengths.cumsum(0, dtype=torch.int32)
     numbers = torch.arange(len(ends), device=device)
-    seq = torch.repeat_interleave(numbers, meta.seq_lens, output_size=total)  # the size spares a wait
-    token = torch.arange(total, device=device) - (ends - meta.seq_lens)[seq]
+    seq = torch.repeat_interleave(numbers, lengths, output_size=total)  # the size spares a wait
+    token = torch.arange(total, device=device) + (meta.seq_lens - ends)[seq]
     slots = meta.page_table[seq, token // meta.page_size].long() * meta.page_size + token % meta.page_size
-    longest = max(meta.query_lens), max(meta.host_seq_lens)
+    longest = max(meta.query_lens), max(host_lengths)
     return Ragged(meta.query_start_loc, F.pad(ends, (1, 0)), slots, *longest, window)
 
 

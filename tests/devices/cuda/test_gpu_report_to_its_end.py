@@ -213,7 +213,7 @@ FIGURES: dict[str, tuple[str, str]] = {
     "prefill": ("", "first call ms|us|expected us at most"),
     "attention": ("expected us", "us"),
     "profile": ("", "us"),
-    "gemm": ("copies", "us|expected us|TB/s|TFLOP/s"),
+    "gemm": ("found", "rows"),
     "graphs": ("", "run|ms|slowest ms|expected ms"),
     "turns": ("rounds", "tok/s|ratio"),
     "engine": ("prompts|tokens|identical", ""),
@@ -249,6 +249,12 @@ def test_a_whole_report_ends_with_every_figure_and_its_verdict(
     assert [case["us"] > 0 for case in by_name.pop("launch gap")["cases"]] == [True, True]
     for result in by_name.values():
         assert result["stages ms"].keys() >= {"attention", "products", "gaps"} and result["expected ms"] > 0
+        assert {"target", "head"} <= result["ms of"].keys() and result["expected ms of"]["target"] > 0
+    assert {"context", "draft"} <= by_name["width 4 at 2"]["ms of"].keys()
+    *products, names = report["sections"]["gemm"]["parts"]
+    of_products = [case for part in products for case in part["result"]["cases"]]
+    assert not missing(of_products, "us|expected us|TB/s|TFLOP/s|us again")
+    assert all(case["kernels"] for case in names["result"]["cases"]) and len(names["result"]["cases"]) == 7 * 2
     ways = {case["way"] for part in report["sections"]["turns"]["parts"] for case in part["result"]["cases"]}
     assert {*turns.WAYS, "DFlash, eager, one step at a time", "DFlash, twice attention's splits"} <= ways
     (plain, *drafted) = [part["result"] for part in report["sections"]["speeds"]["parts"]]
@@ -257,7 +263,7 @@ def test_a_whole_report_ends_with_every_figure_and_its_verdict(
     refused = [part["name"] for part in report["sections"]["prefill"]["parts"] if "error" in part]
     assert set(refused) <= {"PyTorch's, cuDNN", "PyTorch's, memory-efficient"}, "a CPU has them not"
     ours = [case.get("ours us") for part in report["sections"]["gemm"]["parts"] for case in part["result"]["cases"]]
-    assert sum(us is not None and us > 0 for us in ours) == 2 * 4, "all but o, whose K is less than a tile"
+    assert sum(us is not None and us > 0 for us in ours) == 2 * 6, "all but o, whose K is less than a tile"
     end = page.verdict(report)
     assert len(end) <= page.VERDICT_CHARS
     assert [line.partition(":")[0].lower() for line in end.splitlines()[1:]] == list(FIGURES)

@@ -80,6 +80,9 @@ def test_each_way_is_a_softmax_over_each_sequences_own_tokens(
     case = Paged(*lengths, window=window, garbage=0.0 if way is None else math.nan)
     plan = case.meta.plans[case.mask] = backend.plan_attention(case.meta, case.mask, 2)
     assert (type(plan) is Ragged, plan is None) == (way == questions.RAGGED, way == questions.OURS)
+    if isinstance(plan, Ragged):
+        seen = [min(kv, q + (window or kv) - 1) for q, kv in zip(*lengths, strict=True)]
+        assert plan.cu_k.tolist() == [0, *itertools.accumulate(seen)] and len(plan.slots) == sum(seen)
     found = backend.attention(case.q, case.kv, case.meta, case.mask)
     torch.testing.assert_close(found.double(), case.expected, atol=2e-6, rtol=2e-6)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from app import cli
 from app.config.error import ConfigError
@@ -33,7 +34,7 @@ from tests import ROOT
 from tests.fast.doctor.patient import HANG, Patient
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.tools.tiny import TINY
-from tools.lab import expected, floors, gemms, gpu, kernels, simulated, speeds, turns
+from tools.lab import expected, floors, gemms, gpu, kernels, simulated, speeds, stages, turns
 from tools.lab.floors import Load
 from tools.lab.random_weights import TARGETS, draft_for
 from tools.lab.speeds import headline
@@ -461,6 +462,17 @@ def test_graphs_products_and_kernels_are_timed_at_tiny_sizes(tmp_path: Path) -> 
         shares = [case["share"] for case in found["cases"]]
         assert 0 < len(shares) <= kernels.MOST_KERNELS and shares == sorted(shares, reverse=True)
         assert found["kernels ms"] >= sum(case["us"] for case in found["cases"]) / 1e3 - 1e-6 and found["launches"] > 50
+        assert sum(found["ms of"].values()) == pytest.approx(found["kernels ms"])
+        assert sum(found["stages ms"].values()) == pytest.approx(found["step ms"])
+        assert sum(found["launches of"].values()) == pytest.approx(found["launches"])
+        assert {case["of"] for case in found["cases"]} <= {*found["ms of"]} and min(found["ms of"].values()) > 0
+    plain, *drafted = profiles
+    assert set(plain["ms of"]) == {"target", "head", "marks"} and plain["launches of"]["marks"] == 3
+    for found in drafted:
+        assert set(found["ms of"]) == {"target", "head", "context", "draft", "marks"}
+        assert found["launches of"]["marks"] == 6 and found["launches of"]["draft"] > 10, (
+            "a graph of each, in all steps"
+        )
     with device_lengths():
         (by_turns,) = [part.run() for part in turns.parts_of(model, [2], "cpu", 8, time.monotonic() + 600, 20)]
         engine = speeds.random_engine(model, draft=True, device="cpu", max_num_seqs=2, max_model_len=64, verify="full")
@@ -472,14 +484,18 @@ def test_graphs_products_and_kernels_are_timed_at_tiny_sizes(tmp_path: Path) -> 
     assert by_turns["cases"][0]["ratio"] == 1 and by_turns["rounds"] == turns.ROUNDS
     assert all(case["tok/s"] > 0 and case["ratio"] > 0 for case in by_turns["cases"])
     backend = CpuBackend(torch.device("cpu"))
-    made = gemms.parts_of(target_config(TINY), lambda: backend, (1, 2), 1.0, lambda _: lambda run: run() or 1e-6)
+    config = target_config(TINY)
+    pair = config, draft_config(draft_for(TINY), config)
+    *made, names = gemms.parts_of(*pair, lambda: backend, (1, 2), 1.0, lambda _: lambda run: run() or 1e-6)
     for part in made:
         cases = part.run()["cases"]
         assert [case["rows"] for case in cases] == [1, 2] and all(case["expected us"] > 0 for case in cases)
     of_a_file = gemms.parts(command.Options("cuda", model=model), 0.0)
-    assert (
-        [part.name for part in made] == [part.name for part in of_a_file] == ["o", "qkv", "down", "gate_up", "lm_head"]
-    )
+    products = ["o", "qkv", "down", "gate_up", "lm_head", "fc", "kv"]
+    assert [part.name for part in [*made, names]] == [part.name for part in of_a_file] == [*products, "kernels"]
+    cases = names.run()["cases"]
+    assert [(case["weight"], case["rows"]) for case in cases] == [(name, n) for name in products for n in (1, 2)]
+    assert all(case["kernels"] for case in cases)
 
 
 def test_every_way_has_its_turn_and_its_ratio_is_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,9 +581,47 @@ def test_the_page_of_performance_has_what_reports_expect() -> None:
     assert len(expected.STEPS) == sum(key.startswith(("plain at", "width")) for key in table)
 
 
+def test_parts_of_the_model_are_all_of_a_step_but_its_gaps() -> None:
+    for step in expected.STEPS.values():
+        assert sum(step.parts.values()) + step.gaps == pytest.approx(step.step, rel=0.02)
+
+
 def test_nothing_is_expected_of_another_model() -> None:
     assert expected.step("qwen3-8b", "auto", 32) is expected.STEPS["width 6", 32]
     assert expected.step("qwen3-4b", "auto", 32) is None and expected.host_ms("qwen3-4b", 1) is None
+
+
+def event(name: str, start: float, us: float = 2.0, device: DeviceType = DeviceType.CUDA) -> Any:
+    span = SimpleNamespace(start=start, elapsed_us=lambda: us)
+    return SimpleNamespace(name=name, time_range=span, device_type=device, self_cpu_time_total=7.0)
+
+
+def test_kernels_of_a_trace_are_of_the_part_behind_whose_mark_they_begin() -> None:
+    """A trace of a GPU has the host's calls too, which are no launches, and its events are in no order."""
+    mark = "void at::native::vectorized_elementwise_kernel<2, at::native::{}_kernel_cuda(at::TensorIteratorBase&)>"
+    events = [
+        event("nvjet_head", 9),
+        event("embed", 3),
+        event(mark.format("frac"), 2),
+        event("cudaGraphLaunch", 1, device=DeviceType.CPU),
+        event("copy", 0, us=5.0),
+        event(mark.format("asinh"), 4),
+        event("attend", 5),
+        event(mark.format("atanh"), 6),
+        event("context_rope_and_write", 7),
+        event(mark.format("acosh"), 8),
+    ]
+    parts = ["target", "marks", "draft", "marks", "target", "marks", "context", "marks", "head"]
+    found = stages.launches(events, on_gpu=True)
+    assert [each.part for each in found] == parts
+    assert [each.name for each in found if each.part != "marks"] == [
+        "copy",
+        "embed",
+        "attend",
+        "context_rope_and_write",
+        "nvjet_head",
+    ]
+    assert [each.us for each in found][:2] == [5.0, 2.0]
 
 
 def test_the_model_of_products_expects_reads_at_few_rows_and_operations_at_many() -> None:
