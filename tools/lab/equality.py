@@ -106,6 +106,9 @@ def compared(way: Way, name: str, texts: Callable[[str], Texts]) -> Result:
     differ = sum(text != other for text, other in pairs)
     alike = sum(_same(text, other) for text, other in pairs)
     result |= {"like": way.like, "tokens alike": alike, "requests that differ": differ, "that may": way.may_differ}
+    if differ:
+        number, at = next((i, _same(*pair)) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        result["first difference"] = f"request {number}, token {at}"
     return result | {"passed": differ <= way.may_differ}
 
 

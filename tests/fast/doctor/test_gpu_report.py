@@ -624,6 +624,16 @@ def test_kernels_of_a_trace_are_of_the_part_behind_whose_mark_they_begin() -> No
     assert [each.us for each in found][:2] == [5.0, 2.0]
 
 
+def test_texts_that_differ_are_told_with_the_place_where_they_begin_to() -> None:
+    pytest.importorskip("triton")
+    from tools.lab import equality
+
+    texts = {"graphs": [[1, 2, 3], [4, 5, 6]], "rerun": [[1, 2, 3], [4, 5, 7]], "same": [[1, 2, 3], [4, 5, 6]]}
+    found = equality.compared(equality.Way("graphs"), "rerun", texts.__getitem__)
+    assert found["first difference"] == "request 1, token 2" and not found["passed"] and found["tokens alike"] == 5
+    assert "first difference" not in equality.compared(equality.Way("graphs"), "same", texts.__getitem__)
+
+
 def test_the_model_of_products_expects_reads_at_few_rows_and_operations_at_many() -> None:
     """The figures of an 8B's o (34 MB) and gate_up (201 MB)."""
     assert gemms.expected_seconds(33.6e6, 2 * 16 * 4096 * 4096) == pytest.approx(13.0e-6, rel=0.01)
