@@ -2,6 +2,7 @@
 // float32 or bfloat16. A number is read once and rounded once. A row's result depends on that row alone.
 
 #include <cmath>
+#include <vector>
 
 #include "vectors.h"
 
@@ -23,8 +24,8 @@ inline Lanes exchanged(Lanes x, std::integer_sequence<int, I...>) {
 template <class Kind>
 struct Rotation {
   using Number = typename Kind::Number;
-  const Number *x, *q_norm, *k_norm;
-  const float* turns;
+  const Number* x;
+  const float *q_norm, *k_norm, *turns;
   Number *q, *k, *v;
   const int32_t* slots;
   int64_t rows, row_size, heads, kv_heads, dim, layers;
@@ -38,7 +39,8 @@ struct Rotation {
       reinterpret_cast<float*>(cos)[i] = turn[i & ~1];
       reinterpret_cast<float*>(sin)[i] = i & 1 ? turn[i] : -turn[i + 1];
     }
-    const Number *from = x + row * row_size, *norm = k_norm ? k_norm + row % layers * dim : nullptr;
+    const Number* from = x + row * row_size;
+    const float* norm = k_norm ? k_norm + row % layers * dim : nullptr;
     const int64_t kept = slots[row] * kv_heads * dim;
     for (int64_t head = 0; head < heads; head++, from += dim)
       turn_head(from, q_norm, q + (row * heads + head) * dim, numbers);
@@ -46,13 +48,13 @@ struct Rotation {
     std::memcpy(v + kept, from, kv_heads * dim * sizeof(Number));
   }
 
-  void turn_head(const Number* from, const Number* norm, Number* to, Lanes* numbers) const {
+  void turn_head(const Number* from, const float* norm, Number* to, Lanes* numbers) const {
     const Lanes *cos = numbers + size, *sin = cos + size;
     float* own = reinterpret_cast<float*>(numbers);
     for (int64_t i = 0; i < dim; i++) own[i] = Kind::wide(from[i]);
     if (norm) {
       const float factor = 1 / std::sqrt(square(numbers) / dim + eps);
-      for (int64_t i = 0; i < dim; i++) own[i] *= factor * Kind::wide(norm[i]);
+      for (int64_t i = 0; i < dim; i++) own[i] *= factor * norm[i];
     }
     constexpr auto lanes = std::make_integer_sequence<int, LANES>();
     for (int64_t i = 0; i < size; i++) {
@@ -81,19 +83,36 @@ struct Rotation {
   }
 };
 
+// The numbers of a norm in fp32, in which some models have it beside bfloat16.
+struct Norm {
+  std::vector<float> copy;
+  const float* numbers = nullptr;
+
+  explicit Norm(const std::optional<Tensor>& norm) {
+    if (!norm.has_value()) return;
+    numbers = static_cast<const float*>(norm->data_ptr());
+    if (norm->scalar_type() == ScalarType::Float) return;
+    const uint16_t* narrow = static_cast<const uint16_t*>(norm->data_ptr());
+    for (int64_t i = 0; i < norm->numel(); i++) copy.push_back(BFloat16::wide(narrow[i]));
+    numbers = copy.data();
+  }
+};
+
 Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double eps,
                    const Tensor& turns, Tensor k, Tensor v, const Tensor& slots) {
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "rotate_into takes rows [T, heads, D] in row order");
   const int64_t rows = x.size(0), dim = x.size(2), kv_heads = k.size(k.dim() - 2), heads = x.size(1) - 2 * kv_heads;
   const int64_t layers = k_norm.has_value() ? std::max<int64_t>(1, k_norm->numel() / dim) : 1;
+  auto is_ours = [](ScalarType kind) { return kind == ScalarType::Float || kind == ScalarType::BFloat16; };
   auto fits = [&](const Tensor& tensor) { return tensor.scalar_type() == type && tensor.is_contiguous(); };
   auto is_norm = [&](const std::optional<Tensor>& norm) {
-    return !norm.has_value() || (fits(*norm) && norm->size(norm->dim() - 1) == dim);
+    return !norm.has_value() ||
+           (is_ours(norm->scalar_type()) && norm->is_contiguous() && norm->size(norm->dim() - 1) == dim);
   };
-  STD_TORCH_CHECK((type == ScalarType::Float || type == ScalarType::BFloat16) && fits(k) && fits(v) && is_norm(q_norm) &&
+  STD_TORCH_CHECK(is_ours(type) && fits(k) && fits(v) && is_norm(q_norm) &&
                       is_norm(k_norm) && heads >= 0 && dim % 2 == 0 && k.size(k.dim() - 1) == dim && k.numel() == v.numel(),
-                  "rotate_into takes rows, norms, K and V of one dtype, float32 or bfloat16, in row order");
+                  "rotate_into takes rows, K and V of one dtype, and norms, in float32 or bfloat16 and in row order");
   STD_TORCH_CHECK(turns.scalar_type() == ScalarType::Float && turns.is_contiguous() && turns.numel() * layers == rows * dim,
                   "rotate_into takes cos and sin of each pair in float32");
   STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Int && slots.is_contiguous() && slots.numel() == rows,
@@ -103,8 +122,8 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
     using Kind = decltype(kind);
     using Number = typename Kind::Number;
     auto at = [](const Tensor& tensor) { return static_cast<Number*>(tensor.data_ptr()); };
-    auto weight = [&](const std::optional<Tensor>& norm) { return norm.has_value() ? at(*norm) : nullptr; };
-    Rotation<Kind>{at(x), weight(q_norm), weight(k_norm), static_cast<const float*>(turns.data_ptr()), at(q), at(k), at(v),
+    const Norm of_q(q_norm), of_k(k_norm);
+    Rotation<Kind>{at(x), of_q.numbers, of_k.numbers, static_cast<const float*>(turns.data_ptr()), at(q), at(k), at(v),
                    static_cast<const int32_t*>(slots.data_ptr()), rows, x.size(1) * dim, heads, kv_heads, dim, layers,
                    float(eps)}
         .run();

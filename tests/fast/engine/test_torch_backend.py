@@ -387,16 +387,17 @@ def test_rope_makes_scores_depend_on_the_distance_alone(backend):
     assert score(10, 3) != pytest.approx(score(10, 4), abs=1e-2)
 
 
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("normed", [True, False, torch.float32], ids=["normed", "plain", "normed in float32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_q_k_and_v_are_what_their_operators_give_one_by_one(backend, dtype, normed):
     qkv, slot_mapping = normal(5, 4 + 2 * 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0], dtype=torch.int32)
-    norms = [(1 + normal(8, seed=seed)).to(dtype) if normed else None for seed in (1, 2)]
+    kind_of_norm = dtype if normed is True else torch.float32
+    norms = [(1 + normal(8, seed=seed)).to(kind_of_norm) if normed else None for seed in (1, 2)]
     results = []
     for way, kind in ((backend.qkv_into_kv, dtype), (Backend.qkv_into_kv.__get__(backend), torch.float32)):
         rotation = RotaryTable(RopeConfig(1e4), 8, 50, kind, backend).at(torch.tensor([0, 7, 3, 49, 20]))
         kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=kind) for _ in range(2)))
-        weights = [None if norm is None else norm.to(kind) for norm in norms]
+        weights = [None if norm is None else norm.to(torch.promote_types(kind, norm.dtype)) for norm in norms]
         results.append((way(qkv.to(kind, copy=True), *weights, 1e-6, rotation, kv, slot_mapping), kv.k, kv.v))
     for found, expected in zip(*results, strict=True):
         assert found.dtype == dtype
