@@ -25,8 +25,6 @@ _NEEDED_BYTES = 3 << 29
 """Memory of the process and g++ together: 0.85 GB for 6 layers and 1.16 GB for 33 were measured."""
 _END_SECONDS = 2.0
 """Time for the end of a process that was killed, or for code that is being loaded, which takes a tenth of it."""
-
-
 _LOOK_SECONDS = 0.05
 """Time between looks for a process that is just being started."""
 

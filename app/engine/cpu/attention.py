@@ -35,7 +35,8 @@ def rotate_into(
     kv: LayerKv,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Return q [T, heads, D] of `Backend.qkv_into_kv`, for `turns` (cos, sin) of pairs [T, .., D / 2, 2] fp32.
+    """Write K and V, and return q [T, heads, D], as `Backend.qkv_into_kv` does, for `turns` (cos, sin) of pairs
+    [T, .., D / 2, 2] fp32. No two rows have one slot. Raises RuntimeError for tensors that do not fit.
 
     For `k_norm` [L, D] the rows are L layers of each of the T / L rows of `turns`, one after the other.
     """

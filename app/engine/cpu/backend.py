@@ -1,4 +1,4 @@
-"""Backend on CPUs, with PyTorch's operators in the forms that cost the least.
+"""Backend on CPUs, with operators of its own, and PyTorch's in the forms that cost the least.
 
 A step of a small model is hundreds of operators of a few microseconds, so their number counts. A step of a large model
 reads weights, so their layout in memory counts.
@@ -32,7 +32,7 @@ _BLOCK_ROWS = 512
 """Rows of a weight that a thread writes at once, few enough for the processor's caches."""
 _SMALL_LAYER = 1 << 19
 """Numbers of gate and up in a layer. With 3,000 to 147,000 bfloat16 takes up to 1.7 times as long in some steps,
-because norms and RoPE convert numbers. With 786,000 it is faster in all (`python -m tools.lab dtypes`)."""
+because norms convert numbers. With 786,000 it is faster in all (`python -m tools.lab dtypes`)."""
 _SMALL_MODEL = 1 << 25
 """Parameters of target and draft. With fewer, PyTorch's threads gain nothing beside a process that answers requests."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,5 +1,6 @@
 // The operator dflash_server::rotate_into: RMSNorm and RoPE of the heads of q and k, and K and V into their slots, in
-// float32 or bfloat16. A number is read once and rounded once. A row's result depends on that row alone.
+// float32 or bfloat16. A number is read once and rounded once. A row's result depends on that row alone. No two rows of
+// a call may have one slot, because threads would write it at once.
 
 #include <cmath>
 #include <vector>
@@ -103,6 +104,7 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "rotate_into takes rows [T, heads, D] in row order");
   const int64_t rows = x.size(0), dim = x.size(2), kv_heads = k.size(k.dim() - 2), heads = x.size(1) - 2 * kv_heads;
+  STD_TORCH_CHECK(dim > 0 && kv_heads > 0, "rotate_into takes heads with numbers");
   const int64_t layers = k_norm.has_value() ? std::max<int64_t>(1, k_norm->numel() / dim) : 1;
   auto is_ours = [](ScalarType kind) { return kind == ScalarType::Float || kind == ScalarType::BFloat16; };
   auto fits = [&](const Tensor& tensor) { return tensor.scalar_type() == type && tensor.is_contiguous(); };
@@ -111,12 +113,17 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
            (is_ours(norm->scalar_type()) && norm->is_contiguous() && norm->size(norm->dim() - 1) == dim);
   };
   STD_TORCH_CHECK(is_ours(type) && fits(k) && fits(v) && is_norm(q_norm) &&
-                      is_norm(k_norm) && heads >= 0 && dim % 2 == 0 && k.size(k.dim() - 1) == dim && k.numel() == v.numel(),
+                      is_norm(k_norm) && (!q_norm.has_value() || q_norm->numel() == dim) && heads >= 0 && dim % 2 == 0 && k.size(k.dim() - 1) == dim && k.numel() == v.numel(),
                   "rotate_into takes rows, K and V of one dtype, and norms, in float32 or bfloat16 and in row order");
-  STD_TORCH_CHECK(turns.scalar_type() == ScalarType::Float && turns.is_contiguous() && turns.numel() * layers == rows * dim,
+  STD_TORCH_CHECK(turns.scalar_type() == ScalarType::Float && turns.is_contiguous() && rows % layers == 0 &&
+                      turns.numel() == rows / layers * dim,
                   "rotate_into takes cos and sin of each pair in float32");
   STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Int && slots.is_contiguous() && slots.numel() == rows,
                   "rotate_into takes slots [T] in int32");
+  const int32_t* slot = static_cast<const int32_t*>(slots.data_ptr());
+  const int64_t num_slots = k.numel() / (kv_heads * dim);
+  STD_TORCH_CHECK(std::all_of(slot, slot + rows, [&](int32_t own) { return 0 <= own && own < num_slots; }),
+                  "rotate_into takes slots of K and V");
   Tensor q = torch::stable::new_empty(x, {rows, heads, dim});
   auto compute = [&](auto kind) {
     using Kind = decltype(kind);
@@ -124,7 +131,7 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
     auto at = [](const Tensor& tensor) { return static_cast<Number*>(tensor.data_ptr()); };
     const Norm of_q(q_norm), of_k(k_norm);
     Rotation<Kind>{at(x), of_q.numbers, of_k.numbers, static_cast<const float*>(turns.data_ptr()), at(q), at(k), at(v),
-                   static_cast<const int32_t*>(slots.data_ptr()), rows, x.size(1) * dim, heads, kv_heads, dim, layers,
+                   slot, rows, x.size(1) * dim, heads, kv_heads, dim, layers,
                    float(eps)}
         .run();
   };
