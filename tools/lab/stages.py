@@ -28,6 +28,8 @@ BEGINNINGS: dict[str, tuple[type, str]] = {
 }
 """Part -> the method that is all of it, but for parts inside."""
 OF_MARKS = "marks"
+COPIES = ("Memcpy", "Memset")
+"""What the names of copies begin with in a trace of a GPU."""
 
 
 class Launch(NamedTuple):
@@ -80,13 +82,18 @@ def traced(*, on_gpu: bool) -> Iterator[list[Launch]]:
 
 
 def launches(events: Iterable[Any], *, on_gpu: bool) -> list[Launch]:
-    """Return the kernels among a trace's events by their start. A trace of a GPU has calls of the host too."""
-    part, found = "target", list[Launch]()
+    """Return the kernels among a trace's events by their start. A trace of a GPU has copies and calls of the host too.
+
+    A chained kernel begins before the one in front of it ends, and only its time behind that counts.
+    """
+    part, found, last = "target", list[Launch](), 0.0
     for event in sorted(events, key=lambda event: event.time_range.start):
-        if on_gpu and event.device_type == DeviceType.CPU:
+        if on_gpu and (event.device_type == DeviceType.CPU or event.name.startswith(COPIES)):
             continue
         begun = next((name for name, mark in MARKS.items() if mark in event.name), None)
         part = begun or part
-        us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        end = event.time_range.end
+        us = max(0.0, end - max(event.time_range.start, last)) if on_gpu else event.self_cpu_time_total
+        last = max(last, end)
         found.append(Launch(event.name, us, OF_MARKS if begun else part))
     return found

@@ -254,11 +254,15 @@ def prefetched(ptx: str) -> set[int]:
     made: dict[str, set[str]] = {}
     asked: set[str] = set()
     for line in ptx.splitlines():
-        first, *others = re.findall(r"%\w+|\w+_param_\d+", line) or [""]
+        line = re.sub(r"^\s*@!?%p\d+", "", line)
+        names = re.findall(r"%\w+|\w+_param_\d+", line) or [""]
         if re.search(PREFETCH, line):
-            asked.add(first)
-        else:
-            made.setdefault(first, set()).update(others)
+            asked.add(names[0])
+            continue
+        several = re.match(r"\s*\S+\s+\{(.*?)\}", line)
+        targets = several[1].count("%") if several else 1
+        for name in names[:targets]:
+            made.setdefault(name, set()).update(names[targets:])
     sources = set(asked)
     while more := {source for name in sources for source in made.get(name, ())} - sources:
         sources |= more
@@ -273,7 +277,7 @@ def resources(kernel: Any) -> dict[str, Any]:
         file.flush()
         done = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
-    before_memory = re.split(rf"(?:ld|st|atom|red)\.global|cp\.async(?!{PREFETCH})", kernel.asm["ptx"])[0]
+    before_memory = re.split(rf"(?:ld|st|atom|red)[.\w]*\.global|cp\.async(?!{PREFETCH})", kernel.asm["ptx"])[0]
     return {
         "kernel": kernel.metadata.name,
         "shared": kernel.metadata.shared,
@@ -283,6 +287,7 @@ def resources(kernel: Any) -> dict[str, Any]:
         "warps": kernel.metadata.num_warps,
         "chained": kernel.metadata.launch_pdl,
         "waits": before_memory.count("griddepcontrol.wait"),
+        "late prefetches": len(re.findall(PREFETCH, kernel.asm["ptx"].rpartition("griddepcontrol.wait")[2])),
         "prefetches": sorted(prefetched(kernel.asm["ptx"])),
         "wgmma": "wgmma" in kernel.asm["ptx"],
     }

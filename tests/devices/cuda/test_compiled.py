@@ -82,3 +82,4 @@ def test_a_kernel_that_may_begin_before_the_last_one_ends_waits_for_it(kernels: 
     for kernel in kernels:
         asks = kernel["chained"] and kernel["kernel"] == "product"
         assert kernel["prefetches"] == ([WEIGHT] if asks else []), kernel
+        assert not kernel["late prefetches"], "they would begin no earlier than loads"

@@ -592,7 +592,7 @@ def test_nothing_is_expected_of_another_model() -> None:
 
 
 def event(name: str, start: float, us: float = 2.0, device: DeviceType = DeviceType.CUDA) -> Any:
-    span = SimpleNamespace(start=start, elapsed_us=lambda: us)
+    span = SimpleNamespace(start=10 * start, end=10 * start + us)
     return SimpleNamespace(name=name, time_range=span, device_type=device, self_cpu_time_total=7.0)
 
 
@@ -604,7 +604,8 @@ def test_kernels_of_a_trace_are_of_the_part_behind_whose_mark_they_begin() -> No
         event("embed", 3),
         event(mark.format("frac"), 2),
         event("cudaGraphLaunch", 1, device=DeviceType.CPU),
-        event("copy", 0, us=5.0),
+        event("first", 0, us=5.0),
+        event("Memcpy HtoD", 0),
         event(mark.format("asinh"), 4),
         event("attend", 5),
         event(mark.format("atanh"), 6),
@@ -615,13 +616,19 @@ def test_kernels_of_a_trace_are_of_the_part_behind_whose_mark_they_begin() -> No
     found = stages.launches(events, on_gpu=True)
     assert [each.part for each in found] == parts
     assert [each.name for each in found if each.part != "marks"] == [
-        "copy",
+        "first",
         "embed",
         "attend",
         "context_rope_and_write",
         "nvjet_head",
     ]
     assert [each.us for each in found][:2] == [5.0, 2.0]
+
+
+def test_a_chained_kernel_counts_from_the_end_of_the_one_before_it() -> None:
+    events = [event("product", 0, us=50.0), event("waits", 2, us=20.0), event("norm", 4, us=30.0), event("behind", 8)]
+    found = stages.launches(events, on_gpu=True)
+    assert [(each.name, each.us) for each in found] == [("product", 50), ("waits", 0), ("norm", 20), ("behind", 2)]
 
 
 def test_texts_that_differ_are_told_with_the_place_where_they_begin_to() -> None:
