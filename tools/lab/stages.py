@@ -29,7 +29,7 @@ BEGINNINGS: dict[str, tuple[type, str]] = {
 """Part -> the method that is all of it, but for parts inside."""
 OF_MARKS = "marks"
 COPIES = ("Memcpy", "Memset")
-"""What the names of copies begin with in a trace of a GPU."""
+"""Beginnings of copies' names in a trace of a GPU."""
 
 
 class Launch(NamedTuple):

@@ -146,11 +146,14 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def ends_like_an_interrupt() -> Iterator[None]:
-    """Let SIGTERM and the end of a terminal raise KeyboardInterrupt, so that no section's process stays behind."""
+    """Let SIGTERM and the end of a terminal be SIGINT, so that no section's process stays behind.
+
+    asyncio cancels its task for SIGINT. An exception raised anywhere would lose a process that is being started.
+    """
     before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGHUP)}
     ours = [name for name, handler in before.items() if handler is signal.SIG_DFL]
     for name in ours:
-        signal.signal(name, signal.default_int_handler)
+        signal.signal(name, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
     finally:
