@@ -53,7 +53,8 @@ class LineProcess:
         """Return the next line, or b"" if none came within `seconds` or the process has ended."""
         assert self._process.stdout is not None
         try:
-            return await asyncio.wait_for(self._process.stdout.readline(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for of Python 3.11 loses a cancellation as a line comes
+                return await self._process.stdout.readline()
         except TimeoutError:
             return b""
 
