@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tests.soak.checks import QuietPoint, complaint, leaks
+from tests.soak.checks import KV_POOL, QuietPoint, complaint, leaks
 from tests.soak.client import Outcome, ask, connecting
 from tests.soak.faults import Fault, Faults
 from tests.soak.load import Load
@@ -42,7 +42,7 @@ class Plan:
     @property
     def flags(self) -> list[str]:
         times = ["--step-timeout", f"{self.step_timeout:g}", "--shutdown-timeout", f"{self.shutdown_timeout:g}"]
-        return [*times, "--max-num-seqs", "16"]
+        return [*times, "--max-num-seqs", "16", "--kv-cache-memory", str(KV_POOL)]
 
     def rounds(self) -> list[str]:
         """The warm-up, and as many cycles as there is time for, at least one."""

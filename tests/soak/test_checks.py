@@ -103,7 +103,7 @@ def points(*prints: Footprint, engines: tuple[int, ...] = (1, 1, 1)) -> list[Qui
     ]
 
 
-SMALL, LARGE, OPEN = Footprint(100 << 20, 20), Footprint(700 << 20, 20), Footprint(100 << 20, 21)
+SMALL, LARGE, OPEN = Footprint(100 << 20, 20), Footprint(500 << 20, 20), Footprint(100 << 20, 21)
 
 
 def test_what_stays_as_it_is_or_shrinks_is_no_leak() -> None:
@@ -111,7 +111,7 @@ def test_what_stays_as_it_is_or_shrinks_is_no_leak() -> None:
     assert list(leaks(points(OPEN, OPEN, SMALL))) == []
 
 
-@pytest.mark.parametrize(("more", "what"), [(LARGE, "600.0 MiB"), (OPEN, "21 descriptors")])
+@pytest.mark.parametrize(("more", "what"), [(LARGE, "400.0 MiB"), (OPEN, "21 descriptors")])
 def test_what_both_processes_hold_may_not_grow(more: Footprint, what: str) -> None:
     api, engine = leaks(points(SMALL, SMALL, more))
     assert api.startswith("the API process") and engine.startswith("engine 1")

@@ -125,6 +125,7 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
 
 
 def count(text: str) -> int:
+    """Return a whole number from 1 on. Raises ValueError for anything else."""
     if (number := int(text)) < 1:
         raise ValueError
     return number

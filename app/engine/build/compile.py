@@ -89,8 +89,8 @@ def load_or_compile(
 ) -> list[Compiled]:
     """Return the compiled functions of the forward. Missing ones are compiled from its `traced` twin first.
 
-    `on_compiled` is called with (functions compiled, functions in all). Another process of this
-    priority that compiles is waited for.
+    `on_compiled` is called with (functions compiled, functions in all). Another process of this priority
+    that compiles is waited for.
     """
     with compile_cache() as folder:
         if found := _loaded(forward, folder):

@@ -94,7 +94,8 @@ struct Norm {
     numbers = static_cast<const float*>(norm->data_ptr());
     if (norm->scalar_type() == ScalarType::Float) return;
     const uint16_t* narrow = static_cast<const uint16_t*>(norm->data_ptr());
-    for (int64_t i = 0; i < norm->numel(); i++) copy.push_back(BFloat16::wide(narrow[i]));
+    copy.resize(norm->numel());
+    std::transform(narrow, narrow + copy.size(), copy.begin(), BFloat16::wide);
     numbers = copy.data();
   }
 };
@@ -112,8 +113,9 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
     return !norm.has_value() ||
            (is_ours(norm->scalar_type()) && norm->is_contiguous() && norm->size(norm->dim() - 1) == dim);
   };
-  STD_TORCH_CHECK(is_ours(type) && fits(k) && fits(v) && is_norm(q_norm) &&
-                      is_norm(k_norm) && (!q_norm.has_value() || q_norm->numel() == dim) && heads >= 0 && dim % 2 == 0 && k.size(k.dim() - 1) == dim && k.numel() == v.numel(),
+  STD_TORCH_CHECK(is_ours(type) && fits(k) && fits(v) && is_norm(q_norm) && is_norm(k_norm) &&
+                      (!q_norm.has_value() || q_norm->numel() == dim) && heads >= 0 && dim % 2 == 0 &&
+                      k.size(k.dim() - 1) == dim && k.numel() == v.numel(),
                   "rotate_into takes rows, K and V of one dtype, and norms, in float32 or bfloat16 and in row order");
   STD_TORCH_CHECK(turns.scalar_type() == ScalarType::Float && turns.is_contiguous() && rows % layers == 0 &&
                       turns.numel() == rows / layers * dim,
@@ -131,8 +133,7 @@ Tensor rotate_into(const Tensor& x, const std::optional<Tensor>& q_norm, const s
     auto at = [](const Tensor& tensor) { return static_cast<Number*>(tensor.data_ptr()); };
     const Norm of_q(q_norm), of_k(k_norm);
     Rotation<Kind>{at(x), of_q.numbers, of_k.numbers, static_cast<const float*>(turns.data_ptr()), at(q), at(k), at(v),
-                   slot, rows, x.size(1) * dim, heads, kv_heads, dim, layers,
-                   float(eps)}
+                   slot, rows, x.size(1) * dim, heads, kv_heads, dim, layers, float(eps)}
         .run();
   };
   type == ScalarType::Float ? compute(Float32()) : compute(BFloat16());

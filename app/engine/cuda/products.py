@@ -28,8 +28,6 @@ SHARED_MEMORY = 227 << 10
 """Bytes of a program on sm_90."""
 ROWS = (1, 16, 32, MAX_ROWS)
 """Rows up to which a product has a way of its own. One row alone is cuBLAS's matrix by vector."""
-
-
 AHEAD = tl.constexpr(64 << 10)
 """Bytes of weights that a chained program asks for before it waits. Two programs a multiprocessor ask for 17 MB, which
 an H200's memory reads in 4 us and which a third of its L2 cache holds."""
@@ -58,7 +56,7 @@ FIXED_WAYS = [Product(rows, 64, splits, warps=rows // 16) for rows in (64, 128) 
 WAYS = [Product(64, depth, splits) for splits in (4, 2, 8, 1) for depth in (128, 256)]
 
 
-def chained(way: Sequence[int]) -> list[Product]:
+def chained_ways(way: Sequence[int]) -> list[Product]:
     """Return the way as a chained launch, which is timed for the quickest way alone."""
     return [Product(*way)._replace(chained=1)]
 

@@ -174,7 +174,7 @@ def fixed_product(weights: list[Tensor], multiprocessors: int) -> Question:
 
     ways = [way for way in products.FIXED_WAYS if in_features % (way.splits * way.depth) == 0]
     name = f"fixed product {out_features} x {in_features}"
-    return Question(name, ways, run, lambda: F.linear(x, weights[0]), timed, products.chained)
+    return Question(name, ways, run, lambda: F.linear(x, weights[0]), timed, products.chained_ways)
 
 
 def choice(lm_head: Tensor, num_rows: int) -> Question:
@@ -216,7 +216,7 @@ def product(weights: list[Tensor], num_rows: int, *, gated: bool) -> Question:
     ways = [way for way in products.WAYS if products.fits(way, out_features, in_features, num_rows, gated=gated)]
     kind = "SwiGLU" if gated else "product"
     name = f"{kind} {out_features} x {in_features}, {num_rows} rows"
-    return Question(name, ways, run, lambda: run(None), timed, products.chained)
+    return Question(name, ways, run, lambda: run(None), timed, products.chained_ways)
 
 
 def chained_rows(decoder: Heads, qkv: list[Tensor], gate_up: list[Tensor]) -> Question:

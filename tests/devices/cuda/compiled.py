@@ -126,7 +126,7 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
 
 def both(ways: list[Product]) -> list[Product]:
     """Return ways, and the same as chained launches."""
-    return [*ways, *(chained for way in ways for chained in products.chained(way))]
+    return [*ways, *(chained for way in ways for chained in products.chained_ways(way))]
 
 
 def launch_products() -> None:
