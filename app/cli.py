@@ -4,8 +4,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import partial
-from importlib import import_module
 
 from app.config.error import ConfigError
 
@@ -17,9 +15,6 @@ An OpenAI-compatible server that decodes with DFlash block-diffusion speculative
 commands:
   serve [MODEL]   serve a model; without MODEL the small demo pair that is shipped
   check           tell whether the server can run on this machine's device, and what to do if not
-  report          measure an NPU or a GPU, and write a page of it: operators, engine, speed beside its floor
-  npu-report      the same as report --device npu
-  bench           measure servers and engines against one another, by turns
 
 options:
   -h, --help      show this help; `dflash-server COMMAND --help` lists the flags of a command
@@ -42,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
+    if command in MOVED:
+        return _fail(
+            f"{command} is no command of the server", f"`python -m tools.{command}` in the source tree runs it"
+        )
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
         meant = [*near, *arguments[1:]] if near else ["serve", *arguments]
@@ -54,11 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(str(error), error.hint)
     except ModuleNotFoundError as error:
-        if (error.name or "app").partition(".")[0] in ("app", "tools"):
+        if (error.name or "app").partition(".")[0] == "app":
             raise
-        return _fail(
-            f"{error.name} is not installed", "`pip install .` in the source tree brings it; `report` needs less"
-        )
+        return _fail(f"{error.name} is not installed", "`pip install .` in the source tree brings it")
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -77,9 +74,9 @@ def serve(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     """Probe a device of this machine and print what was found: 0 if nothing failed, 1 if something did."""
+    from app.check.command import report
     from app.config.parser import Parser
     from app.config.sources import GivenSetting, load_config
-    from app.doctor.check import report
 
     parser = Parser(prog="dflash-server check", description=check.__doc__)
     parser.add_argument("--device", help="auto | cpu | cuda | cuda:N | npu | npu:N [default: auto, DFLASH_DEVICE]")
@@ -94,18 +91,6 @@ def check(arguments: Sequence[str]) -> int:
     return report(config.device, as_json=options.json, ranks=config.tensor_parallel_size)
 
 
-def report(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Measure an NPU or a GPU of this host, and write a page of it. It loads torch, so it is started by name."""
-    return int(import_module("app.doctor.report.command").main(arguments, kind))
-
-
-def bench(arguments: Sequence[str]) -> int:
-    """Run a part of app.bench, which loads torch where it needs it."""
-    from app.bench.__main__ import main as run_bench
-
-    return run_bench(arguments)
-
-
 def _fail(message: str, hint: str = "") -> int:
     print(f"error: {message}", file=sys.stderr)
     if hint:
@@ -113,13 +98,9 @@ def _fail(message: str, hint: str = "") -> int:
     return 2
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "serve": serve,
-    "check": check,
-    "report": report,
-    "npu-report": partial(report, kind="npu"),
-    "bench": bench,
-}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "check": check}
+MOVED = ("bench", "report")
+"""Instruments, which only a source tree and the images have."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,11 +17,11 @@ from starlette.types import ASGIApp
 
 from app import log
 from app.api.service import Service
-from app.client.admission import MAX_QUEUED_PER_RUNNING
 from app.config.error import ConfigError
 from app.config.models import check_settings, find_checkpoints, find_models
 from app.config.settings import Config
 from app.config.sources import load_config, settings_of
+from app.engine_client.admission import MAX_QUEUED_PER_RUNNING
 
 _PYTHON_PROXY = (
     "Ray's Python proxy hands each chunk of a stream through Ray: 148 ms a chunk at 32 streams on two cores, where "

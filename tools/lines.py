@@ -6,8 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PLUG_INS = ("engine/cpu", "engine/cuda", "engine/npu", "engine/compile")
 OFF_THE_PATH = (
-    *("engine/sampling", "engine/backend", "engine/build", "engine/faults.py", "engine/schedule/overlap.py"),
-    *("engine/step/graphs.py", "engine/dflash/policy.py", "engine/dflash/costs.py"),
+    *("engine/sampling", "engine/device", "engine/load", "engine/faults.py", "engine/schedule/overlap.py"),
+    *("engine/step/graphs.py", "engine/schedule/policy.py", "engine/schedule/costs.py"),
 )
 """Rooms and files that serve a step and are one hop away from its path."""
 
@@ -51,7 +51,7 @@ def figures() -> dict[str, int]:
     return {
         "the path of a step": count(step, without=(*PLUG_INS, *OFF_THE_PATH)),
         "all that `core.py` imports, without plug-ins": count(step, without=PLUG_INS),
-        "`app/` without plug-ins, doctor and bench": count(whole, without=(*PLUG_INS, "doctor", "bench")),
+        "`app/` without plug-ins and check": count(whole, without=(*PLUG_INS, "check")),
         "`app/`": count(whole),
     }
 

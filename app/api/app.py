@@ -10,8 +10,8 @@ from starlette.types import ASGIApp
 from app.api import chat, completions, errors, models, openapi, ops, page, responses, tokenize
 from app.api.middleware import Cors, Gate, Hold, Keys, RequestIds
 from app.api.services import Services
-from app.client.client import EngineClient
 from app.config.settings import Config
+from app.engine_client.client import EngineClient
 from app.metrics import Metrics
 from app.text.parsers import family_for, reasoning_for
 from app.text.parsers.reasoning import ReasoningParser

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from app.client.client import EngineClient
-from app.client.supervisor import EngineState
+from app.engine_client.client import EngineClient
+from app.engine_client.supervisor import EngineState
 from app.engine_config import EngineInfo
 from app.wire import LoadProgress
 

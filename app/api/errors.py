@@ -8,8 +8,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from app.api.unknown_paths import advice
-from app.client.admission import Busy, ClientBusy
-from app.client.supervisor import EngineUnavailable
+from app.engine_client.admission import Busy, ClientBusy
+from app.engine_client.supervisor import EngineUnavailable
 from app.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 2

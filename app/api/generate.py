@@ -21,9 +21,9 @@ from app.api.schemas import ChatCompletionRequest, GenerationRequest, SamplingRe
 from app.api.services import Services, services_of
 from app.api.stream import Choice, Choices, EventStream, events, unless_gone
 from app.api.strict import StrictFunctions
-from app.client.admission import Permits
-from app.client.request_stream import RequestStream
-from app.client.timeline import Timeline
+from app.engine_client.admission import Permits
+from app.engine_client.request_stream import RequestStream
+from app.engine_client.timeline import Timeline
 from app.engine_config import EngineInfo
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import END_THINK, OutputParser

@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, unavailable
-from app.client.client import EngineClient
+from app.engine_client.client import EngineClient
 from app.log import request_id
 
 logger = logging.getLogger("app.access")

@@ -11,7 +11,7 @@ from app.api.answers import json_response
 from app.api.errors import RETRY_AFTER_SECONDS
 from app.api.middleware import Keys
 from app.api.services import services_of
-from app.client.client import EngineState
+from app.engine_client.client import EngineState
 
 router = APIRouter()
 

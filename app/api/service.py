@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.api.app import create_app, services_for
-from app.client.admission import Admission
-from app.client.client import EngineClient
-from app.client.kv_events import KvEventPublisher
-from app.client.supervisor import EngineUnavailable, Supervisor
 from app.config.settings import Config
+from app.engine_client.admission import Admission
+from app.engine_client.client import EngineClient
+from app.engine_client.kv_events import KvEventPublisher
+from app.engine_client.supervisor import EngineUnavailable, Supervisor
 from app.metrics import metrics_for
 from app.text.tokenizer import Tokenizer
 from app.wire import encode_config

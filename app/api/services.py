@@ -10,7 +10,7 @@ from fastapi import Request
 
 from app.api.errors import bad_request, clip, model_not_found
 from app.api.middleware import sent_key
-from app.client.client import EngineClient
+from app.engine_client.client import EngineClient
 from app.metrics import Metrics
 from app.text.parsers import Family, Reasoning
 from app.text.parsers.reasoning import ReasoningParser

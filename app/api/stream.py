@@ -17,9 +17,9 @@ from app.api.answers import Answers, Piece, Reason
 from app.api.errors import ApiError, unavailable
 from app.api.forced_call import ForcedCall
 from app.api.strict import StrictFunctions
-from app.client.client import EngineClient
-from app.client.request_stream import RequestStream
-from app.client.timeline import Timeline
+from app.engine_client.client import EngineClient
+from app.engine_client.request_stream import RequestStream
+from app.engine_client.timeline import Timeline
 from app.messages import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser, Parsed, Reasoning, ToolCall

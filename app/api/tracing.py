@@ -18,8 +18,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from app import log
 from app.api.stream import Choices
-from app.client.timeline import Timeline
 from app.config.models import otlp_protocol
+from app.engine_client.timeline import Timeline
 from app.messages import Request
 
 

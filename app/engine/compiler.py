@@ -19,7 +19,7 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     settings = sys.stdin.readline()
     threading.Thread(target=_end_with_engine, daemon=True).start()
-    from app.engine.build.engine import compile_packages  # PyTorch takes seconds, at that priority too
+    from app.engine.load.engine import compile_packages  # PyTorch takes seconds, at that priority too
     from app.wire import decode_config
 
     compile_packages(decode_config(settings))

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from app.bench.own_server import free_port
 from tests.clients.environments import python_of
 from tests.fast.api.served import PATIENCE, until
 from tests.server.demo import num_running, process, ready
+from tools.bench.own_server import free_port
 
 PROMPT = "Count from one to nine."
 FLAGS = ("--verify", "full", "--max-num-seqs", "4", "--shutdown-timeout", "1200", "--step-timeout", "1200")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.fast.engine.lossless import Prompt, Run, demo_folder, demo_prompts, make_engine, run_engine
 

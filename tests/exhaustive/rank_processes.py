@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from app.engine.build.engine import Engine, build_engine
+from app.engine.load.engine import Engine, build_engine
 from app.engine.ranks import follower
 from app.engine.ranks.leader import Followers
 from app.engine.step.inputs import StepInputs

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.messages import Request, StepOutput
 from tests.exhaustive.acceptance import (
     FLOOR,

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.factory import make_backend
-from app.engine.build.engine import Engine
 from app.engine.cpu.backend import CpuBackend
+from app.engine.device.factory import make_backend
+from app.engine.load.engine import Engine
 from app.engine.sampling.noise import noise_states
 from app.engine.sampling.sampler import Sampler
 from app.messages import StepOutput

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.gated_delta import GatedDeltaStep
-from app.engine.build.engine import Engine
+from app.engine.device.gated_delta import GatedDeltaStep
+from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.exhaustive.live import load_transformers
 from tests.fast.engine.draft_mistakes import (

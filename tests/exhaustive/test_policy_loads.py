@@ -16,9 +16,9 @@ from statistics import median
 import numpy as np
 import pytest
 
-from app.engine.build.cost_table import Shape, cost_table, shapes
-from app.engine.dflash.costs import CostTable
-from app.engine.dflash.policy import Policy, Widths, best_widths
+from app.engine.load.cost_table import Shape, cost_table, shapes
+from app.engine.schedule.costs import CostTable
+from app.engine.schedule.policy import Policy, Widths, best_widths
 from tests import GOLDEN
 
 BLOCK = 16

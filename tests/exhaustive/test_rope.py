@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from app.engine.backend.torch import TorchBackend
-from app.engine.build.rope_config import rope_config
+from app.engine.device.torch import TorchBackend
+from app.engine.load.rope_config import rope_config
 from app.engine.models.rope import RotaryTable, frequencies
 
 CASES: dict[str, dict[str, Any]] = {

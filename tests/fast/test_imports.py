@@ -8,7 +8,7 @@ from tests import ROOT
 from tests.costs import FOLDERS
 
 TESTS = ROOT / "tests"
-POLICY = "app.engine.dflash.policy"
+POLICY = "app.engine.schedule.policy"
 
 Imports = list[tuple[str, str]]
 """(module, name) of every import; the name is empty where a module is imported whole."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app.bench.own_server import free_port
 from tests import ROOT
+from tools.bench.own_server import free_port
 
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 PATIENCE = 240.0

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import yaml
 
-from app.bench.own_server import free_port
 from tests import ROOT
 from tests.ray.cluster import ENVIRONMENT, PATIENCE, PYTHON, SETTINGS, engines, until
+from tools.bench.own_server import free_port
 
 
 class Head:

@@ -15,7 +15,7 @@ from tests.fast.api.served import PATIENCE, Script
 MAIN = f"""
 import sys
 from pathlib import Path
-from app.client import supervisor
+from app.engine_client import supervisor
 from app.api import connection, server
 from app.api.server import run
 from app.config.settings import Config

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from app.bench import traffic
-from app.bench.client import Answer, ServerError
-from app.bench.table import Table
 from app.config.checkpoint import DEMO
 from app.text.detokenizer import Detokenizer
 from app.text.tokenizer import Tokenizer
+from tools.bench import traffic
+from tools.bench.client import Answer, ServerError
+from tools.bench.table import Table
 from tools.lab import api, streaming
 from tools.lab.__main__ import main
 from tools.lab.publish import Verdict

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from app.bench import flags, http, own_server
-from app.bench.__main__ import main
-from app.bench.cell import Cell
-from app.bench.client import ServerError
-from app.bench.command import guarded
-from app.bench.own_server import OwnServer, flags_of
 from app.config.error import ConfigError
+from tools.bench import flags, http, own_server
+from tools.bench.__main__ import main
+from tools.bench.cell import Cell
+from tools.bench.client import ServerError
+from tools.bench.command import guarded
+from tools.bench.own_server import OwnServer, flags_of
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +248,6 @@ def test_signals_and_troubles_become_exit_codes(capsys: pytest.CaptureFixture[st
 
 
 def test_the_parts_over_http_load_no_torch() -> None:
-    code = "import sys, app.bench.http, app.bench.eval; print('torch' in sys.modules)"
+    code = "import sys, tools.bench.http, tools.bench.eval; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"

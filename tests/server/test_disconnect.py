@@ -14,7 +14,7 @@ from app.api import generate
 from app.api import stream as streaming
 from app.api.middleware import RequestIds
 from app.api.stream import EventStream
-from app.client.supervisor import EngineUnavailable
+from app.engine_client.supervisor import EngineUnavailable
 from app.log import request_id
 from app.messages import Request, SpecStep
 from tests.fast.api.connections import connect, connection_address, request

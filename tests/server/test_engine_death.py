@@ -9,7 +9,7 @@ import re
 import pytest
 import zmq
 
-from app.client import link, supervisor
+from app.engine_client import link, supervisor
 from app.messages import Request
 from tests.fast.api.served import PATIENCE, Clock, next_delta, serving
 from tests.server.running import ASK, started

@@ -9,7 +9,7 @@ from queue import Queue
 
 import pytest
 
-from app.client import admission, supervisor
+from app.engine_client import admission, supervisor
 from app.messages import Request
 from tests.fast.api.connections import connect
 from tests.fast.api.errors import error_of

@@ -138,7 +138,7 @@ def test_sigterm_while_loading_does_not_wait_for_an_engine_that_hears_nothing(pr
 
 
 def test_a_user_error_of_the_engine_ends_the_server_with_its_reason(script, model_folder):
-    waits = f"from app.client import link\nlink._LAST_WORDS_SECONDS = {PATIENCE}"
+    waits = f"from app.engine_client import link\nlink._LAST_WORDS_SECONDS = {PATIENCE}"
     process = Process(script, model_folder, main=f"{waits}\n{MAIN}")
     try:
         process.read_url()
@@ -288,7 +288,7 @@ def test_on_a_read_only_file_system_it_serves_from_shared_memory_or_says_what_it
     script, model_folder, shared_memory
 ):
     places = f"[{READ_ONLY!r}{', ' + repr(str(script.folder)) if shared_memory else ''}]"
-    main = f"from app.client import link\nlink._parents = lambda: {places}\n{MAIN}"
+    main = f"from app.engine_client import link\nlink._parents = lambda: {places}\n{MAIN}"
     read_only = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"), READ_ONLY)
     process = Process(script, model_folder, main=main, cwd=Path(READ_ONLY), PYTHONPATH=str(ROOT), **read_only)
     try:

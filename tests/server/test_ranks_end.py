@@ -71,7 +71,7 @@ LAST_WORDS = f"""
 import sys
 
 if "serve" in sys.orig_argv:
-    from app.client import link
+    from app.engine_client import link
 
     link._LAST_WORDS_SECONDS = {PATIENCE}
 if "{LEADER}" in sys.orig_argv:
@@ -162,7 +162,7 @@ import sys
 import time
 
 if "app.engine.process" in sys.orig_argv:
-    from app.engine.build import engine
+    from app.engine.load import engine
 
     engine.settle_pages = lambda *_: time.sleep(1000)
 """

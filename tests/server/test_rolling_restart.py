@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.bench.own_server import free_port
 from tests.deploy.haproxy import HAPROXY, proxy, states
 from tests.fast.api.served import PATIENCE, Script, until
 from tests.server.own_process import ASK, MAIN, Process, ids
+from tools.bench.own_server import free_port
 
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="no haproxy here: apt-get install haproxy")
 

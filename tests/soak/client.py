@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from app.bench.client import Events
 from tests.soak.questions import SILENCE_SECONDS, Question
+from tools.bench.client import Events
 
 ENDLESS_SECONDS = 600.0
 """A server whose answer comes to no end within this hangs as one that is silent does."""

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from app import demo
-from app.bench.prompts import named
+from tools.bench.prompts import named
 
 SILENCE_SECONDS = 600.0
 """A server that says nothing for so long hangs: no fault lasts nearly as long, and no machine is so slow."""

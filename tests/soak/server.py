@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from app.client.child_process import engine_environment
+from app.engine_client.child_process import engine_environment
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 """Gauges that must be zero while no request is served."""

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from app.bench.table import Row, markdown, write_page
-from app.engine.build.engine import Engine, build_engine
+from app.engine.load.engine import Engine, build_engine
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
 from app.text.tokenizer import Tokenizer
+from tools.bench.table import Row, markdown, write_page
 from tools.demo_pair.checkpoint_files import CHECKPOINT, load_target
 from tools.demo_pair.corpus import DOMAINS, TOOLS, Sample, is_right, samples
 from tools.demo_pair.model import Target

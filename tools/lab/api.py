@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from app.bench import prompts, traffic
-from app.bench.client import Server, ServerError, first_model
-from app.bench.command import guarded, out_folder, progress
-from app.bench.flags import add_out_flag, count, counts, listed
-from app.bench.own_server import OwnServer
-from app.bench.table import Row, Table
-from app.client.child_process import engine_environment
 from app.config.error import ConfigError
+from app.engine_client.child_process import engine_environment
+from tools.bench import prompts, traffic
+from tools.bench.client import Server, ServerError, first_model
+from tools.bench.command import guarded, out_folder, progress
+from tools.bench.flags import add_out_flag, count, counts, listed
+from tools.bench.own_server import OwnServer
+from tools.bench.table import Row, Table
 from tools.lab import streaming
 from tools.lab.publish import Verdict, publish
 from tools.lab.streaming import cpu_seconds

@@ -9,14 +9,14 @@ from statistics import median
 
 import torch
 
-from app.bench.command import guarded, out_folder
-from app.bench.flags import add_out_flag, count, counts
-from app.bench.table import Row, Table
 from app.config.error import ConfigError
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.backend.torch import TorchBackend
 from app.engine.cpu import attention
 from app.engine.cpu.backend import CpuBackend
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.torch import TorchBackend
+from tools.bench.command import guarded, out_folder
+from tools.bench.flags import add_out_flag, count, counts
+from tools.bench.table import Row, Table
 from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
 from tools.lab.publish import publish
 

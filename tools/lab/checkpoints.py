@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from app.config.checkpoint import DEMO
-from app.engine.backend.factory import make_backend
-from app.engine.build.decoder_config import target_config
-from app.engine.build.draft_config import draft_config
+from app.engine.device.factory import make_backend
 from app.engine.dflash.model import DFlashModel
+from app.engine.load.decoder_config import target_config
+from app.engine.load.draft_config import draft_config
 from app.engine.models.registry import target_class
 from app.engine.models.weights import Part
 from tools.lab.random_weights import RandomWeights, write_configs

@@ -10,14 +10,14 @@ from math import inf
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from app.doctor.operators import CUDA, Attention, Extent, Inputs, Lens, Paged
-from app.doctor.report.command import Options
-from app.doctor.report.part import Part, Result, describe
-from app.doctor.report.timing import Timer, timer
-from app.engine.backend.base import AttentionMask, Backend
-from app.engine.backend.factory import make_backend
+from app.check.operators import CUDA, Attention, Extent, Inputs, Lens, Paged
+from app.check.timing import Timer, timer
 from app.engine.cuda.attention import MAX_SPLITS, Geometry, paged_attention
+from app.engine.device.base import AttentionMask, Backend
+from app.engine.device.factory import make_backend
 from tools.lab import expected
+from tools.report.command import Options
+from tools.report.part import Part, Result, describe
 
 PROMPTS = [[(512, 512)] * 4, [(2048, 2048)], [(2048, 8192)]]
 """Query rows and KV tokens of the prompts of a step."""

@@ -11,12 +11,12 @@ from statistics import median
 
 import torch
 
-from app.bench.command import guarded, out_folder, progress
-from app.bench.flags import add_out_flag, count, counts
-from app.bench.paired import ratio
-from app.bench.table import Table
 from app.engine.core import EngineCore
 from app.messages import Request
+from tools.bench.command import guarded, out_folder, progress
+from tools.bench.flags import add_out_flag, count, counts
+from tools.bench.paired import ratio
+from tools.bench.table import Table
 from tools.lab import random_weights, step
 from tools.lab.publish import publish
 from tools.lab.step_timing import Bench, Measured, Shape

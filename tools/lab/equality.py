@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from app.doctor.report.command import Options
-from app.doctor.report.part import Part, Result
-from app.engine.backend.base import Backend
 from app.engine.cuda.backend import CudaBackend
+from app.engine.device.base import Backend
 from app.messages import SamplingParams
 from tools.lab import simulated
 from tools.lab.speeds import random_engine
 from tools.lab.timed import requests
+from tools.report.command import Options
+from tools.report.part import Part, Result
 
 Texts = list[list[int]]
 

@@ -6,9 +6,9 @@ its kernels.
 
 from dataclasses import dataclass
 
-from app.doctor.report.roofline import H200, NUMBER_BYTES
 from app.engine.dflash.config import DFlashConfig
 from app.engine.models.config import DecoderConfig
+from tools.report.roofline import H200, NUMBER_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,18 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from app.doctor.report.command import Options
-from app.doctor.report.part import Part, Result
-from app.doctor.report.roofline import H200, NUMBER_BYTES
-from app.doctor.report.timing import Timer, timer
-from app.engine.backend.base import Backend
-from app.engine.backend.factory import make_backend
-from app.engine.build.decoder_config import target_config
-from app.engine.build.draft_config import draft_config
+from app.check.timing import Timer, timer
+from app.engine.device.base import Backend
+from app.engine.device.factory import make_backend
 from app.engine.dflash.config import DFlashConfig
+from app.engine.load.decoder_config import target_config
+from app.engine.load.draft_config import draft_config
 from app.engine.models.config import DecoderConfig
 from tools.lab.random_weights import pair_of
 from tools.lab.stages import traced
+from tools.report.command import Options
+from tools.report.part import Part, Result
+from tools.report.roofline import H200, NUMBER_BYTES
 
 ROWS = (1, 16, 32, 64, 128, 192, 256, 384, 512)
 ROTATED = 300e6

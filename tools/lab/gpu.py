@@ -5,7 +5,7 @@ The report starts them by name, and only a source tree has them: `python -m tool
 
 import sys
 
-from app.doctor.report.section import main
+from tools.report.section import main
 
 MAKERS = {
     "equality": "tools.lab.equality.parts",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.engine.build.engine import build_engine
 from app.engine.core import EngineCore
+from app.engine.load.engine import build_engine
 from app.engine_config import EngineConfig
 from app.messages import Request
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from app.doctor.report.command import Options
-from app.doctor.report.part import Part, Result
-from app.engine.backend.base import Backend
-from app.engine.backend.factory import make_backend
-from app.engine.backend.graph import Graph
-from app.engine.build.cost_table import Shape
-from app.engine.build.engine import Engine
-from app.engine.build.time_steps import made_up
+from app.engine.device.base import Backend
+from app.engine.device.factory import make_backend
+from app.engine.device.graph import Graph
+from app.engine.load.cost_table import Shape
+from app.engine.load.engine import Engine
+from app.engine.load.time_steps import made_up
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs
 from tools.lab import expected, simulated, stages
 from tools.lab.floors import Load, step_seconds
 from tools.lab.speeds import TAU, random_engine
 from tools.lab.timed import requests
+from tools.report.command import Options
+from tools.report.part import Part, Result
 
 CONTEXT = 1024
 REPLAYS = 10

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from app.bench.command import guarded, out_folder
-from app.bench.flags import add_out_flag, count
-from app.bench.table import Row, Table
 from app.config.error import ConfigError
 from app.engine.cpu import linear
+from tools.bench.command import guarded, out_folder
+from tools.bench.flags import add_out_flag, count
+from tools.bench.table import Row, Table
 from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
 from tools.lab.publish import publish
 

@@ -21,20 +21,20 @@ import torch
 from rich.console import Console
 
 from app import demo
-from app.bench.cell import Cell
-from app.bench.client import Server, first_model
-from app.bench.command import guarded, out_folder
-from app.bench.flags import add_out_flag, amount, count, counts, listed
-from app.bench.http import measure
-from app.bench.own_server import OwnServer, ServerProcess, free_port
-from app.bench.paired import MIN_ROUNDS
-from app.bench.prompts import Dataset, Prompt
-from app.bench.report import notes
-from app.bench.table import Row, Table
-from app.bench.traffic import Load
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
 from app.engine.host_cores import num_own_cores
+from tools.bench.cell import Cell
+from tools.bench.client import Server, first_model
+from tools.bench.command import guarded, out_folder
+from tools.bench.flags import add_out_flag, amount, count, counts, listed
+from tools.bench.http import measure
+from tools.bench.own_server import OwnServer, ServerProcess, free_port
+from tools.bench.paired import MIN_ROUNDS
+from tools.bench.prompts import Dataset, Prompt
+from tools.bench.report import notes
+from tools.bench.table import Row, Table
+from tools.bench.traffic import Load
 from tools.lab.checkpoints import write_checkpoints
 from tools.lab.llama_source import LlamaCpp
 from tools.lab.publish import publish

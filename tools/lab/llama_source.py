@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from app.bench.client import ServerError
+from tools.bench.client import ServerError
 
 SOURCE = "llama-cpp-python==0.3.36"
 """The package whose sdist has llama.cpp's source, of a release with DFlash drafts."""

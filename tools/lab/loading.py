@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from app.bench.command import guarded, out_folder
-from app.bench.flags import add_out_flag
-from app.bench.table import Table
-from app.engine.backend.factory import make_backend
-from app.engine.build.decoder_config import target_config
-from app.engine.build.loader import SafetensorsWeights
+from app.engine.device.factory import make_backend
+from app.engine.load.decoder_config import target_config
+from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.registry import target_class
+from tools.bench.command import guarded, out_folder
+from tools.bench.flags import add_out_flag
+from tools.bench.table import Table
 from tools.lab.checkpoints import Kept
 from tools.lab.publish import publish
 from tools.lab.random_weights import TARGETS

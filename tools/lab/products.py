@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.engine.backend.factory import make_backend
+from app.engine.device.factory import make_backend
 
 _LINEAR = ("aten::linear", "dflash_server::linear", "dflash_server::linear_float32")
 """Operators of F.linear in inference mode, and the CPU's own."""

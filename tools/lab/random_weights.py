@@ -14,8 +14,8 @@ from torch import Tensor
 
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
-from app.engine.build.loader import Progress
 from app.engine.errors import UnsupportedError
+from app.engine.load.loader import Progress
 from app.engine.models.weights import Part
 
 BANNER = "RANDOM WEIGHTS: the tokens are meaningless; the sizes, and so the times, are those of the real model."

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from app.bench.command import guarded, out_folder
-from app.bench.flags import add_out_flag, count, counts
-from app.bench.table import Row, Table
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.runner import Sender
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step.inputs import Layout, StepInputs
 from app.messages import Request, SamplingParams
+from tools.bench.command import guarded, out_folder
+from tools.bench.flags import add_out_flag, count, counts
+from tools.bench.table import Row, Table
 from tools.lab.publish import Verdict, publish
 
 PAGE_SIZE, BLOCK = 16, 16

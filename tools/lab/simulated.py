@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from app.config.error import ConfigError
-from app.engine.backend.transfer import Packed
 from app.engine.core import EngineCore
+from app.engine.device.transfer import Packed
 from app.engine.schedule.batch import StepResult
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs

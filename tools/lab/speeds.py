@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from app.doctor.report.command import Options
-from app.doctor.report.page import PUBLISHED
-from app.doctor.report.part import Part, Result
-from app.engine.build.engine import Engine, Progress, build_engine
+from app.engine.load.engine import Engine, Progress, build_engine
 from app.engine_config import EngineConfig
 from tools.lab import expected, random_weights, simulated
 from tools.lab.floors import Load, run_seconds, step_seconds
 from tools.lab.timed import Timed, requests, timed
+from tools.report.command import Options
+from tools.report.page import PUBLISHED
+from tools.report.part import Part, Result
 
 TAU = 6.36
 """Mean acceptance length that is simulated, which DFlash reaches with Qwen3-8B on GSM8K."""

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from app.engine.backend.base import Backend
+from app.engine.device.base import Backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.sampling.sampler import Sampler
 from app.engine.step.forward import Forward

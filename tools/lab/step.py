@@ -17,20 +17,20 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from app.bench.command import guarded, out_folder, progress
-from app.bench.flags import add_out_flag, count, counts
-from app.bench.paired import Ratio, ratio
-from app.bench.table import Row, Table
 from app.config.checkpoint import CheckpointError, resolve
 from app.config.error import ConfigError
-from app.engine.backend.factory import make_backend
-from app.engine.build.config import bytes_per_token
-from app.engine.build.decoder_config import read_config, target_config
-from app.engine.build.draft_config import draft_config
-from app.engine.build.engine import CPU_KV_BYTES, Engine, build_engine
-from app.engine.build.loader import SafetensorsWeights
+from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
+from app.engine.load.decoder_config import read_config, target_config
+from app.engine.load.draft_config import draft_config
+from app.engine.load.engine import CPU_KV_BYTES, Engine, build_engine
+from app.engine.load.loader import SafetensorsWeights
+from app.engine.load.sizes import bytes_per_token
 from app.engine_config import EngineConfig
+from tools.bench.command import guarded, out_folder, progress
+from tools.bench.flags import add_out_flag, count, counts
+from tools.bench.paired import Ratio, ratio
+from tools.bench.table import Row, Table
 from tools.lab import random_weights, simulated
 from tools.lab.publish import Verdict, publish
 from tools.lab.simulated import FLAG, survival, wish

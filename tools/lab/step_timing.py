@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import PendingStep

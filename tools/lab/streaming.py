@@ -19,17 +19,17 @@ import zmq
 
 from app.api.answers import ChatAnswers, Piece
 from app.api.schemas import StreamOptions
-from app.bench.client import ServerError
-from app.bench.own_server import OwnServer
-from app.bench.table import Row, Table
-from app.client.request_stream import RequestStream
 from app.config.checkpoint import DEMO
+from app.engine_client.request_stream import RequestStream
 from app.messages import StepOutput
 from app.metrics import Metrics
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser, Parsed
 from app.text.tokenizer import Tokenizer
 from app.wire import Reply, Stepped
+from tools.bench.client import ServerError
+from tools.bench.own_server import OwnServer
+from tools.bench.table import Row, Table
 from tools.demo_pair.corpus import samples
 from tools.lab.publish import Verdict
 from tools.lab.scripted import steps_of

@@ -10,8 +10,8 @@ from statistics import median
 
 from torch import Tensor
 
-from app.engine.backend.base import Backend
-from app.engine.build.engine import Engine
+from app.engine.device.base import Backend
+from app.engine.load.engine import Engine
 from app.messages import Request, StepOutput
 from tools.lab.floors import Load
 

@@ -9,17 +9,17 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from app.bench.paired import ratio
-from app.doctor.report.command import Options
-from app.doctor.report.part import Part, Result
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.runner import ModelRunner
+from tools.bench.paired import ratio
 from tools.lab import expected, simulated
 from tools.lab.floors import Load
 from tools.lab.speeds import TAU, random_engine
 from tools.lab.timed import timed
+from tools.report.command import Options
+from tools.report.part import Part, Result
 
 ANSWER = 256
 ROUNDS = 6

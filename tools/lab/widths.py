@@ -10,11 +10,11 @@ from statistics import median
 
 import torch
 
-from app.bench.command import guarded, out_folder, progress
-from app.bench.flags import add_out_flag, count
-from app.bench.paired import Claim, Comparison, rounds
-from app.bench.table import Row, Table
 from app.config.checkpoint import DEMO
+from tools.bench.command import guarded, out_folder, progress
+from tools.bench.flags import add_out_flag, count
+from tools.bench.paired import Claim, Comparison, rounds
+from tools.bench.table import Row, Table
 from tools.lab import in_process, loads
 from tools.lab.publish import publish
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from app.engine.backend.base import Backend, Rotation
-from app.engine.backend.torch import TorchBackend
 from app.engine.cpu.backend import CpuBackend
+from app.engine.device.base import Backend, Rotation
+from app.engine.device.torch import TorchBackend
 
 
 class TracedBackend(CpuBackend):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.compile.aot import Compiled, Function
+from app.engine.device.base import AttentionMetadata, LayerKv, Rotation
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.cpu import linear
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 
 
 def is_own(dtype: torch.dtype) -> bool:

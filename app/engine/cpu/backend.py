@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
-from app.engine.backend.torch import TorchBackend
 from app.engine.cpu import attention, linear
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
+from app.engine.device.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
 

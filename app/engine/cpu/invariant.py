@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata
-from app.engine.backend.torch import Call, TorchBackend, visible
 from app.engine.cpu.backend import CpuBackend
+from app.engine.device.base import AttentionMask, AttentionMetadata
+from app.engine.device.torch import Call, TorchBackend, visible
 from app.engine.errors import UnsupportedError
 
 ROWS = 16

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.cuda.launch import INTERPRETED, MAX_TILES, chain, counters, lines_of_a_program, wait_if_chained
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 
 LOG2_E = tl.constexpr(log2(e))
 TILE_ROWS = 16

@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
-from app.engine.backend.gated_delta import GatedDeltaStep
-from app.engine.backend.graph import Graph
-from app.engine.backend.moe import ExpertWeights, MoeConfig
-from app.engine.cuda import experts, gated_delta, inputs, products, prompts, questions, rows
+from app.engine.cuda import experts, gated_delta, integers, prefill, products, rows, timed_launches
 from app.engine.cuda import tune as tuning
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
+from app.engine.cuda.prefill import Ragged
 from app.engine.cuda.products import Product
-from app.engine.cuda.prompts import Ragged
-from app.engine.cuda.questions import Questions
+from app.engine.cuda.timed_launches import Questions
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.cuda.tune import Seconds, Way
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
+from app.engine.device.gated_delta import GatedDeltaStep
+from app.engine.device.graph import Graph
+from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.errors import UnsupportedError
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -74,13 +74,13 @@ class CudaBackend(TorchCudaBackend):
         """Return None for our attention, else the plan of PyTorch's."""
         if sum(meta.query_lens) <= TILE_ROWS * len(meta.query_lens):
             return None
-        return self._prompt_plan(meta, mask, self._prompts.get(max(meta.host_seq_lens) > questions.LONG), group)
+        return self._prompt_plan(meta, mask, self._prompts.get(max(meta.host_seq_lens) > timed_launches.LONG), group)
 
     def _prompt_plan(self, meta: AttentionMetadata, mask: AttentionMask, way: Way | None, group: int) -> Any:
-        if way == questions.OURS:
+        if way == timed_launches.OURS:
             return None
-        if way == questions.RAGGED and mask.causal and sum(meta.host_seq_lens) <= self.max_gathered_tokens:
-            return prompts.ragged(meta, mask.window)
+        if way == timed_launches.RAGGED and mask.causal and sum(meta.host_seq_lens) <= self.max_gathered_tokens:
+            return prefill.ragged(meta, mask.window)
         return super().plan_attention(meta, mask, group)
 
     def attention(
@@ -89,7 +89,7 @@ class CudaBackend(TorchCudaBackend):
         plan = meta.plans[mask]
         if isinstance(plan, Ragged):
             assert sinks is None, "no other way to read their prompts was timed"
-            return prompts.attention(q_thd, kv, plan)
+            return prefill.attention(q_thd, kv, plan)
         if plan is not None:
             return super().attention(q_thd, kv, meta, mask, sinks)
         return paged_attention(q_thd, kv, meta, mask, self.geometry(q_thd, kv, meta), sinks)
@@ -157,18 +157,18 @@ class CudaBackend(TorchCudaBackend):
         shown = dict.fromkeys(chosen, "default")
         for key, question in found.items():
             way = chosen.get(question.name)
-            if way is not None and isinstance(key, questions.OfAttention) and key.joining:
+            if way is not None and isinstance(key, timed_launches.OfAttention) and key.joining:
                 self._joined.setdefault(key[:3], set()).add(key.joining)
                 shown[question.name] = "added by the last program"
-            elif way is not None and isinstance(key, questions.OfAttention):
+            elif way is not None and isinstance(key, timed_launches.OfAttention):
                 self._tiles[key[:3]] = Tile(*way)
                 shown[question.name] = str(Tile(*way))
-            elif way is not None and isinstance(key, questions.OfPrompts):
-                self._prompts[key.is_long], shown[question.name] = way, questions.PROMPT_WAYS[way]
-            elif way is not None and isinstance(key, questions.OfProduct):
+            elif way is not None and isinstance(key, timed_launches.OfPrompts):
+                self._prompts[key.is_long], shown[question.name] = way, timed_launches.PROMPT_WAYS[way]
+            elif way is not None and isinstance(key, timed_launches.OfProduct):
                 self._products[key] = Product(*way)
                 shown[question.name] = str(self._products[key])
-            elif way is not None and isinstance(key, questions.OfChoice):
+            elif way is not None and isinstance(key, timed_launches.OfChoice):
                 self._choices[key] = Product(*way)
                 shown[question.name] = str(self._choices[key])
             elif way is not None:
@@ -179,14 +179,14 @@ class CudaBackend(TorchCudaBackend):
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> Questions:
         """Return the launches that `tune` chooses."""
-        found = questions.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
+        found = timed_launches.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
         if not found or self._has_sinks:  # `varlen_attn` has no sinks
             return found
         target, (some, *_) = decoders[0], next(iter(weights.values()))
         planned = partial(self._prompt_plan, group=target.num_heads // target.num_kv_heads)
         for is_long in (False, True):
-            asked = questions.prompts(target, some, page_size, planned, self.attention, is_long=is_long)
-            found[questions.OfPrompts(*target, is_long)] = asked
+            asked = timed_launches.prompts(target, some, page_size, planned, self.attention, is_long=is_long)
+            found[timed_launches.OfPrompts(*target, is_long)] = asked
         return found
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
@@ -235,12 +235,12 @@ class CudaBackend(TorchCudaBackend):
         rows.context_into_kv(kv_tl2hd, k_norm, eps, rotation, kv, slot_mapping)
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
-        return inputs.embed_blocks(anchors, mask_token_id, block_size, embedding)
+        return integers.embed_blocks(anchors, mask_token_id, block_size, embedding)
 
     def positions_and_slots(
         self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        return inputs.positions_and_slots(seq_ids, position_offsets, row_numbers, page_table, page_size)
+        return integers.positions_and_slots(seq_ids, position_offsets, row_numbers, page_table, page_size)
 
     def verify(
         self,
@@ -250,7 +250,7 @@ class CudaBackend(TorchCudaBackend):
         num_drafts: Tensor,
         draft_index: Tensor,
     ) -> Tensor:
-        return inputs.verify(choices, drafts, logits_start, num_drafts, draft_index)
+        return integers.verify(choices, drafts, logits_start, num_drafts, draft_index)
 
     def advance_by_accepted(
         self,
@@ -261,7 +261,7 @@ class CudaBackend(TorchCudaBackend):
         position_offsets: Tensor,
         seq_lens: Tensor,
     ) -> None:
-        inputs.advance_by_accepted(verified, prev_row, token_ids, anchor_rows, position_offsets, seq_lens)
+        integers.advance_by_accepted(verified, prev_row, token_ids, anchor_rows, position_offsets, seq_lens)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         if not self.on_gpu:

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.backend.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, by_expert, router_logits
 from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, by_expert, router_logits
 
 BLOCK_M = 16
 """Pairs of a tile: the least number of rows of Triton's matrix product."""

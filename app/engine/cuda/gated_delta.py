@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.backend.gated_delta import GatedDeltaStep
 from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+from app.engine.device.gated_delta import GatedDeltaStep
 
 MAX_K_HEAD_DIM = 256
 """Greatest head size of keys whose part of a state stays in the registers of a program."""

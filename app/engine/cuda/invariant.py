@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Heads
 from app.engine.cuda import products, rows
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.products import Product
-from app.engine.cuda.questions import Questions, of_fixed_engine
+from app.engine.cuda.timed_launches import Questions, of_fixed_engine
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads
 
 
 class InvariantCudaBackend(CudaBackend):

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from app.engine.backend import accelerator
-from app.engine.backend.base import Defaults
-from app.engine.backend.torch import TorchBackend
+from app.engine.device import accelerator
+from app.engine.device.base import Defaults
+from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 
 DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from app.engine.backend.base import Backend, LayerKv, Rotation
+from app.engine.device.base import Backend, LayerKv, Rotation
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.layers import Attention, frozen
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend, Rotation
+from app.engine.device.base import AttentionMetadata, Backend, Rotation
 from app.engine.dflash.context_kv import ContextKv
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.kv_pool import KvPool

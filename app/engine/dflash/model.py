@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from app.engine.backend.base import Backend
 from app.engine.comm.comm import ALONE, Comm
+from app.engine.device.base import Backend
 from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool

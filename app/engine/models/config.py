@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from app.engine.backend.base import AttentionMask
-from app.engine.backend.moe import MoeConfig
+from app.engine.device.base import AttentionMask
+from app.engine.device.moe import MoeConfig
 
 
 @dataclass(frozen=True, slots=True)

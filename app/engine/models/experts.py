@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from app.engine.backend.moe import ExpertWeights, MoeConfig
+from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.models.mxfp4 import BLOCK, dequantised
 from app.engine.models.weights import LayerSource, Part, own_part
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from app.engine.backend.base import AttentionMask
-from app.engine.backend.moe import SWIGLU_ALPHA
+from app.engine.device.base import AttentionMask
+from app.engine.device.moe import SWIGLU_ALPHA
 from app.engine.errors import UnsupportedError
 from app.engine.models.config import DecoderConfig
 from app.engine.models.target import Target

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend, LayerKv
+from app.engine.device.base import Backend, LayerKv
 from app.engine.models.config import DecoderConfig
 from app.engine.models.state_pool import StatePool
 

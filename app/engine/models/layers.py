@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from app.engine.backend.base import AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.comm.comm import Comm
+from app.engine.device.base import AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.models.experts import load_experts
 from app.engine.models.rope import head_order, reordered
 from app.engine.models.state_pool import RecurrentRows

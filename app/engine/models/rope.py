@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend, Rotation
+from app.engine.device.base import Backend, Rotation
 from app.engine.models.config import Llama3Scaling, RopeConfig, YarnScaling
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend
 from app.engine.comm.comm import ALONE, Comm
+from app.engine.device.base import Backend
 from app.engine.models.config import DecoderConfig
 
 

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend import accelerator
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
-from app.engine.backend.gated_delta import GatedDeltaStep, commit_and_verify
-from app.engine.backend.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.comm.comm import Comm
 from app.engine.comm.process_group import Meeting
+from app.engine.device import accelerator
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
+from app.engine.device.gated_delta import GatedDeltaStep, commit_and_verify
+from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain

@@ -9,7 +9,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.delta_rule import L2_EPS, delta_rule
+from app.engine.device.delta_rule import L2_EPS, delta_rule
 from app.engine.errors import UnsupportedError
 from app.engine.npu.rules import DELTA_DIM
 

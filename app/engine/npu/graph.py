@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata
-from app.engine.backend.graph import Graph
+from app.engine.device.base import AttentionMask, AttentionMetadata
+from app.engine.device.graph import Graph
 from app.engine.npu.check import check_update
 from app.engine.npu.rules import EVERY_TOKEN
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import LayerKv
+from app.engine.device.base import LayerKv
 from app.engine.npu.rules import PAGE_SIZE
 
 logger = logging.getLogger(__name__)

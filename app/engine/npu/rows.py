@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.backend.base import LayerKv, Rotation
-from app.engine.backend.halves import norm_of_halves, rope_of_halves
+from app.engine.device.base import LayerKv, Rotation
+from app.engine.device.halves import norm_of_halves, rope_of_halves
 
 TILE_NUMBERS = 2048
 """Numbers of a tile of heads, 8 KiB in fp32. A core's buffer has 192 KiB, and twice the tiles if copies run ahead. Ten

@@ -13,11 +13,11 @@ from pathlib import Path
 import zmq
 
 from app import log
-from app.engine.build.engine import build_runner
-from app.engine.build.ranks import Rank
 from app.engine.comm.process_group import Meeting
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.host_cores import use_own_cores
+from app.engine.load.engine import build_runner
+from app.engine.load.ranks import Rank
 from app.engine.ranks.leader import STORE
 from app.engine.ranks.parent import leave_with_parent
 from app.engine.ranks.runner import follow

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import zmq
 
-from app.engine.backend.base import Backend
-from app.engine.build.ranks import Rank
 from app.engine.comm.process_group import Meeting
+from app.engine.device.base import Backend
+from app.engine.load.ranks import Rank
 from app.engine.ranks.runner import LeadingGraphRunner, LeadingRunner
 
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend
-from app.engine.backend.transfer import Packed
+from app.engine.device.base import Backend
+from app.engine.device.transfer import Packed
 from app.engine.sampling.columns import SamplingRows
 from app.engine.sampling.filters import SHORTLIST, Filters
 from app.engine.sampling.penalties import Penalties, TokenCounts

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from app.engine.arrays import Ints
-from app.engine.backend.base import Backend
-from app.engine.backend.transfer import Packed
+from app.engine.device.base import Backend
+from app.engine.device.transfer import Packed
 from app.engine.sampling.columns import CountedTokens
 
 _NONE = np.zeros(0, dtype=np.int32)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend
+from app.engine.device.base import Backend
 from app.engine.sampling import filters
 from app.engine.sampling.filters import Filters
 from app.engine.sampling.metadata import SamplingMetadata

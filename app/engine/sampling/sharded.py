@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend
 from app.engine.comm.comm import Comm
+from app.engine.device.base import Backend
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.sampler import Sampler, greedy
 

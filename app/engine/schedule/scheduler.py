@@ -3,9 +3,9 @@
 from array import array
 from collections import deque
 
-from app.engine.dflash.policy import Policy
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import OutOfPages, PagePool
+from app.engine.schedule.policy import Policy
 from app.engine.schedule.state_slots import StateSlots
 from app.engine.sequence import Sequence
 from app.messages import CacheEvent, FinishReason, Request, SpecStep, StepStats, TokenDelta

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from app.engine.arrays import Ints
-from app.engine.backend.base import AttentionMetadata, Backend, Rotation
-from app.engine.backend.transfer import Packed
+from app.engine.device.base import AttentionMetadata, Backend, Rotation
+from app.engine.device.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.config import DecoderConfig

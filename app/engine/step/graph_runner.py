@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from app.engine.backend.base import Backend
+from app.engine.device.base import Backend
 from app.engine.models.kv_pool import KvPool
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.sampling.penalties import TokenCounts

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMetadata, Backend
-from app.engine.backend.graph import Graph
-from app.engine.backend.transfer import Packed
 from app.engine.comm.comm import ALONE, Comm
+from app.engine.device.base import AttentionMetadata, Backend
+from app.engine.device.graph import Graph
+from app.engine.device.transfer import Packed
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.step import padding
 from app.engine.step.forward import AttentionInputs, Forward, TargetTensors

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend
-from app.engine.backend.transfer import Packed
+from app.engine.device.base import Backend
+from app.engine.device.transfer import Packed
 from app.engine.models.kv_pool import KvPool
 from app.engine.sampling.metadata import SamplingMetadata, sampling_metadata
 from app.engine.sampling.penalties import TokenCounts

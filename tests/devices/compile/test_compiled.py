@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.compile import load_kept, take_up
-from app.engine.build.compile_later import COMMAND
-from app.engine.build.engine import Engine, build_engine
 from app.engine.compile import aot as compiled
 from app.engine.compile.cache import load_package
 from app.engine.core import EngineCore
 from app.engine.cpu import linear
 from app.engine.errors import UnsupportedError
+from app.engine.load.compile import load_kept, take_up
+from app.engine.load.compile_later import COMMAND
+from app.engine.load.engine import Engine, build_engine
 from app.engine.sampling import sampler
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
@@ -158,7 +158,7 @@ def test_kept_code_is_loaded_without_a_compilation(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("SETTINGS", encode_config(config(pair, compile="auto")))
     code = (
         "import os\n"
-        "from app.engine.build.engine import build_engine; from app.wire import decode_config\n"
+        "from app.engine.load.engine import build_engine; from app.wire import decode_config\n"
         "print(build_engine(decode_config(os.environ['SETTINGS'])).forwards)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1700)

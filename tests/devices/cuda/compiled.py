@@ -24,14 +24,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.backend.gated_delta import GatedDeltaStep
-from app.engine.backend.moe import ExpertWeights, MoeConfig
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import CHOICE_WAYS, FIXED_WAYS, WAYS, Product
-from app.engine.cuda.questions import OF_BLOCKS, OF_ONE_ROW
+from app.engine.cuda.timed_launches import OF_BLOCKS, OF_ONE_ROW
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.gated_delta import GatedDeltaStep
+from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.npu import rows as ascend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 

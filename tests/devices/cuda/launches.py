@@ -21,15 +21,15 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-import app.engine.build.engine as build
-from app.engine.backend.base import AttentionMetadata
-from app.engine.backend.graph import Graph, RerunGraph
+import app.engine.load.engine as build
 from app.engine.core import EngineCore
-from app.engine.cuda import inputs
+from app.engine.cuda import integers
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.launch import counters
 from app.engine.cuda.products import Product
-from app.engine.cuda.questions import OF_BLOCKS
+from app.engine.cuda.timed_launches import OF_BLOCKS
+from app.engine.device.base import AttentionMetadata
+from app.engine.device.graph import Graph, RerunGraph
 from app.engine.step.graph_runner import GraphRunner
 from app.engine_config import EngineConfig
 from app.messages import Request
@@ -76,7 +76,7 @@ def launches() -> Iterator[Counter[str]]:
 
     def launch(kernel: GridExecutor, *args: Any, **options: Any) -> None:
         found[kernel.fn.__name__] += 1
-        if kernel.fn.__name__ in vars(inputs):  # positions and tokens are indices
+        if kernel.fn.__name__ in vars(integers):  # positions and tokens are indices
             with _disable_current_modes():
                 run(kernel, *args, **options)
 

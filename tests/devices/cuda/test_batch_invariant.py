@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-import app.engine.build.engine as build
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+import app.engine.load.engine as build
 from app.engine.cuda import attention, products
 from app.engine.cuda.invariant import InvariantCudaBackend
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.errors import UnsupportedError
 from tests.devices.cuda.pages import Paged
 from tests.fast.engine.flat_request import flat_request

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.engine.cuda import products, questions
+from app.engine.cuda import products, timed_launches
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import Product
@@ -94,8 +94,8 @@ def test_under_batch_invariant_any_rows_are_chosen_from_the_same_logits() -> Non
 def test_its_ways_are_timed_behind_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     _, lm_head = numbers(16, torch.bfloat16)
     monkeypatch.setattr(products, "CHOICE_WAYS", WAYS)
-    question = questions.choice(lm_head, 16)
+    question = timed_launches.choice(lm_head, 16)
     for way in question.ways:
         torch.testing.assert_close(question.run(way), question.reference(), atol=0.3, rtol=0.02)
-    asked = questions.of_engine([], {"o": [lm_head], "lm_head": [lm_head]}, 4, 16, 132)
-    assert [key.most_rows for key in asked if isinstance(key, questions.OfChoice)] == [16, 1, 64, 32]
+    asked = timed_launches.of_engine([], {"o": [lm_head], "lm_head": [lm_head]}, 4, 16, 132)
+    assert [key.most_rows for key in asked if isinstance(key, timed_launches.OfChoice)] == [16, 1, 64, 32]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine.cuda.backend import CudaBackend
 from tests.fast.engine.dialects import DIALECTS
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.cuda._utils import _get_device_index as index_of
 
-from app.doctor import operators
-from app.doctor.operators import Extent, of_graphs
-from app.doctor.report import command, roofline
-from app.doctor.report import section as report_section
-from app.doctor.report.operators import compared, parts_of
-from app.doctor.report.part import Result
-from app.doctor.report.roofline import Chip
-from app.engine.backend import factory
-from app.engine.backend.base import Backend
-from app.engine.backend.gated_delta import GatedDeltaStep
+from app.check import operators
+from app.check.operators import Extent, of_graphs
 from app.engine.cuda import gated_delta, rows
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.products import Product
 from app.engine.cuda.torch_backend import TorchCudaBackend
+from app.engine.device import factory
+from app.engine.device.base import Backend
+from app.engine.device.gated_delta import GatedDeltaStep
 from tools.lab import cuda_attention, gpu, turns
+from tools.report import command, roofline
+from tools.report import section as report_section
+from tools.report.operators import compared, parts_of
+from tools.report.part import Result
+from tools.report.roofline import Chip
 
 torch.set_num_threads(1)
 

@@ -1,7 +1,7 @@
 """`report --device cuda` from its command to its verdict, with every section.
 
 Kernels run in Triton's interpreter, events are those of a clock, and all sizes are tiny. Sections run in this process.
-Their processes are tested in tests/fast/doctor/test_gpu_report.py.
+Their processes are tested in tests/fast/check/test_gpu_report.py.
 """
 
 import json
@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 from app import demo
-from app.doctor import operators as doctor_operators
-from app.doctor.operators import of_graphs
-from app.doctor.report import command, engine, operators, page, ranks, roofline, runner, section, step, timing
-from app.engine.backend import accelerator
-from app.engine.backend.graph import Graph, RerunGraph
-from app.engine.backend.moe import MoeConfig
-from app.engine.build import engine as build
-from app.engine.build import time_steps
+from app.check import operators as check_operators
+from app.check import timing
+from app.check.operators import of_graphs
 from app.engine.cuda.backend import CudaBackend
+from app.engine.device import accelerator
+from app.engine.device.graph import Graph, RerunGraph
+from app.engine.device.moe import MoeConfig
+from app.engine.load import engine as build
+from app.engine.load import time_steps
 from tests.fast.engine.pairs import make_pair
 from tools.lab import cuda_attention, equality, expected, gemms, gpu, kernels, launch_gap, random_weights, speeds, turns
 from tools.lab.random_weights import TARGETS
+from tools.report import command, engine, operators, page, ranks, roofline, runner, section, step
 
 torch.set_num_threads(1)
 
@@ -42,7 +43,7 @@ MODEL: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
     "max_position_embeddings": 128,
 }
 SIZES = replace(
-    doctor_operators.CUDA,
+    check_operators.CUDA,
     heads=((2, 1, 16),),
     **of_graphs((2,), 4, 20),
     hidden=32,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.build.engine as build
-from app.engine.build.engine import Engine
+import app.engine.load.engine as build
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
+from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair

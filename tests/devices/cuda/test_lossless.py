@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.build.engine as build
-from app.engine.build.engine import Engine
-from app.engine.cuda import attention, inputs, rows
+import app.engine.load.engine as build
+from app.engine.cuda import attention, integers, rows
 from app.engine.cuda.attention import Tile
 from app.engine.cuda.backend import CudaBackend
+from app.engine.load.engine import Engine
 from app.messages import Request, StepOutput
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.launch_log import Log
@@ -126,7 +126,7 @@ def test_nor_does_a_step_that_is_launched_before_the_last_one_is_read(
 @pytest.mark.usefixtures("on_cuda")
 def test_what_is_compared_launches_every_kernel(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: set[str] = set()
-    for module in (attention, inputs, rows):
+    for module in (attention, integers, rows):
         for name, kernel in vars(module).copy().items():
             if type(kernel).__name__ == "InterpretedFunction" and not name.endswith(
                 ("_of_halves", "over_tokens", "fold", "wait_if_chained", "place_of_tile", "scaled")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import app.engine.build.engine as build
-from app.engine.backend.base import AttentionMask, Heads
-from app.engine.cuda import attention, prompts, questions
+import app.engine.load.engine as build
+from app.engine.cuda import attention, prefill, timed_launches
 from app.engine.cuda import backend as backend_module
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.prompts import Ragged
+from app.engine.cuda.prefill import Ragged
+from app.engine.device.base import AttentionMask, Heads
 from tests.devices.cuda.pages import Paged
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine, run_engine
@@ -60,7 +60,7 @@ def varlen_attn(
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "_kernel", lambda: varlen_attn)
+    monkeypatch.setattr(prefill, "_kernel", lambda: varlen_attn)
 
 
 def backend_of(way: tuple[int, ...] | None) -> CudaBackend:
@@ -70,7 +70,7 @@ def backend_of(way: tuple[int, ...] | None) -> CudaBackend:
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("way", [None, *questions.PROMPT_WAYS], ids=str)
+@pytest.mark.parametrize("way", [None, *timed_launches.PROMPT_WAYS], ids=str)
 @pytest.mark.parametrize("window", [None, 9, 64])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_each_way_is_a_softmax_over_each_sequences_own_tokens(
@@ -79,7 +79,7 @@ def test_each_way_is_a_softmax_over_each_sequences_own_tokens(
     backend = backend_of(way)
     case = Paged(*lengths, window=window, garbage=0.0 if way is None else math.nan)
     plan = case.meta.plans[case.mask] = backend.plan_attention(case.meta, case.mask, 2)
-    assert (type(plan) is Ragged, plan is None) == (way == questions.RAGGED, way == questions.OURS)
+    assert (type(plan) is Ragged, plan is None) == (way == timed_launches.RAGGED, way == timed_launches.OURS)
     if isinstance(plan, Ragged):
         seen = [min(kv, q + (window or kv) - 1) for q, kv in zip(*lengths, strict=True)]
         assert plan.cu_k.tolist() == [0, *itertools.accumulate(seen)] and len(plan.slots) == sum(seen)
@@ -91,25 +91,27 @@ def test_pytorchs_own_function_takes_the_arguments() -> None:
     """On tensors without memory, because it has no kernel for a CPU. Windows, and heads that share K and V."""
     for window in (None, 9):
         case = Paged([40, 17], [90, 17], window=window, dtype=torch.bfloat16)
-        plan = prompts.ragged(case.meta, window)
+        plan = prefill.ragged(case.meta, window)
         cu_q, cu_k, slots = (x.to("meta") for x in (plan.cu_q, plan.cu_k, plan.slots))
         on_meta = Ragged(cu_q, cu_k, slots, plan.max_q, plan.max_k, window)
         kv = type(case.kv)(case.kv.k.to("meta"), case.kv.v.to("meta"))
-        assert prompts.attention(case.q.to("meta"), kv, on_meta).shape == case.q.shape
+        assert prefill.attention(case.q.to("meta"), kv, on_meta).shape == case.q.shape
 
 
 @pytest.mark.usefixtures("double")
 def test_long_prompts_have_a_way_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "LONG", 90)
+    monkeypatch.setattr(timed_launches, "LONG", 90)
     backend = backend_of(None)
-    backend._prompts = {True: questions.RAGGED}
+    backend._prompts = {True: timed_launches.RAGGED}
     for tokens in (90, 91):
         case = Paged([33, 20], [tokens, 20])
         assert isinstance(backend.plan_attention(case.meta, case.mask, 2), Ragged) == (tokens > 90)
     operands: list[list[int]] = []
-    monkeypatch.setattr(questions, "_paged", lambda *args: operands.append([max(args[-2])]) or (None, None, case.meta))
+    monkeypatch.setattr(
+        timed_launches, "_paged", lambda *args: operands.append([max(args[-2])]) or (None, None, case.meta)
+    )
     for is_long in (False, True):
-        asked = questions.prompts(
+        asked = timed_launches.prompts(
             Heads(4, 2, 16), torch.zeros(1), 16, lambda *_: None, lambda *_: torch.zeros(1), is_long=is_long
         )
         asked.run(None)
@@ -118,7 +120,7 @@ def test_long_prompts_have_a_way_of_their_own(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("double")
 def test_more_tokens_than_may_be_gathered_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, case = backend_of(questions.RAGGED), Paged([33, 20], [90, 20])
+    backend, case = backend_of(timed_launches.RAGGED), Paged([33, 20], [90, 20])
     both_ways = AttentionMask(causal=False)
     assert not isinstance(backend.plan_attention(case.meta, both_ways, 2), Ragged)
     monkeypatch.setattr(CudaBackend, "max_gathered_tokens", 109)
@@ -131,22 +133,24 @@ def test_a_kernel_that_counts_rows_from_the_first_token_or_has_other_windows_is_
 ) -> None:
     """Every other way is quicker here. The chunk behind other tokens tells, or a window that is compared too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(questions, "PROMPTS", {False: ([40, 20], [40, 50]), True: ([20], [90])})
-    monkeypatch.setattr(questions, "PROMPT_WAYS", {questions.RAGGED: questions.PROMPT_WAYS[questions.RAGGED]})
-    monkeypatch.setattr(prompts, "_kernel", lambda: lambda *args, **how: varlen_attn(*args, **how, **wrong))
-    monkeypatch.setattr(questions, "of_engine", lambda *_, **__: {None: None})
+    monkeypatch.setattr(timed_launches, "PROMPTS", {False: ([40, 20], [40, 50]), True: ([20], [90])})
+    monkeypatch.setattr(
+        timed_launches, "PROMPT_WAYS", {timed_launches.RAGGED: timed_launches.PROMPT_WAYS[timed_launches.RAGGED]}
+    )
+    monkeypatch.setattr(prefill, "_kernel", lambda: lambda *args, **how: varlen_attn(*args, **how, **wrong))
+    monkeypatch.setattr(timed_launches, "of_engine", lambda *_, **__: {None: None})
     backend, took = backend_of(None), iter((1.0, 0.1, 1.0, 0.1))
     found = backend.questions([Heads(4, 2, 16)], {"o": [torch.zeros(64, 64, dtype=torch.bfloat16)]}, 2, 16)
     _, *keys = found
-    assert all(isinstance(key, questions.OfPrompts) for key in keys), "decode steps come first, because time ends"
+    assert all(isinstance(key, timed_launches.OfPrompts) for key in keys), "decode steps come first, because time ends"
     monkeypatch.setattr(CudaBackend, "questions", lambda *_: {key: found[key] for key in keys})
     shown = backend.tune([], {}, 2, 16, lambda call: call() is None or next(took))
     assert list(shown.values()) == ["default" if wrong else "PyTorch's varlen_attn"] * 2
-    assert backend._prompts == ({} if wrong else {False: questions.RAGGED, True: questions.RAGGED})
+    assert backend._prompts == ({} if wrong else {False: timed_launches.RAGGED, True: timed_launches.RAGGED})
 
 
 def test_nothing_is_asked_about_prompts_of_a_model_with_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "of_engine", lambda *_, **__: {None: None})
+    monkeypatch.setattr(timed_launches, "of_engine", lambda *_, **__: {None: None})
     backend = backend_of(None)
     of_model = [Heads(4, 2, 16)], {"o": [torch.zeros(64, 64, dtype=torch.bfloat16)]}, 2, 16
     assert len(backend.questions(*of_model)) == 3
@@ -155,7 +159,7 @@ def test_nothing_is_asked_about_prompts_of_a_model_with_sinks(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("way", questions.PROMPT_WAYS, ids=str)
+@pytest.mark.parametrize("way", timed_launches.PROMPT_WAYS, ids=str)
 def test_texts_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: tuple[int, ...]) -> None:
     """Prompts of 40 and 30 tokens are read in chunks behind one another, with drafts."""
     pair = make_pair(
@@ -169,7 +173,7 @@ def test_texts_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(build, "check_attention", lambda *_: None)
     monkeypatch.setattr(build, "_warm_up", lambda *_: None)
     used: list[int] = []
-    module, name = (prompts, "attention") if way == questions.RAGGED else (backend_module, "paged_attention")
+    module, name = (prefill, "attention") if way == timed_launches.RAGGED else (backend_module, "paged_attention")
     own = getattr(module, name)
     monkeypatch.setattr(module, name, lambda q, *rest: used.append(len(q)) or own(q, *rest))
     run = run_engine(make_engine(pair.target, pair.draft, **sizes), asked)

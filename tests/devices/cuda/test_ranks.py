@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine.cuda.backend import CudaBackend
 from app.engine_config import EngineConfig
 from app.messages import Request

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app.doctor.report import triton_cache
 from tests import ROOT
+from tools.report import triton_cache
 
 PROGRAM = """
 import json

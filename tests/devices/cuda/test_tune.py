@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.engine.backend.base import Heads, LayerKv
-from app.engine.cuda import products, questions, rows, tune
+from app.engine.cuda import products, rows, timed_launches, tune
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import Product
 from app.engine.cuda.tune import Question, Way
+from app.engine.device.base import Heads, LayerKv
 from tests.devices.cuda.pages import Paged
 
 torch.set_num_threads(1)
@@ -159,9 +159,9 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     """Every other way is quicker here. Each was compared with the default's result before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tune, "MAX_SECONDS", 1e9)
-    monkeypatch.setattr(questions, "CONTEXT", 20)
-    monkeypatch.setattr(questions, "CHAIN", 1)
-    monkeypatch.setattr(questions, "PROMPTS", {False: ([40, 20], [40, 50]), True: ([20], [90])})
+    monkeypatch.setattr(timed_launches, "CONTEXT", 20)
+    monkeypatch.setattr(timed_launches, "CHAIN", 1)
+    monkeypatch.setattr(timed_launches, "PROMPTS", {False: ([40, 20], [40, 50]), True: ([20], [90])})
     monkeypatch.setattr(products, "WAYS", [Product(32, 32, 2)])
     calls = (0.9**call for call in itertools.count())
     backend, own = CudaBackend(CPU), weights()
@@ -185,9 +185,9 @@ def test_what_was_chosen_is_launched_and_gives_the_same_result(monkeypatch: pyte
     assert launched[-1] == {"gated": True}
     case = Paged([1, 1], [40, 20])
     tile = backend.geometry(case.q, case.kv, case.meta)
-    chosen_tile = questions.OF_ONE_ROW[-1]
+    chosen_tile = timed_launches.OF_ONE_ROW[-1]
     assert (tile.tokens, tile.stages) == (chosen_tile.tokens, chosen_tile.stages) != (64, 5)
-    assert backend._tiles == {(True, 2, 16): chosen_tile, (False, 2, 16): questions.OF_BLOCKS[-1]}
+    assert backend._tiles == {(True, 2, 16): chosen_tile, (False, 2, 16): timed_launches.OF_BLOCKS[-1]}
     assert tile.joined and backend._joined == {(True, 2, 16): {2, 4}} and len(backend._prompts) == 2
 
 
@@ -199,8 +199,8 @@ def test_kernels_of_rows_are_chained_where_that_was_quicker(
     noise = torch.Generator().manual_seed(0)
     own = [torch.randn(8 * 16, 64, generator=noise).to(torch.bfloat16) for _ in range(2)]
     backend, launched = kind(CPU), list[bool]()
-    found = questions.chained_rows(DECODER, own, own)
-    monkeypatch.setattr(kind, "questions", lambda *_: {questions.OfRows(64): found})
+    found = timed_launches.chained_rows(DECODER, own, own)
+    monkeypatch.setattr(kind, "questions", lambda *_: {timed_launches.OfRows(64): found})
     took = iter([1.0, 0.99, 1.0, 0.9])
     for chained in (False, True):
         shown = backend.tune([DECODER], {}, 2, 16, lambda call: call() or next(took))
@@ -222,15 +222,15 @@ def test_attention_is_timed_like_it_is_launched_and_behind_another_kernel(
     monkeypatch: pytest.MonkeyPatch, fixed: bool
 ) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(questions, "CONTEXT", 20)
-    monkeypatch.setattr(questions, "paged_attention", lambda *args: launched.append(args[-1]))
-    asked = (questions.of_fixed_engine if fixed else questions.of_engine)([DECODER], weights(), 2, 16, 132)
-    (question,) = [asked[key] for key in asked if isinstance(key, questions.OfAttention) and not key.plain]
+    monkeypatch.setattr(timed_launches, "CONTEXT", 20)
+    monkeypatch.setattr(timed_launches, "paged_attention", lambda *args: launched.append(args[-1]))
+    asked = (timed_launches.of_fixed_engine if fixed else timed_launches.of_engine)([DECODER], weights(), 2, 16, 132)
+    (question,) = [asked[key] for key in asked if isinstance(key, timed_launches.OfAttention) and not key.plain]
     question.timed(question.ways[0])
     assert {(at.part > 0, at.chained) for at in launched} == {(fixed, True)} and len(launched) > 1
     assert question.name.startswith("fixed ") == fixed, "an answer of one is none of the other"
     launched.clear()
-    for joining in (asked[key] for key in asked if isinstance(key, questions.OfAttention) and key.joining):
+    for joining in (asked[key] for key in asked if isinstance(key, timed_launches.OfAttention) and key.joining):
         joining.timed(joining.ways[0])
     assert {(at.joined, at.splits) for at in launched} == (set() if fixed else {(True, 16)})
 
@@ -238,9 +238,9 @@ def test_attention_is_timed_like_it_is_launched_and_behind_another_kernel(
 def test_where_parts_are_added_is_asked_for_each_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """These are the parts of 1 and of the most sequences, and of those between."""
     launched: list[Any] = []
-    monkeypatch.setattr(questions, "paged_attention", lambda *args: launched.append(args[-1]))
-    monkeypatch.setattr(questions, "CONTEXT", 20)
-    monkeypatch.setattr(questions, "CHAIN", 1)
+    monkeypatch.setattr(timed_launches, "paged_attention", lambda *args: launched.append(args[-1]))
+    monkeypatch.setattr(timed_launches, "CONTEXT", 20)
+    monkeypatch.setattr(timed_launches, "CHAIN", 1)
     heads = Heads(num_heads=32, num_kv_heads=8, head_dim=16)
     asked = {key.joining: one for key, one in of_attention(heads, num_seqs=64).items() if key.joining}
     assert list(asked) == [16, 2, 8, 4] and len({question.name for question in asked.values()}) == 4
@@ -257,14 +257,14 @@ def test_where_parts_are_added_is_asked_for_each_number_of_them(monkeypatch: pyt
         assert backend.geometry(case.q, case.kv, case.meta).joined == (parts == 2)
 
 
-def of_attention(heads: Heads, num_seqs: int) -> dict[questions.OfAttention, Question]:
-    asked = questions.of_engine([heads], weights(), num_seqs, 16, 132)
-    return {key: question for key, question in asked.items() if isinstance(key, questions.OfAttention)}
+def of_attention(heads: Heads, num_seqs: int) -> dict[timed_launches.OfAttention, Question]:
+    asked = timed_launches.of_engine([heads], weights(), num_seqs, 16, 132)
+    return {key: question for key, question in asked.items() if isinstance(key, timed_launches.OfAttention)}
 
 
 def test_nothing_is_timed_in_fp32_nor_off_a_gpu() -> None:
     in_fp32 = {name: [weight.float() for weight in own] for name, own in weights().items()}
-    assert questions.of_engine([DECODER], in_fp32, 2, 16, 132) == {}
+    assert timed_launches.of_engine([DECODER], in_fp32, 2, 16, 132) == {}
     assert CudaBackend(CPU).tune([DECODER], weights(), 2, 16) == {}
 
 

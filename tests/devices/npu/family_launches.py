@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine_config import EngineConfig
 from app.messages import Request
 from tests.devices.npu.null_device import traced

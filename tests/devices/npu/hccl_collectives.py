@@ -1,9 +1,9 @@
-"""A rank of `app.doctor.collectives` on the null device: `python -m tests.devices.npu.hccl_collectives DEVICE ...`."""
+"""A rank of `app.check.collectives` on the null device: `python -m tests.devices.npu.hccl_collectives DEVICE ...`."""
 
 import os
 import sys
 
-from app.doctor import collectives
+from app.check import collectives
 from tests.devices.npu.numerics import Numerics
 
 if __name__ == "__main__":

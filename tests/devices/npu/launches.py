@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.graph import NpuGraph

@@ -8,8 +8,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.base import LayerKv, Rotation
-from app.engine.backend.torch import TorchBackend
+from app.engine.device.base import LayerKv, Rotation
+from app.engine.device.torch import TorchBackend
 from tests.devices.npu import null_device
 
 MODULE = "app.engine.npu.rows"

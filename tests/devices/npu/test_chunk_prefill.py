@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch_npu
 
-import app.engine.build.engine as build
-from app.engine.backend.delta_rule import delta_rule
+import app.engine.load.engine as build
+from app.engine.device.delta_rule import delta_rule
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.gated_delta import TOLERANCE, check_chunk_operator, chunk_delta_rule

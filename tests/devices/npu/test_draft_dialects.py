@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_npu
 
-from app.engine.build.engine import Engine, build_engine
+from app.engine.load.engine import Engine, build_engine
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig
 from tests.devices.npu.numerics import Numerics

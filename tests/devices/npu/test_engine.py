@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.build.engine as build
-from app.engine.backend.base import Backend, Defaults
-from app.engine.backend.torch import TorchBackend
+import app.engine.load.engine as build
 from app.engine.core import EngineCore
+from app.engine.device.base import Backend, Defaults
+from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine.step.inputs import DraftInputs

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch_npu
 
-import app.engine.build.engine as build
-from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
+import app.engine.load.engine as build
+from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.check import ContractError

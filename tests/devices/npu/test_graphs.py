@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch_npu
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.check import ContractError, check_update
 from tests.devices.npu.calls import BLOCK, Sequences, causal_mask, normal

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.doctor import npu_host as host_check
-from app.doctor import operators, probes
-from app.doctor.probes import Finding, Probe, ok
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
-from app.engine.backend.moe import ExpertWeights, MoeConfig
+from app.check import npu_host as host_check
+from app.check import operators, probes
+from app.check.probes import Finding, Probe, ok
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, Rotation
+from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.npu.backend import NpuBackend
 
 
@@ -27,7 +27,7 @@ def ask(run_python: Callable[..., str]) -> Callable[..., Finding]:
     def asked(expression: str, **environment: str) -> Finding:
         program = (
             "import json\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
-            f"import app.doctor.npu_host as h\nprint('FOUND', json.dumps(asdict({expression})))"
+            f"import app.check.npu_host as h\nprint('FOUND', json.dumps(asdict({expression})))"
         )
         lines = run_python(program, **environment).splitlines()
         return Finding(**json.loads(next(line for line in lines if line.startswith("FOUND ")).removeprefix("FOUND ")))
@@ -42,7 +42,7 @@ def put(path: Path, text: str = "") -> None:
 
 def report(device: str) -> dict[str, dict[str, str]]:
     """Return the results of the probes, by the process that the command starts."""
-    command = [sys.executable, "-m", "app.doctor.probes", device]
+    command = [sys.executable, "-m", "app.check.probes", device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     names, *results = map(json.loads, done.stdout.splitlines())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams

@@ -12,7 +12,7 @@ Run = Callable[..., str]
 BUILD = """
 import gc
 from pathlib import Path
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine.errors import UnsupportedError
 from app.engine_config import EngineConfig
 from tests.devices.npu.numerics import Numerics

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig

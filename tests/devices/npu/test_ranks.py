@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from app.check import collectives
 from app.config.checkpoint import DEMO
-from app.doctor import collectives
 from app.engine.comm.comm import ALONE
 from app.engine.comm.process_group import Meeting
 from app.engine.errors import UnsupportedError

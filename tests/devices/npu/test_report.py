@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 from app import demo
-from app.doctor import operators
-from app.doctor.operators import Case, Extent, about_pages
-from app.doctor.report import engine, npu_costs, npu_questions, roofline, runner, step
-from app.doctor.report import operators as report_operators
-from app.doctor.report import section as report_section
-from app.doctor.report.command import Options
-from app.doctor.report.page import page
-from app.doctor.report.part import Part, Result, answer
-from app.doctor.report.roofline import Chip, chip_name, figures
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.check import operators
+from app.check.operators import Case, Extent, about_pages
 from app.engine.core import EngineCore
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
 from app.engine.npu.backend import NpuBackend
 from app.messages import Request
 from tests.devices.npu.launches import LAYER
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
 from tools.lab.op_count import Launches
+from tools.report import engine, npu_costs, npu_questions, roofline, runner, step
+from tools.report import operators as report_operators
+from tools.report import section as report_section
+from tools.report.command import Options
+from tools.report.page import page
+from tools.report.part import Part, Result, answer
+from tools.report.roofline import Chip, chip_name, figures
 
 SMALL = Extent(
     heads=((4, 2, 64), (8, 2, 128)),
@@ -396,7 +396,7 @@ def test_the_predicted_speed_follows_from_the_times() -> None:
 def section(name: str, device: str, skip: int) -> list[Any]:
     """The lines that the section's process writes, on a device that computes nothing."""
     wishes = json.dumps({"device": device})
-    command = [sys.executable, "-m", "app.doctor.report.section", name, wishes, str(skip), "inf"]
+    command = [sys.executable, "-m", "tools.report.section", name, wishes, str(skip), "inf"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr
     first, *parts = [json.loads(line) for line in done.stdout.splitlines()]

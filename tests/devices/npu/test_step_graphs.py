@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_npu
 
-import app.engine.build.engine as build
+import app.engine.load.engine as build
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph

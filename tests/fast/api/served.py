@@ -28,10 +28,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from app.api import body, connection
 from app.api.app import create_app
 from app.api.services import Services
-from app.client.admission import Admission
-from app.client.client import EngineClient
-from app.client.request_stream import RequestStream
-from app.client.supervisor import EngineState, Supervisor
+from app.engine_client.admission import Admission
+from app.engine_client.client import EngineClient
+from app.engine_client.request_stream import RequestStream
+from app.engine_client.supervisor import EngineState, Supervisor
 from app.messages import SpecStep, TokenDelta
 from app.metrics import Metrics
 from app.text.tokenizer import Tokenizer

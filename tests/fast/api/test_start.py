@@ -4,8 +4,8 @@ import resource
 import socket
 
 from app.api import server
-from app.client.kv_events import KvEventPublisher
 from app.config.settings import Config
+from app.engine_client.kv_events import KvEventPublisher
 
 
 def test_with_its_port_taken_a_server_opens_no_socket_of_events(model_folder, monkeypatch, capsys):

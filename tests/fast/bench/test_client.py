@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.client import Answer, Drafting, Events, Server, ServerError, ask, first_model, positions
-from app.bench.prompts import Prompt
 from tests.fast.bench.scripted_server import DONE, Script, event, serving, usage
+from tools.bench.client import Answer, Drafting, Events, Server, ServerError, ask, first_model, positions
+from tools.bench.prompts import Prompt
 
 HELLO = Prompt({"messages": [{"role": "user", "content": "hello"}]})
 

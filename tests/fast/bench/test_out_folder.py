@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.bench.__main__ import PARTS, main
+from tools.bench.__main__ import PARTS, main
 
 
 @pytest.mark.parametrize("part", list(PARTS))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.bench.paired import MIN_ROUNDS, Claim, Comparison, Ratio, ratio, rounds
+from tools.bench.paired import MIN_ROUNDS, Claim, Comparison, Ratio, ratio, rounds
 
 
 def drifting(factor: float, noise: float, seed: int) -> Callable[[], float]:

@@ -9,8 +9,8 @@ from statistics import mean, median, quantiles
 import pytest
 
 from app import demo
-from app.bench.prompts import BOXED, PRESETS, Lengths, Prompt, final_number, from_file, named, synthetic
 from app.config.error import ConfigError
+from tools.bench.prompts import BOXED, PRESETS, Lengths, Prompt, final_number, from_file, named, synthetic
 from tools.demo_pair import prompts as demo_prompts
 from tools.demo_pair.corpus import is_right, samples
 from tools.demo_pair.corpus.math import final_number as last_number

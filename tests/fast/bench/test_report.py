@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.cell import Cell, is_good
-from app.bench.client import Answer, Drafting
-from app.bench.paired import Claim, Comparison
-from app.bench.prompts import Prompt
-from app.bench.report import as_json, lengths, milliseconds, notes, tables
-from app.bench.traffic import Load, Round
+from tools.bench.cell import Cell, is_good
+from tools.bench.client import Answer, Drafting
+from tools.bench.paired import Claim, Comparison
+from tools.bench.prompts import Prompt
+from tools.bench.report import as_json, lengths, milliseconds, notes, tables
+from tools.bench.traffic import Load, Round
 
 LIMITS = {"ttft": 0.15, "tpot": 0.05}
 

@@ -6,8 +6,8 @@ from statistics import mean, pstdev
 
 import pytest
 
-from app.bench.client import Answer
-from app.bench.traffic import Load, Round, arrivals, at_moments, closed_loop
+from tools.bench.client import Answer
+from tools.bench.traffic import Load, Round, arrivals, at_moments, closed_loop
 
 
 class Probe:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from app import cli
 from app.config.checkpoint import DEMO, CheckpointError
 from app.config.tensor_headers import check_draft_tensors, check_target_tensors
-from app.engine.build.loader import SafetensorsWeights
 from app.engine.errors import UnsupportedError
+from app.engine.load.loader import SafetensorsWeights
 from tests.fast.engine.pairs import make_pair
 
 PAIRS: dict[str, dict[str, Any]] = {

@@ -7,11 +7,11 @@ import shlex
 
 import pytest
 
-from app.bench.__main__ import PARTS
-from app.bench.own_server import flags_of
 from app.config.flags import parse_flags
 from app.config.sources import load_config
 from tests import ROOT
+from tools.bench.__main__ import PARTS
+from tools.bench.own_server import flags_of
 from tools.lab.__main__ import PARTS as LABS
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
@@ -32,7 +32,7 @@ def documented() -> list[tuple[str, str]]:
 
 def parsed(command: str) -> tuple[str, argparse.Namespace]:
     """Return the part that a command line means, and its options."""
-    package = "tools.lab" if "tools.lab" in command else "app.bench"
+    package = "tools.lab" if "tools.lab" in command else "tools.bench"
     words = shlex.split(command.partition(package.partition(".")[2])[2], comments=True)
     part, *arguments = words if words and not words[0].startswith("-") else ["http", *words]
     assert part in (LABS if package == "tools.lab" else PARTS)

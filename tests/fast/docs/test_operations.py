@@ -12,7 +12,7 @@ from app.api import body, connection, middleware, schemas
 from app.config.aliases import PEER_FLAGS
 from app.config.settings import flag_name
 from app.config.sources import SETTINGS
-from app.engine.build.config import bytes_per_token
+from app.engine.load.sizes import bytes_per_token
 from app.engine_config import EngineInfo
 from app.metrics import TABLE
 from app.text import chat_template

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from app.client import link as engine_link
+from app.engine_client import link as engine_link
 from tests import ROOT
 
 APP = ROOT / "app"
-OFFLINE = ("bench", "demo", "doctor/report")
+OFFLINE = ("demo",)
 RUNS_DATA = re.compile(
     r"(cP|p)ickle|marshal|shelve|dill|joblib|(builtins\.)?(eval|exec|__import__)"
     r"|torch\.(load|save|hub\..*|package\..*)|yaml\.(load|load_all|full_load|unsafe_load|Loader|UnsafeLoader)"
@@ -20,7 +20,7 @@ RUNS_DATA = re.compile(
 )
 WALL_CLOCK = re.compile(r"time\.(time|time_ns)|(datetime\.)*(now|utcnow|today)")
 SAYS_WHEN = {
-    "client/kv_events.py": 1,
+    "engine_client/kv_events.py": 1,
     "api/tracing.py": 1,
     "api/answers.py": 1,  # `created` of an answer
     "api/responses_answers.py": 1,  # `created_at` and `completed_at` of a response

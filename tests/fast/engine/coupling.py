@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.bench.table import markdown
 from app.config.checkpoint import DEMO
-from app.engine.backend.base import AttentionMetadata
 from app.engine.core import EngineCore
+from app.engine.device.base import AttentionMetadata
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.sampling.noise import noise_states
 from app.messages import Request, TokenDelta
+from tools.bench.table import markdown
 from tools.lab import in_process, loads
 
 RATIOS = (0.0, 0.5, 0.8, 1.0, 1.2)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.backend.graph import Graph, RerunGraph
-from app.engine.backend.torch import TorchBackend
-from app.engine.build import engine as build
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.graph import Graph, RerunGraph
+from app.engine.device.torch import TorchBackend
+from app.engine.load import engine as build
 
 TILE_ROWS = 16
 """More rows than these a sequence, on average, are a prompt's: those go by the host's lengths, which are exact."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask
-from app.engine.build.engine import Engine
+from app.engine.device.base import AttentionMask
+from app.engine.load.engine import Engine
 
 
 def with_taps_off_by_one(engine: Engine) -> None:

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch
 from app.messages import Request
 from tests.fast.engine.dialects import WINDOW

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.engine import Engine
 from app.engine.core import EngineCore
+from app.engine.load.engine import Engine
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sequence import Sequence
 from app.engine.step import inputs as step_inputs

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from app.engine import core
-from app.engine.build import engine as build
-from app.engine.build.config import Sizes
-from app.engine.build.cost_table import cost_table, shapes
-from app.engine.dflash.costs import CostTable
+from app.engine.load import engine as build
+from app.engine.load.cost_table import cost_table, shapes
+from app.engine.load.sizes import Sizes
+from app.engine.schedule.costs import CostTable
 from app.engine.step.runner import ModelRunner
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.backend.factory import make_backend
-from app.engine.build.engine import build_engine
 from app.engine.cpu import invariant
 from app.engine.cpu.invariant import InvariantCpuBackend
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
+from app.engine.load.engine import build_engine
 from app.engine_config import EngineConfig
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import make_pair
@@ -150,7 +150,7 @@ def test_what_cannot_keep_the_promise_is_refused_by_name(tmp_path: Path, how: st
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.backend.factory._on_cuda", lambda: "cuda.torch_backend.TorchCudaBackend")
+    monkeypatch.setattr("app.engine.device.factory._on_cuda", lambda: "cuda.torch_backend.TorchCudaBackend")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UnsupportedError, match="--batch-invariant: a GPU needs Triton"):
         make_backend("cuda:0", batch_invariant=True)

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from app.engine import cache_folder
-from app.engine.backend.base import LayerKv
-from app.engine.build import compile as building
-from app.engine.build import compile_later
-from app.engine.build.compile import compile_missing, is_compiled, load_kept
-from app.engine.build.compile_later import COMMAND, Compiling
-from app.engine.dflash.costs import CostTable
+from app.engine.device.base import LayerKv
+from app.engine.load import compile as building
+from app.engine.load import compile_later
+from app.engine.load.compile import compile_missing, is_compiled, load_kept
+from app.engine.load.compile_later import COMMAND, Compiling
+from app.engine.schedule.costs import CostTable
 from app.engine_config import EngineConfig
 
 PATIENCE = 600.0

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.backend.torch import TorchBackend
 from app.engine.cpu import attention, library, linear
 from app.engine.cpu.backend import CpuBackend
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.torch import TorchBackend
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

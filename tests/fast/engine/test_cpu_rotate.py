@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import LayerKv
 from app.engine.cpu import attention, library, linear
+from app.engine.device.base import LayerKv
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(not shutil.which(library.compiler()), reason="there is no g++")

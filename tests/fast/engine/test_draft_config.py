@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.engine.build.decoder_config import read_config, target_config
-from app.engine.build.draft_config import draft_config
-from app.engine.build.engine import Engine, build_engine
 from app.engine.errors import UnsupportedError
+from app.engine.load.decoder_config import read_config, target_config
+from app.engine.load.draft_config import draft_config
+from app.engine.load.engine import Engine, build_engine
 from app.engine.models.config import DecoderConfig
 from app.engine_config import EngineConfig
 from app.messages import Request

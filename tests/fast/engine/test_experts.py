@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.engine.backend.moe import ExpertWeights, MoeConfig, mixture
-from app.engine.backend.torch import TorchBackend
-from app.engine.build.decoder_config import read_config, target_config
-from app.engine.build.loader import SafetensorsWeights
+from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
+from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
+from app.engine.load.decoder_config import read_config, target_config
+from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.experts import load_experts
 from app.engine.models.qwen3_moe import Qwen3Moe
 from app.engine.models.weights import ExpertLayout, LayerSource

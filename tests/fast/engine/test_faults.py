@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.backend.base import Backend
-from app.engine.build.engine import Engine
+from app.engine.device.base import Backend
+from app.engine.load.engine import Engine
 from app.engine.npu.check import ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.step import inputs as step_inputs

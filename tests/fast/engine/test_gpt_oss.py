@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.engine.build.decoder_config import read_config, target_config
 from app.engine.errors import UnsupportedError
+from app.engine.load.decoder_config import read_config, target_config
 from app.engine.models.mxfp4 import dequantised
 from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts

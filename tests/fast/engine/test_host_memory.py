@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.engine.backend import host_memory
-from app.engine.backend.factory import make_backend
+from app.engine.device import host_memory
+from app.engine.device.factory import make_backend
 
 SIZES = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 100, "SC_PHYS_PAGES": 2_000_000}
 MEMINFO = "MemTotal:        8000000 kB\nMemFree:          100000 kB\nMemAvailable:    6000000 kB\n"

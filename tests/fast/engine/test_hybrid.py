@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from app.config.tensor_headers import check_draft_tensors, check_target_tensors
-from app.engine.build.config import bytes_per_token
-from app.engine.build.decoder_config import read_config, target_config
-from app.engine.build.engine import Engine
-from app.engine.build.memory import verify_batch
-from app.engine.build.states import without_memory
 from app.engine.cpu import linear
 from app.engine.errors import UnsupportedError
+from app.engine.load.decoder_config import read_config, target_config
+from app.engine.load.engine import Engine
+from app.engine.load.sizes import bytes_per_token
+from app.engine.load.states import without_memory
+from app.engine.load.step_memory import verify_batch
 from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.state_pool import StatePool
 from app.messages import Request
@@ -443,7 +443,7 @@ def test_without_a_prefix_cache_nothing_is_found(pair: Pair):
 
 
 def test_states_that_do_not_fit_are_refused_with_the_number(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.engine.backend.torch.host_memory", lambda: (1 << 20, 1 << 20))
+    monkeypatch.setattr("app.engine.device.torch.host_memory", lambda: (1 << 20, 1 << 20))
     with pytest.raises(UnsupportedError, match="recurrent state of --max-num-seqs 500 takes"):
         make_engine(pair.target, None, max_model_len=64, max_num_seqs=500)
 
@@ -527,6 +527,6 @@ def test_a_device_that_is_not_proved_and_compile_and_float16_are_refused_by_name
         make_engine(pair.target, None, compile=True)
     with pytest.raises(UnsupportedError, match="--dtype float16: a target with recurrent layers"):
         make_engine(pair.target, None, dtype="float16")
-    monkeypatch.setattr("app.engine.backend.torch.TorchBackend.runs_recurrent_layers", False)
+    monkeypatch.setattr("app.engine.device.torch.TorchBackend.runs_recurrent_layers", False)
     with pytest.raises(UnsupportedError, match="a target with recurrent layers is not supported there yet"):
         make_engine(pair.target, None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from app.engine import process
-from app.engine.backend.torch import TorchBackend
+from app.engine.device.torch import TorchBackend
 from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.npu.error_codes import explain
 from app.engine.step.inputs import Layout

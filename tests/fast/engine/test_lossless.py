@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.engine.sampling.sampler import Sampler
 from tests.fast.engine import lossless
 from tests.fast.engine.lossless import (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.engine import build_engine
+from app.engine.load.engine import build_engine
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests.fast.engine.no_reads import NoReads

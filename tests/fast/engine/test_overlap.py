@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
 from app.messages import Request, SamplingParams, TokenDelta

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.costs import fast_ones
 from tests.fast.engine.flat_request import flat_request

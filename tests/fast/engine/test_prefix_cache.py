@@ -15,7 +15,7 @@ import pytest
 
 from app.config.settings import Config
 from app.engine import process
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.messages import Request, TokenDelta
 from app.wire import FlushCache, Shutdown, Stepped, Submit, decode_config, encode_config
 from tests.fast.engine.lossless import (

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import zmq
 
-from app.client.child_process import engine_environment
 from app.config.settings import Config
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.engine.process import Link, serve
+from app.engine_client.child_process import engine_environment
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, SpecStep, StepOutput, StepStats, TokenDelta
 from app.wire import Abort, Ready, Reply, Shutdown, Stepped, Submit, decode_config, encode_config
@@ -218,7 +218,7 @@ def test_the_log_of_an_engine_has_the_draft_that_was_read_in_the_form_that_was_a
             pass
         lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     (line,) = [line for line in lines if line["message"].startswith("draft: layers 2, masks ")]
-    assert (line["level"], line["logger"]) == ("INFO", "app.engine.build.engine")
+    assert (line["level"], line["logger"]) == ("INFO", "app.engine.load.engine")
 
 
 @pytest.mark.exhaustive

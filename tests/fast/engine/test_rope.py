@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.base import Backend
-from app.engine.backend.torch import TorchBackend
-from app.engine.build.rope_config import rope_config
 from app.engine.cpu.backend import CpuBackend
+from app.engine.device.base import Backend
+from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
+from app.engine.load.rope_config import rope_config
 from app.engine.models.config import Llama3Scaling, RopeConfig, YarnScaling
 from app.engine.models.rope import RotaryTable, head_order, reordered
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.backend.torch import TorchBackend
-from app.engine.build.engine import Engine
+from app.engine.device.torch import TorchBackend
+from app.engine.load.engine import Engine
 from app.engine.sampling import filters
 from app.engine.sampling.columns import CountedTokens
 from app.engine.sampling.filters import SHORTLIST, Filters

@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from app.engine.backend.base import Defaults
-from app.engine.build.config import MIN_MODEL_LEN, Sizes, settle_pages, settle_sizes
-from app.engine.build.engine import build_engine
 from app.engine.cpu import backend as cpu_backend
+from app.engine.device.base import Defaults
 from app.engine.errors import UnsupportedError
+from app.engine.load.engine import build_engine
+from app.engine.load.sizes import MIN_MODEL_LEN, Sizes, settle_pages, settle_sizes
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams

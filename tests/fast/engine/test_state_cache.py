@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.engine import Engine
 from app.engine.errors import UnsupportedError
+from app.engine.load.engine import Engine
 from app.engine.schedule.state_slots import StateSlots
 from app.messages import Request
 from tests.costs import fast_ones
@@ -53,7 +53,7 @@ def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(states: Any, sizes: Any) -> StateSlots:
         return StateSlots(sizes.max_num_seqs, states.num_checkpoints, 3 * sizes.page_size)
 
-    monkeypatch.setattr("app.engine.build.engine.make_state_slots", make)
+    monkeypatch.setattr("app.engine.load.engine.make_state_slots", make)
 
 
 def tokens_of(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -315,9 +315,7 @@ def test_dflash_and_a_cache_change_no_token(lucky: Subject, case: Case, short_in
 def test_a_second_turn_says_what_a_cold_engine_says(
     lucky: Subject, path: str, short_interval: None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        "app.engine.build.states.PER_SEQUENCE", 32
-    )  # so that no checkpoint of the first turn is evicted
+    monkeypatch.setattr("app.engine.load.states.PER_SEQUENCE", 32)  # so that no checkpoint of the first turn is evicted
     case = Case(concurrency=4, page_size=4, block_size=8, path=path)
     cached = replace(case, cached=True)
     engine, first = lucky.engine(cached), lucky.requests(case)

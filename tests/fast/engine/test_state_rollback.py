@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.engine.backend.gated_delta import _fixed
-from app.engine.backend.torch import TorchBackend
-from app.engine.build.decoder_config import read_config, target_config
-from app.engine.build.loader import SafetensorsWeights
+from app.engine.device.gated_delta import _fixed
+from app.engine.device.torch import TorchBackend
+from app.engine.load.decoder_config import read_config, target_config
+from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import StepRows
 from app.engine.models.qwen3_5 import TextWeights

@@ -14,8 +14,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.engine.backend.base import AttentionMetadata
-from app.engine.backend.torch import TorchBackend
+from app.engine.device.base import AttentionMetadata
+from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES

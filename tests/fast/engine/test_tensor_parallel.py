@@ -24,23 +24,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from app.engine.backend import factory
-from app.engine.backend.accelerator import check_ranks
-from app.engine.backend.base import AttentionMask, AttentionMetadata, LayerKv
-from app.engine.backend.factory import make_backend
-from app.engine.backend.graph import Graph
-from app.engine.backend.moe import MoeConfig
-from app.engine.build import engine as build
-from app.engine.build import loader
-from app.engine.build.decoder_config import read_config, target_config
-from app.engine.build.draft_config import draft_config
-from app.engine.build.engine import Engine, build_engine
-from app.engine.build.loader import SafetensorsWeights
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.comm.process_group import Meeting, start_process_group
 from app.engine.cpu.backend import CpuBackend
+from app.engine.device import factory
+from app.engine.device.accelerator import check_ranks
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.factory import make_backend
+from app.engine.device.graph import Graph
+from app.engine.device.moe import MoeConfig
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
+from app.engine.load import engine as build
+from app.engine.load import loader
+from app.engine.load.decoder_config import read_config, target_config
+from app.engine.load.draft_config import draft_config
+from app.engine.load.engine import Engine, build_engine
+from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.config import DecoderConfig, GatedDeltaConfig, RopeConfig
 from app.engine.models.layers import DecoderLayer, StepRows
 from app.engine.models.qwen3_5 import HybridLayer, TextWeights
@@ -373,7 +373,7 @@ def test_a_hybrid_of_ranks_begins_with_the_state_of_a_cached_prompt(tmp_path: Pa
 
 
 def test_checkpoints_are_as_many_as_the_rank_with_the_fewest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from app.engine.build import states
+    from app.engine.load import states
 
     pair, given, own = make_hybrid_pair(tmp_path, vocab_size=96), iter([5, 3]), states._num_checkpoints
     config = EngineConfig(pair.target, device="cpu", max_num_seqs=2, tensor_parallel_size=2, state_cache_memory=1 << 20)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from app.engine.build import time_steps
-from app.engine.build.config import Sizes
-from app.engine.build.cost_table import Shape
-from app.engine.build.time_steps import MAX_SECONDS, measure_costs
-from app.engine.dflash.costs import CostTable
+from app.engine.load import time_steps
+from app.engine.load.cost_table import Shape
+from app.engine.load.sizes import Sizes
+from app.engine.load.time_steps import MAX_SECONDS, measure_costs
 from app.engine.models.target import Target
+from app.engine.schedule.costs import CostTable
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import make_pair
 

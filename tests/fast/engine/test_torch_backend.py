@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.engine.backend.base import AttentionMask, AttentionMetadata, Backend, LayerKv
-from app.engine.backend.factory import make_backend
-from app.engine.backend.torch import Call, TorchBackend
-from app.engine.build.self_test import check_attention
 from app.engine.cpu import attention, library
 from app.engine.cpu.backend import CpuBackend
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.device.factory import make_backend
+from app.engine.device.torch import Call, TorchBackend
 from app.engine.errors import UnsupportedError
+from app.engine.load.self_test import check_attention
 from app.engine.models.config import DecoderConfig, RopeConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable, head_order, reordered
@@ -162,7 +162,7 @@ def test_scores_with_sinks_are_of_few_heads_at_once_where_they_are_many(monkeypa
     case.check(backend)
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmaxes.append(x.shape[1]) or torch.softmax(x, dim))
     whole = case.run(backend)
-    monkeypatch.setattr("app.engine.backend.torch.MAX_SCORES", 2 * 4 * 9)
+    monkeypatch.setattr("app.engine.device.torch.MAX_SCORES", 2 * 4 * 9)
     assert torch.equal(case.run(backend), whole) and softmaxes == [2, 1, 1]
 
 
@@ -178,7 +178,7 @@ def test_attention_split_into_bounded_calls_is_the_same(monkeypatch, scores, tok
     """Long prompts are cut by rows, and sequences of different sizes go to different calls."""
     backend = TorchBackend(CPU)
     for name, bound in (("MAX_SCORES", scores), ("SMALL_CALL", small)):
-        monkeypatch.setattr(f"app.engine.backend.torch.{name}", bound)
+        monkeypatch.setattr(f"app.engine.device.torch.{name}", bound)
     monkeypatch.setattr(backend, "max_gathered_tokens", tokens)
     num_calls = []
     for query_lens, host_seq_lens in LENGTHS.values():
@@ -194,7 +194,7 @@ def test_a_row_sees_its_window_by_absolute_positions(backend, monkeypatch, windo
     """However the rows are cut into calls."""
     for lengths in LENGTHS.values():
         Ragged(*lengths, causal=causal, window=window, page_size=3).check(backend)
-    monkeypatch.setattr("app.engine.backend.torch.MAX_SCORES", 40)
+    monkeypatch.setattr("app.engine.device.torch.MAX_SCORES", 40)
     for lengths in LENGTHS.values():
         Ragged(*lengths, causal=causal, window=window).check(backend)
 
@@ -208,7 +208,7 @@ def test_pages_behind_every_rows_window_are_not_read(backend):
 def test_rows_of_equal_length_are_cut_where_they_lie_unless_contexts_differ_much(monkeypatch):
     backend = TorchBackend(CPU)
     monkeypatch.setattr(backend, "max_gathered_tokens", 64)
-    monkeypatch.setattr("app.engine.backend.torch.SMALL_CALL", 0)
+    monkeypatch.setattr("app.engine.device.torch.SMALL_CALL", 0)
     alike = Ragged([2] * 6, [30, 28, 32, 29, 31, 27])
     alike.check(backend)
     assert [(call.rows, call.places) for call in alike.calls] == [(slice(4 * i, 4 * i + 4), None) for i in range(3)]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.build.engine import Engine
 from app.engine.dflash import context_kv
+from app.engine.load.engine import Engine
 from app.messages import Request
 from tests.fast.engine.lossless import LUCKY, make_engine, random_prompts
 from tests.fast.engine.pairs import Pair, make_pair

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from app.config.checkpoint import DEMO
-from app.engine.build import time_steps as costs
-from app.engine.build.config import Sizes
-from app.engine.build.engine import build_engine
-from app.engine.build.time_steps import measure_costs
 from app.engine.core import EngineCore
-from app.engine.dflash.policy import Policy, Widths
 from app.engine.errors import UnsupportedError
+from app.engine.load import time_steps as costs
+from app.engine.load.engine import build_engine
+from app.engine.load.sizes import Sizes
+from app.engine.load.time_steps import measure_costs
 from app.engine.schedule.batch import Batch
+from app.engine.schedule.policy import Policy, Widths
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.runner import PendingStep
 from app.engine_config import EngineConfig

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from app.engine.build.engine import Engine, build_engine, build_runner
-from app.engine.build.ranks import Rank
 from app.engine.comm.comm import Comm
+from app.engine.load.engine import Engine, build_engine, build_runner
+from app.engine.load.ranks import Rank
 from app.engine.ranks.runner import LeadingGraphRunner, LeadingRunner, follow
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch
 from tests.fast.schedule.scheduler_harness import check_pages, protected
 

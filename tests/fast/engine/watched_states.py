@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.build.engine import Engine
+from app.engine.load.engine import Engine
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from tests.fast.engine.hybrid_reference import HybridReference
 from tests.fast.engine.state_books import check_state_slots

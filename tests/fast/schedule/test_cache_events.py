@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import zmq
 
-from app.client.kv_events import KvEventPublisher
 from app.config.values import KvEventsConfig
 from app.engine.schedule.cache_events import CacheEvents
+from app.engine_client.kv_events import KvEventPublisher
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
 
 PAGE = 4

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from app.engine.dflash.policy import Policy
 from app.engine.faults import FaultTolerantScheduler, QuarantinePagePool
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.schedule.overlap import schedule_ahead
 from app.engine.schedule.page_pool import SCRATCH_PAGES
+from app.engine.schedule.policy import Policy
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.messages import Request, TokenDelta
 from tests.fast.engine.flat_request import flat_request

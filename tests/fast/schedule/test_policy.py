@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.build.cost_table import Shape, cost_table, shapes
-from app.engine.dflash.costs import CostTable
-from app.engine.dflash.policy import Acceptance, Policy, best_widths, priors, shifted
+from app.engine.load.cost_table import Shape, cost_table, shapes
+from app.engine.schedule.costs import CostTable
+from app.engine.schedule.policy import Acceptance, Policy, best_widths, priors, shifted
 from app.engine.step.graph_sizes import settle_graph_sizes
 from tests import GOLDEN
 from tests.costs import fast_ones

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
-from app.engine.dflash.policy import Policy
 from app.engine.faults import FaultTolerantScheduler, QuarantinePagePool
 from app.engine.schedule.batch import StepResult
 from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages
+from app.engine.schedule.policy import Policy
 from app.engine.sequence import NOT_FINITE
 from app.messages import FinishReason, Request, SpecStep, TokenDelta
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from app.bench.paired import Claim, Comparison
 from app.config.checkpoint import DEMO
+from tools.bench.paired import Claim, Comparison
 from tools.lab import cpu, in_process, loads
 
 torch.set_num_threads(1)

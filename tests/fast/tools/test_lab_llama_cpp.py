@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from app.bench.cell import Cell
-from app.bench.client import Answer, Drafting, ServerError
-from app.bench.paired import Claim, Comparison
-from app.bench.table import Row
-from app.bench.traffic import Load, Round
+from tools.bench.cell import Cell
+from tools.bench.client import Answer, Drafting, ServerError
+from tools.bench.paired import Claim, Comparison
+from tools.bench.table import Row
+from tools.bench.traffic import Load, Round
 from tools.lab import llama_cpp, llama_source
 from tools.lab.__main__ import main
 from tools.lab.checkpoints import write_tokenizer

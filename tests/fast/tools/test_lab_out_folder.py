@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 
-from app.bench.paired import Comparison
+from tools.bench.paired import Comparison
 from tools.lab import api, cpu, widths
 from tools.lab.__main__ import PARTS, main
 

@@ -9,10 +9,10 @@ import torch
 from app import cli
 from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
-from app.engine.backend.torch import TorchBackend
-from app.engine.build.decoder_config import target_config
-from app.engine.build.draft_config import draft_config
+from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
+from app.engine.load.decoder_config import target_config
+from app.engine.load.draft_config import draft_config
 from app.engine.models.registry import target_class
 from app.engine.models.weights import Part
 from app.messages import Request

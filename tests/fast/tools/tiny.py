@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.engine.build.engine import Engine, build_engine
+from app.engine.load.engine import Engine, build_engine
 from app.engine_config import EngineConfig
 from tools.lab.random_weights import TARGETS, RandomWeights, write_configs
 

@@ -1,0 +1,521 @@
+"""Cases of every operator that a backend runs in a step, against PyTorch on the CPU in float32.
+
+One set serves `check` and both device reports. A relative error is a share of the largest value of the result;
+integers must be equal.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from math import isnan
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from app.check.probes import Finding, failed, ok
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.device.moe import ExpertWeights, MoeConfig
+from app.engine.device.torch import TorchBackend
+from app.engine.load.self_test import TOLERANCE
+from app.engine.models.config import GatedDeltaConfig
+from app.engine.models.gated_delta_net import Recurrence
+from app.engine.models.state_pool import LayerState, SequenceRows
+from app.engine.sampling.sampler import Sampler
+
+EPS = 1e-6
+BF16 = 2.0**-7
+"""Two roundings to eight bits, as a share of the largest value."""
+GUMBEL_TOLERANCE = 1e-4
+NUMBER_BYTES = 2
+FLOAT32_BYTES = 4
+WINDOW = 100
+"""Tokens that a row of sliding attention sees. It is no multiple of a page, so pages are cut."""
+HINT = "do not serve on it; with versions that belong together, report this output"
+
+EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
+
+Call = Callable[[], Any]
+"""Runs the operator. Tensors of the result are compared, in a tuple or alone."""
+Lens = Sequence[tuple[int, int]]
+"""Query rows and KV tokens of each request."""
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Random values of one case on a backend's device, rounded to `rounded` and held in `dtype`.
+
+    Equal seeds give every backend the same values. `past` fills the slots behind a request's last token; None leaves
+    random numbers there.
+    """
+
+    backend: Backend
+    rounded: torch.dtype
+    dtype: torch.dtype
+    past: float | None = None
+    noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return self.put(torch.randn(*shape, generator=self.noise) * scale)
+
+    def put(self, values: Tensor) -> Tensor:
+        return values.to(self.rounded).to(self.backend.device, self.dtype)
+
+    def int32(self, values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(self.backend.device)
+
+    def scattered(self, count: int, below: int) -> Tensor:
+        """Return distinct int32 numbers [count]."""
+        return self.int32(torch.randperm(below, generator=self.noise)[:count])
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Return int32 numbers from `low` to below `high`."""
+        return self.int32(torch.randint(low, high, shape, generator=self.noise))
+
+    def pages(self, slots: int, page: int, kv_heads: int, dim: int) -> LayerKv:
+        """Return pages of random numbers with room for `slots` rows."""
+        return LayerKv(*(self.normal(-(-slots // page), page, kv_heads, dim) for _ in range(2)))
+
+    def rotation(self, rows: int, dim: int) -> tuple[Tensor, ...]:
+        angles = torch.arange(rows * dim // 2).view(rows, -1) / dim
+        found = self.backend.rotation_at(self.backend.rotary_tables(angles, self.rounded), self.int32(range(rows)))
+        return tuple(turns if turns.is_complex() else turns.to(self.dtype) for turns in found)
+
+
+Operator = Callable[[Inputs], Call]
+"""Makes the inputs on a backend, and returns the call that is compared and timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One operator at one shape. `moved` is the least number of bytes that the call reads and writes, 0 if unknown."""
+
+    shape: str
+    operator: Operator
+    tolerance: float = 0.0
+    moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Shapes that are compared: heads are (query heads, KV heads, D), `causal` and `both_ways` requests by name.
+
+    `recurrent` are the heads of k and of v in a Gated DeltaNet layer and their size, like those of Qwen3.5-9B.
+    """
+
+    heads: tuple[tuple[int, int, int], ...]
+    causal: dict[str, Lens]
+    both_ways: dict[str, Lens]
+    page: int = 128
+    past: float | None = None
+    tolerance: float = TOLERANCE
+    hidden: int = 4096
+    intermediate: int = 12288
+    experts: MoeConfig = EXPERTS
+    vocab: int = 151936
+    num_rows: tuple[int, ...] = (1, 16, 257)
+    layers: int = 5
+    recurrent: tuple[int, int, int] = (16, 32, 128)
+    block: int = 16
+    batches: tuple[int, ...] = (16,)
+
+
+def about_pages(rows: Sequence[int], edges: Sequence[int], long: Sequence[int], chunk: int) -> dict[str, Any]:
+    """Return the loads of an Extent: lengths about the edges of pages, long ones, and chunks of prompts."""
+    both_ways = {
+        "about page edges": [(q, max(q, kv)) for kv in edges for q in rows],
+        "long": [(q, kv) for kv in long for q in (1, rows[-1])],
+    }
+    prefill = [(chunk, chunk), (chunk - 1, chunk + 129), (1, 1)]
+    return {"causal": both_ways | {"prefill": prefill}, "both_ways": both_ways}
+
+
+def of_graphs(batches: Sequence[int], block: int, context: int) -> dict[str, Any]:
+    """Return the loads of an Extent: batches as graphs replay them, with padding behind the sequences."""
+    causal: dict[str, Lens] = {}
+    both_ways: dict[str, Lens] = {}
+    for batch in batches:
+        kv_lens = [context - 37 * i % (context // 2 + 1) for i in range(batch)]
+        for width in (1, block):
+            even = [(width, max(width, kv)) for kv in kv_lens]
+            ragged = [(1 + 5 * i % width, max(width, kv)) for i, kv in enumerate(kv_lens)]
+            rest = batch * width - sum(q for q, _ in ragged)
+            name = f"{batch} x {width} rows"
+            causal |= {name: even, f"{name}, and padding": [*even, (0, 0)]}
+            if width > 1:
+                both_ways[name] = even
+                if batch > 1:
+                    causal[f"{name}, ragged, and {rest} of padding"] = [*ragged, (rest, rest)]
+    return {"causal": causal, "both_ways": both_ways}
+
+
+SMALL = Extent(
+    heads=((8, 2, 128),),
+    causal={"blocks of 16": [(16, 17), (16, 144)]},
+    both_ways={"blocks of 16": [(16, 17), (16, 144)]},
+    hidden=256,
+    intermediate=512,
+    vocab=1024,
+    num_rows=(20,),
+    recurrent=(2, 4, 32),
+)
+"""Enough for `check` to tell an operator that works from one that does not, in a second."""
+NPU = Extent(
+    heads=((8, 8, 64), (8, 2, 64), (4, 2, 128), (8, 8, 128), (32, 8, 128), (64, 4, 128)),
+    **about_pages(range(1, 17), (16, 127, 128, 129, 255, 256, 257), (4095, 4096, 8193), 512),
+    tolerance=BF16,
+)
+CUDA = Extent(
+    heads=((32, 8, 128),),
+    **of_graphs((1, 32), 16, 1024),
+    page=16,
+    past=float("nan"),
+    num_rows=(1, 16, 32, 512),
+    batches=(1, 32),
+)
+"""One layer of Qwen3-8B and of its draft, at the widths that graphs serve."""
+
+
+def cases(extent: Extent) -> dict[str, list[Case]]:
+    """Return the cases of each operator. A shape lists the sizes in the order of the function that makes the inputs."""
+    hidden, inner, vocab, page, block = extent.hidden, extent.intermediate, extent.vocab, extent.page, extent.block
+    rounding, loose = extent.tolerance, max(extent.tolerance, TOLERANCE)
+    row_bytes, weight_bytes = NUMBER_BYTES * hidden, NUMBER_BYTES * hidden * inner
+    made: dict[str, list[Case]] = defaultdict(list)
+
+    def add(name: str, make: Callable[..., Call], *sizes: int, tolerance: float = 0.0, moved: int = 0) -> None:
+        made[name].append(Case(str(list(sizes)), lambda at: make(at, *sizes), tolerance, moved))
+
+    for heads, kv_heads, dim in extent.heads:
+        attentions = [
+            ("causal_attention", AttentionMask(causal=True), extent.causal),
+            ("bidirectional_attention", AttentionMask(causal=False), extent.both_ways),
+            ("sliding_attention", AttentionMask(causal=True, window=WINDOW), extent.both_ways),
+            ("sliding_attention", AttentionMask(causal=False, window=WINDOW), extent.both_ways),
+        ]
+        for name, mask, loads in attentions:
+            for load, lens in loads.items():
+                paged = Paged(lens, heads, kv_heads, dim, mask, page)
+                shape = f"{heads} heads to {kv_heads}, D {dim}, {mask}, {load}: {len(lens)} requests"
+                made[name].append(Case(shape, paged, loose, paged.moved))
+    heads, kv_heads, dim = extent.heads[-1]
+    for n in extent.num_rows:
+        add("rms_norm", _rms_norm, n, hidden, tolerance=rounding, moved=2 * n * row_bytes)
+        add("add_rms_norm", _add_rms_norm, n, hidden, tolerance=rounding, moved=4 * n * row_bytes)
+        add("linear", _linear, n, hidden, inner, tolerance=rounding, moved=weight_bytes)
+        add("gated_mlp", _gated_mlp, n, hidden, inner, tolerance=loose, moved=3 * weight_bytes)
+        moe = partial(_moe, moe=extent.experts)
+        add("moe", moe, n, hidden, tolerance=loose)
+        add("argmax", _argmax, n, vocab)
+        for _, kv, d in extent.heads:
+            add("write_kv", _write_kv, n, kv, d, page)
+        for h, d in sorted({(heads, dim) for heads, _, dim in extent.heads}):
+            add("rope", _rope, n, h, d, tolerance=rounding)
+            add("rms_norm", _rms_norm, n, h, d, tolerance=rounding)
+        moved = 2 * NUMBER_BYTES * n * (heads + 2 * kv_heads) * dim
+        add("qkv_into_kv", _qkv_into_kv, n, heads, kv_heads, dim, page, tolerance=loose, moved=moved)
+        moved = 4 * NUMBER_BYTES * n * extent.layers * kv_heads * dim
+        add("context_into_kv", _context_into_kv, n, extent.layers, kv_heads, dim, page, tolerance=loose, moved=moved)
+    for batch in extent.batches:
+        add("positions_and_slots", _positions, batch, block, page)
+        add("embed_blocks", _embed_blocks, batch, block, hidden)
+        add("verify", _verify, batch, block)
+        add("advance_by_accepted", _advance, batch, block)
+        heads, dim = extent.recurrent[1:]
+        moved = 2 * FLOAT32_BYTES * batch * heads * dim * dim
+        for width in (1, block):
+            add("commit_and_verify", _commit_and_verify, batch, width, *extent.recurrent, tolerance=loose, moved=moved)
+    add("noise_bits", _noise_bits, 16, vocab)
+    add("gumbel", _gumbel, 16, vocab, tolerance=GUMBEL_TOLERANCE)
+    for name, operator in INTEGERS.items():
+        made["integers"].append(Case(name, operator))
+    return dict(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A call of a backend's attention over pages, planned."""
+
+    backend: Backend
+    q: Tensor
+    kv: LayerKv
+    meta: AttentionMetadata
+    mask: AttentionMask
+
+    def __call__(self) -> Tensor:
+        return self.backend.attention(self.q, self.kv, self.meta, self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Requests over scattered pages, whose query rows are the last of their tokens."""
+
+    lens: Lens
+    heads: int
+    kv_heads: int
+    dim: int
+    mask: AttentionMask
+    page: int
+
+    def __call__(self, at: Inputs) -> Attention:
+        q_lens, kv_lens = [q for q, _ in self.lens], [kv for _, kv in self.lens]
+        counts = [-(-kv // self.page) for kv in kv_lens]
+        ids = at.scattered(sum(counts), sum(counts) + 1).cpu().split(counts)
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        kv = at.pages((sum(counts) + 1) * self.page, self.page, self.kv_heads, self.dim)
+        for line, own, kv_len in zip(table, ids, kv_lens, strict=True):
+            line[: len(own)] = own
+            if at.past is not None and kv_len:
+                for pool in (kv.k, kv.v):
+                    pool[int(own[-1]), (kv_len - 1) % self.page + 1 :] = at.past
+        starts, lengths, table = (at.int32(x) for x in ([0, *accumulate(q_lens)], kv_lens, table))
+        meta = AttentionMetadata(starts, lengths, table, q_lens, kv_lens, self.page)
+        meta.plans[self.mask] = at.backend.plan_attention(meta, self.mask, self.heads // self.kv_heads)
+        return Attention(at.backend, at.normal(sum(q_lens), self.heads, self.dim), kv, meta, self.mask)
+
+    @property
+    def moved(self) -> int:
+        window = self.mask.window or max(kv for _, kv in self.lens)
+        numbers = sum(2 * q * self.heads + 2 * min(kv, q - 1 + window) * self.kv_heads for q, kv in self.lens)
+        return NUMBER_BYTES * self.dim * numbers
+
+
+def _write_kv(at: Inputs, rows: int, kv_heads: int, dim: int, page: int) -> Call:
+    """Compare all pages, so that a row at a wrong slot shows. The rows are views of a wider tensor."""
+    num_slots = (rows // page + 2) * page
+    kv = at.pages(num_slots, page, kv_heads, dim)
+    k, v = at.normal(rows, 2 * kv_heads, dim).chunk(2, dim=1)
+    slots = at.scattered(rows, num_slots)
+    return lambda: (at.backend.write_kv(k, v, kv, slots), kv.k, kv.v)
+
+
+def _rms_norm(at: Inputs, *shape: int) -> Call:
+    x, weight = at.normal(*shape), at.normal(shape[-1])
+    return lambda: at.backend.rms_norm(x, weight, EPS)
+
+
+def _add_rms_norm(at: Inputs, rows: int, hidden: int) -> Call:
+    x, residual, weight = at.normal(rows, hidden), at.normal(rows, hidden), at.normal(hidden)
+    return lambda: at.backend.add_rms_norm(x, residual, weight, EPS)
+
+
+def _rope(at: Inputs, rows: int, heads: int, dim: int) -> Call:
+    """Turn the same pairs of numbers in every layout."""
+    rotation, is_interleaved = at.rotation(rows, dim), at.backend.interleaved_rope
+    halves = at.normal(rows, heads, 2, dim // 2)
+    x = (halves.transpose(2, 3) if is_interleaved else halves).flatten(2)
+
+    def call() -> Tensor:
+        turned = at.backend.rope(x, rotation)
+        return turned.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2) if is_interleaved else turned
+
+    return call
+
+
+def _gated_mlp(at: Inputs, rows: int, hidden: int, inner: int) -> Call:
+    gate_up, down = at.normal(2 * inner, hidden), at.normal(hidden, inner)
+    x = at.normal(rows, hidden, scale=hidden**-0.5)
+    return lambda: at.backend.gated_mlp(x, gate_up, down)
+
+
+def _moe(at: Inputs, rows: int, hidden: int, moe: MoeConfig) -> Call:
+    count, inner = moe.num_experts, moe.intermediate_size
+
+    def packed(out_features: int, in_features: int) -> Tensor:
+        values = at.normal(count, out_features, in_features, scale=in_features**-0.5)
+        return at.backend.empty_experts(values, count, out_features, in_features).copy_(values)
+
+    router = at.normal(count, hidden, scale=hidden**-0.5).float()
+    weights = ExpertWeights(router, packed(2 * inner, hidden), packed(hidden, inner))
+    x = at.normal(rows, hidden)
+    return lambda: at.backend.moe(x, weights, moe)
+
+
+def _linear(at: Inputs, rows: int, hidden: int, width: int) -> Call:
+    x, weight = at.normal(rows, hidden), at.normal(width, hidden)
+    return lambda: at.backend.linear(x, weight)
+
+
+def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, page: int) -> Call:
+    qkv = at.normal(rows, heads + 2 * kv_heads, dim)
+    norms = at.normal(dim), at.normal(dim)
+    kv, slots = at.pages(rows, page, kv_heads, dim), at.scattered(rows, rows)
+    rotation = at.rotation(rows, dim)
+    return lambda: (at.backend.qkv_into_kv(qkv, *norms, EPS, rotation, kv, slots), kv.k, kv.v)
+
+
+def _context_into_kv(at: Inputs, rows: int, layers: int, kv_heads: int, dim: int, page: int) -> Call:
+    context, norm = at.normal(rows, layers, 2, kv_heads, dim), at.normal(layers, dim)
+    kv, slots = at.pages(rows * layers, page, kv_heads, dim), at.scattered(rows * layers, rows * layers)
+    rotation, ones = at.rotation(rows, dim), torch.ones_like(norm[0])
+
+    def call() -> tuple[Tensor, ...]:
+        at.backend.context_into_kv(context, norm, ones, EPS, rotation, kv, slots)
+        return kv.k, kv.v
+
+    return call
+
+
+def _noise_bits(at: Inputs, rows: int, vocab: int) -> Call:
+    sampler, states = Sampler(vocab, at.backend), at.integers(-(1 << 31), 1 << 31, rows)
+    return lambda: sampler.noise_bits(states)
+
+
+def _gumbel(at: Inputs, rows: int, vocab: int) -> Call:
+    sampler, states = Sampler(vocab, at.backend), at.integers(-(1 << 31), 1 << 31, rows)
+    return lambda: sampler.gumbel(states)
+
+
+def _argmax(at: Inputs, rows: int, vocab: int) -> Call:
+    """Draw from a few distinct values, so that the largest occurs many times; the lowest id must win."""
+    logits = at.put(at.integers(0, 8, rows, vocab).float())
+    return lambda: logits.argmax(dim=-1)
+
+
+def _embed_blocks(at: Inputs, batch: int, block: int, hidden: int) -> Call:
+    anchors, embedding = at.integers(0, 63, batch), at.normal(64, hidden)
+    return lambda: at.backend.embed_blocks(anchors, 63, block, embedding)
+
+
+def _positions(at: Inputs, batch: int, block: int, page: int) -> Call:
+    query_lens = [1 + i % block for i in range(batch)]
+    query_start_loc = at.int32([0, *accumulate(query_lens)])
+    seq_ids = at.int32([i for i, rows in enumerate(query_lens) for _ in range(rows)])
+    offsets = at.integers(0, 7 * page, batch) - query_start_loc[:-1]
+    table, rows = at.scattered(batch * 8, batch * 9).view(batch, 8), at.int32(range(sum(query_lens)))
+    return lambda: at.backend.positions_and_slots(seq_ids, offsets, rows, table, page)
+
+
+def _verify(at: Inputs, batch: int, block: int) -> Call:
+    """Propose drafts of which about two thirds are the target's own."""
+    num_drafts = at.integers(0, block, batch)
+    counts = num_drafts.cpu() + 1
+    first = at.int32(counts.cumsum(0) - counts)
+    choices, drafts = at.integers(0, 3, batch * block).long(), at.integers(0, 2, batch, block - 1)
+    order = at.scattered(batch, batch)
+    return lambda: at.backend.verify(choices, drafts, first, num_drafts, order)
+
+
+def _advance(at: Inputs, batch: int, block: int) -> Call:
+    """Advance copies, so that a call may be repeated."""
+    verified, prev_row = at.integers(0, block, batch, block + 1).long(), at.scattered(batch, batch)
+    rows, anchors = at.integers(0, 999, batch * block), at.int32([block * i for i in range(batch)])
+    offsets, seq_lens = at.integers(0, 999, batch), at.integers(0, 999, batch)
+
+    def call() -> tuple[Tensor, ...]:
+        advanced = rows.clone(), offsets.clone(), seq_lens.clone()
+        at.backend.advance_by_accepted(verified, prev_row, advanced[0], anchors, *advanced[1:])
+        return advanced
+
+    return call
+
+
+def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads: int, dim: int) -> Call:
+    """Commit some rows of a last step, and verify others. States go to other slots, so that a call may be repeated."""
+    shape, block, each = GatedDeltaConfig((0,), 4, k_heads, v_heads, dim, dim), 16, torch.arange(batch)
+    counts, accepted = 1 + 5 * each % width, (3 + each) % (block + 1)
+    is_new = (each == batch // 2) & (each > 0)
+    memory = LayerState(
+        at.normal(2 * batch + 1, v_heads, dim, dim).float(),
+        at.normal(2 * batch + 1, 3, shape.channels),
+        at.normal(2 * batch + 1, block, shape.input_width),
+        at.int32([40] * (2 * batch + 1)),
+    )
+    weights = at.normal(shape.channels, 4), at.normal(v_heads).float() - 1, at.normal(v_heads).float() - 1
+    own = 1 + each, 1 + batch + each, (40 + accepted) * ~is_new, counts
+    slots, next_slots, starts, lens = (at.int32(x) for x in own)
+    row, first = torch.arange(width), counts.cumsum(0) - counts
+    is_row = row < counts[:, None]
+    rows = at.int32(torch.where(is_row, first[:, None] + row, 0)).long()
+    places = at.int32(is_row.flatten().nonzero()[:, 0])
+    step = SequenceRows(slots.long(), next_slots.long(), starts, lens, rows, places)
+    inputs, kept = at.normal(int(counts.sum()), shape.input_width), is_row.to(at.backend.device)[..., None]
+    recurrence = Recurrence(shape, at.backend, *weights)
+
+    def call() -> tuple[Tensor, ...]:
+        o = recurrence.verify(inputs, step, memory)
+        pending = memory.pending[step.next_slots, :width].masked_fill(~kept, 0.0)
+        return o, memory.matrix, memory.conv, memory.num_tokens, pending
+
+    return call
+
+
+def _first_wrong(at: Inputs) -> Call:
+    agree, column = at.integers(0, 8, 16, 15) > 0, torch.arange(15, device=at.backend.device)
+    return lambda: torch.where(agree, 15, column).amin(dim=1, keepdim=True)
+
+
+def _take(at: Inputs) -> Call:
+    table, rows, columns = at.integers(0, 999, 16, 8), at.integers(0, 16, 64), at.integers(0, 8, 64)
+    return lambda: (table[rows], table[rows, columns])
+
+
+def _put(at: Inputs) -> Call:
+    table, place, values = at.integers(0, 999, 64), at.scattered(16, 64), at.integers(0, 999, 16)
+    return lambda: table.index_put_((place,), values)
+
+
+def _embedding(at: Inputs) -> Call:
+    ids, table = at.integers(0, 999, 16), at.normal(999, 64)
+    return lambda: F.embedding(ids, table)
+
+
+INTEGERS = {
+    "the first that is wrong": _first_wrong,
+    "take by int32 index": _take,
+    "put by int32 index": _put,
+    "embedding": _embedding,
+}
+
+
+@torch.inference_mode()
+def difference(
+    backend: Backend,
+    operator: Operator,
+    *,
+    past: float | None = None,
+    dtype: torch.dtype | None = None,
+    against: Operator | None = None,
+) -> tuple[float, float, Call]:
+    """Compare `operator` on `backend` with `against`, itself by default, on the CPU.
+
+    Returns the largest difference, its share of the largest value, and the call. They are NaN if a result has one.
+    """
+    dtype = dtype or backend.defaults.dtype
+    call = operator(Inputs(backend, dtype, dtype, past))
+    reference = Inputs(TorchBackend(torch.device("cpu")), dtype, torch.float32, None if past is None else 0.0)
+    absolute, relative = [0.0], [0.0]
+    for got, want in zip(_tensors(call()), _tensors((against or operator)(reference)()), strict=True):
+        if want.numel():
+            largest = float(want.double().abs().max())
+            absolute.append(float((got.cpu().double() - want.double()).abs().max()))
+            relative.append(absolute[-1] / largest if largest else absolute[-1])
+    return float(np.max(absolute)), float(np.max(relative)), call
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def compare(backend: Backend, case: Case, past: float | None = None) -> tuple[dict[str, Any], Call]:
+    """Return the numbers of one case, None where the result is not all numbers, and the call to time."""
+    absolute, relative, call = difference(backend, case.operator, past=past)
+    numbers = (None, None) if isnan(relative) else (absolute, relative)
+    row = {"shape": case.shape, "absolute": numbers[0], "relative": numbers[1], "tolerance": case.tolerance}
+    return row | {"passed": relative <= case.tolerance}, call
+
+
+def find(backend: Backend, name: str) -> Finding:
+    """Return what `check` says of one operator."""
+    rows = [compare(backend, case)[0] for case in cases(replace(SMALL, page=backend.defaults.page_size))[name]]
+    if any(row["relative"] is None for row in rows):
+        return failed("the result is not all numbers", HINT)
+    largest = max(row["relative"] for row in rows)
+    if not all(row["passed"] for row in rows):
+        return failed(f"differs from the CPU by up to {largest:.1%} of the largest value", HINT)
+    return ok(f"as on the CPU, to {largest:.1%} of the largest value" if largest else "exactly as on the CPU")

@@ -1,0 +1,422 @@
+"""Operators of a device. models/ and dflash/ use this class alone and name no device."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.comm.comm import Comm
+from app.engine.comm.device import DeviceComm
+from app.engine.comm.gloo import GlooComm
+from app.engine.comm.process_group import Meeting
+from app.engine.device import gated_delta
+from app.engine.device.delta_rule import delta_rule
+from app.engine.device.gated_delta import GatedDeltaStep
+from app.engine.device.graph import Graph, RerunGraph
+from app.engine.device.host_memory import zeros_on_host
+from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
+from app.engine.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """Paged K and V of one layer, each [pages, page_size, kv_heads, D]."""
+
+    k: Tensor
+    v: Tensor
+
+
+class AttentionMask(NamedTuple):
+    """Tokens that a row of a layer sees, by position: with `causal` those up to itself, else all of its sequence.
+
+    A `window` of W leaves the last W of them, the row itself among them: q - W < k <= q if causal, else |q - k| < W.
+    """
+
+    causal: bool
+    window: int | None = None
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "bidirectional"
+        return kind if self.window is None else f"{kind}, window {self.window}"
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Lengths and pages of S sequences whose rows are consecutive.
+
+    `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device. `query_lens` and
+    `host_seq_lens` are the same lengths on the host, exact unless the backend has `device_side_lengths`. Sequence
+    lengths include the rows themselves. `plans` are results of `Backend.plan_attention`, one for all layers of a mask.
+    `of_forward` is what the layers of one forward share. It is empty when a forward begins, also within a capture.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    query_lens: list[int]
+    host_seq_lens: list[int]
+    page_size: int
+    plans: dict[AttentionMask, Any] = field(default_factory=dict)
+    of_forward: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Heads(NamedTuple):
+    """Heads of a decoder's attention, and their size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+Rotation = tuple[Tensor, ...]
+"""RoPE at T positions: cos and sin, each [T, 1, D] with both halves alike, or the rows of a backend's own tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Sizes that work well on a device when the user gives none."""
+
+    dtype: torch.dtype
+    page_size: int
+    max_num_seqs: int
+
+
+class Backend(ABC):
+    """Operators of one device. T is rows, H hidden size, D head size; `_thd` is [T, heads, D].
+
+    Tensors of hidden states have the engine's dtype, and indices are int32, unless a method says otherwise.
+    """
+
+    defaults: Defaults
+    interleaved_rope = False
+    """True if RoPE rotates dims (2i, 2i + 1) of a head together. The loader puts rows of q and k in that order."""
+    separate_prefill = True
+    """True if rows of prompts get an attention call of their own in a step in which others decode."""
+    captures = False
+    """True if graphs are the faster way on this device. `capture` works on every device."""
+    allows_empty_sequences = False
+    """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
+    compiles = False
+    """True if forwards can be compiled functions (`--compile`)."""
+    device_side_lengths = False
+    """True if attention in a graph reads lengths from the device at each replay. Lengths on the host may then be too
+    small, so a step is launched before the step in flight is read."""
+    positions_from_host = False
+    """True if a step's copy has positions and slots, because launches cost more than numbers. Lengths on the host are
+    then exact."""
+    runs_recurrent_layers = False
+    """True if layers with a recurrent state were proved to be right on this device."""
+    collectives: str | None = None
+    """Libraries of torch.distributed for the collectives of several, like "cpu:gloo,npu:hccl". None has none."""
+    memory_is_host = False
+    """True if the device has no memory of its own, so other processes share it and no allocator measures a peak."""
+    batch_invariant = False
+    """True if no bit of a row of the target depends on the other rows of a step, or on its place among them."""
+    can_wait_cheaply = False
+    """True if reading a value back is cheap, because the host itself computes it and no queue drains."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
+        """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them.
+
+        `layer_numbers` are those of gate and up in a layer of the target, or None for a large one.
+        """
+        own = self.defaults.dtype
+        return "" if dtype.itemsize == own.itemsize else f"{str(own).removeprefix('torch.')} is the device's own"
+
+    def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
+        """Raise UnsupportedError, which names the setting, if an operator of this device cannot do it."""
+        return
+
+    def check_ranks(self, size: int) -> None:
+        """Raise UnsupportedError if there are no `size` devices from this one on, one for each rank."""
+        return
+
+    def join(self, meeting: Meeting) -> Comm:
+        """Return the collectives of this rank, once all have come."""
+        assert self.collectives is not None
+        return GlooComm(meeting) if self.memory_is_host else DeviceComm(meeting, self.collectives)
+
+    def max_graphs(self, size: int) -> int | None:
+        """Return how many graphs with collectives of `size` ranks the device holds, or None without a known limit."""
+        return None
+
+    def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
+        """Raise UnsupportedError, which names the size, if `moe` of this device cannot do it."""
+        return
+
+    def rotary_tables(self, angles: Tensor, dtype: torch.dtype, scales: Tensor | float = 1.0) -> Rotation:
+        """Return the tables on the device whose rows are a `Rotation`, for `angles` [positions, D / 2] fp32.
+
+        A turned pair is also multiplied by its number in `scales` [D / 2].
+        """
+        halves = (scales * angles.cos(), scales * angles.sin())
+        cos, sin = (torch.cat((half, half), dim=-1).to(self.device, dtype) for half in halves)
+        return cos, sin
+
+    def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
+        """Return the rows of `rotary_tables` at positions [T], each [T, 1, ...]."""
+        return tuple(table[positions].unsqueeze(1) for table in tables)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros on the device. Memory of the host is taken as it is written."""
+        if self.memory_is_host:
+            return zeros_on_host(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def pack_weight(self, *parts: Tensor) -> Tensor:
+        """Return one weight [out, in] of the rows of `parts`, in the memory order that `linear` reads fastest."""
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pack_sinks(self, sinks: Tensor) -> Tensor:
+        """Return sinks [heads] of the engine's dtype in the dtype that `attention` reads."""
+        return sinks.float()
+
+    def step(self, num_rows: int) -> AbstractContextManager[None]:
+        """Return a context for the launch of a step with so many rows of the target."""
+        return nullcontext()
+
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
+        """Return what `attention` under `mask` needs of `meta` beyond itself, for `group` query heads to a KV head.
+
+        The step calls this once a mask before the forward, so that `attention` itself can be captured in a graph.
+        """
+        return None
+
+    @abstractmethod
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Return softmax(q k^T / sqrt(D)) v [T, heads, D] over paged K and V, with grouped-query heads.
+
+        `mask` is one of `meta.plans`. `sinks` [heads], packed, are logits without a value, one more in each row's
+        softmax. Slots past `seq_lens` may hold any finite number, which must not show in the result.
+        """
+
+    @abstractmethod
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        """Put row t of K and V [T, kv_heads, D] at slot `slot_mapping[t]` = page id * page_size + offset.
+
+        The slots [T] are unique in a call. The rows may be strided views of a wider tensor.
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return RMSNorm (arXiv 1910.07467) of x [..., H] over the last axis: x / sqrt(mean(x^2) + eps) * weight."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return (rms_norm(x + residual), x + residual), each [T, H]."""
+
+    @abstractmethod
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        """Return RoPE (arXiv 2104.09864) of each head: dims (i, D/2 + i) rotate together, or (2i, 2i + 1) if
+        `interleaved_rope`."""
+
+    @abstractmethod
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Return down(silu(gate(x)) * up(x)) [T, H]; `gate_up` is [2I, H] with the gate first, `down` [H, I]."""
+
+    def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
+        """Return memory [E, out, in] for experts' weights, with device and dtype of `like`, in the memory order that
+        `moe` reads fastest."""
+        return like.new_empty(num_experts, out_features, in_features)
+
+    def pack_expert_bias(self, bias: Tensor) -> Tensor:
+        """Return biases [E, out] of the engine's dtype in the dtype that `moe` reads."""
+        return bias
+
+    def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
+        """Return the mixture of experts [T, H] of rows [T, H], as `backend.moe.mixture`."""
+        return mixture(x, weights, config)
+
+    def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
+        """Raise UnsupportedError, which names the size, if recurrent layers cannot have it."""
+        return
+
+    def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
+        """Return outputs [R, Nv, Dv] fp32 of a step's rows, after those that were accepted before them are committed.
+
+        Rows of padding have any finite outputs.
+        """
+        return gated_delta.commit_and_verify(step)
+
+    def delta_rule_of_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return `delta_rule` over rows of prompts."""
+        return delta_rule(q, k, v, log_decay, beta, state)
+
+    def qkv_into_kv(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        rotation: Rotation,
+        kv: LayerKv,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Apply RMSNorm and RoPE to each head of q and k in `qkv` [T, heads + 2 * kv_heads, D], and write K and V.
+
+        A norm's weight is [D], or None for a model without it. Returns q [T, heads, D].
+        """
+        kv_heads = kv.k.shape[-2]
+        q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        q = self.rope(q if q_norm is None else self.rms_norm(q, q_norm, eps), rotation)
+        k = self.rope(k if k_norm is None else self.rms_norm(k, k_norm, eps), rotation)
+        self.write_kv(k, v, kv, slot_mapping)
+        return q
+
+    def context_into_kv(
+        self,
+        kv_tl2hd: Tensor,
+        k_norm: Tensor,
+        ones: Tensor,
+        eps: float,
+        rotation: Rotation,
+        kv: LayerKv,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Apply RMSNorm and RoPE to each head of K, and write K and V of all layers at once.
+
+        `kv_tl2hd` is [T, layers, 2, kv_heads, D] with K before V, `k_norm` [layers, D], `ones` [D] of ones, and
+        `slot_mapping` [T * layers] as of `KvPool.slots_in_all_layers`.
+        """
+        k, v = kv_tl2hd.unbind(2)
+        k = self.rms_norm(k, ones, eps) * k_norm[:, None]
+        k = self.rope(k.flatten(1, 2), rotation).view(-1, *k.shape[2:])
+        self.write_kv(k, v.flatten(0, 1), kv, slot_mapping)
+
+    def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
+        """Return rows [D * b, H] of the embedding [V, H]: each anchor [D], and b - 1 masks behind it."""
+        blocks = F.pad(anchors[:, None], (0, block_size - 1), value=mask_token_id)
+        return F.embedding(blocks.flatten(), embedding)
+
+    def positions_and_slots(
+        self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return (positions, slots) [R] int32 of rows `row_numbers` 0 .. R - 1, which belong to `seq_ids` [R].
+
+        A row's position is its number plus `position_offsets` [S] of its sequence. `page_table` is [S, P].
+        """
+        positions = position_offsets[seq_ids] + row_numbers
+        page = positions // page_size
+        in_page = positions - page * page_size
+        return positions, torch.add(in_page, page_table[seq_ids, page], alpha=page_size)
+
+    def verify(
+        self,
+        choices: Tensor,
+        drafts: Tensor | None,
+        logits_start: Tensor,
+        num_drafts: Tensor,
+        draft_index: Tensor,
+    ) -> Tensor:
+        """Return `engine.verify.verify` of the same arguments."""
+        return verify(choices, drafts, logits_start, num_drafts, draft_index)
+
+    def advance_by_accepted(
+        self,
+        verified: Tensor,
+        prev_row: Tensor,
+        token_ids: Tensor,
+        anchor_rows: Tensor,
+        position_offsets: Tensor,
+        seq_lens: Tensor,
+    ) -> None:
+        """Move S sequences, in place, to where the step in flight leaves them.
+
+        `verified` [L, w + 1] is that step's result of `verify`, and `prev_row` [S] a sequence's row in it. Its
+        `position_offsets` and `seq_lens` [S] grow by the accepted drafts. Its anchor, at `anchor_rows` [S] of
+        `token_ids`, becomes the bonus token. A sequence with `prev_row` -1 stays where it is.
+        """
+        in_flight = prev_row >= 0
+        results = verified[prev_row.clamp(min=0)]
+        accepted = results[:, -1:]
+        bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and ends its request
+        # A sequence without rows may have no anchor row. Such ones write to a place behind all tokens.
+        places = torch.where(in_flight, anchor_rows, len(token_ids)).long()
+        token_ids.copy_(torch.cat((token_ids, token_ids[:1])).scatter(0, places, bonus.to(torch.int32))[:-1])
+        num_accepted = torch.where(in_flight, accepted.flatten(), 0).to(torch.int32)
+        position_offsets += num_accepted
+        seq_lens += num_accepted
+
+    def high_half(self, x: Tensor) -> Tensor:
+        """Return the upper 16 bits of int32 x, as int32 numbers 0 to 65535."""
+        return (x >> 16) & 0xFFFF
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
+
+    def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
+        """Return logits [R, V] of hidden states [R, H]: their sums in fp32 if the device can leave them so, else in the
+        engine's dtype."""
+        return self.linear(hidden, lm_head)
+
+    def choose(self, hidden: Tensor, lm_head: Tensor, lost: int) -> Tensor | None:
+        """Return the argmax [R] int64 of the logits of hidden states [R, H], without writing the logits.
+
+        Ties go to the lowest id, and a row whose best logit is NaN or infinite gets `lost`. None means that the device
+        has no operator of its own for so many rows.
+        """
+        return None
+
+    def tune(
+        self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
+    ) -> dict[str, str]:
+        """Time ways to launch operators once, before a graph is captured, and use the quickest that are right.
+
+        `decoders` are the target and the draft, and `weights` [out, in] those of the target by name. Returns
+        the choices, by launch, for people; a device without such choices has none.
+        """
+        return {}
+
+    def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
+        """Return the recorded launches of `run`, whose attention reads the planned `metas`. None is replayed yet.
+
+        `run` runs once before, so no lazy initialisation is left. The tensors that it reads must keep their place.
+        """
+        return RerunGraph(run)
+
+    def explain(self, error: BaseException) -> str | None:
+        """Return what an error code of this device in the message of `error` means, or None."""
+        return None
+
+    def annotate(self, error: BaseException) -> None:
+        """Add the meaning of an error code of this device to `error`, as a note."""
+        if meaning := self.explain(error):
+            error.add_note(meaning)
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Return True if the state of the device is unknown after `error`, so the engine has to be started again."""
+        out_of_memory = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)
+        return isinstance(error, out_of_memory) or self.explain(error) is not None
+
+    @abstractmethod
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        """Queue the copy of a host tensor to a device tensor of the same shape, without waiting for either."""
+
+    @abstractmethod
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin the copy of x to the host behind the work queued so far. The result waits for that copy alone."""
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Return (free, total) bytes of the device."""
+
+    def retain_allocator_memory(self) -> None:
+        """Let the allocator keep the memory that is freed, because both loading and every step take it again."""
+        return
+
+    @abstractmethod
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """Return the bytes of the device that `run` takes at its peak, and give back all that is unused afterwards."""

@@ -1,0 +1,83 @@
+"""Backend of a device, by the device's name. No other module imports a device plug-in."""
+
+import importlib
+import importlib.util
+import logging
+
+import torch
+
+from app.config.torch_build import has_npu
+from app.engine.device.base import Backend
+from app.engine.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+_INVARIANT = {
+    "cpu.backend.CpuBackend": "cpu.invariant.InvariantCpuBackend",
+    "cuda.backend.CudaBackend": "cuda.invariant.InvariantCudaBackend",
+}
+"""Backends for --batch-invariant, by those that they stand in for."""
+
+
+def make_backend(
+    device: str, *, rank: int = 0, compiled: bool = False, batch_invariant: bool = False, **of_npu: bool
+) -> Backend:
+    """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]". Each `rank` has the next device of an accelerator.
+
+    "auto" is CUDA if torch sees a GPU. Otherwise it is an NPU if the host has one and torch_npu is installed, else the
+    CPU. `compiled` is a CPU's backend for `--compile`, and `of_npu` are the options of NpuBackend. One that is
+    `batch_invariant` gives a row the same bits in every batch. Raises UnsupportedError if there is none like that here.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "npu" if _can_use_npu() else "cpu"
+    kind, _, number = device.partition(":")
+    if compiled and kind != "cpu":
+        raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
+    for option, flag in (("chunk_prefill", "--npu-chunk-prefill"), ("check_calls", "--npu-check")):
+        if of_npu.get(option) and kind != "npu":
+            raise UnsupportedError(f"{flag}: --device {device} is no NPU")
+    if batch_invariant and (compiled or kind == "npu"):
+        where = "--compile has g++ choose the order of sums" if compiled else "an NPU's operators choose how they sum"
+        raise UnsupportedError(f"--batch-invariant: {where}; it is for --device cpu and cuda, without --compile")
+    index = int(number or 0) + rank
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise UnsupportedError(
+            f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
+        )
+    if kind == "npu":
+        return _npu_backend(device, index, **of_npu)
+    name = "cpu.backend.CpuBackend" if kind == "cpu" else _on_cuda()
+    if batch_invariant:
+        name = _INVARIANT.get(name, "")
+        if not name:
+            raise UnsupportedError("--batch-invariant: a GPU needs Triton for it; pip install triton")
+    module, _, backend_class = name.rpartition(".")
+    backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), backend_class)(
+        torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
+    )
+    return backend
+
+
+def _on_cuda() -> str:
+    """Return the name of CUDA's backend. Torch for CUDA brings Triton on Linux, but not on every system."""
+    if importlib.util.find_spec("triton"):
+        logger.info("attention and the operators between matrix products: kernels in Triton")
+        return "cuda.backend.CudaBackend"
+    logger.warning("Triton is not installed: operators are PyTorch's, and there are no graphs; pip install triton")
+    return "cuda.torch_backend.TorchCudaBackend"
+
+
+def _can_use_npu() -> bool:
+    return has_npu() and importlib.util.find_spec("torch_npu") is not None
+
+
+def _npu_backend(device: str, index: int, **options: bool) -> Backend:
+    try:
+        module = importlib.import_module("app.engine.npu.backend")
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise UnsupportedError(
+            f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
+        ) from None
+    backend: Backend = module.NpuBackend(torch.device("npu", index), **options)
+    return backend

@@ -1,0 +1,295 @@
+"""Backend in plain PyTorch, on the memory of the host. It is the reference for every other backend."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
+from app.engine.device.host_memory import host_memory
+
+MAX_SCORES = 1 << 24
+"""Scores of one padded attention call per KV head (its query heads x rows x tokens): 16 MiB of mask."""
+MAX_GATHERED_TOKENS = 1 << 18
+"""Tokens whose K and V one attention call gathers out of the pages, unless a backend wants fewer."""
+SMALL_CALL = 1 << 18
+"""Scores of padding that cost less than another call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [first, first + q_len) of a batch, of sequence `seq`. They see its tokens [kv_start, kv_end) at most.
+
+    `kv_start` is the first token of a page. The rows have the positions up to `last`.
+    """
+
+    seq: int
+    first: int
+    q_len: int
+    kv_start: int
+    kv_end: int
+    last: int
+
+    @property
+    def kv_len(self) -> int:
+        return self.kv_end - self.kv_start
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One padded attention call: S pieces by Q query rows by L tokens, with G query heads to a KV head.
+
+    `pages` is `[S * P]`. `rows` `[n]` are rows of the batch, and `places` `[n]` their places among the S * Q padded
+    rows. Consecutive rows of equal length are a slice, with None for `places`. `mask` `[S, 1, G * Q, L]` is true for
+    tokens that a row sees, or 0 for these and -inf for others. It is None if all rows see all tokens.
+    """
+
+    num_pieces: int
+    max_q: int
+    max_kv: int
+    pages: Tensor
+    rows: Tensor | slice
+    places: Tensor | None
+    mask: Tensor | None
+
+
+class TorchBackend(Backend):
+    """Backend with PyTorch's operators. Attention gathers K and V out of the pages, for a few padded calls a step."""
+
+    defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
+    collectives = "gloo"
+    allows_empty_sequences = True
+    runs_recurrent_layers = True
+    memory_is_host = True
+    can_wait_cheaply = True
+    max_gathered_tokens = MAX_GATHERED_TOKENS
+
+    def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
+        """Return few padded calls, none of them mostly padding and none over the memory bounds above."""
+        pieces = _pieces(meta, mask, MAX_SCORES // group)
+        bins = _bins(pieces, group, self.max_gathered_tokens)
+        whole = len(bins) == 1 and [piece.seq for piece in pieces] == list(range(len(meta.query_lens)))
+        return [self._call(meta, mask, pieces, group, whole=whole) for pieces in bins]
+
+    def attention(
+        self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self.attend(q_thd, kv, meta.plans[mask], sinks)
+
+    def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call], sinks: Tensor | None = None) -> Tensor:
+        """Return attention `[T, heads, D]` by `calls`."""
+        if len(calls) == 1 and calls[0].places is None:
+            return self._attend(q_thd, kv, calls[0], sinks)
+        o = torch.empty_like(q_thd)
+        for call in calls:
+            if call.places is None:
+                o[call.rows] = self._attend(q_thd[call.rows], kv, call, sinks)
+                continue
+            padded = q_thd.new_zeros(call.num_pieces * call.max_q, *q_thd.shape[1:])
+            padded[call.places] = q_thd[call.rows]
+            o[call.rows] = self._attend(padded, kv, call, sinks)[call.places]
+        return o
+
+    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
+        kv.k.view(-1, *k_thd.shape[1:])[slot_mapping] = k_thd
+        kv.v.view(-1, *v_thd.shape[1:])[slot_mapping] = v_thd
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:  # a hybrid target's norms of 1 + weight, which are in float32
+            return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
+        cos, sin = rotation
+        first, second = x_thd.chunk(2, dim=-1)
+        return x_thd * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def upload(self, host: Tensor, to: Tensor) -> None:
+        to.copy_(host)
+
+    def start_download(self, x: Tensor) -> Callable[[], Tensor]:
+        kept = x.clone()  # a graph's next replay writes to the same place
+        return lambda: kept
+
+    def memory(self) -> tuple[int, int]:
+        return host_memory()
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """Return 0 without running: the host's allocator counts no peak."""
+        return 0
+
+    def _attend(self, q_thd: Tensor, kv: LayerKv, call: Call, sinks: Tensor | None) -> Tensor:
+        """Return o for padded q, both `[S * Q, heads, D]`."""
+        heads, dim, kv_heads = q_thd.shape[1], q_thd.shape[2], kv.k.shape[2]
+        group = heads // kv_heads
+        k, v = (_gather(pool, call) for pool in (kv.k, kv.v))
+        # The query heads of a KV head become rows of one matrix, so K and V are not repeated.
+        q = q_thd.reshape(call.num_pieces, call.max_q, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(call.num_pieces, kv_heads, group * call.max_q, dim)
+        if sinks is None:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask)
+        else:
+            o = _attention_with_sinks(q, k, v, call.mask, sinks.view(kv_heads, group).repeat_interleave(call.max_q, 1))
+        o = o.view(call.num_pieces, kv_heads, group, call.max_q, dim)
+        return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
+
+    def _call(
+        self, meta: AttentionMetadata, mask: AttentionMask, pieces: list[Piece], group: int, *, whole: bool
+    ) -> Call:
+        max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
+        min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
+        num_pages = -(-max_kv // meta.page_size)
+        if any(piece.kv_start for piece in pieces):
+            firsts = self._uploaded([(piece.seq, piece.kv_start // meta.page_size) for piece in pieces])
+            columns = firsts[:, 1:] + torch.arange(num_pages, device=self.device)
+            pages = meta.page_table[firsts[:, :1], columns.clamp_(max=meta.page_table.shape[1] - 1)]
+        else:
+            pages = meta.page_table[:, :num_pages]
+            pages = pages if whole else pages[self._uploaded([piece.seq for piece in pieces])]
+        rows: Tensor | slice = slice(pieces[0].first, pieces[0].first + len(pieces) * max_q)
+        places = None
+        if any(piece.first != pieces[0].first + i * max_q for i, piece in enumerate(pieces)) or min_q != max_q:
+            ranges = [(piece.first, i * max_q, piece.q_len) for i, piece in enumerate(pieces)]
+            rows = self._uploaded([first + j for first, _, n in ranges for j in range(n)])
+            places = self._uploaded([place + j for _, place, n in ranges for j in range(n)])
+        seen = None
+        past_window = mask.window is not None and any(piece.kv_len > mask.window for piece in pieces)
+        if min_q != max_q or min_kv != max_kv or (mask.causal and max_q > 1) or past_window:
+            seen = self._mask(pieces, max_q, max_kv, mask).repeat(1, group, 1).unsqueeze(1)
+        return Call(len(pieces), max_q, max_kv, pages.reshape(-1), rows, places, seen)
+
+    def _mask(self, pieces: list[Piece], max_q: int, max_kv: int, mask: AttentionMask) -> Tensor:
+        """Return the mask `[S, Q, L]`. A padding row sees the tokens of the last row, so no softmax is empty."""
+        lengths = self._uploaded([(p.q_len, p.kv_len, p.last - p.kv_start) for p in pieces])
+        q_len, kv_len, last = lengths[:, :, None, None].unbind(1)
+        token = torch.arange(max_kv, device=self.device)
+        row = torch.arange(max_q, device=self.device)[:, None]
+        seen = visible(torch.minimum(last - q_len + 1 + row, last), token, kv_len, mask)
+        return seen.expand(-1, max_q, -1)
+
+    def _uploaded(self, values: Sequence[int | tuple[int, ...]]) -> Tensor:
+        """Return `values` as int64 on the device, without a wait for the copy."""
+        host = torch.tensor(values)
+        to = torch.empty_like(host, device=self.device)
+        self.upload(host, to)
+        return to
+
+
+def _attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
+    """Return attention [S, kv_heads, G * Q, D] whose softmax has a logit more in each row, `sinks` [kv_heads, G * Q].
+
+    The softmax is in fp32, and the logit's own share is dropped (gpt-oss, arXiv 2508.10925). As many KV heads go at
+    once as have MAX_SCORES together.
+    """
+    heads = max(1, MAX_SCORES // (q.shape[0] * q.shape[2] * k.shape[2]))
+    parts = zip(*(x.split(heads, dim=1) for x in (q, k, v, sinks[None])), strict=True)
+    o = [_attention_of_heads(*part, mask=mask) for part in parts]
+    return o[0] if len(o) == 1 else torch.cat(o, dim=1)
+
+
+def _attention_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, mask: Tensor | None) -> Tensor:
+    scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    sinks = sinks.expand(scores.shape[0], -1, -1).unsqueeze(3)
+    shares = torch.cat((scores, sinks), dim=3).softmax(dim=3)[..., :-1]
+    return shares.to(v.dtype) @ v
+
+
+def _gather(pool: Tensor, call: Call) -> Tensor:
+    """Return `[S, kv_heads, L, D]` out of `[pages, page_size, kv_heads, D]`."""
+    pages = pool.index_select(0, call.pages)
+    return pages.view(call.num_pieces, -1, *pool.shape[2:])[:, : call.max_kv].transpose(1, 2)
+
+
+def visible(row: Tensor, token: Tensor, seq_len: Tensor, mask: AttentionMask) -> Tensor:
+    """Return True where a row at position `row` sees a token of a sequence of `seq_len`. The tensors broadcast."""
+    seen = token <= row if mask.causal else token < seq_len
+    if mask.window is None:
+        return seen
+    return seen & (token > row - mask.window) & (token < row + mask.window)
+
+
+def _pieces(meta: AttentionMetadata, mask: AttentionMask, max_scores: int) -> list[Piece]:
+    """Return one piece a sequence, or several if its rows by its tokens exceed `max_scores`."""
+    pieces, size = [], meta.page_size
+    firsts = accumulate(meta.query_lens, initial=0)
+    for seq, (first, q_len, kv_len) in enumerate(zip(firsts, meta.query_lens, meta.host_seq_lens, strict=False)):
+        step = max(1, max_scores // max(1, kv_len))
+        for offset in range(0, q_len, step):
+            rows = min(step, q_len - offset)
+            last = kv_len - (q_len - offset - rows) - 1
+            behind = 0 if mask.window is None else max(0, last - rows - mask.window + 2)
+            pieces.append(
+                Piece(seq, first + offset, rows, behind // size * size, last + 1 if mask.causal else kv_len, last)
+            )
+    return pieces
+
+
+def _bins(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
+    """Return the pieces of each call.
+
+    One call has all of them in order if that pads little. Otherwise pieces of similar size share a call. If all have
+    as many rows, they stay in order, unless different contexts would make that more calls.
+    """
+    whole = _Size()
+    for piece in pieces:
+        whole = whole.with_one(piece)
+    if whole.fits(group, max_gathered):
+        return [pieces]
+    by_size = _filled(sorted(pieces, key=lambda piece: (piece.q_len, piece.kv_len)), group, max_gathered)
+    if len({piece.q_len for piece in pieces}) > 1:
+        return by_size
+    in_order = _filled(pieces, group, max_gathered)
+    return by_size if len(by_size) < len(in_order) else in_order
+
+
+def _filled(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
+    """Return the pieces of each call, in order, each call with as many of the next pieces as fit."""
+    bins: list[list[Piece]] = []
+    size = _Size()
+    for piece in pieces:
+        size = size.with_one(piece)
+        if not bins or not size.fits(group, max_gathered):
+            bins.append([])
+            size = _Size().with_one(piece)
+        bins[-1].append(piece)
+    return bins
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Size of a call over some pieces. `useful` counts scores that are not padding."""
+
+    num_pieces: int = 0
+    max_q: int = 0
+    max_kv: int = 0
+    useful: int = 0
+
+    def with_one(self, piece: Piece) -> "_Size":
+        return _Size(
+            self.num_pieces + 1,
+            max(self.max_q, piece.q_len),
+            max(self.max_kv, piece.kv_len),
+            self.useful + piece.q_len * piece.kv_len,
+        )
+
+    def fits(self, group: int, max_gathered: int) -> bool:
+        scores = group * self.num_pieces * self.max_q * self.max_kv
+        pads_little = scores <= max(SMALL_CALL, min(2 * group * self.useful, MAX_SCORES))
+        return pads_little and self.num_pieces * self.max_kv <= max(self.max_kv, max_gathered)

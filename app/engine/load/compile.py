@@ -1,0 +1,177 @@
+"""`--compile`: whether forwards can be compiled, the kept code of earlier starts, and what is missing of it."""
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from app.engine.cache_folder import own_folder
+from app.engine.compile.aot import Compiled, why_not
+from app.engine.compile.cache import compile_cache
+from app.engine.compile.steps import CompiledForward, functions
+from app.engine.device.base import Backend
+from app.engine.errors import UnsupportedError
+from app.engine.load.loader import OpenWeights, Progress
+from app.engine.models.config import DecoderConfig
+from app.engine.models.weights import Part, Weights
+from app.engine.step.forward import Forward
+from app.engine.step.runner import ModelRunner
+from app.engine_config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+TRACED_LEN = 128
+"""Longest context of an engine that is only traced. Compiled code is the same for all lengths."""
+
+
+def is_compiled(config: EngineConfig, backend: Backend, shape: DecoderConfig, dtype: torch.dtype) -> bool:
+    """Return True if the forwards shall be compiled. "auto" leaves out what cannot be.
+
+    Raises UnsupportedError if the user wants what cannot be compiled.
+    """
+    if not config.compile or not backend.compiles:
+        return False
+    reason = _obstacle(config, shape, dtype)
+    if reason and config.compile is True:
+        raise UnsupportedError(f"--compile: {reason}")
+    if reason:
+        logger.info("forwards run by operators, because --compile has an obstacle: %s", reason)
+    return not reason
+
+
+def _obstacle(config: EngineConfig, shape: DecoderConfig, dtype: torch.dtype) -> str:
+    if config.compile == "auto" and config.enforce_eager:
+        return "--enforce-eager"
+    if config.tensor_parallel_size > 1:
+        return f"--tensor-parallel-size splits what cannot be compiled ({config.target}); leave one of the two out"
+    if config.batch_invariant:
+        return "g++ chooses the order of sums; leave out --batch-invariant"
+    for layers, are_there in (("experts", shape.moe), ("recurrent layers", shape.gated_delta)):
+        if are_there:
+            return f"a target with {layers} is not supported yet ({config.target})"
+    if dtype != torch.float32:
+        return f"--dtype {str(dtype).removeprefix('torch.')} is not supported yet"
+    if reason := why_not():
+        return reason
+    if config.compile == "auto" and not own_folder("compiled"):
+        return "no folder keeps what is compiled: set XDG_CACHE_HOME to a writable one of this user alone"
+    return ""
+
+
+def load_kept(forward: Forward) -> list[Compiled] | None:
+    """Return the compiled functions of the forward, or None if one is missing or the folder cannot be used."""
+    try:
+        with compile_cache() as folder:
+            return _loaded(forward, folder)
+    except OSError as error:
+        logger.warning("what earlier starts compiled cannot be read: %s", error)
+        return None
+
+
+def _loaded(forward: Forward, folder: Path) -> list[Compiled] | None:
+    wanted = functions(forward)
+    if not all(function.package(folder).exists() for function in wanted):
+        return None
+    try:
+        return [function.load(folder) for function in wanted]
+    except RuntimeError as error:
+        logger.warning("what earlier starts compiled is made anew: %s", str(error).partition("\n")[0])
+        return None
+
+
+def load_or_compile(
+    forward: Forward, traced: Callable[[], Forward], on_compiled: Callable[[int, int], None] = lambda *_: None
+) -> list[Compiled]:
+    """Return the compiled functions of the forward. Missing ones are compiled from its `traced` twin first.
+
+    `on_compiled` is called with (functions compiled, functions in all). Another process of this priority
+    that compiles is waited for.
+    """
+    with compile_cache() as folder:
+        if found := _loaded(forward, folder):
+            return found
+        compile_missing(traced(), folder, on_compiled)
+        return [function.load(folder) for function in functions(forward)]
+
+
+def compile_missing(traced: Forward, folder: Path, on_compiled: Callable[[int, int], None] = lambda *_: None) -> None:
+    """Compile what the folder does not have, while no other process of the same priority does.
+
+    A start that compiles first thus waits for no process that may be slow for hours beside busy ones.
+    """
+    wanted = functions(traced)
+    on_compiled(0, len(wanted))
+    with (folder / f"lock-{os.nice(0)}").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process compiles: this one waits for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for done, function in enumerate(wanted, 1):
+            if not function.package(folder).exists():
+                function.compile(folder)
+            on_compiled(done, len(wanted))
+
+
+def take_up(runner: ModelRunner, compiled: Sequence[Compiled]) -> None:
+    """Let the runner's next step be one of compiled functions. No step may be in flight, nor be built."""
+    assert isinstance(runner.forward, CompiledForward)
+    runner.forward.take_up(compiled)
+    runner.layout = replace(runner.layout, separate_prefill=False)
+
+
+def traced_config(config: EngineConfig) -> EngineConfig:
+    """Return the config of the smallest engine whose forwards are those of `config`."""
+    length = min(TRACED_LEN, config.max_model_len or TRACED_LEN)
+    config = replace(config, compile=False, device="cpu", dtype="float32", tune="off", max_model_len=length)
+    return replace(config, max_num_seqs=1, max_num_batched_tokens=None, kv_cache_memory=None)
+
+
+class Shapes:
+    """Weights by their shapes. Their memory is not written, so they take none."""
+
+    num_bytes = 0
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._weights.names
+
+    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype)
+
+    def get_float32(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        return torch.empty(shape)
+
+    def get_indices(self, name: str, *shape: int) -> Tensor:
+        """Return the numbers themselves, which are few and are checked."""
+        return self._weights.get_indices(name, *shape)
+
+    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        raise AssertionError("targets with experts are not compiled")
+
+    def skip(self, name: str) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def shapes_of(open_weights: OpenWeights) -> OpenWeights:
+    """Return what opens the shapes of these weights."""
+
+    def opened(folder: Path, device: torch.device, dtype: torch.dtype, on_progress: Progress) -> Weights:
+        return Shapes(open_weights(folder, device, dtype, on_progress), dtype)
+
+    return opened

@@ -1,0 +1,289 @@
+"""Numbers of drafts that a step verifies of each sequence, and the width of draft blocks.
+
+Verification emits the target's own tokens whatever is decided here, so the policy changes speed alone. It maximises the
+tokens per second of the whole batch: a step of S sequences that verifies N drafts out of D blocks of W rows emits S +
+(accepted drafts) tokens in `CostTable.step_ms(S, D, W, N)`. Acceptance is estimated from earlier steps, so nothing is
+read from the device before the target runs. No torch, no clock.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.schedule.costs import CostTable
+
+Floats = NDArray[np.float64]
+
+# The values below were chosen by replays of recorded acceptance (tests/exhaustive/test_policy_loads.py).
+_MEMORY, _OWN_MEMORY = 0.99, 0.9
+"""Weight that an outcome keeps after the next outcome of any sequence, and after the next one of its own."""
+_PRIOR_DRAFTS = 11.0
+"""Drafts of all sequences that weigh as much as `_OPTIMISM`."""
+_OWN_PRIOR_DRAFTS = np.array([1.0, 3.0, 20.0, 100.0])
+"""Drafts of one sequence that weigh as much as the prior from all: few if texts differ, many if they are alike. The
+number that has predicted the last outcomes best is used."""
+_OPTIMISM = 0.86
+"""Acceptance before anything is known: high, because only drafting shows what drafts are worth."""
+_RAREST = 1e-3
+"""Chances stay this far from 0 and 1, so that odds are finite."""
+_WORTH_DRAFTING = 1.03
+"""Expected gain below which plain decoding is kept, because its speed is known."""
+_WHOLE_BLOCKS = 1.02
+"""Preference of whole blocks: equal widths run faster than ragged ones."""
+_PROBE_SHARE, _PROBE_DRAFTS = 0.012, 5
+"""Share of the time spent on probes of plain sequences, and the drafts that one probe verifies."""
+_SURPRISE = 0.1
+"""A probe that is accepted whole although that was less likely than this shows that the text has changed."""
+_KEPT_AT_SURPRISE = 0.3
+"""Weight that older outcomes of all sequences keep then, because other texts may have changed too."""
+_MAX_STEPS = 16
+"""Steps that a decision holds for, because deciding costs more than a plain step's other host work."""
+_DISAPPOINTING = 4
+"""A step that accepts less than one in this many of its drafts ends a decision."""
+
+
+class Widths(NamedTuple):
+    """Drafts to verify of each sequence, and the rows of each draft block, its anchor included."""
+
+    drafts: list[int]
+    block: int
+
+
+class Acceptance:
+    """Outcomes of drafts by position `[b - 1]` over all sequences, older ones fading.
+
+    `tried` counts the drafts whose predecessors in the block were accepted, `accepted` those accepted themselves.
+    """
+
+    def __init__(self, num_drafts: int) -> None:
+        self.tried, self.accepted = np.zeros(num_drafts), np.zeros(num_drafts)
+
+    def fade(self, weight: float) -> None:
+        self.tried *= weight
+        self.accepted *= weight
+
+    def record(self, verified: int, accepted: int) -> None:
+        self.tried[: min(accepted + 1, verified)] += 1
+        self.accepted[:accepted] += 1
+
+
+@dataclass(slots=True)
+class History:
+    """One sequence: its own fading outcomes, and the last decision about it.
+
+    `expected` is how many of `tried` the prior expected to be accepted. `chances` `[W, b - 1]` are the estimates of
+    acceptance by position, once all predecessors are accepted, under each of the W `_OWN_PRIOR_DRAFTS`.
+    """
+
+    first_step: int
+    chances: Floats
+    tried: float = 0.0
+    accepted: float = 0.0
+    expected: float = 0.0
+    drafts: int = 0
+    has_drafted: bool = False
+    last_probe: int = -1
+    is_probed: bool = False
+
+
+def priors(first: Acceptance, later: Acceptance) -> tuple[float, Floats]:
+    """Return mean acceptance, and by position for first and later blocks of a sequence, `[2, b - 1]`.
+
+    Later positions are harder in like manner everywhere, so all blocks share one curve. Later blocks mostly begin where
+    a draft was refused, so each kind shifts the curve by its own odds.
+    """
+    tried, accepted = first.tried + later.tried, first.accepted + later.accepted
+    mean = float((accepted.sum() + _PRIOR_DRAFTS * _OPTIMISM) / (tried.sum() + _PRIOR_DRAFTS))
+    curve = (accepted + _PRIOR_DRAFTS * mean) / (tried + _PRIOR_DRAFTS)
+    own = [(kind.tried.sum(), kind.accepted.sum(), (kind.tried * curve).sum()) for kind in (first, later)]
+    return mean, shifted(np.stack((curve, curve)), np.array(own), mean, _PRIOR_DRAFTS)
+
+
+def shifted(curves: Floats, own: Floats, mean: float, prior_drafts: float) -> Floats:
+    """Return curves `[S, b - 1]` with their odds scaled by each row's own outcomes `[S, 3]`: tried, accepted, expected.
+
+    The scale is the odds of what was accepted over those of what was expected, each with `prior_drafts` at `mean`.
+    """
+    tried, accepted, expected = own.T[..., None]
+    prior = prior_drafts * mean
+    scale = _odds((accepted + prior) / (tried + prior_drafts)) / _odds((expected + prior) / (tried + prior_drafts))
+    odds = _odds(curves) * scale
+    return np.asarray(np.clip(odds / (1 + odds), _RAREST, 1 - _RAREST))
+
+
+def _odds(chance: Any) -> Any:
+    chance = np.clip(chance, _RAREST, 1 - _RAREST)
+    return chance / (1 - chance)
+
+
+def best_widths(survival: Floats, costs: CostTable) -> list[int]:
+    """Return the drafts to verify of each sequence for the most tokens per second over the whole batch.
+
+    `survival` `[S, b - 1]` is 0 in a sequence that may not draft. A sequence drafts a block, of one width for all, or
+    none. Of those that draft, the likeliest drafts of all are verified first.
+    """
+    plain = [0] * len(survival)
+    if not (survival > 0).any():
+        return plain
+    _, rate, drafts = max(
+        (_best_of_block(survival[:, : rows - 1], rows, costs) for rows in costs.widths), key=itemgetter(0)
+    )
+    return drafts if rate > _WORTH_DRAFTING * len(plain) / float(costs.step_ms(len(plain), 0, 0, 0)) else plain
+
+
+def _best_of_block(survival: Floats, rows: int, costs: CostTable) -> tuple[float, float, list[int]]:
+    """Return (preference, tokens per ms, drafts) of the best choice with blocks of `rows` rows."""
+    num_seqs, num_drafts = survival.shape
+    order = np.argsort(-survival.sum(axis=1), kind="stable")
+    most = int((survival[:, 0] > 0).sum())
+    drafting = np.array(sorted({max(1, most * i // 8) for i in range(1, 9)}))  # numbers of drafting sequences to try
+    masked = survival[order] * (np.arange(num_seqs) < drafting[:, None])[..., None]
+    likeliest = -np.sort(-masked.reshape(len(drafting), -1))
+    tokens = num_seqs + np.cumsum(likeliest, axis=1)
+    rates = tokens / costs.step_ms(num_seqs, drafting[:, None], rows, np.arange(1, num_seqs * num_drafts + 1))
+    # Equally likely drafts are verified together, so a choice between them would cost more than its rate says.
+    ends = np.diff(likeliest, axis=1, append=-1.0) < 0
+    preference = np.where(ends, rates, 0.0)
+    whole = np.arange(len(drafting)), drafting * num_drafts - 1
+    preference[whole] *= np.where((drafting > 1) | (rows == costs.widths[-1]), _WHOLE_BLOCKS, 1.0)
+    size, last = np.unravel_index(preference.argmax(), rates.shape)
+    drafts = np.zeros(num_seqs, dtype=np.int64)
+    chosen = order[: drafting[size]]
+    drafts[chosen] = (survival[chosen] >= likeliest[size, last]).sum(axis=1)
+    return float(preference[size, last]), float(rates[size, last]), drafts.tolist()
+
+
+class Policy:
+    """Chooses widths step by step.
+
+    `width` fixes the rows to verify of every sequence, its anchor included. None is automatic with `costs` and a whole
+    block without. An automatic decision holds for some steps, until a sequence comes, ends or disappoints.
+    """
+
+    def __init__(self, block_size: int, costs: CostTable | None = None, width: int | None = None) -> None:
+        self.block_size = block_size
+        self.costs = costs if width is None else None
+        self.fixed_block = width or block_size
+        self.histories: dict[Hashable, History] = {}
+        self.num_decisions = 0
+        self._first, self._later = Acceptance(block_size - 1), Acceptance(block_size - 1)
+        self._mean, self._priors = priors(self._first, self._later)
+        self._decided_for: set[Hashable] = set()
+        self._surprise = np.zeros(len(_OWN_PRIOR_DRAFTS))
+        self._probes_all = False
+        self._steps = 0
+        self._steps_left = 0
+        self._probe_ms = self._max_probe_ms
+
+    def choose(self, wanted: Sequence[tuple[Hashable, int]]) -> Widths:
+        """Return the widths of a step for (sequence, most drafts that it may verify)."""
+        if self.costs is None:
+            return Widths([min(limit, self.fixed_block - 1) for _, limit in wanted], self.fixed_block)
+        self._steps += 1
+        self._steps_left -= 1
+        if self._steps_left < 0 or {sequence for sequence, _ in wanted} != self._decided_for:
+            self._decide(wanted, self.costs)
+        histories = [self.histories[sequence] for sequence, _ in wanted]
+        drafts = [min(history.drafts, limit) for history, (_, limit) in zip(histories, wanted, strict=True)]
+        block = 1 + max((history.drafts for history in histories), default=0)
+        return self._probe(histories, [limit for _, limit in wanted], Widths(drafts, block), self.costs)
+
+    def record_acceptance(self, sequence: Hashable, verified: int, accepted: int) -> None:
+        """Learn how many of a sequence's verified drafts were accepted."""
+        history = self.histories.get(sequence)
+        if not verified or self.costs is None or history is None:
+            return
+        likelihood = history.chances[:, :accepted].prod(axis=1)
+        if accepted < verified:
+            likelihood *= 1 - history.chances[:, accepted]
+        self._surprise = _MEMORY * self._surprise - np.log(likelihood)
+        if history.is_probed:
+            history.is_probed = False
+            self._steps_left = 0
+            if accepted == verified and likelihood[self._surprise.argmin()] < _SURPRISE:
+                history.tried = history.accepted = history.expected = 0.0
+                history.has_drafted = False
+                self._probes_all = True
+                self._surprise[:] = 0.0
+                for kind in (self._first, self._later):
+                    kind.fade(_KEPT_AT_SURPRISE)
+        elif _DISAPPOINTING * accepted < verified:
+            self._steps_left = 0
+        is_later = self._is_later(history)
+        for kind in (self._first, self._later):
+            kind.fade(_MEMORY)
+        (self._later if is_later else self._first).record(verified, accepted)
+        tried = min(accepted + 1, verified)
+        history.tried = _OWN_MEMORY * history.tried + tried
+        history.accepted = _OWN_MEMORY * history.accepted + accepted
+        history.expected = _OWN_MEMORY * history.expected + float(self._priors[int(is_later), :tried].sum())
+        history.has_drafted = True
+
+    def record_time(
+        self, seqs: int, blocks: int, rows: int, drafts: int, ms: float, *, prefilled: bool = False
+    ) -> None:
+        """Learn that a step of `seqs` sequences, `blocks` blocks of `rows` rows and `drafts` drafts took `ms`."""
+        if self.costs is not None:
+            if not prefilled:
+                self.costs.refine(seqs, blocks, rows, drafts, ms)
+            self._probe_ms = min(self._probe_ms + _PROBE_SHARE * ms, self._max_probe_ms)
+
+    def forget(self, sequence: Hashable) -> None:
+        """Drop what is known of a sequence that has ended. What all sequences taught stays."""
+        self.histories.pop(sequence, None)
+        if sequence in self._decided_for:
+            self._decided_for.discard(sequence)
+            self._steps_left = 0
+
+    @property
+    def _max_probe_ms(self) -> float:
+        """Time of one probe, so that no run of probes is saved up for."""
+        drafts = min(_PROBE_DRAFTS, self.block_size - 1)
+        return float(self.costs.step_ms(1, 1, drafts + 1, drafts)) if self.costs else 0.0
+
+    def _is_later(self, history: History) -> bool:
+        """Return True if the next block follows a drafted one or stands a block's length into the answer."""
+        return history.has_drafted or self._steps - history.first_step >= self.block_size
+
+    def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
+        self._mean, self._priors = priors(self._first, self._later)
+        for sequence, _ in wanted:
+            if sequence not in self.histories:
+                self.histories[sequence] = History(self._steps, self._priors)
+        histories = [self.histories[sequence] for sequence, _ in wanted]
+        curves = self._priors[[int(self._is_later(history)) for history in histories]]
+        own = np.array([(history.tried, history.accepted, history.expected) for history in histories]).reshape(-1, 3)
+        chances = np.stack([shifted(curves, own, self._mean, drafts) for drafts in _OWN_PRIOR_DRAFTS], axis=1)
+        survival = chances[:, self._surprise.argmin()].cumprod(axis=1)
+        # Sequences near their end draft on although they gain little, because slow ones keep others waiting.
+        may_draft = np.array([limit > 0 for _, limit in wanted], dtype=bool).reshape(-1, 1)
+        chosen = best_widths(survival * may_draft, costs)
+        for history, row, drafts in zip(histories, chances, chosen, strict=True):
+            history.chances, history.drafts = row, drafts
+        self._decided_for = {sequence for sequence, _ in wanted}
+        self._steps_left = _MAX_STEPS
+        self.num_decisions += 1
+
+    def _probe(self, histories: list[History], limits: list[int], widths: Widths, costs: CostTable) -> Widths:
+        """Let plain sequences draft once while saved time lasts, those first whose last probe is the longest ago.
+
+        All of them are probed after a surprise, because what has become easy for one may have for others.
+        """
+        drafts, block = list(widths.drafts), widths.block
+        idle = [i for i, limit in enumerate(limits) if limit and not drafts[i]]
+        for i in sorted(idle, key=lambda i: histories[i].last_probe):
+            if self._probe_ms <= 0 and not self._probes_all:
+                break
+            before = costs.step_ms(len(drafts), sum(map(bool, drafts)), block, sum(drafts))
+            drafts[i] = min(limits[i], _PROBE_DRAFTS)
+            block = max(block, drafts[i] + 1)
+            after = costs.step_ms(len(drafts), sum(map(bool, drafts)), block, sum(drafts))
+            if not self._probes_all:
+                self._probe_ms -= float(after - before)
+            histories[i].last_probe, histories[i].is_probed = self._steps, True
+        self._probes_all = False
+        return Widths(drafts, block)

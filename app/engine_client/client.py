@@ -1,0 +1,243 @@
+"""EngineClient, the asyncio side of the engine process: submit, abort, flush, drain.
+
+It knows neither HTTP nor text. One task reads the engine's replies, and every request has a stream of its own. When the
+engine dies or hangs, every request that runs ends with an error, so that no reader waits for ever.
+"""
+
+import asyncio
+import time
+from typing import NamedTuple
+
+from app.engine_client.admission import Admission, Permits
+from app.engine_client.kv_events import KvEventPublisher
+from app.engine_client.request_stream import RequestStream
+from app.engine_client.supervisor import EngineState, EngineUnavailable, Supervisor
+from app.engine_config import EngineInfo
+from app.messages import CacheEvent, Request, StepOutput, StepStats, TokenDelta
+from app.metrics import Metrics
+from app.wire import Abort, FlushCache, Submit
+
+
+class _Running(NamedTuple):
+    """A request that the engine works on."""
+
+    stream: RequestStream
+    permits: Permits
+    timer: asyncio.TimerHandle | None
+
+
+class EngineClient:
+    """Client of one engine. `supervisor` starts and restarts its processes, `admission` bounds its requests.
+
+    `kv_events` publishes how the prefix cache changes.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        admission: Admission,
+        metrics: Metrics,
+        kv_events: KvEventPublisher | None = None,
+    ) -> None:
+        self.supervisor = supervisor
+        self.admission = admission
+        self.stats: StepStats | None = None
+        """State behind the last step of the engine that runs now."""
+        self._metrics = metrics
+        self._kv_events = kv_events
+        self._running: dict[str, _Running] = {}
+        self._paused: set[str] = set()  # those of _running that the engine is done with, and that go on
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Start the engine process and return; `state` tells its progress."""
+        if self._kv_events is not None:
+            self._kv_events.start()
+        self.supervisor.start(self._handle, self._on_death)
+
+    @property
+    def state(self) -> EngineState:
+        return self.supervisor.state
+
+    async def loaded(self) -> None:
+        """Wait while the engine is loading."""
+        while self.state.phase == "loading":
+            await self.supervisor.next_state()
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests that were submitted and have not ended in the engine."""
+        return len(self._running)
+
+    def ready_info(self) -> EngineInfo:
+        """Return what is loaded. Raise EngineUnavailable unless the engine takes requests now."""
+        state = self.state
+        if state.phase == "ready" and state.info is not None:
+            return state.info
+        because = f": {state.reason}" if state.reason else ""
+        if state.phase == "loading":
+            message = f"The model is loading{because}. Ask GET /ready for progress and try again."
+        elif state.phase == "draining":
+            message = "The server is shutting down and takes no new requests."
+        else:
+            message = f"The engine is dead{because}."
+        raise EngineUnavailable(message, state.phase)
+
+    def check(self, client_id: str) -> EngineInfo:
+        """Return what is loaded if a request of this client would be admitted now.
+
+        Raise EngineUnavailable or Busy otherwise, so that a request is refused before its body is read.
+        """
+        info = self.ready_info()
+        self.admission.check(client_id, 1, info.max_num_seqs)
+        return info
+
+    def acquire(self, client_id: str, count: int = 1) -> Permits:
+        """Return permits for `count` requests whose prompts are still to be made, all or none.
+
+        Raise EngineUnavailable or Busy. The caller closes the permits.
+        """
+        return self.admission.acquire(client_id, count, self.ready_info().max_num_seqs)
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        arrived: float | None = None,
+        deadline: float | None = None,
+        permits: Permits | None = None,
+        goes_on: bool = False,
+    ) -> RequestStream:
+        """Send one request to the engine, and return the stream of its deltas, which the caller closes.
+
+        `request.request_id` must be new. `arrived` is the `time.monotonic()` when the client
+        asked, and `deadline` the one when the request is aborted if it still runs. One of `permits` is used; without
+        `permits` one is acquired. A request that `goes_on` keeps it at its end, so that `resubmit` may follow. Raise
+        EngineUnavailable or Busy, or what the encoder raises. Then nothing was sent and no permit was used.
+        """
+        self.ready_info()
+        permits = permits or self.acquire(client_id="")
+        assert request.request_id not in self._running
+        try:
+            self.supervisor.send(Submit(self.supervisor.epoch, request))
+        except BaseException:
+            permits.close()
+            raise
+        permits.use()
+        now = time.monotonic()
+        stream = RequestStream(request.request_id, self._leave, self._metrics, arrived or now)
+        stream.goes_on = goes_on
+        timer = None
+        if deadline is not None:
+            timer = asyncio.get_running_loop().call_later(deadline - now, self._expire, stream)
+        self._running[request.request_id] = _Running(stream, permits, timer)
+        self._idle.clear()
+        self._metrics.count("prompt_tokens", len(request.token_ids))
+        return stream
+
+    def resubmit(self, stream: RequestStream, request: Request) -> None:
+        """Send the request that goes on with a stream, instead of the one before. A draining server takes it too.
+
+        The stream keeps its reader, its permit and its deadline. `request.request_id` must be new.
+        """
+        running = self._running.pop(stream.request_id)
+        self._abort_in_engine(stream.request_id)
+        stream.restart(request.request_id)
+        self._running[request.request_id] = running
+        self.supervisor.send(Submit(self.supervisor.epoch, request))
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes: no request submitted from now on finds one. Raise EngineUnavailable or Busy."""
+        self.admission.check("", 0, self.ready_info().max_num_seqs)
+        self.supervisor.send(FlushCache(self.supervisor.epoch))
+        self.admission.num_unacknowledged += 1
+
+    def abort(self, request_id: str) -> None:
+        """End a request with an "abort". An unknown id is no error, because the request may just have finished."""
+        if running := self._running.get(request_id):
+            running.stream.put(TokenDelta(request_id, [], [], finish_reason="abort"))
+            self._leave(running.stream)
+
+    async def drained(self) -> None:
+        """Wait until no request runs."""
+        await self._idle.wait()
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests and wait for the running ones. Those left after `timeout` seconds end in an error."""
+        self.supervisor.drain()
+        try:
+            async with asyncio.timeout(timeout):
+                await self.drained()
+        except TimeoutError:
+            self._fail_running(f"the server shut down before the request was done (waited {timeout:g} s)")
+
+    async def shutdown(self, grace: float = 5.0) -> None:
+        """End the engine process, which gets `grace` seconds to do that itself. Running requests end in an error."""
+        self.supervisor.drain()
+        self._fail_running("the server is shutting down")
+        await self.supervisor.stop(grace)
+        kv_events, self._kv_events = self._kv_events, None
+        if kv_events is not None:
+            await kv_events.stop(grace)
+
+    def _handle(self, output: StepOutput) -> bool:
+        """Hand every delta to its stream. Return True while requests run."""
+        self.admission.num_unacknowledged = 0
+        self._metrics.step(output)
+        self.stats = output.stats
+        if self._kv_events is not None and output.cache_events:
+            self._kv_events.publish(output.cache_events)
+        for request_id in output.scheduled:
+            if (running := self._running.get(request_id)) and running.stream.timeline:
+                running.stream.timeline.begin(time.monotonic() - output.stats.seconds)
+        for delta in output.deltas:
+            if running := self._running.get(delta.request_id):
+                if delta.finish_reason is not None:
+                    if running.stream.goes_on:
+                        self._paused.add(delta.request_id)
+                    else:
+                        self._forget(delta.request_id)
+                running.stream.put(delta)
+        return len(self._running) > len(self._paused)
+
+    def _on_death(self, reason: str) -> None:
+        self.stats = None
+        if self._kv_events is not None:
+            self._kv_events.publish([CacheEvent("cleared")])
+        self._fail_running(reason)
+        self.admission.num_unacknowledged = 0
+
+    def _expire(self, stream: RequestStream) -> None:
+        stream.expired = True
+        self.abort(stream.request_id)
+
+    def _leave(self, stream: RequestStream) -> None:
+        """Abort the request of a closed stream, if it still runs."""
+        running = self._running.get(stream.request_id)
+        if running is not None and running.stream is stream:
+            self._forget(stream.request_id)
+            self._abort_in_engine(stream.request_id)
+
+    def _abort_in_engine(self, request_id: str) -> None:
+        """Send an abort, unless the engine is done with the request. It would not answer then."""
+        if request_id in self._paused:
+            self._paused.remove(request_id)
+        else:
+            self.supervisor.send(Abort(self.supervisor.epoch, request_id))
+            self.admission.num_unacknowledged += 1
+
+    def _forget(self, request_id: str) -> None:
+        """Return the permit of a request that the engine is done with, though its stream may not be read yet."""
+        _, permits, timer = self._running.pop(request_id)
+        permits.release()
+        if timer is not None:
+            timer.cancel()
+        if not self._running:
+            self._idle.set()
+
+    def _fail_running(self, reason: str) -> None:
+        for request_id, running in list(self._running.items()):
+            running.stream.put(TokenDelta(request_id, [], [], finish_reason="error", error=reason))
+            self._forget(request_id)
+            self._paused.discard(request_id)

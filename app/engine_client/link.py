@@ -1,0 +1,168 @@
+"""Link to the engine process of one epoch: the process, and the two sockets that lead to it."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from app.engine_client.child_process import engine_environment
+from app.wire import Command, Reply
+
+# A reply that was sent just before the process ended may arrive after its end.
+_LAST_WORDS_SECONDS = 0.2
+_TERMINATE_SECONDS = 2.0
+# The event loop serves clients between so many replies, however many have arrived.
+_MAX_REPLIES_A_TURN = 32
+# A Unix socket's path has at most 107 bytes; 27 of them are for names in the folder.
+_MAX_FOLDER_BYTES = 80
+_REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class EngineLink:
+    """Running engine process. Made with `open`; its owner must `close` it.
+
+    The engine is a session of its own. Ctrl-C in a terminal therefore reaches the API process alone, which then drains.
+    The engine's stdin stays open as long as this process lives, and its end tells the engine that the parent is gone.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._folder = _private_folder()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._commands = context.socket(zmq.PUSH)
+        self._replies = context.socket(zmq.PULL)
+        for socket in (self._commands, self._replies):
+            socket.set_hwm(0)  # Admission bounds the messages. A socket that drops one would lose a request.
+            socket.linger = 0
+        self._addresses = [f"ipc://{self._folder / name}" for name in ("commands", "replies")]
+        self._process: asyncio.subprocess.Process | None = None
+
+    @classmethod
+    async def open(cls, command: Sequence[str], settings: str, epoch: int) -> "EngineLink":
+        """Bind the sockets and start `command` with their addresses, the epoch, and `settings` as stdin's first line.
+
+        Raise OSError if the process cannot be started.
+        """
+        link = cls(epoch)
+        try:
+            link._commands.bind(link._addresses[0])
+            link._replies.bind(link._addresses[1])
+            link._process = await asyncio.create_subprocess_exec(
+                *command,
+                *link._addresses,
+                str(epoch),
+                stdin=asyncio.subprocess.PIPE,
+                env=engine_environment(),
+                start_new_session=True,
+            )
+            assert link._process.stdin is not None
+            link._process.stdin.write(settings.encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                await link._process.stdin.drain()
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    def send(self, command: Command) -> None:
+        """Send without waiting. To a dead engine nothing is sent, because the end of `replies` tells its death."""
+        with contextlib.suppress(zmq.Again):
+            self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
+
+    async def replies(self) -> AsyncGenerator[Reply, None]:
+        """Yield every reply in order, including those that the process sent just before its end.
+
+        Replies that have arrived come within one turn of the event loop, up to a bound. A request with a slow reader
+        thus gets them as one delta. Raise msgspec.DecodeError for a message that is no `Reply`.
+        """
+        assert self._process is not None
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        # The descriptor is readable until a receive has found nothing, and again from the next message on.
+        descriptor = self._replies.fileno()
+        loop.add_reader(descriptor, news.set)
+        exited = asyncio.ensure_future(self._process.wait())
+        exited.add_done_callback(lambda _: news.set())
+        try:
+            while True:
+                for count, reply in enumerate(self._arrived(), 1):
+                    yield reply
+                    if count % _MAX_REPLIES_A_TURN == 0:
+                        await asyncio.sleep(0)
+                news.clear()
+                async with asyncio.timeout(_LAST_WORDS_SECONDS if exited.done() else None):
+                    await news.wait()
+        except TimeoutError:
+            return
+        finally:
+            loop.remove_reader(descriptor)
+            exited.cancel()
+
+    def _arrived(self) -> Iterator[Reply]:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield _REPLIES.decode(self._replies.recv(zmq.NOBLOCK))
+
+    def exit_reason(self) -> str:
+        """Return in words how the process ended."""
+        code = self._process.returncode if self._process else None
+        if code is None:
+            return "the engine process stopped answering"
+        if code < 0:
+            return f"the engine process was killed by {signal.Signals(-code).name}"
+        return f"the engine process ended with exit code {code}"
+
+    def kill(self) -> None:
+        """Kill the process, because one that hangs in a device call does not handle SIGTERM. `close` is still due."""
+        if self._process is not None:
+            _kill_session(self._process.pid)
+
+    async def close(self, grace: float = 0.0) -> None:
+        """End the process and free the sockets. After `grace` seconds it is terminated, and then killed."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            ends = ((grace, None), (_TERMINATE_SECONDS, process.terminate), (_TERMINATE_SECONDS, process.kill))
+            for seconds, end in ends:
+                with contextlib.suppress(ProcessLookupError, TimeoutError):
+                    if end is not None and process.returncode is None:
+                        end()
+                    async with asyncio.timeout(seconds):
+                        await process.wait()
+            process.stdin.close()
+            _kill_session(process.pid)
+        self._commands.close()
+        self._replies.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _kill_session(pid: int) -> None:
+    """Kill the engine process and those that it has started, of which one may be stopped or hang."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _private_folder() -> Path:
+    """Make a folder that only this user may enter (0700). Raise OSError if no parent is writable.
+
+    Abstract sockets would need no folder, but they have no permissions.
+    """
+    for parent in _parents():
+        with contextlib.suppress(OSError):
+            return Path(tempfile.mkdtemp(prefix="dflash-", dir=parent))
+    raise OSError(
+        f"no folder for its sockets: {', '.join(_parents())} cannot be written to. Set TMPDIR to one that can"
+    )
+
+
+def _parents() -> list[str]:
+    """Return the folders where the sockets may lie, best first. /dev/shm works on a read-only file system."""
+    parents = [os.environ.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm"]
+    return [parent for parent in parents if parent and len(os.fsencode(parent)) <= _MAX_FOLDER_BYTES]

@@ -1,0 +1,105 @@
+"""Stream of one request's deltas, coalesced while its reader is busy."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from app.engine_client.timeline import Timeline
+from app.messages import FinishReason, TokenDelta
+from app.metrics import Metrics
+
+
+class RequestStream:
+    """Deltas of one request, for one reader, which gives an event with `notify` and calls `take`. Its owner closes it.
+
+    The last delta has a `finish_reason`. Deltas that arrive while the reader is busy are joined into one: tokens are
+    concatenated, and `steps` keeps the bounds of the steps. A slow reader therefore costs its tokens, and never a queue
+    of messages. A reader of several streams gives all of them the same event.
+    With `goes_on` the end of the engine's request is not the end of the stream: another request follows it.
+    `arrived` is the `time.monotonic()` of the request. `expired` is set before a deadline aborts it.
+    The `timeline` of a request that is traced takes its events.
+    """
+
+    def __init__(
+        self, request_id: str, on_close: Callable[["RequestStream"], None], metrics: Metrics, arrived: float
+    ) -> None:
+        self.request_id = request_id
+        self.expired = False
+        self.goes_on = False
+        self.timeline: Timeline | None = None
+        self._on_close = on_close
+        self._metrics = metrics
+        self._arrived = arrived
+        self._latest = arrived
+        self._has_tokens = False
+        self._pending: TokenDelta | None = None
+        self._event = asyncio.Event()
+        self._finish_reason: FinishReason | None = None
+        self._closed = False
+
+    def put(self, delta: TokenDelta) -> None:
+        """Add a delta. Called by the task that reads the engine's replies; never waits."""
+        now = time.monotonic()
+        if delta.token_ids:
+            if self._has_tokens:
+                self._metrics.later_tokens(now - self._latest, len(delta.token_ids))
+            else:
+                self._metrics.first_token(now - self._arrived)
+            self._has_tokens = True
+        self._latest = now
+        if self.timeline is not None:
+            self.timeline.add(delta, now)
+        self._pending = delta if self._pending is None else _joined(self._pending, delta)
+        self._event.set()
+
+    def notify(self, event: asyncio.Event) -> None:
+        """Set `event` whenever a delta arrives from now on, and at once if one is pending."""
+        self._event = event
+        if self._pending is not None:
+            event.set()
+
+    def take(self) -> TokenDelta | None:
+        """Return all that has arrived since the last call, or None if nothing has or the stream has ended."""
+        if self._finish_reason is not None or self._closed:
+            return None
+        delta, self._pending = self._pending, None
+        if delta is not None:
+            self._finish_reason = delta.finish_reason
+        return delta
+
+    def restart(self, request_id: str) -> None:
+        """Read another request of the engine from here, and nothing more of the one before."""
+        self.request_id = request_id
+        self.goes_on = False
+        self._pending = None
+        self._finish_reason = None
+
+    def close(self, reason: FinishReason | None = None) -> None:
+        """End the request, and abort it in the engine if it still runs. Idempotent.
+
+        The request is counted as `reason`. Without a `reason` it is counted as "deadline" if that has passed, else as
+        the engine's finish_reason, else as "abort".
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._on_close(self)
+        ended = "deadline" if self.expired else self._finish_reason
+        outcome = reason or ended or "abort"
+        if self.timeline is not None:
+            self.timeline.outcome = outcome
+        self._metrics.request_ended(outcome, self._latest - self._arrived)
+
+
+def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:
+    """Return both as one delta, which takes over the lists of `before`."""
+    before.token_ids.extend(delta.token_ids)
+    before.steps.extend(delta.steps)
+    return TokenDelta(
+        before.request_id,
+        before.token_ids,
+        before.steps,
+        max(before.cached_tokens, delta.cached_tokens),
+        delta.finish_reason,
+        delta.error,
+    )

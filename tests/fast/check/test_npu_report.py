@@ -1,0 +1,333 @@
+"""`dflash-server npu-report` without torch_npu: its processes are stand-ins, and what fails leaves the rest."""
+
+import importlib.util
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import cli
+from app.check import command as check
+from tests.fast.check.patient import HANG, Patient
+from tools.report import runner
+from tools.report.page import page, summary, table
+from tools.report.runner import Section, report, scrubbed
+
+HAS_NPU = any(Path("/dev").glob("davinci*")) or importlib.util.find_spec("torch_npu") is not None
+
+
+def part(name: str, status: str = "ok", **more: Any) -> dict[str, Any]:
+    return {"name": name, "status": status, "seconds": 0.5, "result": {}} | more
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(HAS_NPU, reason="tells what a machine without an NPU is told")
+def test_without_an_npu_it_says_so_in_a_line_and_writes_what_it_found(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "app", "npu-report", "--out", str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+    *_, written, error, hint = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
+    assert error.startswith("error: no NPU can be used here: ")
+    assert "dflash-server check --device npu" in hint and "npu-report.json" in written
+    found = json.loads((tmp_path / "new" / "npu-report.json").read_text())
+    assert {p["name"]: p["status"] for p in found["sections"]["host"]["parts"]}["torch_npu"] == "failed"
+    for name in runner.SECTIONS["npu"]:
+        assert [p["status"] for p in found["sections"][name]["parts"]] == ["not tried"]
+    assert "no NPU can be used here" in (tmp_path / "new" / "npu-report.md").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--device", "cpu"], ["--device", "cuda"], ["--outt", "x"], ["here"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["npu-report", *arguments]) == 2
+    assert "hint:" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["npu-report", "--out", str(tmp_path / "file")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_help_lists_the_command_and_its_older_name(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--help"])
+    listed = capsys.readouterr().out
+    assert "\n  report " in listed and "\n  npu-report " in listed
+
+
+def test_device_and_folder_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Path, str]] = []
+    monkeypatch.setattr(
+        runner, "report", lambda device, folder, _, name, **more: asked.append((device, folder, name)) or 0
+    )
+    assert cli.main(["npu-report", "--device", "npu:2", "--out", "there"]) == cli.main(["npu-report"]) == 0
+    assert cli.main(["report", "--device", "npu:1"]) == 0
+    assert asked == [
+        (device, folder, "npu-report")
+        for device, folder in (("npu:2", Path("there")), ("npu", Path()), ("npu:1", Path()))
+    ]
+
+
+@pytest.mark.parametrize("device", [["--device", "cpu"], ["--device", "npu:x"], []])
+def test_a_report_is_on_an_npu_or_a_gpu(device: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", *device]) == 2
+    assert "hint:" in capsys.readouterr().err
+
+
+# ---- sections and their processes -------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (runner, check):
+        monkeypatch.setattr(module, "LineProcess", Patient)
+    monkeypatch.setattr(runner, "START_SECONDS", 600.0)
+    monkeypatch.setattr(runner, "END_SECONDS", 900.0)
+
+
+def stand_in(program: str) -> tuple[str, ...]:
+    """A process that has `sys`, `say`, `hang` and its arguments."""
+    say = f"import json, os, sys, time\ndef say(x): print(json.dumps(x), flush=True)\ndef hang(): {HANG}\n"
+    return (sys.executable, "-c", say + program)
+
+
+HOST = stand_in(
+    "say(['torch', 'chip'])\nfor n in ('torch', 'chip'): say(dict(name=n, status='ok', found='fine', hint=''))"
+)
+SECTION = """
+section, skip, left = sys.argv[1:]
+assert float(left) > 0
+say({'parts': ['one', 'two', 'three'], 'chip': ''})
+for name in ['one', 'two', 'three'][int(skip):]:
+    if section == 'step' and name == 'two': os.abort()
+    if section == 'engine' and name == 'two': hang()
+    part = dict(name=name, status='ok', seconds=1.0, result={'process': os.getpid()})
+    if section == 'roofline' and name == 'two':
+        part |= dict(status='failed', over=True, error=dict(says='RuntimeError: 507015', meaning=None, traceback='...'))
+    say(part)
+    if 'error' in part: break
+"""
+KILLED, HANGS, RAISES, FINE = "step", "engine", "roofline", "operators"
+
+
+def run(folder: Path, *names: str, section: str = SECTION, host: tuple[str, ...] = HOST) -> tuple[int, dict[str, Any]]:
+    """(exit code, sections) of sections with these names."""
+    sections = {name: Section((*stand_in(section), name), 600.0) for name in names}
+    code = report("npu:1", folder, sections, name="npu-report", host=host)
+    found = json.loads((folder / "npu-report.json").read_text())
+    assert (folder / "npu-report.md").read_text() == page(found)
+    assert {path.name for path in folder.iterdir()} == {"npu-report.json", "npu-report.md"}
+    return code, found["sections"]
+
+
+def test_all_parts_of_a_section_that_is_well_share_a_process(tmp_path: Path) -> None:
+    code, sections = run(tmp_path, FINE)
+    parts = sections[FINE]["parts"]
+    assert code == 0 and [p["name"] for p in parts] == ["one", "two", "three"]
+    assert len({p["result"]["process"] for p in parts}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (KILLED, "its process was killed by SIGABRT"),
+        (HANGS, "did not answer in time"),
+        (RAISES, "RuntimeError: 507015"),
+    ],
+)
+def test_what_goes_wrong_costs_its_own_part_alone(tmp_path: Path, name: str, said: str) -> None:
+    code, sections = run(tmp_path, name, FINE)
+    one, two, three = sections[name]["parts"]
+    assert code == 1 and [p["status"] for p in (one, two, three)] == ["ok", "failed", "ok"]
+    assert said in two["error"]["says"] and one["result"]["process"] != three["result"]["process"]
+    assert [p["status"] for p in sections[FINE]["parts"]] == ["ok"] * 3
+    assert said in (tmp_path / "npu-report.md").read_text()
+
+
+def test_a_section_whose_process_never_starts_leaves_the_others(tmp_path: Path) -> None:
+    code, sections = run(tmp_path, KILLED, FINE, section="if sys.argv[1] == 'step': sys.exit(3)\n" + SECTION)
+    assert code == 1 and [p["status"] for p in sections[KILLED]["parts"]] == ["failed"]
+    assert sections[KILLED]["parts"][0]["error"]["says"] == "its process ended with exit code 3"
+    assert [p["status"] for p in sections[FINE]["parts"]] == ["ok"] * 3
+
+
+def test_a_process_that_cannot_be_started_again_leaves_its_parts_untried(tmp_path: Path) -> None:
+    again = "if sys.argv[2] != '0': sys.exit(3)\n" + SECTION
+    _, sections = run(tmp_path, KILLED, section=again)
+    assert [p["status"] for p in sections[KILLED]["parts"]] == ["ok", "failed", "failed", "not tried"]
+
+
+def test_a_device_that_cannot_be_used_leaves_the_sections_untried(tmp_path: Path) -> None:
+    host = stand_in("say(['devices'])\nsay(dict(name='devices', status='failed', found='sees no NPU', hint='npu-smi'))")
+    code, sections = run(tmp_path, FINE, host=host)
+    assert code == 1 and [p["result"]["found"] for p in sections[FINE]["parts"]] == [
+        "no NPU can be used here: sees no NPU"
+    ]
+
+
+def test_an_operator_that_fails_the_check_does_not_stop_the_report(tmp_path: Path) -> None:
+    host = stand_in("say(['rope'])\nsay(dict(name='rope', status='failed', found='differs', hint=''))")
+    code, sections = run(tmp_path, FINE, host=host)
+    assert code == 1 and [p["status"] for p in sections[FINE]["parts"]] == ["ok"] * 3
+
+
+def test_folders_of_the_user_and_the_hosts_name_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
+    monkeypatch.setattr(socket, "gethostname", lambda: "npu")
+    says = f"{sys.prefix}/lib/x.py and {Path(cli.__file__)} of /home/alice/ on npu, 17"
+    clean = scrubbed(
+        {"device": "npu:0", "found": "CANN in /home/alice/Ascend, /home/alice2", "error": {"says": [says]}}
+    )
+    assert clean == {
+        "device": "npu:0",
+        "found": "CANN in ~/Ascend, /home/alice2",
+        "error": {"says": ["ENVIRONMENT/lib/x.py and SERVER/app/cli.py of ~/ on HOST, 17"]},
+    }
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------
+
+NUMBERS = iter(x / 1000 for x in range(1001, 9999, 7))
+
+
+def n() -> float:
+    return next(NUMBERS)
+
+
+def times() -> dict[str, float]:
+    return {"median_ms": n(), "p90_ms": n()}
+
+
+FULL: dict[str, Any] = {
+    "report": "npu-report",
+    "server": "v",
+    "time": "today",
+    "device": "npu:0",
+    "failed": 2,
+    "sections": {
+        "host": {"parts": [part("chip", result={"found": "Ascend910B3", "hint": ""})]},
+        "operators": {
+            "seconds": n(),
+            "parts": [
+                part(
+                    "rope",
+                    "failed",
+                    result={
+                        "cases": [
+                            {"shape": "a|b", "absolute": n(), "relative": n(), "tolerance": n(), "passed": True},
+                            {"shape": "c", "absolute": None, "relative": None, "tolerance": n(), "passed": False},
+                        ]
+                    },
+                ),
+                part("linear", "failed", error={"says": "RuntimeError: no", "meaning": "m", "traceback": "t"}),
+            ],
+        },
+        "open_points": {
+            "seconds": n(),
+            "parts": [part("float16", result={"tried": "float16", "found": "It is right."})],
+        },
+        "engine": {
+            "seconds": n(),
+            "parts": [
+                part(
+                    "eager against the CPU",
+                    result={
+                        "found": "22 of 24 texts are the same, acceptance length 3.1, on the CPU 3.2",
+                        "prompts": 24,
+                        "tokens": 999,
+                        "identical": 22,
+                        "identical_to_bfloat16": 21,
+                        "cases": [{"prompt": 3, "token": 37, "gap": n()}],
+                        "acceptance_length": {"device": n(), "CPU float32": n(), "CPU bfloat16": n()},
+                        "of_same_texts": {"device": n(), "CPU float32": n()},
+                    },
+                ),
+                part(
+                    "graphs against eager",
+                    result={
+                        "found": "24 of 24 texts are the same",
+                        "prompts": 24,
+                        "identical": 24,
+                        "cases": [],
+                        "same_acceptance_in_every_step": True,
+                    },
+                ),
+            ],
+        },
+        "step": {
+            "seconds": n(),
+            "parts": [
+                part(
+                    "eager, 4 sequences",
+                    result={
+                        "step": times(),
+                        "launch": times(),
+                        "read": times(),
+                        "steps": 60,
+                        "found": "12.3 ms",
+                    },
+                )
+            ],
+        },
+        "roofline": {
+            "seconds": n(),
+            "parts": [
+                part("figures", result={"chip": "Ascend910B3", "GB_s": n(), "source": "assumed"}),
+                part("copy", result={"GB_s": n(), "share": n()}),
+                part("matmul", result={"cases": [{"rows": 1, "weights_GB_s": n(), "TFLOP_s": n()}]}),
+            ],
+        },
+    },
+}
+
+
+def test_every_number_of_the_page_is_in_the_json() -> None:
+    said = json.dumps(FULL)
+    written = page(FULL)
+    measured = re.findall(r"\d+\.\d+", written)
+    assert len(set(measured)) > 20
+    for number in measured:
+        assert number in said or number == "0.004", number  # the rounding of bfloat16
+    body = written[written.index("## Host") :]
+    for number in re.findall(r"(?<![\w.])\d{2,}(?![\w.])", body):
+        assert number in said or number == "15", number  # the assumed figures' 15 %
+
+
+def test_every_measured_number_of_the_json_is_on_the_page() -> None:
+    written = page(FULL)
+    for number in re.findall(r"\d\.\d{3}", json.dumps(FULL)):
+        assert f"{float(number):g}" in written, number
+
+
+def test_the_summary_has_a_line_for_each_section_with_what_failed_and_what_matters_most() -> None:
+    bare = {"report": "npu-report", "server": "v", "time": "today", "device": "npu", "failed": 0, "sections": {}}
+    assert len(summary(bare)) == 1 and len(summary(FULL)) == 1 + len(FULL["sections"])
+    first, host, operators, points, engine, step, roofline = summary(FULL)
+    assert first == "dflash-server v npu-report npu:0, today, 2 failed"
+    assert host == "Host: 1 ok; chip: Ascend910B3" and points == "Open points: 1 ok"
+    assert operators == "Operators: 2 failed (rope, linear)"
+    assert "; eager against the CPU: 22 of 24 texts are the same, acceptance length 3.1, on the CPU 3.2;" in engine
+    assert engine.endswith("; graphs against eager: 24 of 24 texts are the same")
+    assert step == "Step: 1 ok; eager, 4 sequences: 12.3 ms" and roofline == "Roofline: 3 ok"
+    assert "not run on an Ascend device" in " ".join(page(bare).split())
+
+
+def test_what_failed_is_on_the_page_with_its_reason() -> None:
+    assert "| linear | failed | RuntimeError: no | m |" in page(FULL)
+    assert "| rope | c | - | - |" in page(FULL) and "**NO**" in page(FULL)
+
+
+def test_what_would_break_a_table_is_escaped() -> None:
+    assert table([{"a": "x|y\nz"}, {"a": None}, {"b": True}, {"a": 0.5}]).splitlines()[2:] == [
+        "| x\\|y z | - |",
+        "| - | - |",
+        "| - | yes |",
+        "| 0.5 | - |",
+    ]

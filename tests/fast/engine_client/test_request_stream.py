@@ -1,0 +1,64 @@
+import asyncio
+
+import pytest
+
+from app.engine_client.request_stream import RequestStream
+from app.messages import SpecStep, TokenDelta
+from app.metrics import Metrics
+
+
+@pytest.fixture
+def left() -> list[RequestStream]:
+    """Return the list that every closed stream is added to."""
+    return []
+
+
+@pytest.fixture
+def stream(left) -> RequestStream:
+    return RequestStream("r", left.append, Metrics(), arrived=0.0)
+
+
+def test_undelivered_deltas_become_one_that_keeps_the_step_bounds(stream):
+    async def read():
+        stream.put(TokenDelta("r", [1, 2], [SpecStep(2, 15, 1)], cached_tokens=16))
+        stream.put(TokenDelta("r", [3], [SpecStep(1, 15, 0)]))
+        stream.put(TokenDelta("r", [4], [SpecStep(1, 15, 0)], finish_reason="stop"))
+        return [stream.take(), stream.take()]
+
+    assert asyncio.run(read()) == [
+        TokenDelta("r", [1, 2, 3, 4], [SpecStep(2, 15, 1), SpecStep(1, 15, 0), SpecStep(1, 15, 0)], 16, "stop"),
+        None,
+    ]
+
+
+def test_closing_twice_leaves_once(stream, left):
+    stream.close()
+    stream.close()
+    assert left == [stream]
+
+
+def test_a_closed_stream_has_no_more_deltas(stream):
+    async def read():
+        stream.close()
+        stream.put(TokenDelta("r", [1], []))
+        return stream.take()
+
+    assert asyncio.run(read()) is None
+
+
+def test_several_streams_set_one_event_and_what_came_before_is_not_lost(stream):
+    async def read():
+        other = RequestStream("s", lambda _: None, Metrics(), arrived=0.0)
+        event = asyncio.Event()
+        stream.put(TokenDelta("r", [1], []))
+        stream.notify(event)
+        other.notify(event)
+        assert event.is_set()
+        first = stream.take(), other.take()
+        event.clear()
+        other.put(TokenDelta("s", [2], [], finish_reason="stop"))
+        assert event.is_set()
+        return [*first, stream.take(), other.take(), other.take()]
+
+    ended = TokenDelta("s", [2], [], finish_reason="stop")
+    assert asyncio.run(read()) == [TokenDelta("r", [1], []), None, None, ended, None]

@@ -1,0 +1,123 @@
+"""Accuracy and acceptance length, with and without drafts: `dflash-server bench eval`.
+
+Every problem is asked once at each concurrency, with DFlash and without. --base-url names one server, which is asked
+with `speculate: false` as well, or several. Otherwise the bench starts two servers. The final number of an answer is
+compared, like in GSM8K's harnesses. The exit code is 1 if a request failed, if `speculate` was ignored or if the
+acceptance length is not the expected one. It is 2 after a mistake in the command line.
+"""
+
+import argparse
+import asyncio
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from rich.console import Console
+
+from app.config.error import ConfigError
+from tools.bench import prompts
+from tools.bench.cell import Cell
+from tools.bench.client import Server, ServerError
+from tools.bench.command import guarded, out_folder, progress
+from tools.bench.flags import add_sampling_flags, add_server_flags, amount, count, counts
+from tools.bench.http import loads, servers
+from tools.bench.report import Publication
+from tools.bench.traffic import Load, Round, run_round
+
+TOLERANCE = 0.03
+"""Relative difference of acceptance lengths that a few hundred problems cannot resolve."""
+ON, OFF = "dflash", "plain"
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: evaluate(options, shlex.join(["dflash-server", "bench", "eval", *arguments])))
+
+
+def evaluate(options: argparse.Namespace, command: str) -> int:
+    datasets = prompts.named(options.data, options.seed, options.instruction)
+    for dataset in datasets:
+        if not all(prompt.judge for prompt in dataset.first(dataset.size or 1)):
+            raise ConfigError(
+                f"--data {options.data}: nobody can tell whether answers to {dataset.name} are right",
+                f"GSM8K's lines have an answer, and demo:{','.join(prompts.judged_domains())}",
+            )
+    if options.base_url and options.serve_args:
+        raise ConfigError("--base-url names servers that run, --serve-args start our own", "give one of them")
+    publication = Publication(out_folder(options), {}, command)
+    cells, console = publication.cells, Console(stderr=True)
+    with publication, servers(options, (ON, OFF), console) as (found, publication.about), asyncio.Runner() as runner:
+        ways = _on_and_off(found[0]) if len(found) == 1 else found
+        for dataset in datasets:
+            for load in loads(options):
+                cells.append(_ask_all(runner, ways, dataset, options.limit, load, console))
+    complaints = [*_ignored(cells, ways), *_unexpected(cells, options.expect_acceptance)]
+    for complaint in complaints:
+        print(f"- {complaint}")
+    if options.expect_acceptance and not complaints:
+        print(f"- every acceptance length is within {100 * TOLERANCE:.0f} % of {options.expect_acceptance:g}")
+    return int(bool(complaints) or publication.has_failures)
+
+
+def _on_and_off(server: Server) -> list[Server]:
+    """Return one server under two names, the second of which asks for no drafts."""
+    return [replace(server, name=ON), replace(server, name=OFF, fields={**server.fields, "speculate": False})]
+
+
+def _ask_all(
+    runner: asyncio.Runner,
+    ways: Sequence[Server],
+    dataset: prompts.Dataset,
+    limit: int | None,
+    load: Load,
+    console: Console,
+) -> Cell:
+    asked = dataset.first(limit or dataset.size or 1)
+    played: dict[str, list[Round]] = {}
+    with progress(console) as bar:
+        for way in ways:
+            task = bar.add_task(f"{dataset.name}, {load}: {way.name}", total=len(asked))
+            found = runner.run(run_round(way, asked, load, partial(bar.advance, task)))
+            if not found.tokens:
+                hint = f"two servers can be compared: --base-url {ON}=URL --base-url {OFF}=URL"
+                why = found.failures[0]
+                raise ServerError(f"every request to {way.name} failed: {why}", hint if "speculate" in why else "")
+            played[way.name] = [found]
+    return Cell(dataset.name, load, asked, played)
+
+
+def _ignored(cells: Sequence[Cell], ways: Sequence[Server]) -> Iterator[str]:
+    for way in ways:
+        plain = way.fields.get("speculate") is False
+        if plain and any(cell.acceptance_length(way.name) for cell in cells):
+            yield f"the server does not heed `speculate: false`: {way.name} had drafts too"
+
+
+def _unexpected(cells: Sequence[Cell], expected: float | None) -> Iterator[str]:
+    """Yield a line for each acceptance length of the first server outside the tolerance."""
+    for cell in cells if expected else ():
+        length = cell.acceptance_length(next(iter(cell.rounds)))
+        where = f"{cell.text}, {cell.load}"
+        if length is None:
+            yield f"{where}: the server counts no drafts, so its acceptance length is unknown"
+        elif expected and abs(length / expected - 1) > TOLERANCE:
+            away = f"{100 * (length / expected - 1):+.1f} % away, allowed are {100 * TOLERANCE:.0f} %"
+            yield f"{where}: the acceptance length is {length:.2f}, not {expected:g} ({away})"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dflash-server bench eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")
+    parser.set_defaults(request_rate=None)
+    add("--limit", type=count, metavar="N", help="the first N problems [default: all]")
+    add("--concurrency", type=counts, default=[1, 8], metavar="N,N", help="[default: 1,8]")
+    add("--expect-acceptance", type=amount, metavar="X", help="the expected tokens a step")
+    about = f"follows every question of a file [default: {prompts.BOXED}]".replace("%", "%%")
+    add("--instruction", default=prompts.BOXED, help=about)
+    add_server_flags(parser)
+    add_sampling_flags(parser, max_tokens=512)
+    return parser

@@ -1,0 +1,128 @@
+"""Load on a server: a fixed number of requests at once, or Poisson arrivals."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from tools.bench.client import Answer, Drafting, Server, ask, drafting
+from tools.bench.prompts import Prompt
+
+Ask = Callable[[int], Awaitable[Answer]]
+"""Sends the request with an index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`concurrency` requests at once. With a `rate` it is requests a second instead, any number of them at once.
+
+    If `temperature` is above 0, request i has the seed `seed` + i. `timeout` seconds of silence are a failure.
+    """
+
+    concurrency: int = 1
+    rate: float | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    timeout: float = 600.0
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """Return the fields of request `index`."""
+        fields: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        return fields | {"seed": self.seed + index} if self.temperature > 0 else fields
+
+    @property
+    def usual_prompts(self) -> int:
+        """Prompts of a round without --num-prompts."""
+        return max(8, 3 * self.concurrency) if self.rate is None else 32
+
+    @property
+    def kind(self) -> str:
+        return "concurrency" if self.rate is None else "arrivals"
+
+    @property
+    def label(self) -> str:
+        return f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} requests a second"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One server's answers to all prompts. `drafting` is the growth of its counters, if it has any."""
+
+    answers: list[Answer]
+    drafting: Drafting | None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first request's sending to the last token of all."""
+        return max(answer.last for answer in self.answers) - min(answer.sent for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.answers if answer.error is None)
+
+    @property
+    def speed(self) -> float:
+        """Output tokens per second."""
+        return self.tokens / self.seconds if self.tokens else 0.0
+
+    @property
+    def failures(self) -> list[str]:
+        return [answer.error for answer in self.answers if answer.error is not None]
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Return moments of a Poisson process, in seconds after its first event. `rate` is events per second."""
+    rng = random.Random(seed)
+    return list(accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0))
+
+
+async def closed_loop(send: Ask, count: int, concurrency: int) -> list[Answer]:
+    """Send `count` requests, `concurrency` at once, and return the answers in the order of the requests."""
+    free = asyncio.Semaphore(concurrency)
+
+    async def send_when_free(index: int) -> Answer:
+        async with free:
+            return await send(index)
+
+    return await asyncio.gather(*map(send_when_free, range(count)))
+
+
+async def at_moments(send: Ask, moments: Sequence[float]) -> list[Answer]:
+    """Send a request at each moment, in seconds from now, without a limit to their number at once."""
+    started = time.perf_counter()
+
+    async def send_at(index: int, moment: float) -> Answer:
+        await asyncio.sleep(started + moment - time.perf_counter())
+        return await send(index)
+
+    return await asyncio.gather(*(send_at(index, moment) for index, moment in enumerate(moments)))
+
+
+async def run_round(
+    server: Server, prompts: Sequence[Prompt], load: Load, done: Callable[[], None] = lambda: None
+) -> Round:
+    """Send every prompt once over new connections, because a server may close those of the last round.
+
+    `done` is called after each answer.
+    """
+    async with server.connect(load.timeout) as http:
+
+        async def send(index: int) -> Answer:
+            answer = await ask(http, server, prompts[index], load.fields(index))
+            done()
+            return answer
+
+        before = await drafting(http)
+        if load.rate is None:
+            answers = await closed_loop(send, len(prompts), load.concurrency)
+        else:
+            answers = await at_moments(send, arrivals(len(prompts), load.rate, load.seed))
+        after = await drafting(http)
+    return Round(answers, after.since(before) if after is not None and before is not None else None)

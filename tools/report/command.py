@@ -1,0 +1,194 @@
+"""Run every operator, the engine and tests of bandwidth on an NPU or a GPU of this host, and time them. The results
+are in npu-report.json and npu-report.md, or in gpu-report.json and gpu-report.md.
+Nothing leaves the host. The exit code is 0 if nothing failed, 1 if something did, and 2 if there is no GPU.
+"""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from app.check import probes
+from app.config.error import ConfigError
+from app.config.parser import Parser
+from tools.report import runner
+from tools.report.triton_cache import own_cache
+
+LABORATORY = "tools.lab.gpu"
+OF_LABORATORY = ("equality", "speeds", "prefill", "attention", "gemm", "graphs", "profile", "turns")
+"""Program that makes the sections about this server's own work, and these sections."""
+MODELS = ("demo", "qwen3-8b", "qwen3-4b", "qwen3-0.6b", "qwen3.5-0.8b")
+"""Names of the laboratory's sizes."""
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Device of a report, and the load of its engines: `model` has a name like "qwen3-8b", or is a config.json.
+
+    `sections` are made in this order, or all if there are none.
+    """
+
+    device: str
+    model: str = "qwen3-8b"
+    concurrency: Sequence[int] = (1, 32)
+    prompt: int = 512
+    answer: int = 1024
+    rounds: int = 3
+    sections: Sequence[str] = ()
+    seconds: int | None = None
+    triton_cache: str | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.device.partition(":")[0]
+
+    @property
+    def index(self) -> int:
+        return int(self.device.partition(":")[2] or 0)
+
+
+def main(arguments: Sequence[str], kind: str | None = None) -> int:
+    """Write a report on a device of `kind`, "npu" or "cuda"; None takes either."""
+    try:
+        options, folder = parse(arguments, kind)
+        if options.kind == "cuda":
+            check_gpu(options)
+        if options.kind == "npu":
+            return runner.report(options.device, folder, sections(options), **about(options))
+        with own_cache(folder, options.triton_cache) as pack_kernels:
+            return runner.report(options.device, folder, sections(options), told=pack_kernels, **about(options))
+    except OSError as error:
+        print(f"error: --out {folder}: {error.strerror or error}", file=sys.stderr)
+        print("hint: give a folder that this user may write to, on a disk with room", file=sys.stderr)
+        return 2
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        print(f"hint: {error.hint}", file=sys.stderr)
+        return 2
+
+
+def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
+    """Return the options and the folder of the report. Raises ConfigError; `--help` leaves the process."""
+    parser = Parser(prog="dflash-server report", description=__doc__)
+    parser.add_argument(
+        "--device", default=kind, required=kind is None, metavar="DEVICE", help="npu | npu:N | cuda | cuda:N"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where the files go [default: here, and ./gpu-report for a GPU]"
+    )
+    load = parser.add_argument_group("load of the engines on a GPU")
+    load.add_argument("--model", default="qwen3-8b", help="sizes of which model [default: qwen3-8b]")
+    load.add_argument("--concurrency", type=count, nargs="+", metavar="N", default=[1, 32], help="[default: 1 32]")
+    load.add_argument("--prompt", type=count, metavar="TOKENS", default=512, help="[default: 512]")
+    load.add_argument("--answer", type=count, metavar="TOKENS", default=1024, help="[default: 1024]")
+    load.add_argument("--rounds", type=count, metavar="N", default=3, help="[default: 3]")
+    parser.add_argument(
+        "--sections",
+        type=lambda names: [name.strip() for name in names.split(",") if name.strip()],
+        metavar="A,B",
+        default=[],
+        help="in this order [default: all]",
+    )
+    parser.add_argument("--seconds", type=count, metavar="N", help="limit of all sections [default: 460 on a GPU]")
+    parser.add_argument(
+        "--triton-cache",
+        metavar="FILE",
+        help="kernels that an earlier report of yours compiled [default: triton-cache.tar.gz in --out, if it is there]",
+    )
+    given = vars(parser.parse_args(arguments))
+    folder, options = given.pop("out"), Options(**given)
+    if not re.fullmatch(rf"({kind or 'npu|cuda'})(:\d+)?", options.device):
+        raise ConfigError(
+            f"--device {options.device}: a report is on {kind or 'npu or cuda'}, or on one of several like npu:1",
+            "dflash-server check looks at other devices",
+        )
+    of_engines = ("model", "concurrency", "prompt", "answer", "rounds", "triton_cache")
+    changed = [f"--{name.replace('_', '-')}" for name in of_engines if given[name] != parser.get_default(name)]
+    if changed and options.kind == "npu":
+        raise ConfigError(f"{', '.join(changed)}: a report on a GPU alone takes this", "leave it out")
+    if options.model not in MODELS and not Path(options.model).expanduser().is_file():
+        raise ConfigError(
+            f"--model {options.model}: there is neither such a name nor such a file",
+            f"there are {', '.join(MODELS)}, or give the path of a config.json",
+        )
+    known = runner.SECTIONS[options.kind]
+    if unknown := [name for name in options.sections if name not in known]:
+        raise ConfigError(f"--sections {','.join(unknown)}: there is none", f"there are {', '.join(known)}")
+    return options, folder or Path("gpu-report" if options.kind == "cuda" else "")
+
+
+def count(text: str) -> int:
+    """Return a whole number from 1 on. Raises ValueError for anything else."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def sections(options: Options) -> dict[str, runner.Section]:
+    """Return the sections of a report. Those that a laboratory makes are started by name, and need a source tree."""
+    has_laboratory = (ROOT / "tools" / "lab").is_dir()
+    found = {}
+    for name in options.sections or runner.SECTIONS[options.kind]:
+        seconds = runner.SECTIONS[options.kind][name]
+        program = LABORATORY if name in OF_LABORATORY else "tools.report.section"
+        command = (sys.executable, "-P", "-m", program, name, json.dumps(asdict(options)))
+        missing = "" if has_laboratory or name not in OF_LABORATORY else "only a source tree has this section"
+        found[name] = runner.Section(command, *seconds, missing)
+    return found
+
+
+def about(options: Options) -> dict[str, Any]:
+    """Return the arguments of `runner.report` that depend on the kind of device, and the limit."""
+    limit = {"limit": options.seconds} if options.seconds else {}
+    if options.kind == "npu":
+        return {"name": "npu-report", "host": (sys.executable, "-P", "-m", "app.check.probes")} | limit
+    return {"name": "gpu-report", "limit": runner.GPU_SECONDS, "versions": versions()} | limit
+
+
+def check_gpu(options: Options) -> None:
+    """Raise ConfigError if no report on a GPU can be made here. It opens no device."""
+    import torch
+
+    torch_build, triton = probes.torch_build("cuda"), probes.compiler()
+    if torch_build.status == "failed":
+        found, hint = torch_build.found, torch_build.hint
+    elif not torch.cuda.is_available():
+        found = f"torch {torch.__version__} sees none here"
+        hint = "`nvidia-smi` must list a GPU, and its driver must be recent enough for this torch"
+    elif options.index >= (number := torch.cuda.device_count()):
+        found, hint = f"--device {options.device}, but there are {number}", "they are counted from 0"
+    elif triton.status != "ok":
+        found, hint = triton.found, triton.hint
+    else:
+        return
+    raise ConfigError(f"gpu-report needs a CUDA GPU, Triton and a C compiler: {found}", hint)
+
+
+def versions() -> dict[str, str]:
+    import torch
+
+    found = {"python": platform.python_version(), "CUDA of torch": str(torch.version.cuda)}
+    for name in ("torch", "triton", "numpy", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found | {"commit": commit()}
+
+
+def commit() -> str:
+    """Return the commit of a source tree that git knows, with "-dirty" if files were changed."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,0 +1,374 @@
+"""Costs of a step of Qwen3-8B on an Ascend device, task by task, and the speed that these figures predict.
+
+Weights are random, so times alone are looked at. Checked against torch_npu's schemas, meta kernels and host checks on
+CPU; not run on an Ascend device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from app.check.operators import Attention, Call, Inputs, Lens, Paged, difference
+from app.check.timing import seconds_each
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.device.factory import make_backend
+from app.engine.npu.backend import NpuBackend
+from tools.report.command import Options
+from tools.report.npu_questions import FULL, PAGE, planned
+from tools.report.part import Part, Result, describe
+
+EPS = 1e-6
+PUBLISHED = {"PIECEWISE": 1249, "FULL_DECODE_ONLY": 1348}
+"""Output tokens/s of vllm-ascend with Qwen3-8B-DFlash-b16 and 8 drafts (its pull requests 8118 and 8516)."""
+DRAFTS, ACCEPTANCE = 8, 5.25
+"""Drafts a step, and the acceptance length that was published with these speeds."""
+BATCH, PROMPT, ANSWER = 16, 3500, 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Sizes of Qwen3-8B and its draft. `weights` layers take turns, so that no cache holds them."""
+
+    hidden: int = 4096
+    intermediate: int = 12288
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    vocab: int = 151936
+    layers: int = 36
+    draft_layers: int = 5
+    taps: int = 5
+    weights: int = 4
+    kv: int = PROMPT + ANSWER // 2
+    chunk: int = 2048
+    batches: tuple[int, ...] = (1, 16, 32)
+    widths: tuple[int, ...] = (4, 8, 16)
+    calls: int = 20
+    repeats: int = 10
+
+    def paged(self, lens: Lens, *, causal: bool = True, window: int | None = None) -> Paged:
+        return Paged(lens, self.heads, self.kv_heads, self.dim, AttentionMask(causal, window), PAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of a layer, and the rows that it computes. Its attention reads and writes the pages of `attend`."""
+
+    at: Inputs
+    extent: Extent
+    attend: Attention
+    rotation: Rotation
+    slots: Tensor
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def made(cls, at: Inputs, extent: Extent, attend: Attention) -> "Layer":
+        rows, heads = len(attend.q), extent.heads + 2 * extent.kv_heads
+        shapes = {
+            "qkv": (heads * extent.dim, extent.hidden),
+            "o": (extent.hidden, extent.heads * extent.dim),
+            "gate_up": (2 * extent.intermediate, extent.hidden),
+            "down": (extent.hidden, extent.intermediate),
+            "norm": (extent.hidden,),
+            "head_norm": (extent.dim,),
+        }
+        weights = {name: _random(at.backend, *shape) for name, shape in shapes.items()}
+        slots = at.scattered(rows, len(attend.kv.k) * PAGE)
+        return cls(at, extent, attend, at.rotation(rows, extent.dim), slots, weights)
+
+    def tasks(self) -> dict[str, tuple[Call, int]]:
+        """Return each operator of the layer as a call, and how often the layer has it."""
+        backend, w, e = self.at.backend, self.weights, self.extent
+        rows = len(self.slots)
+        x, inner = self.at.normal(rows, e.hidden), self.at.normal(rows, 2 * e.intermediate)
+        gated = self.at.normal(rows, e.intermediate)
+        qkv = self.at.normal(rows, e.heads + 2 * e.kv_heads, e.dim)
+        q, k, v = (part.contiguous() for part in qkv.split_with_sizes([e.heads, e.kv_heads, e.kv_heads], dim=1))
+        strided = qkv[:, : e.heads], qkv[:, e.heads : e.heads + e.kv_heads]
+        norm, head_norm = w["norm"], w["head_norm"]
+        return {
+            "residual and norm": (lambda: backend.add_rms_norm(x, x, norm, EPS)[0], 2),
+            "QKV projection": (lambda: backend.linear(x, w["qkv"]), 1),
+            "norm of q": (lambda: backend.rms_norm(strided[0], head_norm, EPS), 1),
+            "norm of k": (lambda: backend.rms_norm(strided[1], head_norm, EPS), 1),
+            "RoPE of q and k": (
+                lambda: torch_npu.npu_apply_rotary_pos_emb(q, k, *self.rotation, layout="TND")[0],
+                1,
+            ),
+            "copy of V": (lambda: qkv[:, -e.kv_heads :].clone(memory_format=torch.contiguous_format), 1),
+            "K/V write": (lambda: backend.write_kv(k, v, self.attend.kv, self.slots) or k, 1),
+            "attention": (self.attend, 1),
+            "output projection": (lambda: backend.linear(q.flatten(1), w["o"]), 1),
+            "gate and up projection": (lambda: backend.linear(x, w["gate_up"]), 1),
+            "SwiGLU": (lambda: torch_npu.npu_swiglu(inner), 1),
+            "down projection": (lambda: backend.linear(gated, w["down"]), 1),
+        }
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        backend, w = self.at.backend, self.weights
+        normed, residual = backend.add_rms_norm(x, residual, w["norm"], EPS)
+        qkv = backend.linear(normed, w["qkv"]).view(len(x), -1, self.extent.dim)
+        norms = w["head_norm"], w["head_norm"]
+        backend.qkv_into_kv(qkv, *norms, EPS, self.rotation, self.attend.kv, self.slots)
+        attended = backend.linear(self.attend().flatten(1), w["o"])
+        normed, residual = backend.add_rms_norm(attended, residual, w["norm"], EPS)
+        return backend.gated_mlp(normed, w["gate_up"], w["down"]), residual
+
+
+def parts(options: Options, ends: float) -> list[Part]:
+    opened = cache(partial(make_backend, options.device))
+    return [Part(name, partial(answered, ask, opened, Extent())) for name, ask in QUESTIONS.items()]
+
+
+@torch.inference_mode()
+def answered(ask: Callable[[Backend, Extent], Result], opened: Callable[[], Backend], extent: Extent) -> Result:
+    """Return `{"found", ...}`. A RuntimeError of torch_npu or of the device means that the call is refused."""
+    backend = opened()
+    try:
+        return ask(backend, extent)
+    except RuntimeError as error:
+        return {"found": f"It is refused: {describe(error)['says']}.", "error": describe(error)}
+
+
+def graph_ms(
+    backend: Backend, run: Callable[[], object], extent: Extent, metas: Sequence[AttentionMetadata] = ()
+) -> float:
+    """Return milliseconds of one `run` on the device, from `calls` of them in a graph."""
+
+    def calls() -> tuple[Tensor, ...]:
+        for _ in range(extent.calls):
+            run()
+        return ()
+
+    graph = backend.capture(calls, list(metas))
+    return 1e3 * seconds_each(backend, graph.replay, 1, extent.repeats) / extent.calls
+
+
+def inputs(backend: Backend) -> Inputs:
+    return Inputs(backend, torch.bfloat16, torch.bfloat16)
+
+
+def norms(backend: Backend, extent: Extent) -> Result:
+    """Time the norms of q and k as parts of the projection, and as tensors of their own that are copied first."""
+    rows, at = BATCH * (1 + DRAFTS), inputs(backend)
+    qkv, weight = at.normal(rows, extent.heads + 2 * extent.kv_heads, extent.dim), at.normal(extent.dim)
+    q, k = qkv[:, : extent.heads], qkv[:, extent.heads : extent.heads + extent.kv_heads]
+    own = q.contiguous(), k.contiguous()
+    ways: dict[str, Callable[[], object]] = {
+        "strided": lambda: [backend.rms_norm(x, weight, EPS) for x in (q, k)],
+        "contiguous": lambda: [backend.rms_norm(x, weight, EPS) for x in own],
+        "copied first": lambda: [backend.rms_norm(x.contiguous(), weight, EPS) for x in (q, k)],
+    }
+    ms = {name: graph_ms(backend, run, extent) for name, run in ways.items()}
+    hidden = ms["strided"] - ms["contiguous"]
+    return {"found": f"Strided q and k cost {1e3 * hidden:.4g} us more a layer than contiguous ones.", "ms": ms}
+
+
+def kernel(backend: Backend, extent: Extent) -> Result:
+    """Time the work between QKV projection and attention with triton-ascend's kernel, if it is used, and without."""
+    rows, at = BATCH * (1 + DRAFTS), inputs(backend)
+    qkv, norm = at.normal(rows, extent.heads + 2 * extent.kv_heads, extent.dim), at.normal(extent.dim)
+    kv, slots = extent.paged([(rows, rows)])(at).kv, torch.arange(rows, dtype=torch.int32, device=backend.device)
+    call = qkv, norm, norm, EPS, at.rotation(rows, extent.dim), kv, slots
+    ways = {"as here": backend, "by operators": NpuBackend(backend.device, triton=False)}
+    ms = {name: graph_ms(backend, partial(way.qkv_into_kv, *call), extent) for name, way in ways.items()}
+    log = "The log of the start says if a kernel of triton-ascend is used."
+    return {
+        "found": f"As here {1e3 * ms['as here']:.4g} us, by operators {1e3 * ms['by operators']:.4g} us. {log}",
+        "ms": ms,
+    }
+
+
+def mixed(backend: Backend, extent: Extent) -> Result:
+    """Time attention of a mixed step: one call over ragged rows, and one for blocks and one for a prompt with a cat."""
+    at, blocks, prompt = inputs(backend), [(1 + DRAFTS, extent.kv)] * BATCH, [(extent.chunk, extent.chunk)]
+    one, first, second = (extent.paged(lens)(at) for lens in ([*blocks, *prompt], blocks, prompt))
+
+    def ms(run: Callable[[], object]) -> float:
+        return 1e3 * seconds_each(backend, run, extent.calls, extent.repeats)
+
+    taken = {"one call": ms(one), "two calls": ms(lambda: torch.cat((first(), second())))}
+    return {"found": f"One call takes {taken['one call']:.4g} ms, two {taken['two calls']:.4g} ms.", "ms": taken}
+
+
+def gap(backend: Backend, extent: Extent) -> Result:
+    """Time tasks of one number in a graph, each waiting for the one before: little but what starting a task costs."""
+    x = torch.zeros(1, device=backend.device)
+    us = 1e3 * graph_ms(backend, lambda: x.neg_(), extent)
+    return {"found": f"A task in a graph takes {us:.4g} us at least.", "us": us}
+
+
+def tasks(backend: Backend, extent: Extent) -> Result:
+    """Time each operator of a layer of the target in a graph, for 16 sequences of 9 rows."""
+    at = inputs(backend)
+    layer = Layer.made(at, extent, extent.paged([(1 + DRAFTS, extent.kv)] * BATCH)(at))
+    return _timed(backend, extent, layer.tasks(), "The tasks of a layer take", [layer.attend.meta])
+
+
+def around(backend: Backend, extent: Extent) -> Result:
+    """Time the work of a step that is no layer's in a graph, for 16 sequences of 9 rows."""
+    at, e, rows = inputs(backend), extent, BATCH * (1 + DRAFTS)
+    head, fc = _random(backend, e.vocab, e.hidden), _random(backend, e.hidden, e.taps * e.hidden)
+    hidden, logits, norm = at.normal(rows, e.hidden), at.normal(rows, e.vocab), at.normal(e.hidden)
+    features, tapped = [hidden] * e.taps, at.normal(rows, e.taps * e.hidden)
+    tables = backend.rotary_tables(torch.rand(e.kv, e.dim // 2), torch.bfloat16)
+    positions, choices, drafts = (at.integers(0, e.kv, *shape) for shape in ((rows,), (rows,), (BATCH, DRAFTS)))
+    context = at.normal(rows, e.draft_layers, 2, e.kv_heads, e.dim), at.normal(e.draft_layers, e.dim), at.normal(e.dim)
+    slots = at.scattered(rows * e.draft_layers, -(-rows * e.draft_layers // PAGE) * PAGE)
+    rotation, pages = at.rotation(rows, e.dim), at.pages(len(slots), PAGE, e.kv_heads, e.dim)
+    first, lengths, each = at.int32(range(0, rows, 1 + DRAFTS)), at.int32([DRAFTS] * BATCH), at.int32(range(BATCH))
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "embeddings": (lambda: backend.embed_blocks(each, 0, 1 + DRAFTS, head), 2),
+        "cos and sin": (lambda: backend.rotation_at(tables, positions), 2),
+        "final norm": (lambda: backend.rms_norm(hidden, norm, EPS), 2),
+        "lm_head": (lambda: backend.linear(hidden, head), 2),
+        "choice": (lambda: logits.max(dim=-1), 2),
+        "features": (lambda: torch.cat(features, dim=-1), 1),
+        "fc": (lambda: backend.linear(tapped, fc), 1),
+        "context KV": (lambda: backend.context_into_kv(*context, EPS, rotation, pages, slots), 1),
+        "verify": (lambda: backend.verify(choices, drafts, first, lengths, each), 1),
+    }
+    return _timed(backend, extent, calls, "The work around the layers takes")
+
+
+def _timed(
+    backend: Backend,
+    extent: Extent,
+    calls: Mapping[str, tuple[Callable[[], object], int]],
+    begin: str,
+    metas: Sequence[AttentionMetadata] = (),
+) -> Result:
+    """Return the microseconds of each call in a graph, how often a step has it, and milliseconds of all."""
+    cases: list[Result] = [
+        {"task": name, "times": count, "us": 1e3 * graph_ms(backend, call, extent, metas)}
+        for name, (call, count) in calls.items()
+    ]
+    whole = sum(case["times"] * case["us"] for case in cases) / 1e3
+    return {"found": f"{begin} {whole:.4g} ms one by one.", "ms": whole, "cases": cases}
+
+
+def widths(backend: Backend, extent: Extent) -> Result:
+    """Time a layer at the widths that are captured, and so what `--verify auto` can save."""
+    cases = []
+    for batch in extent.batches:
+        for width in extent.widths:
+            ms = extent.layers * layer_ms(backend, extent, [(width, extent.kv)] * batch, causal=True)
+            cases.append({"sequences": batch, "width": width, "layers_ms": ms})
+    dear = [case["layers_ms"] for case in cases if case["sequences"] == extent.batches[-1]]
+    found = f"At {extent.batches[-1]} sequences {extent.layers} layers take {dear[0]:.4g} ms at width"
+    return {"found": f"{found} {extent.widths[0]}, and {dear[-1]:.4g} ms at {extent.widths[-1]}.", "cases": cases}
+
+
+def nz_pages(backend: Backend, extent: Extent) -> Result:
+    """Attend to pages [pages, kv_heads, D / 16, page, 16], which one fused operator writes."""
+
+    def by_nz(at: Inputs) -> Call:
+        call = paged(at)
+        turned = LayerKv(*(_as_nz(pool) for pool in (call.kv.k, call.kv.v)))
+        return lambda: _attend_nz(call, turned)
+
+    paged = extent.paged([(1 + DRAFTS, extent.kv)] * BATCH)
+    _, error, call = difference(backend, by_nz, past=FULL, dtype=torch.bfloat16, against=paged)
+    ms = {
+        name: 1e3 * seconds_each(backend, run, extent.calls, extent.repeats)
+        for name, run in (("NZ", call), ("ND", paged(inputs(backend))))
+    }
+    found = f"NZ pages are taken, to {error:.4g} of the largest value: {ms['NZ']:.4g} ms, ours {ms['ND']:.4g} ms."
+    return {"found": found, "error_of_largest": error, "ms": ms}
+
+
+def _as_nz(pool: Tensor) -> Tensor:
+    """Return [pages, page, kv_heads, D] as [pages, kv_heads, D / 16, page, 16]."""
+    return pool.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _attend_nz(call: Attention, kv: LayerKv) -> Tensor:
+    plan = planned(call)
+    o, _ = torch_npu.npu_fused_infer_attention_score(
+        call.q,
+        kv.k,
+        kv.v,
+        atten_mask=plan.mask,
+        actual_seq_lengths=plan.q_ends,
+        actual_seq_lengths_kv=plan.host_seq_lens,
+        block_table=call.meta.page_table,
+        num_heads=call.q.shape[1],
+        num_key_value_heads=kv.k.shape[1],
+        scale=call.q.shape[2] ** -0.5,
+        input_layout="TND",
+        sparse_mode=plan.sparse_mode,
+        block_size=call.meta.page_size,
+    )
+    return o
+
+
+def band(backend: Backend, extent: Extent) -> Result:
+    """Attend under a window of 200 tokens, whose edge is where an error by one would show."""
+    lens = [(9, 300), (1, 201), (16, 200), (3, 129)]
+    both = (extent.paged(lens, causal=causal, window=200) for causal in (True, False))
+    errors = [difference(backend, paged, past=FULL, dtype=torch.bfloat16)[1] for paged in both]
+    return {
+        "found": "Under a window of 200 the result is right to these shares of the largest value: causal rows "
+        f"{errors[0]:.4g}, bidirectional rows {errors[1]:.4g}.",
+        "error_of_largest": max(errors),
+    }
+
+
+def layer_ms(backend: Backend, extent: Extent, lens: Lens, *, causal: bool) -> float:
+    """Return milliseconds of a layer in a graph, from layers with weights of their own."""
+    at = inputs(backend)
+    attend = extent.paged(lens, causal=causal)(at)
+    layers = [Layer.made(at, extent, attend) for _ in range(extent.weights)]
+    x, residual = (at.normal(sum(q for q, _ in lens), extent.hidden) for _ in range(2))
+
+    def run() -> None:
+        rows = x, residual
+        for layer in layers:
+            rows = layer(*rows)
+
+    return graph_ms(backend, run, extent, [attend.meta]) / extent.weights
+
+
+def _random(backend: Backend, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=backend.device).normal_(std=shape[-1] ** -0.5)
+
+
+def prediction(backend: Backend, extent: Extent) -> Result:
+    """Predict output tokens/s of 16 requests of 3,500 and 1,500 tokens from the layers' own times."""
+    blocks = [(1 + DRAFTS, extent.kv)] * BATCH
+    ms = {
+        "target": extent.layers * layer_ms(backend, extent, blocks, causal=True),
+        "draft": extent.draft_layers * layer_ms(backend, extent, blocks, causal=False),
+        "around": around(backend, extent)["ms"],
+    }
+    step = sum(ms.values())
+    chunk = extent.layers * layer_ms(backend, extent, [(extent.chunk, extent.chunk)], causal=True)
+    prompts = BATCH * PROMPT / extent.chunk * chunk
+    seconds = (ANSWER / ACCEPTANCE * step + prompts) / 1e3
+    speed = BATCH * ANSWER / seconds
+    published = " and ".join(f"{rate:,} ({mode})" for mode, rate in PUBLISHED.items())
+    found = (
+        f"PREDICTED, not measured: {speed:,.0f} output tokens/s for Qwen3-8B, {BATCH} requests of {PROMPT:,} and "
+        f"{ANSWER:,} tokens, {DRAFTS} drafts, {ACCEPTANCE} tokens a step of {step:.4g} ms, and {prompts / 1e3:.4g} s "
+        f"of prompts. The host's time is not in it. vllm-ascend published {published}."
+    )
+    return {"found": found, "tokens_per_second": speed, "step_ms": step, "chunk_ms": chunk, "ms": ms}
+
+
+QUESTIONS: dict[str, Callable[[Backend, Extent], Result]] = {
+    "strided norms": norms,
+    "kernel of triton-ascend": kernel,
+    "mixed steps": mixed,
+    "gap between tasks": gap,
+    "tasks of a layer": tasks,
+    "tasks around the layers": around,
+    "widths": widths,
+    "NZ pages": nz_pages,
+    "window": band,
+    "prediction": prediction,
+}
+"""Name -> question. The figure that decides it stands in its answer. `updates of a graph` is an open point."""

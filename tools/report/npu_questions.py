@@ -1,0 +1,307 @@
+"""Questions that only an Ascend device can answer: the rows "card" of docs/npu-contract.md, and what graphs cost.
+
+Each answer is a sentence. A call that the device refuses is an answer too, and ends the process. Checked against
+torch_npu's schemas, meta kernels and host checks on CPU; not run on an Ascend device.
+"""
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import isnan
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch_npu
+
+from app.check import npu_host
+from app.check.operators import TOLERANCE, Attention, Call, Inputs, Lens, Operator, Paged, difference
+from app.check.timing import seconds_each
+from app.engine.device.base import AttentionMask, Backend, LayerKv
+from app.engine.device.factory import make_backend
+from app.engine.step.graph_sizes import GraphSizes
+from app.engine.step.graphs import StepGraphs
+from tools.report.command import Options
+from tools.report.engine import demo_engine
+from tools.report.part import Part, Result, describe
+from tools.report.roofline import chip_name
+
+if TYPE_CHECKING:
+    from app.engine.npu.graph import AttentionPlan
+
+PAGE = 128
+FULL = 3e4
+"""Value of slots past a request's tokens, which would show in a result."""
+RELIED_ON = ("combination", "partly filled pages", "updates of a graph", "captures")
+"""Points where the server relies on the answer; the others are about calls that it does not make."""
+DEFAULT_GRAPHS = 48
+"""The default of --max-graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Sizes: `calls` attention calls in a graph, for 36 layers of Qwen3-8B and 5 of its draft.
+
+    Timing is over `requests` requests with `kv` tokens; `wide` are numbers of rows above 16.
+    """
+
+    heads: int = 32
+    kv_heads: int = 8
+    requests: int = 16
+    kv: int = 2000
+    wide: tuple[int, ...] = (17, 24, 32, 64)
+    calls: int = 41
+    timed: int = 20
+    repeats: int = 10
+    graphs: int = 64
+
+    def paged(self, lens: Lens, *, causal: bool = True, dim: int = 128) -> Paged:
+        return Paged(lens, self.heads, self.kv_heads, dim, AttentionMask(causal), PAGE)
+
+    def both(self, lens: Lens, dim: int = 128) -> list[Paged]:
+        return [self.paged(lens, causal=causal, dim=dim) for causal in (True, False)]
+
+    def load(self, backend: Backend, rows: int = 16) -> Attention:
+        """Return the attention call that is timed."""
+        return self.paged([(rows, self.kv)] * self.requests)(Inputs(backend, torch.bfloat16, torch.bfloat16, FULL))
+
+    def ms(self, call: Call, backend: Backend) -> float:
+        return 1e3 * seconds_each(backend, call, self.timed, self.repeats)
+
+
+Point = Callable[[Backend, Extent], Result]
+POINTS: dict[str, tuple[str, Point]] = {}
+"""Name -> the call that is tried, and its function."""
+
+
+def point(name: str, tried: str) -> Callable[[Point], Point]:
+    def register(ask: Point) -> Point:
+        POINTS[name] = (tried, ask)
+        return ask
+
+    return register
+
+
+def parts(options: Options, ends: float) -> list[Part]:
+    opened = cache(partial(make_backend, options.device))
+    return [Part(name, partial(answered, name, opened, Extent())) for name in POINTS]
+
+
+@torch.inference_mode()
+def answered(name: str, opened: Callable[[], Backend], extent: Extent) -> Result:
+    """Return `{"tried", "found", ...}`. A RuntimeError of torch_npu or of the device means that the call is refused."""
+    tried, ask = POINTS[name]
+    backend = opened()
+    try:
+        result = {"tried": tried} | ask(backend, extent)
+        return result | {"passed": result.get("passed", True) or name not in RELIED_ON}
+    except RuntimeError as error:
+        described = describe(error)
+        meaning = f" ({described['meaning']})" if described["meaning"] else ""
+        found = f"It is refused: {described['says']}{meaning}."
+        return {"tried": tried, "found": found, "error": described, "passed": name not in RELIED_ON}
+
+
+@point("combination", "which versions work together here")
+def combination(backend: Backend, extent: Extent) -> Result:
+    found = {
+        "chip": chip_name(backend),
+        "torch": importlib.metadata.version("torch"),
+        "torch_npu": importlib.metadata.version("torch_npu"),
+        "CANN": npu_host.cann_version(os.environ) or "unknown",
+        "driver": npu_host.driver_version(Path("/")) or "unknown",
+        "Python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    return {"found": f"{', '.join(f'{name} {version}' for name, version in found.items())}.", "versions": found}
+
+
+def write_pages(k_thd: torch.Tensor, v_thd: torch.Tensor, kv: LayerKv, slots: torch.Tensor) -> None:
+    """Write K and V into pages with the operator for it, which the backend may not have chosen."""
+    torch_npu.npu_scatter_pa_kv_cache(k_thd, v_thd, kv.k, kv.v, slots, cache_mode="Norm")
+
+
+@point("slots of -1", "npu_scatter_pa_kv_cache with slots of -1 among others")
+def negative_slots(backend: Backend, extent: Extent) -> Result:
+    """Write rows with slot -1 between rows with slots of their own."""
+    shape = (3, PAGE, extent.kv_heads, 128)
+    kv = LayerKv(*(torch.zeros(shape, dtype=torch.bfloat16, device=backend.device) for _ in range(2)))
+    slots = torch.tensor([5, -1, 0, -1, 300, 131], dtype=torch.int32)
+    rows = torch.randn(len(slots), extent.kv_heads, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    write_pages(rows.to(backend.device), rows.to(backend.device), kv, slots.to(backend.device))
+    stray, lost = 0, 0
+    for pool in (kv.k, kv.v):
+        flat, given = pool.cpu().flatten(0, 1), slots >= 0
+        lost += int((flat[slots[given].long()] != rows[given]).any(dim=(1, 2)).sum())
+        flat[slots[given].long()] = 0
+        stray += int(flat.any(dim=(1, 2)).sum())
+    if not stray and not lost:
+        found = "Rows with slot -1 are skipped; the others are written, slot 0 among them."
+    else:
+        found = f"Not skipped: {stray} slots hold what no row was to write, and {lost} rows were not written."
+    return {"found": found, "stray": stray, "lost": lost}
+
+
+@point("float16", "paged TND attention in float16, causal and bidirectional")
+def float16(backend: Backend, extent: Extent) -> Result:
+    both = extent.both([(16, 300), (1, 129), (16, 16)])
+    return _judged("Float16 is taken, and", backend, both, torch.float16)
+
+
+@point("padding of few tokens", "causal attention with a padding request that has fewer KV tokens than rows")
+def short_padding(backend: Backend, extent: Extent) -> Result:
+    """Attend with a causal padding request that has more rows than KV tokens, behind requests as they should be."""
+    paged = extent.paged([(16, 300), (3, 129), (8, 1)])
+
+    def others(at: Inputs) -> Call:
+        call = paged(at)
+        return lambda: call()[:19]
+
+    return _judged("A request of 8 rows over 1 token is taken, and for the others", backend, [others])
+
+
+@point("head size 256", "paged TND attention with D 256, causal and bidirectional, which hybrid targets need")
+def wide_heads(backend: Backend, extent: Extent) -> Result:
+    return _judged("D 256 is taken, and", backend, extent.both([(16, 300), (1, 129), (16, 16)], dim=256))
+
+
+@point("partly filled pages", "bidirectional attention (mode 0) where last pages are partly filled")
+def partial_pages(backend: Backend, extent: Extent) -> Result:
+    """Attend over last pages that are filled in part. Nothing past the last token may show."""
+    paged = extent.paged([(16, kv) for kv in (16, 17, 127, 128, 129, 200, 255, 257, 300)], causal=False)
+    return _judged("Over last pages that are partly filled", backend, [paged])
+
+
+@point("more than 16 rows", "requests of more than 16 query rows with D 128, both attentions")
+def wide_blocks(backend: Backend, extent: Extent) -> Result:
+    """Attend with more rows of a request than DFlash blocks may have here, and time it."""
+    wide = [paged for rows in (16, *extent.wide) for paged in extent.both([(rows, 257), (rows, 64)])]
+    right = _judged("More than 16 rows are taken, and", backend, wide)
+    ms = {str(rows): extent.ms(extent.load(backend, rows), backend) for rows in (16, *extent.wide)}
+    times = ", ".join(f"{rows} rows {taken:.4g} ms" for rows, taken in ms.items())
+    return right | {"found": f"{right['found']} A call takes: {times}.", "ms": ms}
+
+
+def attention_of_heads(call: Attention, kv: LayerKv) -> torch.Tensor:
+    """The backend's attention with K and V as [pages, kv_heads, page_size, D], which is said to be the faster order."""
+    q_thd, meta, plan = call.q, call.meta, planned(call)
+    o, _ = torch_npu.npu_fused_infer_attention_score(
+        q_thd,
+        kv.k,
+        kv.v,
+        atten_mask=plan.mask,
+        actual_seq_lengths=plan.q_ends,
+        actual_seq_lengths_kv=plan.host_seq_lens,
+        block_table=meta.page_table,
+        num_heads=q_thd.shape[1],
+        num_key_value_heads=kv.k.shape[1],
+        scale=q_thd.shape[2] ** -0.5,
+        input_layout="TND",
+        sparse_mode=plan.sparse_mode,
+        block_size=meta.page_size,
+    )
+    return o
+
+
+@point(
+    "order of heads", "K and V as [pages, kv_heads, page, D] (BnNBsD) instead of [pages, page, kv_heads x D] (BnBsH)"
+)
+def order_of_heads(backend: Backend, extent: Extent) -> Result:
+    """Attend to K and V as [pages, kv_heads, page_size, D]; the server has [pages, page_size, kv_heads x D]."""
+    paged = extent.paged([(16, extent.kv)] * extent.requests)
+
+    def by_heads(at: Inputs) -> Call:
+        call = paged(at)
+        turned = LayerKv(*(pool.transpose(1, 2).contiguous() for pool in (call.kv.k, call.kv.v)))
+        return lambda: attention_of_heads(call, turned)
+
+    _, error, call = difference(backend, by_heads, past=FULL, dtype=torch.bfloat16, against=paged)
+    ours, other = extent.ms(extent.load(backend), backend), extent.ms(call, backend)
+    right = _right("The order by heads is taken, and", [error])
+    return right | {
+        "found": f"{right['found']} It takes {other:.4g} ms, ours {ours:.4g} ms.",
+        "ms": {"by heads": other, "ours": ours},
+    }
+
+
+def planned(call: Attention) -> "AttentionPlan":
+    """Return the operator's arguments in a planned call."""
+    plan: AttentionPlan = call.meta.plans[call.mask]
+    return plan
+
+
+@point("updates of a graph", "how long new lengths for the attention calls of a graph take")
+def updates(backend: Backend, extent: Extent) -> Result:
+    """Replay a graph of one attention call for each layer, and nothing else, with new lengths."""
+    call = extent.load(backend)
+    plan = planned(call)
+    call()
+    graph = torch_npu.npu.NPUGraph()
+    with torch_npu.npu.graph(graph, auto_dispatch_capture=True):
+        for _ in range(extent.calls):
+            call()
+    lengths = {"actual_seq_lengths": plan.q_ends, "actual_seq_lengths_kv": plan.host_seq_lens}
+    taken = []
+    for _ in range(extent.repeats):
+        started = time.perf_counter()
+        graph.replay()
+        launched = time.perf_counter()
+        graph.update([lengths] * extent.calls)
+        updated = time.perf_counter()
+        torch_npu.npu.synchronize()
+        taken.append((updated - launched, time.perf_counter() - started))
+    update, done = (1e3 * median(seconds) for seconds in zip(*taken, strict=True))
+    each = 1e3 * update / extent.calls
+    found = (
+        f"{extent.calls} updates take the host {update:.4g} ms, {each:.4g} us each; the replay with them {done:.4g} ms."
+    )
+    return {"found": found, "update_ms": update, "each_us": each, "done_ms": done}
+
+
+@point("captures", "how many graphs of the demo pair can be captured")
+def captures(backend: Backend, extent: Extent) -> Result:
+    """Capture graphs of the demo pair: three widths of target and two of draft for each number of sequences."""
+    seqs = max(1, extent.graphs // 5)
+    core = demo_engine(
+        str(backend.device), "bfloat16", enforce_eager=True, max_num_seqs=seqs, max_num_batched_tokens=16 * seqs + 1
+    )
+    sizes = GraphSizes(tuple(range(1, seqs + 1)), (1, 8, 16), spare=1)
+    captured: list[int] = []
+    end: Result = {}
+    try:
+        StepGraphs(
+            core.runner.forward,
+            core.runner.forward.backend,
+            sizes,
+            block_size=16,
+            pages=5,
+            scratch_pages=-(-sizes.max_rows // PAGE),
+            on_graph=lambda done, total: captured.append(done),
+        )
+    except RuntimeError as error:
+        end = {"error": describe(error)}
+    count, wanted = len(captured), 5 * seqs
+    then = f"; the next one failed: {end['error']['says']}" if end else ""
+    found = f"{count} of {wanted} graphs were captured{then}."
+    return {"found": found, "captured": count, "wanted": wanted, "passed": count >= min(wanted, DEFAULT_GRAPHS)} | end
+
+
+def _judged(begin: str, backend: Backend, operators: Sequence[Operator], dtype: torch.dtype = torch.bfloat16) -> Result:
+    """Return a sentence that begins so, about the largest difference of all operators from the CPU."""
+    return _right(begin, [difference(backend, operator, past=FULL, dtype=dtype)[1] for operator in operators])
+
+
+def _right(begin: str, errors: Sequence[float]) -> Result:
+    """Return a sentence that begins so, about results with these shares of the largest value as errors."""
+    error = float(np.max(errors))
+    if isnan(error):
+        return {"found": f"{begin} the result is not all numbers.", "passed": False}
+    verdict = "right" if error < TOLERANCE else "WRONG"
+    found = f"{begin} the result is {verdict}, to {error:.4g} of the largest value."
+    return {"found": found, "error_of_largest": error, "passed": error < TOLERANCE}

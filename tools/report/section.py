@@ -1,0 +1,108 @@
+"""One section of a report in a process of its own, because a part may break the device for its process.
+
+python -m tools.report.section NAME OPTIONS SKIP SECONDS
+
+OPTIONS are JSON of `command.Options`. The process writes `{"parts": names, "chip": name}` to stdout as a line of JSON,
+and then a line for each part but the first SKIP. All should be over in SECONDS. Output of libraries goes to stderr.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tools.report.command import Options
+from tools.report.part import Part, answer
+
+MAKERS = {
+    "operators": "tools.report.operators.parts",
+    "open_points": "tools.report.npu_questions.parts",
+    "engine": "tools.report.engine.parts",
+    "step": "tools.report.step.parts",
+    "roofline": "tools.report.roofline.parts",
+    "collectives": "tools.report.ranks.parts",
+    "costs": "tools.report.npu_costs.parts",
+}
+"""Section -> the function that makes its parts."""
+
+
+def main(arguments: Sequence[str], makers: Mapping[str, str] = MAKERS) -> None:
+    name, wishes, skip, seconds = arguments
+    options, ends = Options(**json.loads(wishes)), time.monotonic() + float(seconds)
+    with os.fdopen(os.dup(1), "w") as lines:
+        os.dup2(2, 1)
+        tell(
+            lambda: (chip(options), parts(makers[name], options, ends)),
+            int(skip),
+            lambda line: print(json.dumps(line), file=lines, flush=True),
+            lambda: usable(options),
+        )
+    sys.stderr.flush()
+    os._exit(0)  # A device in a bad state can hang the interpreter's own exit.
+
+
+def tell(
+    make: Callable[[], tuple[str, list[Part]]],
+    skip: int,
+    say: Callable[[dict[str, Any]], None],
+    usable: Callable[[], bool],
+) -> None:
+    """Say the names of all parts that `make` returns, then the answer of each behind the first `skip`.
+
+    A part with an error that leaves the device not `usable` is the last one, and has `over`. If `make` raises, a part
+    "start" says why.
+    """
+    try:
+        chip, made = make()
+    except Exception as error:
+        reason = error
+
+        def fail() -> dict[str, Any]:
+            raise reason
+
+        chip, made = "", [Part("start", fail)]
+    say({"parts": [part.name for part in made], "chip": chip})
+    for part in made[skip:]:
+        found = answer(part)
+        over = "error" in found and not usable()
+        say(found | ({"over": True} if over else {}))
+        if over:
+            return
+
+
+def parts(maker: str, options: Options, ends: float) -> list[Part]:
+    """Return the parts that a function of MAKERS makes. Nothing is made on the device before a part is run."""
+    module, _, function = maker.rpartition(".")
+    make = getattr(importlib.import_module(module), function)
+    made: list[Part] = make(options, ends)
+    return made
+
+
+def chip(options: Options) -> str:
+    """Choose the GPU for this process and return its name; an NPU is opened by its parts."""
+    if options.kind != "cuda":
+        return ""
+    import torch
+
+    torch.cuda.set_device(options.index)
+    return torch.cuda.get_device_name(options.index)
+
+
+def usable(options: Options) -> bool:
+    """Return False if the device may be in no state for more: a GPU after an illegal access, an NPU after any error."""
+    if options.kind != "cuda":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
