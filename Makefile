@@ -3,7 +3,7 @@
 #
 #   make serve                                            the demo pair on http://127.0.0.1:8000
 #   make serve PORT=9000 ARGS="Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16"
-#   make test | make check                                the fast tests; lint, types and import rules
+#   make test | make check                                the fast tests; lint, types, import rules and budgets of lines
 #   make test-all | make proof                            every test but the slow ones; those too, to docs/proof.md
 #   make test-clients                                     real clients in .venv-clients (part of `make test-all`), to docs/clients.md
 #   make test-ray                                         replicas on a Ray cluster, in .venv-ray (part of `make test-all`)
@@ -39,7 +39,7 @@ NPU_IMAGE_WHEEL := build/npu-image-wheel
 # Takes a value from make's command line only, because conda exports a HOST of its own, and some platforms a PORT.
 given = $(if $(findstring command,$(origin $(1))),$(2) $($(1)))
 
-.PHONY: serve bench test test-rest test-all golden test-clients clients-if-possible test-ray test-ray-if-possible test-npu-if-possible test-npu npu-launches check prose proof soak test-images audit
+.PHONY: serve bench test test-rest test-all golden test-clients clients-if-possible test-ray test-ray-if-possible test-npu-if-possible test-npu npu-launches check proof soak test-images audit
 
 serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
@@ -134,12 +134,8 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tools.prose
+	$(BIN)/python -m tools.lines
 	$(BIN)/bandit --quiet --recursive app --configfile pyproject.toml --severity-level medium
-
-# Every finding, then their number in each folder. The places in CLEAN of tools/prose.py have none.
-prose: $(DEV_STAMP)
-	$(BIN)/python -m tools.prose --all
 
 # Known holes in the installed packages. `check` leaves this out, because it asks PyPI's advisories and fails without a network.
 audit: $(DEV_STAMP)

@@ -1,19 +1,23 @@
-"""Lines of code that a reader meets: `python -m tools.lines` prints the figures of docs/DESIGN.md."""
+"""`python -m tools.lines`: Python lines by folder against the budgets of pyproject.toml. Exit code 1 if one is over.
+
+`--path` prints the size of a step's path instead, which docs/DESIGN.md quotes.
+"""
 
 import ast
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLUG_INS = ("engine/cpu", "engine/cuda", "engine/npu", "engine/compile")
-OFF_THE_PATH = (
-    *("engine/sampling", "engine/device", "engine/load", "engine/faults.py", "engine/schedule/overlap.py"),
-    *("engine/step/graphs.py", "engine/schedule/policy.py", "engine/schedule/costs.py"),
-)
+OFF_THE_PATH = ("engine/sampling", "engine/device", "engine/load", "engine/faults.py", "engine/schedule/overlap.py")
+OFF_THE_PATH += ("engine/step/graphs.py", "engine/schedule/policy.py", "engine/schedule/costs.py")
 """Rooms and files that serve a step and are one hop away from its path."""
 
 
 def imports(path: Path) -> set[str]:
-    """Return the dotted names that a file imports anywhere, also inside functions and for types alone."""
+    """Return the dotted names that a file imports anywhere, also inside functions and for types only."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -38,21 +42,23 @@ def closure(start: Path) -> set[Path]:
     return {path for path in found if path.is_relative_to(ROOT / "app")}
 
 
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
 def count(paths: set[Path], *, without: tuple[str, ...] = ()) -> int:
-    """Return the lines of the files that lie in none of the folders of app/ in `without`, and are none of its files."""
+    """Return the lines of the files that are in none of the folders of app/ in `without`, and are none of its files."""
     left_out = [ROOT / "app" / name for name in without]
-    kept = [path for path in paths if not any(path.is_relative_to(folder) for folder in left_out)]
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in kept)
+    return sum(lines_of(path) for path in paths if not any(path.is_relative_to(folder) for folder in left_out))
 
 
 def figures() -> dict[str, int]:
     """Return what is counted -> lines, in the words of docs/DESIGN.md."""
-    whole, step = set((ROOT / "app").rglob("*.py")), closure(ROOT / "app" / "engine" / "core.py")
+    step = closure(ROOT / "app" / "engine" / "core.py")
     return {
         "the path of a step": count(step, without=(*PLUG_INS, *OFF_THE_PATH)),
         "all that `core.py` imports, without plug-ins": count(step, without=PLUG_INS),
-        "`app/` without plug-ins and check": count(whole, without=(*PLUG_INS, "check")),
-        "`app/`": count(whole),
+        "`app/`": count(set((ROOT / "app").rglob("*.py"))),
     }
 
 
@@ -62,5 +68,43 @@ def table() -> str:
     return "\n".join(["| code | lines |", "|---|---|", *rows])
 
 
+def budgets() -> dict[str, int]:
+    """Return folder -> lines, from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    table: dict[str, int] = project["tool"]["lines"]
+    return table
+
+
+def spent(root: Path, folders: Sequence[str]) -> dict[str, int]:
+    """Return the Python lines of each folder without those of a deeper folder in the list.
+
+    A folder that is not in the list counts towards its nearest parent that is, so no folder escapes.
+    """
+    lines = dict.fromkeys(folders, 0)
+    for path in (root / "app").rglob("*.py"):
+        inside = path.relative_to(root).as_posix()
+        owner = max((folder for folder in folders if inside.startswith(f"{folder}/")), key=len)
+        lines[owner] += lines_of(path)
+    return lines
+
+
+def over(lines: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]:
+    """Return the folders that have more lines than allowed."""
+    return [folder for folder, number in lines.items() if number > allowed[folder]]
+
+
+def main() -> int:
+    allowed = budgets()
+    lines = spent(ROOT, list(allowed))
+    exceeded = over(lines, allowed)
+    for folder, number in lines.items():
+        print(f"{folder:22} {number:6,} of {allowed[folder]:6,}{'  OVER' if folder in exceeded else ''}")
+    print(f"{'in all':22} {sum(lines.values()):6,} of {sum(allowed.values()):6,}")
+    return 1 if exceeded else 0
+
+
 if __name__ == "__main__":
-    print(table())
+    if sys.argv[1:] == ["--path"]:
+        print(table())
+        sys.exit(0)
+    sys.exit(main())
