@@ -1,4 +1,4 @@
-"""Ray's own commands, as docs/operations.md has them: `ray start`, `serve run`, `serve deploy` and `serve status`."""
+"""Ray's own commands, as docs/ray.md has them: `ray start`, `serve run`, `serve deploy` and `serve status`."""
 
 import contextlib
 import os
