@@ -12,7 +12,7 @@
 #   make test-images                                      the images built and run, to docs/images.md: root and docker.io
 #   make soak                                             load and faults for 20 minutes, to docs/reliability.md
 #   make bench                                            plain decoding against DFlash over HTTP, by turns, to docs/performance.md
-#   make bench ARGS="--concurrency 1,4"                   `dflash-server bench` with other arguments, to no page
+#   make bench ARGS="--concurrency 1,4"                   `python -m tools.bench` with other arguments, to no page
 #   .venv/bin/python -m tools.lab step | cpu | widths | api | llama_cpp   this server's own code measured, with Transformers for `cpu`
 #   make test-npu | make npu-launches                     tests of the real torch_npu on stub libraries, without NPU and CANN, with gcc
 #                                                         (part of `make test-all`); the launches of a decode step there
@@ -45,7 +45,7 @@ serve: $(STAMP)
 	$(BIN)/dflash-server serve $(call given,HOST,--host) $(call given,PORT,--port) $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/dflash-server bench $(or $(ARGS),$(HTTP_TABLE))
+	$(BIN)/python -m tools.bench $(or $(ARGS),$(HTTP_TABLE))
 
 HTTP_TABLE = --compare plain,dflash,auto --dataset demo:math,prose,code --into docs/performance.md
 

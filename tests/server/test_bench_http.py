@@ -1,4 +1,4 @@
-"""`dflash-server bench` from its flags to its tables, against one real server; and its mistakes, told in a line."""
+"""`python -m tools.bench` from its flags to its tables, against one real server; and its mistakes, told in a line."""
 
 import json
 import signal
@@ -53,7 +53,7 @@ def test_a_page_gets_its_table_and_keeps_the_rest(server: OwnServer, tmp_path: P
     for _ in range(2):
         assert main([*ways, *load, "--into", str(page)]) == 0
         head, rows, tail = page.read_text().partition("| math | 1 | ")
-        assert head.startswith("before\n<!-- bench -->\n\n`dflash-server bench") and "old" not in head
+        assert head.startswith("before\n<!-- bench -->\n\n`python -m tools.bench") and "old" not in head
         assert f"--into {page}`" in head and "| one tok/s | two tok/s | two / one |" in head
         assert rows and tail.endswith("\n\n<!-- /bench -->\nafter\n") and "inconclusive" in tail
 

@@ -1,4 +1,4 @@
-"""Accuracy and acceptance length, with and without drafts: `dflash-server bench eval`.
+"""Accuracy and acceptance length, with and without drafts: `python -m tools.bench eval`.
 
 Every problem is asked once at each concurrency, with DFlash and without. --base-url names one server, which is asked
 with `speculate: false` as well, or several. Otherwise the bench starts two servers. The final number of an answer is
@@ -108,7 +108,7 @@ def _unexpected(cells: Sequence[Cell], expected: float | None) -> Iterator[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dflash-server bench eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.bench eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--data", default="demo:math", help="GSM8K's .jsonl, or demo:DOMAIN,... [default: demo:math]")

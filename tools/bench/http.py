@@ -1,4 +1,4 @@
-"""Servers against one another, over HTTP and by turns: `dflash-server bench`.
+"""Servers against one another, over HTTP and by turns: `python -m tools.bench`.
 
 --base-url names OpenAI-compatible servers of any make. Otherwise the bench starts a server for each variant. Every
 round asks each server the same prompts once, in a random order. Rounds end when each ratio to the first server is known
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--dataset, --lengths, and --input-len or --output-len exclude each other")
     if options.len_spread and not by_mean:
         parser.error("--len-spread is of --input-len and --output-len")
-    return guarded(lambda: bench(options, shlex.join(["dflash-server", "bench", "http", *arguments])))
+    return guarded(lambda: bench(options, f"python -m tools.bench http {shlex.join(arguments)}"))
 
 
 def bench(options: argparse.Namespace, command: str) -> int:
@@ -164,7 +164,7 @@ def _synthetic(runner: asyncio.Runner, server: Server, options: argparse.Namespa
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dflash-server bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_server_flags(parser)
     add = parser.add_argument_group("servers that the bench starts").add_argument

@@ -18,11 +18,9 @@ from app.check import probes
 from app.config.error import ConfigError
 from app.config.parser import Parser
 from tools.report import runner
+from tools.report.sections import SECTIONS
 from tools.report.triton_cache import own_cache
 
-LABORATORY = "tools.lab.gpu"
-OF_LABORATORY = ("equality", "speeds", "prefill", "attention", "gemm", "graphs", "profile", "turns")
-"""Program that makes the sections about this server's own work, and these sections."""
 MODELS = ("demo", "qwen3-8b", "qwen3-4b", "qwen3-0.6b", "qwen3.5-0.8b")
 """Names of the laboratory's sizes."""
 ROOT = Path(__file__).parents[2]
@@ -54,10 +52,10 @@ class Options:
         return int(self.device.partition(":")[2] or 0)
 
 
-def main(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Write a report on a device of `kind`, "npu" or "cuda"; None takes either."""
+def main(arguments: Sequence[str]) -> int:
+    """Write a report on an NPU or a GPU. Return 2 for a user's mistake, which is told in one line and a hint."""
     try:
-        options, folder = parse(arguments, kind)
+        options, folder = parse(arguments)
         if options.kind == "cuda":
             check_gpu(options)
         if options.kind == "npu":
@@ -74,12 +72,10 @@ def main(arguments: Sequence[str], kind: str | None = None) -> int:
         return 2
 
 
-def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
+def parse(arguments: Sequence[str]) -> tuple[Options, Path]:
     """Return the options and the folder of the report. Raises ConfigError; `--help` leaves the process."""
-    parser = Parser(prog="dflash-server report", description=__doc__)
-    parser.add_argument(
-        "--device", default=kind, required=kind is None, metavar="DEVICE", help="npu | npu:N | cuda | cuda:N"
-    )
+    parser = Parser(prog="python -m tools.report", description=__doc__)
+    parser.add_argument("--device", required=True, metavar="DEVICE", help="npu | npu:N | cuda | cuda:N")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where the files go [default: here, and ./gpu-report for a GPU]"
     )
@@ -104,21 +100,21 @@ def parse(arguments: Sequence[str], kind: str | None) -> tuple[Options, Path]:
     )
     given = vars(parser.parse_args(arguments))
     folder, options = given.pop("out"), Options(**given)
-    if not re.fullmatch(rf"({kind or 'npu|cuda'})(:\d+)?", options.device):
+    if not re.fullmatch(r"(npu|cuda)(:\d+)?", options.device):
         raise ConfigError(
-            f"--device {options.device}: a report is on {kind or 'npu or cuda'}, or on one of several like npu:1",
+            f"--device {options.device}: a report is on npu or cuda, or on one of several like npu:1",
             "dflash-server check looks at other devices",
         )
     of_engines = ("model", "concurrency", "prompt", "answer", "rounds", "triton_cache")
     changed = [f"--{name.replace('_', '-')}" for name in of_engines if given[name] != parser.get_default(name)]
     if changed and options.kind == "npu":
-        raise ConfigError(f"{', '.join(changed)}: a report on a GPU alone takes this", "leave it out")
+        raise ConfigError(f"{', '.join(changed)}: only a report on a GPU takes this", "leave it out")
     if options.model not in MODELS and not Path(options.model).expanduser().is_file():
         raise ConfigError(
             f"--model {options.model}: there is neither such a name nor such a file",
             f"there are {', '.join(MODELS)}, or give the path of a config.json",
         )
-    known = runner.SECTIONS[options.kind]
+    known = SECTIONS[options.kind]
     if unknown := [name for name in options.sections if name not in known]:
         raise ConfigError(f"--sections {','.join(unknown)}: there is none", f"there are {', '.join(known)}")
     return options, folder or Path("gpu-report" if options.kind == "cuda" else "")
@@ -131,16 +127,12 @@ def count(text: str) -> int:
     return number
 
 
-def sections(options: Options) -> dict[str, runner.Section]:
-    """Return the sections of a report. Those that a laboratory makes are started by name, and need a source tree."""
-    has_laboratory = (ROOT / "tools" / "lab").is_dir()
-    found = {}
-    for name in options.sections or runner.SECTIONS[options.kind]:
-        seconds = runner.SECTIONS[options.kind][name]
-        program = LABORATORY if name in OF_LABORATORY else "tools.report.section"
-        command = (sys.executable, "-P", "-m", program, name, json.dumps(asdict(options)))
-        missing = "" if has_laboratory or name not in OF_LABORATORY else "only a source tree has this section"
-        found[name] = runner.Section(command, *seconds, missing)
+def sections(options: Options) -> dict[str, runner.Program]:
+    """Return the program of each section that the options name, or of all sections of this kind of device."""
+    known, found = SECTIONS[options.kind], {}
+    for name in options.sections or known:
+        command = (sys.executable, "-P", "-m", "tools.report.section", name, json.dumps(asdict(options)))
+        found[name] = runner.Program(command, known[name].part, known[name].whole)
     return found
 
 

@@ -28,35 +28,6 @@ from tools.report.page import page, verdict
 Part = dict[str, Any]
 """Answer of one part, see part.py; `status` is ok, warning, failed or "not tried"."""
 
-SECTIONS: dict[str, dict[str, tuple[float, float]]] = {
-    "npu": {
-        "operators": (600.0, math.inf),
-        "open_points": (600.0, math.inf),
-        "engine": (1200.0, math.inf),
-        "step": (900.0, math.inf),
-        "roofline": (900.0, math.inf),
-        "costs": (900.0, math.inf),
-        "collectives": (700.0, math.inf),
-    },
-    "cuda": {
-        "roofline": (30.0, 60.0),
-        "operators": (45.0, 120.0),
-        "equality": (90.0, 150.0),
-        "speeds": (120.0, 240.0),
-        "prefill": (30.0, 60.0),
-        "attention": (60.0, 90.0),
-        "profile": (60.0, 90.0),
-        "gemm": (20.0, 60.0),
-        "graphs": (60.0, 60.0),
-        "turns": (90.0, 120.0),
-        "engine": (60.0, 90.0),
-        "step": (30.0, 60.0),
-        "collectives": (70.0, 200.0),
-    },
-}
-"""Seconds of one part and of a whole section, in the order of what matters most.
-
-A first run on an NPU loads and compiles kernels, and nothing bounds how many."""
 GPU_SECONDS = 460.0
 """Seconds of all sections on a GPU, which leaves some of eight minutes to end processes."""
 START_SECONDS = 60.0
@@ -68,22 +39,21 @@ NEEDED = ("probes", "torch", "torch_npu", "devices", "backend")
 """Probes of the host without which no section is tried."""
 
 
-class Section(NamedTuple):
-    """Command of a section, which is followed by the number of parts to skip and the seconds that are left.
+class Program(NamedTuple):
+    """Command of a section's process, and its limits in seconds for one part and for all parts.
 
-    `missing` is the reason why the section cannot be tried.
+    The command is followed by the number of parts to skip and the seconds that are left.
     """
 
     command: tuple[str, ...]
     part: float
     whole: float = math.inf
-    missing: str = ""
 
 
 def report(
     device: str,
     folder: Path,
-    sections: dict[str, Section],
+    sections: dict[str, Program],
     *,
     name: str,
     host: Sequence[str] = (),
@@ -203,7 +173,7 @@ class Run:
             finally:
                 part.unlink(missing_ok=True)
 
-    async def all(self, sections: dict[str, Section], host: Sequence[str]) -> None:
+    async def all(self, sections: dict[str, Program], host: Sequence[str]) -> None:
         ends = time.monotonic() + self._limit
         if host:
             await self._probe(host)
@@ -212,7 +182,7 @@ class Run:
             parts: list[Part] = []
             self._found["sections"][name] = {"seconds": 0.0, "parts": parts}
             missing = self.missing and f"no {kind(self._found)} can be used here: {self.missing}"
-            if reason := missing or section.missing or (LATE if begun >= ends else ""):
+            if reason := missing or (LATE if begun >= ends else ""):
                 parts.append(_not_tried(name, reason))
             else:
                 await self._section(name, section, min(begun + section.whole, ends))
@@ -232,7 +202,7 @@ class Run:
         failed = [result["found"] for result in results if result["status"] == "failed" and result["name"] in NEEDED]
         self.missing = failed[0] if failed else ""
 
-    async def _section(self, name: str, section: Section, ends: float) -> None:
+    async def _section(self, name: str, section: Program, ends: float) -> None:
         """Add the parts of a section until it `ends`. Behind one that broke its process, others run in a new one."""
         parts: list[Part] = self._found["sections"][name]["parts"]
         names: list[str] | None = None

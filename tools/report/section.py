@@ -11,31 +11,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tools.report.command import Options
 from tools.report.part import Part, answer
-
-MAKERS = {
-    "operators": "tools.report.operators.parts",
-    "open_points": "tools.report.npu_questions.parts",
-    "engine": "tools.report.engine.parts",
-    "step": "tools.report.step.parts",
-    "roofline": "tools.report.roofline.parts",
-    "collectives": "tools.report.ranks.parts",
-    "costs": "tools.report.npu_costs.parts",
-}
-"""Section -> the function that makes its parts."""
+from tools.report.sections import SECTIONS
 
 
-def main(arguments: Sequence[str], makers: Mapping[str, str] = MAKERS) -> None:
+def main(arguments: Sequence[str]) -> None:
     name, wishes, skip, seconds = arguments
     options, ends = Options(**json.loads(wishes)), time.monotonic() + float(seconds)
     with os.fdopen(os.dup(1), "w") as lines:
         os.dup2(2, 1)
         tell(
-            lambda: (chip(options), parts(makers[name], options, ends)),
+            lambda: (chip(options), parts(name, options, ends)),
             int(skip),
             lambda line: print(json.dumps(line), file=lines, flush=True),
             lambda: usable(options),
@@ -73,9 +63,9 @@ def tell(
             return
 
 
-def parts(maker: str, options: Options, ends: float) -> list[Part]:
-    """Return the parts that a function of MAKERS makes. Nothing is made on the device before a part is run."""
-    module, _, function = maker.rpartition(".")
+def parts(name: str, options: Options, ends: float) -> list[Part]:
+    """Return the parts of a section. Nothing is made on the device before a part is run."""
+    module, _, function = SECTIONS[options.kind][name].maker.rpartition(".")
     make = getattr(importlib.import_module(module), function)
     made: list[Part] = make(options, ends)
     return made

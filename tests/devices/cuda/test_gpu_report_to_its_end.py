@@ -26,9 +26,10 @@ from app.engine.device.moe import MoeConfig
 from app.engine.load import engine as build
 from app.engine.load import time_steps
 from tests.fast.engine.pairs import make_pair
-from tools.lab import cuda_attention, equality, expected, gemms, gpu, kernels, launch_gap, random_weights, speeds, turns
+from tools.lab import cuda_attention, equality, expected, gemms, kernels, launch_gap, random_weights, speeds, turns
 from tools.lab.random_weights import TARGETS
 from tools.report import command, engine, operators, page, ranks, roofline, runner, section, step
+from tools.report.sections import SECTIONS
 
 torch.set_num_threads(1)
 
@@ -102,12 +103,11 @@ class InThisProcess:
 
     @classmethod
     async def start(cls, line: Sequence[str]) -> "InThisProcess":
-        *_, program, name, wishes, skip, seconds = line
-        makers = {gpu.__name__: gpu.MAKERS, section.__name__: section.MAKERS}[program]
+        *_, name, wishes, skip, seconds = line
         options, ends = command.Options(**json.loads(wishes)), time.monotonic() + float(seconds)
         lines = list[dict[str, Any]]()
         section.tell(
-            lambda: (section.chip(options), section.parts(makers[name], options, ends)),
+            lambda: (section.chip(options), section.parts(name, options, ends)),
             int(skip),
             lambda told: lines.append(json.loads(json.dumps(told))),
             lambda: section.usable(options),
@@ -133,7 +133,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", ClockEvent)
     monkeypatch.setattr(runner, "LineProcess", InThisProcess)
-    monkeypatch.setattr(runner, "SECTIONS", {"cuda": dict.fromkeys(runner.SECTIONS["cuda"], (6000.0, 6000.0))})
+    unhurried = {name: given._replace(part=6000.0, whole=6000.0) for name, given in SECTIONS["cuda"].items()}
+    monkeypatch.setitem(SECTIONS, "cuda", unhurried)
     for module in (build, cuda_attention, gemms, kernels, operators, ranks, roofline):
         monkeypatch.setattr(module, "make_backend", Interpreted)
     monkeypatch.setattr(expected, "MODEL", str(model))
@@ -239,7 +240,7 @@ def test_a_whole_report_ends_with_every_figure_and_its_verdict(
     told = capsys.readouterr()
     report = json.loads((folder / "gpu-report.json").read_text())
     assert (code, report["failed"]) == (0, 0), told.err
-    assert list(report["sections"]) == list(runner.SECTIONS["cuda"]) == list(FIGURES)
+    assert list(report["sections"]) == list(SECTIONS["cuda"]) == list(FIGURES)
     for name, (of_parts, of_cases) in FIGURES.items():
         parts = report["sections"][name]["parts"]
         assert parts and {part["status"] for part in parts} == {"ok"}

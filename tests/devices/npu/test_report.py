@@ -1,4 +1,4 @@
-"""`dflash-server npu-report` on the stubs: right numbers where the harness computes, and words where something fails.
+"""`report --device npu` on the stubs: right numbers where the harness computes, and words where something fails.
 
 Times mean nothing on the null device, so none is looked at.
 """
@@ -25,13 +25,14 @@ from tests.devices.npu.launches import LAYER
 from tests.devices.npu.null_device import Trace, traced
 from tests.devices.npu.numerics import Numerics
 from tools.lab.op_count import Launches
-from tools.report import engine, npu_costs, npu_questions, roofline, runner, step
+from tools.report import engine, npu_costs, npu_questions, roofline, step
 from tools.report import operators as report_operators
 from tools.report import section as report_section
 from tools.report.command import Options
 from tools.report.page import page
 from tools.report.part import Part, Result, answer
 from tools.report.roofline import Chip, chip_name, figures
+from tools.report.sections import SECTIONS
 
 SMALL = Extent(
     heads=((4, 2, 64), (8, 2, 128)),
@@ -441,6 +442,6 @@ def test_the_page_shows_what_the_sections_found(backend: NpuBackend) -> None:
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
-    for name in runner.SECTIONS["npu"]:
-        parts = report_section.parts(report_section.MAKERS[name], Options("npu:9"), 60.0)
+    for name in SECTIONS["npu"]:
+        parts = report_section.parts(name, Options("npu:9"), 60.0)
         assert len({part.name for part in parts}) == len(parts) > 1

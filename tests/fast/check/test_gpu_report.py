@@ -1,5 +1,6 @@
-"""`bench gpu-report` without a GPU: it says so; its floors, its page and what it needs are right, and what breaks or
-hangs takes nothing else along. Its checks of kernels are tested in tests/devices/cuda."""
+"""`python -m tools.report --device cuda` without a GPU: floors, pages, processes that break or hang, and what it needs.
+
+Its checks of kernels are tested in tests/devices/cuda."""
 
 import asyncio
 import json
@@ -18,7 +19,6 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from app import cli
 from app.config.error import ConfigError
 from app.engine.cpu.backend import CpuBackend
 from app.engine.dflash.config import DFlashConfig
@@ -30,7 +30,7 @@ from tests import ROOT
 from tests.fast.check.patient import HANG, Patient
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.tools.tiny import TINY
-from tools.lab import expected, floors, gemms, gpu, kernels, simulated, speeds, stages, turns
+from tools.lab import expected, floors, gemms, kernels, simulated, speeds, stages, turns
 from tools.lab.floors import Load
 from tools.lab.random_weights import TARGETS, draft_for
 from tools.lab.speeds import headline
@@ -38,7 +38,8 @@ from tools.lab.timed import Timed, timed
 from tools.report import command, page, runner
 from tools.report.page import PUBLISHED
 from tools.report.roofline import H200
-from tools.report.runner import Section
+from tools.report.runner import Program
+from tools.report.sections import SECTIONS
 
 NOT_ON_A_BARE_IMAGE = [
     "msgspec",
@@ -103,7 +104,7 @@ def test_a_longer_answer_takes_longer_and_a_larger_acceptance_less(target: Decod
 # The report
 
 
-def write(sections: dict[str, Section], folder: Path, limit: float = 6000.0) -> tuple[int, dict[str, Any]]:
+def write(sections: dict[str, Program], folder: Path, limit: float = 6000.0) -> tuple[int, dict[str, Any]]:
     """(exit code, report)."""
     code = runner.report("cuda:0", folder, sections, name="gpu-report", limit=limit, versions=command.versions())
     return code, json.loads((folder / "gpu-report.json").read_text())
@@ -124,7 +125,7 @@ def speed(**changed: Any) -> dict[str, Any]:
     return row | {"found": headline(row["tok/s"], row["floor tok/s"], row["target"], row[PUBLISHED])}
 
 
-def section(parts: str, part: float = 600.0, whole: float = 6000.0) -> Section:
+def section(parts: str, part: float = 600.0, whole: float = 6000.0) -> Program:
     """Return a section whose program makes `parts`, a list of (name, function).
 
     After a failure the device is usable, unless the failure loses it.
@@ -151,7 +152,7 @@ def section(parts: str, part: float = 600.0, whole: float = 6000.0) -> Section:
         f"make = lambda: ('a GPU', [Part(*part) for part in {parts}])\n"
         "tell(make, skip, lambda line: print(json.dumps(line), flush=True), lambda: not lost)\n"
     )
-    return Section((sys.executable, "-P", "-c", program), part, whole)
+    return Program((sys.executable, "-P", "-c", program), part, whole)
 
 
 def test_every_section_is_told_and_a_check_that_fails_is_counted(tmp_path: Path, capfd: Any) -> None:
@@ -189,7 +190,7 @@ def test_a_part_that_raises_dies_or_hangs_has_failed_and_all_others_are_told(tmp
     breaks = ["lambda: fail('out of luck')", "lambda: fail('illegal access', True)", "end", "hang"]
     runs = [row, breaks[0], row, breaks[1], row, breaks[2], row, breaks[3], row]
     operators = section(f"zip('abcdefghi', [{', '.join(runs)}])")
-    broken = Section((sys.executable, "-c", "raise SystemExit(3)"), 600.0, 600.0)
+    broken = Program((sys.executable, "-c", "raise SystemExit(3)"), 600.0, 600.0)
     code, report = write({"operators": operators, "equality": broken, "speeds": section("[]")}, tmp_path)
     parts = report["sections"]["operators"]["parts"]
     assert "".join(part["name"] for part in parts) == "abcdefghi"
@@ -267,7 +268,7 @@ def test_when_a_sections_time_is_up_it_is_ended_and_when_all_is_nothing_is_begun
 
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner, "LineProcess", Process)
-    tells = Section((), part=30.0, whole=4.0)
+    tells = Program((), part=30.0, whole=4.0)
     code, report = write({"speeds": tells, "equality": tells, "prefill": tells}, tmp_path, limit=8.0)
     assert clock.seconds == 8.0
     for name in ("speeds", "equality"):
@@ -291,8 +292,8 @@ def test_what_a_part_has_told_is_written_while_the_next_one_runs(tmp_path: Path)
 
 def test_all_of_it_takes_less_than_eight_minutes() -> None:
     """Whatever hangs, there is time for what comes behind the checks."""
-    sections = runner.SECTIONS["cuda"]
-    limits = list(sections.values())
+    sections = SECTIONS["cuda"]
+    limits = [(section.part, section.whole) for section in sections.values()]
     assert runner.GPU_SECONDS < 8 * 60 and all(part <= whole for part, whole in limits)
     assert runner.GPU_SECONDS - sum(whole for _, whole in limits[:3]) > 120
     assert list(sections)[3] == "speeds" and command.about(command.Options("cuda"))["limit"] == runner.GPU_SECONDS
@@ -332,43 +333,35 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    "started",
-    [
-        "from tools.bench.__main__ import main\nsys.exit(main(['gpu-report']))",
-        "import runpy\nsys.argv = ['app', 'report', '--device', 'cuda']\nrunpy.run_module('app', run_name='__main__')",
-    ],
-    ids=["bench gpu-report", "report --device cuda"],
-)
-def test_without_a_gpu_it_says_so_in_a_line_and_fails(started: str) -> None:
-    done = run(started)
+def test_without_a_gpu_it_says_so_in_a_line_and_fails() -> None:
+    done = run("from tools.report.command import main\nsys.exit(main(['--device', 'cuda']))")
     assert done.returncode == 2 and done.stdout == "", done.stderr
     assert done.stderr.startswith("error: gpu-report needs a CUDA GPU") and done.stderr.count("\n") == 2
 
 
-def test_both_commands_have_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_options_reach_the_process_of_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Path, list[str]]] = []
 
-    def noted(device: str, folder: Path, sections: dict[str, Section], **about: Any) -> int:
+    def noted(device: str, folder: Path, sections: dict[str, Program], **about: Any) -> int:
         asked.append((device, folder, [*sections["speeds"].command[-2:]]))
         return 0
 
     monkeypatch.setattr(runner, "report", noted)
     monkeypatch.setattr(command, "check_gpu", lambda options: None)
     flags = ["--concurrency", "1", "8", "--prompt", "9", "--answer", "7", "--rounds", "2", "--model", "qwen3-4b"]
-    assert cli.main(["bench", "gpu-report", *flags]) == cli.main(["report", "--device", "cuda", *flags]) == 0
-    assert asked[0] == asked[1] and asked[0][:2] == ("cuda", Path("gpu-report"))
+    assert command.main(["--device", "cuda", *flags]) == 0
+    assert asked[0][:2] == ("cuda", Path("gpu-report"))
     wishes = {"device": "cuda", "model": "qwen3-4b", "concurrency": [1, 8], "prompt": 9, "answer": 7, "rounds": 2}
     wishes |= {"sections": [], "seconds": None, "triton_cache": None}
     assert asked[0][2] == ["speeds", json.dumps(wishes)]
 
 
 def test_sections_that_are_named_are_made_in_that_order_within_the_seconds_given() -> None:
-    options, _ = command.parse(["--sections", "profile,speeds,gemm", "--seconds", "480"], "cuda")
+    options, _ = command.parse(["--device", "cuda", "--sections", "profile,speeds,gemm", "--seconds", "480"])
     assert list(command.sections(options)) == ["profile", "speeds", "gemm"]
     assert command.about(options)["limit"] == 480.0
     with pytest.raises(ConfigError, match="--sections speed: there is none"):
-        command.parse(["--sections", "speeds,speed"], "cuda")
+        command.parse(["--device", "cuda", "--sections", "speeds,speed"])
 
 
 def test_the_verdict_is_the_end_of_the_output_and_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,18 +381,6 @@ def test_short_lines_of_the_verdict_leave_their_room_to_the_speeds() -> None:
     told = page.verdict(facts | {"sections": sections})
     assert page.VERDICT_CHARS - 20 < len(told) <= page.VERDICT_CHARS and told.count("x ...") == 2
     assert all(f"{n}: {'y' * 190}" in told for n in range(4)), "with equal shares a line would have 230"
-
-
-def test_without_a_source_tree_the_laboratorys_sections_are_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    missing = {name: part for name, part in command.sections(command.Options("cuda")).items() if part.missing}
-    assert set(missing) == set(gpu.MAKERS) == set(command.OF_LABORATORY)
-    code, report = write(missing, tmp_path)
-    for name in missing:
-        assert [part["status"] for part in report["sections"][name]["parts"]] == ["not tried"]
-    assert code == 0 and "only a source tree has this section" in (tmp_path / "gpu-report.md").read_text()
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""`dflash-server npu-report` without torch_npu: its processes are stand-ins, and what fails leaves the rest."""
+"""`report --device npu` without torch_npu: its processes are stand-ins, and what fails leaves the rest."""
 
 import importlib.util
 import json
@@ -15,8 +15,10 @@ from app import cli
 from app.check import command as check
 from tests.fast.check.patient import HANG, Patient
 from tools.report import runner
+from tools.report.command import main
 from tools.report.page import page, summary, table
-from tools.report.runner import Section, report, scrubbed
+from tools.report.runner import Program, report, scrubbed
+from tools.report.sections import SECTIONS
 
 HAS_NPU = any(Path("/dev").glob("davinci*")) or importlib.util.find_spec("torch_npu") is not None
 
@@ -31,7 +33,7 @@ def part(name: str, status: str = "ok", **more: Any) -> dict[str, Any]:
 @pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_NPU, reason="tells what a machine without an NPU is told")
 def test_without_an_npu_it_says_so_in_a_line_and_writes_what_it_found(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "app", "npu-report", "--out", str(tmp_path / "new")]
+    command = [sys.executable, "-m", "tools.report", "--device", "npu", "--out", str(tmp_path / "new")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     *_, written, error, hint = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
@@ -39,27 +41,21 @@ def test_without_an_npu_it_says_so_in_a_line_and_writes_what_it_found(tmp_path: 
     assert "dflash-server check --device npu" in hint and "npu-report.json" in written
     found = json.loads((tmp_path / "new" / "npu-report.json").read_text())
     assert {p["name"]: p["status"] for p in found["sections"]["host"]["parts"]}["torch_npu"] == "failed"
-    for name in runner.SECTIONS["npu"]:
+    for name in SECTIONS["npu"]:
         assert [p["status"] for p in found["sections"][name]["parts"]] == ["not tried"]
     assert "no NPU can be used here" in (tmp_path / "new" / "npu-report.md").read_text()
 
 
-@pytest.mark.parametrize("arguments", [["--device", "cpu"], ["--device", "cuda"], ["--outt", "x"], ["here"]])
-def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["npu-report", *arguments]) == 2
+@pytest.mark.parametrize("arguments", ["--device cpu", "--device npu:x", "--device npu --outt x", "here", ""])
+def test_wrong_usage_is_exit_code_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
     assert "hint:" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_to_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert cli.main(["npu-report", "--out", str(tmp_path / "file")]) == 2
+    assert main(["--device", "npu", "--out", str(tmp_path / "file")]) == 2
     assert "--out" in capsys.readouterr().err
-
-
-def test_help_lists_the_command_and_its_older_name(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["--help"])
-    listed = capsys.readouterr().out
-    assert "\n  report " in listed and "\n  npu-report " in listed
 
 
 def test_device_and_folder_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,18 +63,8 @@ def test_device_and_folder_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         runner, "report", lambda device, folder, _, name, **more: asked.append((device, folder, name)) or 0
     )
-    assert cli.main(["npu-report", "--device", "npu:2", "--out", "there"]) == cli.main(["npu-report"]) == 0
-    assert cli.main(["report", "--device", "npu:1"]) == 0
-    assert asked == [
-        (device, folder, "npu-report")
-        for device, folder in (("npu:2", Path("there")), ("npu", Path()), ("npu:1", Path()))
-    ]
-
-
-@pytest.mark.parametrize("device", [["--device", "cpu"], ["--device", "npu:x"], []])
-def test_a_report_is_on_an_npu_or_a_gpu(device: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", *device]) == 2
-    assert "hint:" in capsys.readouterr().err
+    assert main(["--device", "npu:2", "--out", "there"]) == main(["--device", "npu"]) == 0
+    assert asked == [("npu:2", Path("there"), "npu-report"), ("npu", Path(), "npu-report")]
 
 
 # ---- sections and their processes -------------------------------------------------------------------------------
@@ -119,7 +105,7 @@ KILLED, HANGS, RAISES, FINE = "step", "engine", "roofline", "operators"
 
 def run(folder: Path, *names: str, section: str = SECTION, host: tuple[str, ...] = HOST) -> tuple[int, dict[str, Any]]:
     """(exit code, sections) of sections with these names."""
-    sections = {name: Section((*stand_in(section), name), 600.0) for name in names}
+    sections = {name: Program((*stand_in(section), name), 600.0) for name in names}
     code = report("npu:1", folder, sections, name="npu-report", host=host)
     found = json.loads((folder / "npu-report.json").read_text())
     assert (folder / "npu-report.md").read_text() == page(found)

@@ -19,7 +19,8 @@ from app.config.error import ConfigError
 from tests import ROOT
 from tools.lab.random_weights import NAMES
 from tools.report import command, runner, triton_cache
-from tools.report.runner import Section
+from tools.report.runner import Program
+from tools.report.sections import SECTIONS
 from tools.report.triton_cache import NAME, own_cache
 
 ANSWERS = """
@@ -35,8 +36,8 @@ time.sleep(600)
 """
 
 
-def section(program: str) -> Section:
-    return Section((sys.executable, "-P", "-c", program), 600.0, 600.0)
+def section(program: str) -> Program:
+    return Program((sys.executable, "-P", "-c", program), 600.0, 600.0)
 
 
 def write(folder: Path, *names: str) -> int:
@@ -84,9 +85,9 @@ def test_a_wrong_flag_is_refused_before_anything_is_measured(
 
 def test_an_unknown_section_is_refused_with_the_list_and_spaces_are_no_names() -> None:
     with pytest.raises(ConfigError) as refused:
-        command.parse(["--sections", "speeds,gem"], "cuda")
-    assert all(name in refused.value.hint for name in runner.SECTIONS["cuda"])
-    options, _ = command.parse(["--sections", " speeds, gemm,"], "cuda")
+        command.parse(["--device", "cuda", "--sections", "speeds,gem"])
+    assert all(name in refused.value.hint for name in SECTIONS["cuda"])
+    options, _ = command.parse(["--device", "cuda", "--sections", " speeds, gemm,"])
     assert list(options.sections) == ["speeds", "gemm"]
 
 
@@ -203,7 +204,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
 def test_a_report_that_is_ended_leaves_no_process_on_the_device(tmp_path: Path, name: str) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom tools.report import runner\n"
-        f"hangs = runner.Section((sys.executable, '-P', '-c', {HANGS!r}), 600.0, 600.0)\n"
+        f"hangs = runner.Program((sys.executable, '-P', '-c', {HANGS!r}), 600.0, 600.0)\n"
         f"sys.exit(runner.report('cuda', Path({str(tmp_path)!r}), {{'speeds': hangs}}, name='gpu-report'))\n"
     )
     process = subprocess.Popen(

@@ -16,9 +16,7 @@ from tools.lab.__main__ import PARTS as LABS
 
 PERFORMANCE = ROOT / "docs" / "performance.md"
 PAGES = [ROOT / "README.md", ROOT / "tools" / "lab" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMAND = re.compile(
-    r"(?:(?:(?<=`)|dflash-server |python -m app\.)bench|python -m tools\.lab)(?: (?:\\\n|[^`\n])*)?(?![\w/])"
-)
+COMMAND = re.compile(r"python -m tools\.(?:bench|lab)(?: (?:\\\n|[^`\n])*)?(?![\w/])")
 STANDS_FOR = {"NAME=URL": "name=http://127.0.0.1:1", "FILE": "file.jsonl", "FOLDER": "folder"}
 
 
@@ -33,7 +31,7 @@ def documented() -> list[tuple[str, str]]:
 def parsed(command: str) -> tuple[str, argparse.Namespace]:
     """Return the part that a command line means, and its options."""
     package = "tools.lab" if "tools.lab" in command else "tools.bench"
-    words = shlex.split(command.partition(package.partition(".")[2])[2], comments=True)
+    words = shlex.split(command.partition(package)[2], comments=True)
     part, *arguments = words if words and not words[0].startswith("-") else ["http", *words]
     assert part in (LABS if package == "tools.lab" else PARTS)
     parser = importlib.import_module(f"{package}.{part}")._parser()
