@@ -70,7 +70,7 @@ def make_states(
         )
     num_checkpoints = 0
     if config.prefix_caching:
-        num_checkpoints = _num_checkpoints(config, sizes, needed // (num_slots + 1), free - needed, backend)
+        num_checkpoints = checkpoints_in(config, sizes, needed // (num_slots + 1), free - needed, backend)
         num_checkpoints = comm.minimum(num_checkpoints)
     return StatePool(shape.gated_delta, num_slots + num_checkpoints, *of_slots, backend.zeros, num_checkpoints)
 
@@ -82,7 +82,7 @@ def make_state_slots(states: StatePool, sizes: Sizes) -> StateSlots:
     return StateSlots(sizes.max_num_seqs, states.num_checkpoints, interval)
 
 
-def _num_checkpoints(config: EngineConfig, sizes: Sizes, size: int, free: int, backend: Backend) -> int:
+def checkpoints_in(config: EngineConfig, sizes: Sizes, size: int, free: int, backend: Backend) -> int:
     """Return the number of checkpoints of `size` bytes, if so many bytes are `free`.
 
     Raises UnsupportedError if the memory that was given holds none, or is not there.

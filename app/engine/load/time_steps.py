@@ -101,10 +101,14 @@ def _rows(shape: Shape) -> NDArray[np.int64]:
 
 
 def made_up(shape: Shape, sizes: Sizes, context: int = _CONTEXT) -> Batch:
-    """Return a step of made-up sequences, behind a context that is their first page over and over."""
+    """Return a step of made-up sequences after a context that is their first page over and over.
+
+    The context is shorter where `sizes.padded_len` leaves no room for it, because RoPE's table ends there.
+    """
     batch = verify_batch(shape.seqs, shape.rows, sizes)
     batch.block_rows = shape.block
-    pages = min(context, sizes.max_model_len) // sizes.page_size
+    room = sizes.padded_len - len(batch.decodes[0].seq.pages) * sizes.page_size
+    pages = max(0, min(context, sizes.max_model_len, room) // sizes.page_size)
     for rows in batch.decodes:
         rows.seq.pages = array("i", [rows.seq.pages[0]] * pages) + rows.seq.pages
         rows.seq.token_ids = [0] * pages * sizes.page_size + rows.seq.token_ids

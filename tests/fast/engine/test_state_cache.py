@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
+from app.engine.load.states import checkpoints_in
 from app.engine.schedule.state_slots import StateSlots
 from app.messages import Request
 from tests.costs import fast_ones
@@ -404,6 +406,11 @@ def test_there_are_two_checkpoints_for_each_sequence_unless_their_memory_is_give
 def test_memory_that_cannot_be_used_is_refused(pair: Pair, settings: dict[str, Any], message: str):
     with pytest.raises(UnsupportedError, match=message):
         engine_of(pair, **settings)
+
+
+def test_checkpoints_take_a_quarter_of_free_memory_at_most():
+    config, sizes = SimpleNamespace(state_cache_memory=None), SimpleNamespace(max_num_seqs=100)
+    assert checkpoints_in(config, sizes, 10, 400, None) == 10  # type: ignore[arg-type]
 
 
 def test_memory_for_states_of_a_target_without_any_is_refused(tmp_path: Path):

@@ -375,7 +375,7 @@ def test_a_hybrid_of_ranks_begins_with_the_state_of_a_cached_prompt(tmp_path: Pa
 def test_checkpoints_are_as_many_as_the_rank_with_the_fewest_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from app.engine.load import states
 
-    pair, given, own = make_hybrid_pair(tmp_path, vocab_size=96), iter([5, 3]), states._num_checkpoints
+    pair, given, own = make_hybrid_pair(tmp_path, vocab_size=96), iter([5, 3]), states.checkpoints_in
     config = EngineConfig(pair.target, device="cpu", max_num_seqs=2, tensor_parallel_size=2, state_cache_memory=1 << 20)
     by_one = build_engine(replace(config, tensor_parallel_size=1)).states
     ranks = ThreadRanks(config)
@@ -383,7 +383,7 @@ def test_checkpoints_are_as_many_as_the_rank_with_the_fewest_holds(tmp_path: Pat
     ranks.close()
     assert by_one and by_two and by_two.num_checkpoints == pytest.approx(by_one.num_checkpoints, rel=0.1)
     assert 2 * by_two.slot_bytes == pytest.approx(by_one.slot_bytes, rel=0.1), "each rank has the states of its heads"
-    monkeypatch.setattr(states, "_num_checkpoints", lambda *args: min(own(*args), next(given)))
+    monkeypatch.setattr(states, "checkpoints_in", lambda *args: min(own(*args), next(given)))
     ranks = ThreadRanks(config)
     assert ranks.engine.states and ranks.engine.states.num_checkpoints == 3
     ranks.close()

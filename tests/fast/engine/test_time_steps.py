@@ -12,7 +12,7 @@ from torch import Tensor
 from app.engine.load import time_steps
 from app.engine.load.cost_table import Shape
 from app.engine.load.sizes import Sizes
-from app.engine.load.time_steps import MAX_SECONDS, measure_costs
+from app.engine.load.time_steps import MAX_SECONDS, made_up, measure_costs
 from app.engine.models.target import Target
 from app.engine.schedule.costs import CostTable
 from tests.fast.engine.lossless import make_engine
@@ -180,3 +180,15 @@ def test_rows_of_a_timed_step_have_different_tokens(
     if not enforce_eager:  # the graph of eight rows has steps of fewer too, beside padding
         of_whole_blocks = [max(of_whole_blocks, default=0)]
     assert of_whole_blocks and min(of_whole_blocks) >= 7, seen
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 128])
+@pytest.mark.parametrize("max_model_len", [20, 144, 160, 300])
+def test_timed_steps_stay_within_the_positions_of_a_sequence(page_size: int, max_model_len: int) -> None:
+    """Blocks that share a page lie up to a page further than the context, and RoPE's table ends soon after the limit.
+    As in `--page-size 128 --max-model-len 160 --max-num-batched-tokens 129`."""
+    sizes = Sizes(16, max_model_len, max_num_seqs=8, max_num_batched_tokens=129, page_size=page_size)
+    batch = made_up(Shape(8, 8, 16, 16), sizes)
+    assert max(rows.end for rows in batch.rows) <= max(sizes.padded_len, sizes.max_num_batched_tokens)
+    assert all(rows.end <= len(rows.seq.pages) * page_size for rows in batch.rows)
+    assert max(len(rows.seq.pages) for rows in batch.rows) <= max(sizes.pages_per_sequence, 2)
