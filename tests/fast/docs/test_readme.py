@@ -23,8 +23,8 @@ def markdown(*rows: tuple[str, ...]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def test_the_readme_has_at_most_200_lines() -> None:
-    assert README.count("\n") <= 200
+def test_the_readme_has_at_most_150_lines() -> None:
+    assert README.count("\n") <= 150
 
 
 def test_the_table_of_peers_flags_is_the_codes_own() -> None:
