@@ -1,4 +1,4 @@
-"""The engine process: `python -m app.engine.process COMMANDS REPLIES EPOCH`, started by the API process.
+"""The engine process: `python -m app.engine.process COMMANDS REPLIES`, started by the API process.
 
 The two addresses are ZeroMQ sockets that the parent has bound. The first line of stdin is an EngineConfig. After it
 stdin stays open, and its end means that the parent is gone. This module alone of the engine knows `app.wire`.
@@ -58,10 +58,9 @@ class Unreadable:
 
 
 class Link:
-    """The sockets to the parent. Commands for another epoch are dropped."""
+    """The sockets to the parent."""
 
-    def __init__(self, commands: str, replies: str, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, commands: str, replies: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._commands = context.socket(zmq.PULL)
         self._replies = context.socket(zmq.PUSH)
@@ -83,12 +82,9 @@ class Link:
         while self._commands.poll(0 if commands else wait_ms):
             message = self._commands.recv()
             try:
-                command = self._decoder.decode(message)
+                commands.append(self._decoder.decode(message))
             except msgspec.DecodeError as error:
                 commands.append(_unreadable(message, error))
-                continue
-            if isinstance(command, Shutdown) or command.epoch == self.epoch:
-                commands.append(command)
         return commands
 
     def close(self) -> None:
@@ -97,18 +93,18 @@ class Link:
 
 
 def main() -> int:
-    commands, replies, epoch = sys.argv[1:]
+    commands, replies = sys.argv[1:]
     config = decode_config(sys.stdin.readline())
     log.set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()
     use_own_cores()
-    link = Link(commands, replies, int(epoch))
+    link = Link(commands, replies)
     folder = Path(commands.removeprefix("ipc://")).parent
     followers = Followers(
         encode_config(config) + "\n",
         config.tensor_parallel_size,
         folder,
-        partial(_end, replies, link.epoch),
+        partial(_end, replies),
         timeout_seconds=config.distributed_timeout_seconds,
     )
     compiling = None
@@ -119,15 +115,15 @@ def main() -> int:
             told = partial(_tell_forwards, link, engine, info)
             compiling = Compiling(engine, encode_config(config), told)
             info = replace(info, forwards=BEING_COMPILED)
-        link.send(Ready(link.epoch, info))
+        link.send(Ready(info))
         serve(link, engine, compiling)
         return 0
     except UnsupportedError as error:
-        link.send(Fatal(link.epoch, str(error), user_error=True))
+        link.send(Fatal(str(error), user_error=True))
         return 2
     except Exception as error:
         followers.wait_for_end(_FOLLOWER_END_SECONDS)
-        link.send(Fatal(link.epoch, last_words(error)))
+        link.send(Fatal(last_words(error)))
         raise
     finally:
         if compiling:
@@ -136,12 +132,12 @@ def main() -> int:
         link.close()
 
 
-def _end(replies: str, epoch: int, reason: str) -> None:
+def _end(replies: str, reason: str) -> None:
     """End this process because another rank has ended. The main thread may wait for that one, and has the sockets."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(replies)
-    socket.send(msgspec.msgpack.encode(Fatal(epoch, f"{reason}, so the engine ends")))
+    socket.send(msgspec.msgpack.encode(Fatal(f"{reason}, so the engine ends")))
     context.destroy(linger=1000)
     os._exit(1)
 
@@ -171,18 +167,18 @@ def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> Non
                 case Shutdown():
                     return
         if core.has_work:
-            link.send(Stepped(link.epoch, core.step()))
+            link.send(Stepped(core.step()))
 
 
 def _tell_forwards(link: Link, engine: Engine, info: EngineInfo) -> None:
     """Tell again that the engine is ready, and how its forwards run from here on."""
-    link.send(Ready(link.epoch, replace(info, forwards=engine.forwards)))
+    link.send(Ready(replace(info, forwards=engine.forwards)))
 
 
 def _idle(link: Link, engine: Engine, *deltas: TokenDelta) -> Stepped:
     """Return the reply to a command that no step follows."""
     scheduler = engine.core.scheduler
-    return Stepped(link.epoch, StepOutput(list(deltas), scheduler.stats(), scheduler.take_cache_events()))
+    return Stepped(StepOutput(list(deltas), scheduler.stats(), scheduler.take_cache_events()))
 
 
 def _add(engine: Engine, request: Request) -> TokenDelta | None:
@@ -247,7 +243,7 @@ def _progress(link: Link) -> Progress:
         now = time.monotonic()
         if done == total or now - sent_at > _PROGRESS_INTERVAL_SECONDS:
             sent_at = now
-            link.send(LoadProgress(link.epoch, stage, done, total))
+            link.send(LoadProgress(stage, done, total))
 
     return send
 

@@ -120,7 +120,7 @@ class EngineClient:
         permits = permits or self.acquire(client_id="")
         assert request.request_id not in self._running
         try:
-            self.supervisor.send(Submit(self.supervisor.epoch, request))
+            self.supervisor.send(Submit(request))
         except BaseException:
             permits.close()
             raise
@@ -145,12 +145,12 @@ class EngineClient:
         self._abort_in_engine(stream.request_id)
         stream.restart(request.request_id)
         self._running[request.request_id] = running
-        self.supervisor.send(Submit(self.supervisor.epoch, request))
+        self.supervisor.send(Submit(request))
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes: no request submitted from now on finds one. Raise EngineUnavailable or Busy."""
         self.admission.check("", 0, self.ready_info().max_num_seqs)
-        self.supervisor.send(FlushCache(self.supervisor.epoch))
+        self.supervisor.send(FlushCache())
         self.admission.num_unacknowledged += 1
 
     def abort(self, request_id: str) -> None:
@@ -224,7 +224,7 @@ class EngineClient:
         if request_id in self._paused:
             self._paused.remove(request_id)
         else:
-            self.supervisor.send(Abort(self.supervisor.epoch, request_id))
+            self.supervisor.send(Abort(request_id))
             self.admission.num_unacknowledged += 1
 
     def _forget(self, request_id: str) -> None:

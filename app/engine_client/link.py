@@ -1,4 +1,4 @@
-"""Link to the engine process of one epoch: the process, and the two sockets that lead to it."""
+"""Link to one engine process: the process, and the two sockets that lead to it."""
 
 import asyncio
 import contextlib
@@ -32,8 +32,7 @@ class EngineLink:
     The engine's stdin stays open as long as this process lives, and its end tells the engine that the parent is gone.
     """
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self) -> None:
         self._folder = _private_folder()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._commands = context.socket(zmq.PUSH)
@@ -41,23 +40,22 @@ class EngineLink:
         for socket in (self._commands, self._replies):
             socket.set_hwm(0)  # Admission bounds the messages. A socket that drops one would lose a request.
             socket.linger = 0
-        self._addresses = [f"ipc://{self._folder / name}" for name in ("commands", "replies")]
+        self.addresses = [f"ipc://{self._folder / name}" for name in ("commands", "replies")]
         self._process: asyncio.subprocess.Process | None = None
 
     @classmethod
-    async def open(cls, command: Sequence[str], settings: str, epoch: int) -> "EngineLink":
-        """Bind the sockets and start `command` with their addresses, the epoch, and `settings` as stdin's first line.
+    async def open(cls, command: Sequence[str], settings: str) -> "EngineLink":
+        """Bind the sockets and start `command` with their addresses, and with `settings` as stdin's first line.
 
         Raise OSError if the process cannot be started.
         """
-        link = cls(epoch)
+        link = cls()
         try:
-            link._commands.bind(link._addresses[0])
-            link._replies.bind(link._addresses[1])
+            link._commands.bind(link.addresses[0])
+            link._replies.bind(link.addresses[1])
             link._process = await asyncio.create_subprocess_exec(
                 *command,
-                *link._addresses,
-                str(epoch),
+                *link.addresses,
                 stdin=asyncio.subprocess.PIPE,
                 env=engine_environment(),
                 start_new_session=True,

@@ -1,7 +1,7 @@
 """Supervisor of the engine process: start it, watch it, restart it, give it up.
 
 An engine process has failed if it dies, or if it has work and is silent for too long. Its requests then end with an
-error, and new ones are refused with the reason. The engine of the next epoch is started after a pause.
+error, and new ones are refused with the reason. The next engine is started after a pause.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class EngineUnavailable(Exception):
 
 
 class Supervisor:
-    """Engine processes, one after another, each with the next epoch.
+    """Engine processes, one after another.
 
     `command` is the engine's argv without the addresses, and `settings` is the JSON line for its stdin. An engine that
     has work and is silent for `step_timeout` seconds counts as hanging. `nap` lets a part of these seconds pass.
@@ -71,7 +71,6 @@ class Supervisor:
         backoff: float = 1.0,
         nap: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self.epoch = 0
         self.state = EngineState("loading")
         self._command = command
         self._settings = settings
@@ -138,7 +137,6 @@ class Supervisor:
     async def _run(self) -> None:
         """Run one engine process after another until one is not worth restarting."""
         while True:
-            self.epoch += 1
             fatal = await self._run_engine()
             if self.state.phase == "draining":
                 return
@@ -180,19 +178,19 @@ class Supervisor:
         A Fatal before any engine was ready counts as a user error, because the next start would fail alike.
         """
         try:
-            self._link = link = await EngineLink.open(self._command, self._settings, self.epoch)
+            self._link = link = await EngineLink.open(self._command, self._settings)
         except (OSError, zmq.ZMQError) as error:
             reason = f"the engine process cannot be started: {error}"
-            return Fatal(self.epoch, reason, user_error=not self._was_ready)
+            return Fatal(reason, user_error=not self._was_ready)
         hang = asyncio.timeout(None)
         watchdog = asyncio.create_task(self._watch(hang), name="engine watchdog")
         try:
             async with hang, aclosing(link.replies()) as replies:
                 async for reply in replies:
-                    if isinstance(reply, Fatal) and reply.epoch == self.epoch:
-                        return Fatal(self.epoch, reply.reason, reply.user_error or not self._was_ready)
+                    if isinstance(reply, Fatal):
+                        return Fatal(reply.reason, reply.user_error or not self._was_ready)
                     self._handle(reply)
-            return Fatal(self.epoch, link.exit_reason())
+            return Fatal(link.exit_reason())
         except TimeoutError:
             reason = f"no step result within {self._step_timeout:g} s (--step-timeout): the engine hangs"
         except msgspec.DecodeError as error:
@@ -200,11 +198,9 @@ class Supervisor:
         finally:
             watchdog.cancel()
         link.kill()
-        return Fatal(self.epoch, reason)
+        return Fatal(reason)
 
     def _handle(self, reply: Reply) -> None:
-        if reply.epoch != self.epoch:
-            return
         if isinstance(reply, Stepped):
             self._num_outputs += 1
             if not self._on_output(reply.output):  # Not earlier, because a hanging engine does not read an Abort.

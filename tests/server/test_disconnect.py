@@ -266,14 +266,6 @@ def test_an_abort_by_id_ends_the_request_with_an_error(server, background):
     assert "aborted" in running.result().json()["error"]["message"]
 
 
-def test_messages_of_an_older_engine_are_dropped(server, background):
-    running = background.submit(lambda: server.openai.completions.create(model="tiny", prompt="hi"))
-    request_id = server.script.see("Submit")["request_id"]
-    server.script.order("stale", request_id=request_id, token_ids=server.ids("old"))
-    server.script.emit(request_id, [*server.ids("new"), 2])
-    assert running.result().choices[0].text == "new"
-
-
 def test_a_delta_for_a_request_that_is_gone_is_dropped(server):
     tokens = server.metric("generation_tokens_total")
     server.script.emit("gone", [1])

@@ -48,7 +48,7 @@ def steps_of(request_ids: Sequence[str], token_ids: Sequence[int], tokens: int, 
 
 def engine(cores: str, turn: str, batch: str, tokens_a_step: str, waits: str, token_ids: str, *link: str) -> int:
     """Answer whole batches until Shutdown."""
-    commands, replies, epoch = link
+    commands, replies = link
     sys.stdin.readline()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     stay_on(json.loads(cores))
@@ -62,7 +62,7 @@ def engine(cores: str, turn: str, batch: str, tokens_a_step: str, waits: str, to
     def send(reply: Reply) -> None:
         outbox.send(msgspec.msgpack.encode(reply))
 
-    send(Ready(int(epoch), _info(int(batch))))
+    send(Ready(_info(int(batch))))
     requests: list[Request] = []
     while not isinstance(command := decoder.decode(inbox.recv()), Shutdown):
         if isinstance(command, Submit):
@@ -70,7 +70,7 @@ def engine(cores: str, turn: str, batch: str, tokens_a_step: str, waits: str, to
         if len(requests) == int(batch):
             names, tokens = [request.request_id for request in requests], requests[0].max_tokens
             for number, output in enumerate(steps_of(names, json.loads(token_ids), tokens, int(tokens_a_step))):
-                send(Stepped(int(epoch), output))
+                send(Stepped(output))
                 if json.loads(waits) or number == 0:
                     turns.recv()
             requests = []

@@ -226,7 +226,7 @@ class Split(NamedTuple):
 def split(tokenizer: Tokenizer, token_ids: Sequence[int], batch: int, tokens: int, tokens_a_step: int) -> Split:
     """Time each part alone, in this process, over the steps of the scripted engine. Each is the best of five rounds."""
     outputs = steps_of([f"{index:032x}-0" for index in range(batch)], token_ids, tokens, tokens_a_step)
-    messages = [msgspec.msgpack.encode(Stepped(1, output)) for output in outputs]
+    messages = [msgspec.msgpack.encode(Stepped(output)) for output in outputs]
     texts = _texts(tokenizer, outputs, STOP)
     pieces = [[Piece(0, [Parsed(text)]) for text in row] for row in texts]
     bare = _seconds(lambda: _texts(tokenizer, outputs, ()))

@@ -1,6 +1,6 @@
 """Engine process without a model. It speaks the ZeroMQ contract and emits the tokens that a test has planned.
 
-argv: ORDERS SEEN COMMANDS REPLIES EPOCH. `ORDERS` and `SEEN` lead to the test: orders come in, and every command of
+argv: ORDERS SEEN COMMANDS REPLIES. `ORDERS` and `SEEN` lead to the test: orders come in, and every command of
 the API process goes out. Requests without a plan wait for orders. Exits when stdin ends, as the real engine must.
 """
 
@@ -20,8 +20,7 @@ from app.wire import Abort, Command, Fatal, FlushCache, LoadProgress, Ready, Rep
 
 
 class ScriptedEngine:
-    def __init__(self, orders: str, seen: str, commands: str, replies: str, epoch: str) -> None:
-        self.epoch = int(epoch)
+    def __init__(self, orders: str, seen: str, commands: str, replies: str) -> None:
         self.settings = json.loads(sys.stdin.buffer.readline())
         context = zmq.Context()
         self.orders = context.socket(zmq.PULL)
@@ -43,7 +42,7 @@ class ScriptedEngine:
         self.replies.send(msgspec.msgpack.encode(reply))
 
     def tell(self, what: str, **more: Any) -> None:
-        self.seen.send(msgspec.msgpack.encode({"what": what, "epoch": self.epoch, **more}))
+        self.seen.send(msgspec.msgpack.encode({"what": what, **more}))
 
     def run(self) -> None:
         self.tell("started", settings=self.settings, pid=os.getpid())
@@ -63,11 +62,11 @@ class ScriptedEngine:
     def obey(self, order: dict[str, Any]) -> None:
         match order.pop("do"):
             case "progress":
-                self.send(LoadProgress(self.epoch, **order))
+                self.send(LoadProgress(**order))
             case "ready":
-                self.send(Ready(self.epoch, msgspec.convert(order["info"], EngineInfo)))
+                self.send(Ready(msgspec.convert(order["info"], EngineInfo)))
             case "fatal":
-                self.send(Fatal(self.epoch, **order))
+                self.send(Fatal(**order))
                 sys.exit(2)
             case "plan":
                 self.plan, self.cached_tokens = order["steps"], order["cached_tokens"]
@@ -78,10 +77,7 @@ class ScriptedEngine:
                 delta = TokenDelta(order["request_id"], order["token_ids"], steps, finish_reason=order["finish"])
                 if delta.finish_reason is not None:
                     self.running.pop(delta.request_id, None)
-                self.send(Stepped(self.epoch, StepOutput([delta], self.stats(0.01))))
-            case "stale":
-                delta = TokenDelta(order["request_id"], order["token_ids"], [])
-                self.send(Stepped(self.epoch - 1, StepOutput([delta], self.stats(0.0))))
+                self.send(Stepped(StepOutput([delta], self.stats(0.01))))
             case "garbage":
                 self.replies.send(b"\xc1")
             case "sleep":
@@ -94,14 +90,13 @@ class ScriptedEngine:
         if isinstance(command, Shutdown):
             sys.exit(0)
         fields = msgspec.to_builtins(command)
-        del fields["epoch"]
         self.tell(fields.pop("type"), **fields.pop("request", fields))
         if isinstance(command, FlushCache):
-            self.send(Stepped(self.epoch, StepOutput([], replace(self.stats(0.0), kind="idle"))))
+            self.send(Stepped(StepOutput([], replace(self.stats(0.0), kind="idle"))))
         elif isinstance(command, Abort):
             if self.running.pop(command.request_id, None) and not self.running:
-                self.send(Stepped(self.epoch, StepOutput([], replace(self.stats(0.0), kind="idle"))))
-        elif command.epoch == self.epoch:
+                self.send(Stepped(StepOutput([], replace(self.stats(0.0), kind="idle"))))
+        else:
             request = command.request
             self.running[request.request_id] = request
             self.emitted[request.request_id] = 0
@@ -125,7 +120,7 @@ class ScriptedEngine:
             self.running.pop(request_id, None)
         steps = [SpecStep(len(token_ids), 15, len(token_ids) - 1)] if token_ids else []
         delta = TokenDelta(request_id, token_ids, steps, self.cached_tokens, finish, error)
-        self.send(Stepped(self.epoch, StepOutput([delta], self.stats(0.01), scheduled=begun)))
+        self.send(Stepped(StepOutput([delta], self.stats(0.01), scheduled=begun)))
 
     def stats(self, seconds: float) -> StepStats:
         return StepStats("decode", seconds, len(self.running), 0, 3 * len(self.running), 100, 0)

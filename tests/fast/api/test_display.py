@@ -11,8 +11,8 @@ from app.wire import LoadProgress
 
 
 def test_the_line_of_timing_says_how_many_seconds_are_left() -> None:
-    assert stage_line(LoadProgress(1, "timing steps", 3, 10)) == "timing steps, at most 7 s left"
-    assert stage_line(LoadProgress(1, "target", 3, 10)) == "target"
+    assert stage_line(LoadProgress("timing steps", 3, 10)) == "timing steps, at most 7 s left"
+    assert stage_line(LoadProgress("target", 3, 10)) == "target"
 
 
 @pytest.mark.parametrize("state_bytes", [0, 663 << 20])

@@ -80,7 +80,7 @@ def test_prompts_are_summed_and_choices_of_a_prompt_count_once(server, backgroun
 def test_a_flush_is_told_to_the_engine(server, path):
     response = server.http.post(path)
     assert (response.status_code, response.json()) == (200, {"success": True})
-    assert server.script.see("FlushCache")["epoch"] == 1
+    assert server.script.see("FlushCache")
 
 
 def test_a_flush_while_a_request_runs_disturbs_it_in_no_way(server, background):

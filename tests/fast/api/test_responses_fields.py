@@ -47,7 +47,7 @@ def submitted(server: Server, path: str, fields: dict[str, Any]) -> dict[str, An
     assert response.status_code == 200, response.text
     request: dict[str, Any] = server.script.see("Submit")
     prompt = server.tokenizer.decode(request.pop("token_ids"), skip_special_tokens=False)
-    return {k: v for k, v in request.items() if k not in ("request_id", "what", "epoch")} | {"prompt": prompt}
+    return {k: v for k, v in request.items() if k not in ("request_id", "what")} | {"prompt": prompt}
 
 
 @pytest.mark.parametrize(

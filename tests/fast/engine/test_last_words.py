@@ -29,8 +29,6 @@ DEVICE_ERROR = (
 class StandInLink:
     """Sent replies, and no sockets."""
 
-    epoch = 1
-
     def __init__(self, *_: Any) -> None:
         self.sent: list[Any] = []
         links.append(self)
@@ -66,7 +64,7 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
     monkeypatch.setattr(process, "decode_config", lambda line: EngineConfig(Path("target")))
     monkeypatch.setattr(process, "_info", lambda engine, config: None)
     monkeypatch.setattr(process, "build_engine", lambda config, progress, join: engine)
-    monkeypatch.setattr(sys, "argv", ["process", "commands", "replies", "1"])
+    monkeypatch.setattr(sys, "argv", ["process", "commands", "replies"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))
     with pytest.raises(RuntimeError) as raised:
         process.main()

@@ -319,8 +319,6 @@ def test_the_warm_up_leaves_nothing_in_the_cache(folder: Path):
 class StandInLink:
     """Hands out commands, a list at a time, and keeps the replies."""
 
-    epoch = 1
-
     def __init__(self, commands: list[list[Any]]) -> None:
         self._commands: Iterator[list[Any]] = iter(commands)
         self.sent: list[Stepped] = []
@@ -333,18 +331,19 @@ class StandInLink:
 
 
 def test_a_flush_is_answered_and_what_was_cached_is_computed_again(folder: Path):
-    engine = engine_of(lucky_subject(folder), page_size=4)
+    engine = engine_of(lucky_subject(folder), page_size=4, cache_events=True)
     prompt = list(range(4)) * 5
 
     def submit(request_id: str) -> list[Any]:
-        return [Submit(1, Request(request_id, prompt, 4))]
+        return [Submit(Request(request_id, prompt, 4))]
 
-    link = StandInLink([submit("a"), submit("b"), [FlushCache(1)], submit("c"), submit("d"), [Shutdown()]])
+    link = StandInLink([submit("a"), submit("b"), [FlushCache()], submit("c"), submit("d"), [Shutdown()]])
     process.serve(link, engine)
     cached = {delta.request_id: delta.cached_tokens for reply in link.sent for delta in reply.output.deltas}
     assert cached == {"a": 0, "b": 16, "c": 0, "d": 16}
     [flushed] = [reply.output for reply in link.sent if not reply.output.deltas]
     assert flushed.stats.kind == "idle" and flushed.stats.used_pages == 0
+    assert [event.kind for event in flushed.cache_events] == ["cleared"], "no step follows that would publish it"
     last = link.sent[-1].output.stats
     assert (last.prefix_cache_queries, last.prefix_cache_hits) == (80, 32)
 

@@ -68,14 +68,14 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
 
 def submit(request_id: str, **changed: Any) -> Submit:
     fields: dict[str, Any] = {"token_ids": [1, 2, 3], "max_tokens": 4}
-    return Submit(1, Request(request_id, **fields | changed))
+    return Submit(Request(request_id, **fields | changed))
 
 
 class PatientLink(Link):
     """Without work it hears that it has to leave, once it has heard all of so many commands."""
 
     def __init__(self, parent: Parent, count: int) -> None:
-        super().__init__(*parent.addresses, 1)
+        super().__init__(*parent.addresses)
         self._left = count
 
     def receive(self, wait_ms: int | None) -> Any:
@@ -161,11 +161,11 @@ def test_every_field_of_a_request_and_of_a_step_comes_over_the_border_as_it_left
     request, delta, stats = WHOLE
     for it in (*WHOLE, SAMPLING):
         assert not [each.name for each in fields(it) if getattr(it, each.name) == each.default]
-    link = Link(*parent.addresses, 1)
+    link = Link(*parent.addresses)
     try:
-        parent.send(Submit(1, request))
+        parent.send(Submit(request))
         (command,) = link.receive(None)
-        link.send(Stepped(1, StepOutput([delta, delta], stats)))
+        link.send(Stepped(StepOutput([delta, delta], stats)))
         reply = next(parent.replied())
     finally:
         link.close()
@@ -193,7 +193,7 @@ def ready(parent: Parent, pair: Pair, stderr: Any = subprocess.DEVNULL, **settin
     """Yield an engine's process that is ready."""
     config = Config(device="cpu", max_num_seqs=4, **{"compile": "off"} | settings)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses, "1"],
+        [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses],
         stdin=subprocess.PIPE,
         stderr=stderr,
         env=engine_environment(),
@@ -224,7 +224,7 @@ def test_the_log_of_an_engine_has_the_draft_that_was_read_in_the_form_that_was_a
 @pytest.mark.exhaustive
 def test_an_engine_whose_parent_is_gone_ends_in_the_midst_of_its_work(parent: Parent, pair: Pair):
     with ready(parent, pair, max_model_len=500) as process:
-        parent.send(*(submit(str(i), max_tokens=480) for i in range(4)), Abort(1, "nobody"))
+        parent.send(*(submit(str(i), max_tokens=480) for i in range(4)), Abort("nobody"))
         assert isinstance(next(parent.replied()), Stepped)
         process.stdin.close()
         assert process.wait(timeout=1700) == 1

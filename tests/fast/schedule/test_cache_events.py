@@ -46,6 +46,7 @@ class Index:
         assert (event["block_size"], event["medium"], event["lora_id"]) == (PAGE, "GPU", None)
         hashes, tokens, parent = event["block_hashes"], event["token_ids"], event["parent_block_hash"]
         assert len(tokens) == PAGE * len(hashes)
+        assert len(event.get("extra_keys", hashes)) == len(hashes), "a router pairs them"
         salt = event["extra_keys"][0][0] if "extra_keys" in event else ""
         assert not (salt and parent), "only the first page of a prompt has the salt"
         self.longest = max(self.longest, len(hashes))
