@@ -47,11 +47,9 @@ class EngineConfig:
     Memory is in bytes. `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or
     "bfloat16". `enforce_eager` False captures graphs even on a device that does not profit from them.
     `prefix_caching` shares KV pages of equal prefixes, and `state_cache_memory` is for a hybrid target's states behind
-    them. `npu_check` holds every operator call on an NPU to docs/npu-contract.md. `npu_chunk_prefill` reads
-    prompts of recurrent layers by an operator whose state is bfloat16. With `npu_triton` False an NPU uses no kernel
-    of triton-ascend. `compile` turns a CPU's forwards into C++ before the first step, and "auto" while it
-    serves, unless they are kept. `verify` is how many rows of a block the target verifies, the anchor included: "full"
-    is all, "auto" as many as pay, 1 the anchor alone.
+    them. `npu_check` holds every operator call on an NPU to docs/npu-contract.md. `compile` turns a CPU's forwards into
+    C++ before the first step, and "auto" while it serves, unless they are kept. `verify` is how many rows of a block
+    the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
     With `cache_events` steps tell how the prefix cache changes.
     `tune` "off" launches a GPU's operators, and a CPU's products, by default, without timing other ways.
     With `batch_invariant` no bit of a row depends on the batch, so texts are equal in 16 bits too.
@@ -77,8 +75,6 @@ class EngineConfig:
     prefix_caching: bool = True
     cache_events: bool = False
     npu_check: bool = False
-    npu_chunk_prefill: bool = False
-    npu_triton: bool = True
     compile: bool | Literal["auto"] = False
     verify: str | int = "full"
     tune: Literal["auto", "off"] = "auto"

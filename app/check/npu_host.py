@@ -65,11 +65,8 @@ OPERATORS = {
     "active_expert_range",
     "npu_grouped_matmul": "x weight bias group_list split_item group_type group_list_type",
     "npu_moe_token_unpermute": "permuted_tokens sorted_indices probs",
-    "npu_chunk_gated_delta_rule": "query key value beta initial_state actual_seq_lengths scale g",
 }
 """Operators that NpuBackend calls, with the arguments that it passes."""
-OPTIONAL = {"npu_chunk_gated_delta_rule": "--npu-chunk-prefill"}
-"""Operators that one flag alone needs."""
 
 _ROOT = Path("/")
 _SMI = ("usr/local/bin/npu-smi", "usr/local/sbin/npu-smi")
@@ -245,19 +242,15 @@ def operators() -> Finding:
     import torch
     import torch_npu  # noqa: F401
 
-    lacking, flags = [], []
+    lacking = []
     for name, arguments in OPERATORS.items():
         operator = getattr(torch.ops.npu, name, None)
         known = {argument.name for argument in operator.default._schema.arguments} if operator else set()
         missing = [f"{name}({argument})" for argument in arguments.split() if argument not in known]
-        if missing and name in OPTIONAL:
-            flags.append(OPTIONAL[name])
-        elif missing:
+        if missing:
             lacking += missing if operator else [name]
     if lacking:
         return failed(f"torch_npu has no {', '.join(lacking)}", f"install {BEST_SET}")
-    if flags:
-        return ok(f"all are registered with the arguments that are passed, but for {', '.join(flags)}")
     return ok(f"all {len(OPERATORS)} are registered with the arguments that are passed")
 
 

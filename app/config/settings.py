@@ -136,14 +136,6 @@ class Config(BaseModel):
     npu_check: bool = setting(
         ENGINE, False, "hold every operator call on an NPU to docs/npu-contract.md, eagerly and slowly"
     )
-    npu_chunk_prefill: bool = setting(
-        ENGINE,
-        False,
-        "read prompts of recurrent layers by an NPU's own operator; its states are bfloat16: drafts may change texts",
-    )
-    npu_triton: bool = setting(
-        ENGINE, True, "on an NPU with triton-ascend, use its kernel where a trial shows that it is right"
-    )
     tensor_parallel_size: PositiveInt = setting(
         ENGINE,
         1,

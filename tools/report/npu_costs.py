@@ -16,7 +16,6 @@ from app.check.operators import Attention, Call, Inputs, Lens, Paged, difference
 from app.check.timing import seconds_each
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.device.factory import make_backend
-from app.engine.npu.backend import NpuBackend
 from tools.report.command import Options
 from tools.report.npu_questions import FULL, PAGE, planned
 from tools.report.part import Part, Result, describe
@@ -166,21 +165,6 @@ def norms(backend: Backend, extent: Extent) -> Result:
     ms = {name: graph_ms(backend, run, extent) for name, run in ways.items()}
     hidden = ms["strided"] - ms["contiguous"]
     return {"found": f"Strided q and k cost {1e3 * hidden:.4g} us more a layer than contiguous ones.", "ms": ms}
-
-
-def kernel(backend: Backend, extent: Extent) -> Result:
-    """Time the work between QKV projection and attention with triton-ascend's kernel, if it is used, and without."""
-    rows, at = BATCH * (1 + DRAFTS), inputs(backend)
-    qkv, norm = at.normal(rows, extent.heads + 2 * extent.kv_heads, extent.dim), at.normal(extent.dim)
-    kv, slots = extent.paged([(rows, rows)])(at).kv, torch.arange(rows, dtype=torch.int32, device=backend.device)
-    call = qkv, norm, norm, EPS, at.rotation(rows, extent.dim), kv, slots
-    ways = {"as here": backend, "by operators": NpuBackend(backend.device, triton=False)}
-    ms = {name: graph_ms(backend, partial(way.qkv_into_kv, *call), extent) for name, way in ways.items()}
-    log = "The log of the start says if a kernel of triton-ascend is used."
-    return {
-        "found": f"As here {1e3 * ms['as here']:.4g} us, by operators {1e3 * ms['by operators']:.4g} us. {log}",
-        "ms": ms,
-    }
 
 
 def mixed(backend: Backend, extent: Extent) -> Result:
@@ -361,7 +345,6 @@ def prediction(backend: Backend, extent: Extent) -> Result:
 
 QUESTIONS: dict[str, Callable[[Backend, Extent], Result]] = {
     "strided norms": norms,
-    "kernel of triton-ascend": kernel,
     "mixed steps": mixed,
     "gap between tasks": gap,
     "tasks of a layer": tasks,

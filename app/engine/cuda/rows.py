@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from app.engine.cuda.halves import norm_of_halves, rope_of_halves
 from app.engine.cuda.launch import chain, lines_of_a_program, wait_if_chained
 from app.engine.device.base import LayerKv, Rotation
-from app.engine.device.halves import norm_of_halves, rope_of_halves
 
 HEADS_OF_A_PROGRAM = 8
 SILU_BLOCK = 1024

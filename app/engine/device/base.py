@@ -15,7 +15,6 @@ from app.engine.comm.device import DeviceComm
 from app.engine.comm.gloo import GlooComm
 from app.engine.comm.process_group import Meeting
 from app.engine.device import gated_delta
-from app.engine.device.delta_rule import delta_rule
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.graph import Graph, RerunGraph
 from app.engine.device.host_memory import zeros_on_host
@@ -247,12 +246,6 @@ class Backend(ABC):
         Rows of padding have any finite outputs.
         """
         return gated_delta.commit_and_verify(step)
-
-    def delta_rule_of_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return `delta_rule` over rows of prompts."""
-        return delta_rule(q, k, v, log_decay, beta, state)
 
     def qkv_into_kv(
         self,

@@ -5,7 +5,6 @@ S sequences have W rows each. q and k are [S, W, Nk, Dk], and v is [S, W, Nv, Dv
 [S, Nv, Dk, Dv]. One formula serves a single row, a block and a prompt, so they differ by fp32 rounding alone.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -42,10 +41,6 @@ def last_rows(before: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     """
     sequences, places = (torch.arange(size, device=counts.device) for size in before.shape[:2])
     return torch.cat((before, rows), dim=1)[sequences[:, None], (counts[:, None] + places).long()]
-
-
-DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(q, k, v, log_decay, beta, state) to (outputs, state), as `delta_rule`."""
 
 
 def delta_rule(

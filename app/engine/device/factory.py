@@ -33,9 +33,8 @@ def make_backend(
     kind, _, number = device.partition(":")
     if compiled and kind != "cpu":
         raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
-    for option, flag in (("chunk_prefill", "--npu-chunk-prefill"), ("check_calls", "--npu-check")):
-        if of_npu.get(option) and kind != "npu":
-            raise UnsupportedError(f"{flag}: --device {device} is no NPU")
+    if of_npu.get("check_calls") and kind != "npu":
+        raise UnsupportedError(f"--npu-check: --device {device} is no NPU")
     if batch_invariant and (compiled or kind == "npu"):
         where = "--compile has g++ choose the order of sums" if compiled else "an NPU's operators choose how they sum"
         raise UnsupportedError(f"--batch-invariant: {where}; it is for --device cpu and cuda, without --compile")

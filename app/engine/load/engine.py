@@ -145,11 +145,7 @@ def build_runner(
 @contextmanager
 def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     """Yield the backend of a rank. Errors of its device get a note with their meaning."""
-    of_npu = {
-        "check_calls": config.npu_check,
-        "chunk_prefill": config.npu_chunk_prefill,
-        "triton": config.npu_triton,
-    }
+    of_npu = {"check_calls": config.npu_check}
     kind = {"compiled": config.compile is True, "batch_invariant": config.batch_invariant}
     backend = make_backend(config.device, rank=rank, **kind, **of_npu)
     try:

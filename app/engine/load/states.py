@@ -45,8 +45,6 @@ def check_no_states(config: EngineConfig) -> None:
     """Raise UnsupportedError if something is wished for states of a target that has none."""
     if config.state_cache_memory:
         raise UnsupportedError(f"--state-cache-memory: the target has no recurrent layers ({config.target})")
-    if config.npu_chunk_prefill:
-        raise UnsupportedError(f"--npu-chunk-prefill: the target has no recurrent layers ({config.target})")
 
 
 def make_states(

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.engine.device.base import Backend
-from app.engine.device.delta_rule import DeltaRule, delta_rule, last_rows, short_conv
+from app.engine.device.delta_rule import delta_rule, last_rows, short_conv
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.layers import StepRows, frozen, parameters_of
@@ -87,8 +87,7 @@ class Recurrence:
 
     def prefill(self, inputs: Tensor, chunk: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
-        state, rule = self._committed(chunk, memory), self._backend.delta_rule_of_prompt
-        o, state = self.advance(inputs[chunk.rows], chunk.counts, state, rule)
+        o, state = self.advance(inputs[chunk.rows], chunk.counts, self._committed(chunk, memory))
         memory.write(chunk.next_slots, state, chunk.starts + chunk.counts)
         return o.flatten(0, 1)
 
@@ -99,9 +98,7 @@ class Recurrence:
             return state
         return self.advance(pending, counts, state)[1]
 
-    def advance(
-        self, inputs: Tensor, counts: Tensor, state: State, rule: DeltaRule = delta_rule
-    ) -> tuple[Tensor, State]:
+    def advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:
         """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state behind the first `counts` [S] rows.
 
         The other rows may hold anything, and their outputs have no meaning.
@@ -118,5 +115,5 @@ class Recurrence:
         # A row without decay and beta leaves the state as it is.
         log_decay = torch.where(is_row, -self._a_log.exp() * F.softplus(a.float() + self._dt_bias), 0.0)
         beta = torch.where(is_row, b.float().sigmoid(), 0.0)
-        o, matrix = rule(q, k, v.unflatten(2, (shape.num_v_heads, -1)), log_decay, beta, state.matrix)
+        o, matrix = delta_rule(q, k, v.unflatten(2, (shape.num_v_heads, -1)), log_decay, beta, state.matrix)
         return o, State(matrix, last_rows(state.conv, mixed, counts))

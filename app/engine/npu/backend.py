@@ -23,19 +23,16 @@ from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router
 from app.engine.errors import UnsupportedError
 from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
-from app.engine.npu.gated_delta import check_chunk_operator, chunk_delta_rule, l2norm
+from app.engine.npu.gated_delta import l2norm
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
-from app.engine.npu.qkv_kernel import QkvKernel, Sizes
 from app.engine.npu.rules import (
     AIV,
-    DELTA_DIM,
     EXPANSION_MODE,
     GRAPH_STREAMS,
     HEAD_DIMS,
     MASK_SIZE,
     MAX_AXIS,
     MAX_BLOCK_ROWS,
-    MAX_DELTA_HEADS,
     MAX_TOP_K,
     MAX_UNROLLED,
     MIN_EXPERTS,
@@ -52,8 +49,7 @@ class NpuBackend(Backend):
     """Backend with torch_npu's operators.
 
     Attention computes in one of `dtypes`, because no other is taken by all versions of the operator. With `check_calls`
-    every operator call is checked first. `chunk_prefill` reads prompts of recurrent layers by an operator in bfloat16.
-    With `triton` a kernel of triton-ascend is used where it is installed.
+    every operator call is checked first.
     Raises UnsupportedError if there is no such NPU.
     """
 
@@ -64,9 +60,7 @@ class NpuBackend(Backend):
     positions_from_host = True
     runs_recurrent_layers = True
 
-    def __init__(
-        self, device: torch.device, *, check_calls: bool = False, chunk_prefill: bool = False, triton: bool = True
-    ) -> None:
+    def __init__(self, device: torch.device, *, check_calls: bool = False) -> None:
         super().__init__(device)
         count = torch_npu.npu.device_count()
         if (device.index or 0) >= count:
@@ -77,10 +71,6 @@ class NpuBackend(Backend):
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()
-        self._chunk_prefill = chunk_prefill
-        self._qkv_kernel: QkvKernel | None = None
-        if triton and not check_calls:
-            self._qkv_kernel = QkvKernel(device, self._qkv_by_operators, self.is_fatal)
         self._attended: list[Attended] | None = None
         self._graph_pool: tuple[int, int] | None = None
 
@@ -245,26 +235,7 @@ class NpuBackend(Backend):
         kv: LayerKv,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Return `Backend.qkv_into_kv`, in one launch with triton-ascend."""
-        args = qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping
-        if self._qkv_kernel is None:
-            return self._qkv_by_operators(*args)
-        kv_heads, dim = kv.k.shape[2:]
-        norm_dtype = None if q_norm is None else q_norm.dtype
-        sizes = Sizes(qkv.shape[1] - 2 * kv_heads, kv_heads, dim, qkv.dtype, norm_dtype)
-        return self._qkv_kernel.way(sizes)(*args)
-
-    def _qkv_by_operators(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        kv: LayerKv,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Return `qkv_into_kv`, with q and k rotated in place by one call if it takes their head size (N21)."""
+        """Return `Backend.qkv_into_kv`, with q and k rotated in place by one call if it takes their head size (N21)."""
         if qkv.shape[2] not in ROTARY_PAIR_DIMS:
             return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
         kv_heads = kv.k.shape[2]
@@ -321,23 +292,6 @@ class NpuBackend(Backend):
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
         return commit_and_verify(step, l2norm)
-
-    def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
-        if not self._chunk_prefill:
-            return
-        if num_v_heads > MAX_DELTA_HEADS or {k_head_dim, v_head_dim} != {DELTA_DIM}:
-            raise UnsupportedError(
-                f"--npu-chunk-prefill: {num_v_heads} heads of {k_head_dim} and {v_head_dim} in recurrent layers: its "
-                f"operator takes {MAX_DELTA_HEADS} heads of {DELTA_DIM} at most (N40)"
-            )
-        check_chunk_operator(self.device)
-
-    def delta_rule_of_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if not self._chunk_prefill:
-            return super().delta_rule_of_prompt(q, k, v, log_decay, beta, state)
-        return chunk_delta_rule(q, k, v, log_decay, beta, state)
 
     def high_half(self, x: Tensor) -> Tensor:
         """Return `Backend.high_half` without a shift, because shifts run on the device's host processor (N32)."""

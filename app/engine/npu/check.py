@@ -14,13 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.npu.rules import (
-    DELTA_DIM,
     EVERY_TOKEN,
     HEAD_DIMS,
     MASK_SIZE,
     MAX_AXIS,
     MAX_BLOCK_ROWS,
-    MAX_DELTA_HEADS,
     MAX_REQUESTS,
     MAX_SINK_DIM,
     MAX_TOP_K,
@@ -29,9 +27,6 @@ from app.engine.npu.rules import (
     ROTARY_PAIR_DIMS,
     SCRATCH_BLOCK,
 )
-
-LONGEST_KEY = 1.02
-"""Length that a unit vector may have after each number is rounded to bfloat16."""
 
 
 class ContractError(ValueError):
@@ -358,35 +353,6 @@ def _clipped_swiglu(hold: _Holder, call: Mapping[str, Any]) -> None:
     hold("N37", call.get("interleaved", True) is False, "interleaved was left True")
 
 
-def _chunk_delta_rule(hold: _Holder, call: Mapping[str, Any]) -> None:
-    q, v, lengths = call["query"], call["value"], call.get("actual_seq_lengths")
-    fits = q.dim() == v.dim() == 3 and max(q.shape[1], v.shape[1]) <= MAX_DELTA_HEADS and v.shape[1] % q.shape[1] == 0
-    hold("N40", fits and q.shape[2] == v.shape[2] == DELTA_DIM, f"heads of q {_shape(q)} and v {_shape(v)}")
-    fits = isinstance(lengths, Tensor) and lengths.dtype == torch.int32 and lengths.dim() == 1
-    hold("N40", fits, f"actual_seq_lengths is {_kind(lengths)}, not int32 on the device")
-    state = (len(lengths), v.shape[1], DELTA_DIM, DELTA_DIM) if isinstance(lengths, Tensor) else ()
-    shapes = {"query": q.shape, "key": q.shape, "value": v.shape, "beta": v.shape[:2], "initial_state": state}
-    for name, shape in shapes.items():
-        x = call.get(name)
-        fits = (
-            isinstance(x, Tensor) and x.dtype == torch.bfloat16 and x.shape == torch.Size(shape) and x.is_contiguous()
-        )
-        hold("N40", fits, f"{name} is {_kind(x)}, not bfloat16 {list(shape)}")
-    g = call.get("g")
-    fits = isinstance(g, Tensor) and g.dtype == torch.float32 and g.shape == v.shape[:2] and g.is_contiguous()
-    hold("N40", fits, f"g is {_kind(g)}, not float32 {list(v.shape[:2])}")
-    hold("N40", call.get("scale") is not None, "scale was left out")
-
-
-def _chunk_delta_rule_values(hold: _Holder, call: Mapping[str, Any], captured: bool) -> None:
-    lengths, rows = call["actual_seq_lengths"], len(call["query"])
-    hold("N40", int(lengths.min()) > 0 and int(lengths.sum()) == rows, f"{lengths.tolist()} rows of {rows}")
-    for name in ("query", "key"):
-        longest = float(call[name].float().norm(dim=-1).max())
-        hold("N40", longest < LONGEST_KEY, f"{name} has a length of {longest:.3g}, so it is no unit vector")
-    hold("N40", float(call["g"].max()) <= 0, "g is above 0, so a state would grow")
-
-
 _ATTENTION = ("npu_fused_infer_attention_score", "_npu_fused_infer_attention_score_get_max_workspace")
 _ATTENTION_V2 = ("npu_fused_infer_attention_score_v2", "_npu_fused_infer_attention_score_v2_get_max_workspace")
 _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
@@ -404,7 +370,6 @@ _CALL_RULES: dict[str, Callable[[_Holder, Mapping[str, Any]], None]] = {
     "npu_grouped_matmul": _grouped_matmul,
     "npu_moe_token_unpermute": _unpermute,
     "npu_clipped_swiglu": _clipped_swiglu,
-    "npu_chunk_gated_delta_rule": _chunk_delta_rule,
 }
 _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any], bool], None]] = {
     "npu_fused_infer_attention_score": _attention_values,
@@ -414,7 +379,6 @@ _VALUE_RULES: dict[str, Callable[[_Holder, Mapping[str, Any], bool], None]] = {
     "npu_moe_init_routing_v2": _init_routing_values,
     "npu_grouped_matmul": _grouped_matmul_values,
     "npu_moe_token_unpermute": _unpermute_values,
-    "npu_chunk_gated_delta_rule": _chunk_delta_rule_values,
 }
 
 

@@ -10,8 +10,6 @@ MAX_TOP_K = 1024
 MAX_AXIS = 65535
 """Numbers in a row of an expert's weights."""
 HEAD_DIMS = (64, 128, 256)
-MAX_DELTA_HEADS, DELTA_DIM = 64, 128
-"""Heads, and their size, of the gated delta rule's own operator."""
 MAX_SINK_DIM = 128
 """Head size up to which attention takes sinks."""
 ROTARY_PAIR_DIMS = (64, 128)

@@ -300,32 +300,6 @@ def moe_token_unpermute(
     return (pairs * probs.float().unsqueeze(-1)).sum(1).to(permuted_tokens.dtype)
 
 
-def chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    beta: Tensor,
-    initial_state: Tensor,
-    actual_seq_lengths: Tensor,
-    scale: float,
-    g: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Row after row: S [Dv, Dk] decays by exp(g), then gets beta (v - S k) k^T, and the row's output is S q * scale."""
-    group = value.shape[1] // key.shape[1]
-    q, k = (x.float().repeat_interleave(group, dim=1) for x in (query, key))
-    outputs, states, first = [], [], 0
-    for state, length in zip(initial_state.float(), actual_seq_lengths.tolist(), strict=True):
-        for t in range(first, first + length):
-            state = state * g[t].exp()[:, None, None]
-            d = beta[t].float()[:, None] * (value[t].float() - (state @ k[t, :, :, None]).squeeze(2))
-            state = state + d[:, :, None] * k[t, :, None]
-            outputs.append((state @ q[t, :, :, None]).squeeze(2) * scale)
-        states.append(state)
-        first += length
-    return torch.stack(outputs).to(torch.bfloat16), torch.stack(states).to(initial_state.dtype)
-
-
 KERNELS = {
     "npu_fused_infer_attention_score": fused_infer_attention_score,
     "npu_fused_infer_attention_score.out": fused_infer_attention_score_out,
@@ -346,5 +320,4 @@ KERNELS = {
     "npu_moe_init_routing_v2": moe_init_routing_v2,
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_token_unpermute": moe_token_unpermute,
-    "npu_chunk_gated_delta_rule": chunk_gated_delta_rule,
 }

@@ -5,12 +5,10 @@ change the number of launches. The null device counts calls of torch_npu 2.13.0'
 """
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +19,6 @@ from app.engine.npu.backend import NpuBackend
 from app.engine.npu.graph import NpuGraph
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
-from tests.devices.npu import qkv_double
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import Pair, make_pair
@@ -43,10 +40,6 @@ LAYER = (
     "down projection",
 )
 """Tasks of a layer."""
-TRITON = ("norm of q", "norm of k", "RoPE of q and k", "copy of V", "K/V write")
-"""Tasks that one kernel of triton-ascend does."""
-WITH_TRITON = len(LAYER) - len(TRITON) + 1
-
 
 SHAPE = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "taps": (1, 9, 17, 25, 33), "block_size": 16}
 
@@ -54,10 +47,7 @@ SHAPE = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "taps": (1, 9, 17, 2
 HEAD = f"| a step, {LAYERS} + {DRAFT_LAYERS} layers | tasks | launches | graphs | updates | copies | waits |"
 EXPERTS = "experts"
 """A way whose target has experts in all of its layers."""
-KERNEL = "Triton"
-"""A way with triton-ascend, for which tests.devices.npu.qkv_double stands."""
 WAYS = ("plain, eager", "plain, graphs", "DFlash, eager", "DFlash, graphs", "experts, eager", "experts, graphs")
-WAYS += (f"DFlash + {KERNEL}, eager", f"DFlash + {KERNEL}, graphs")
 
 
 def main() -> None:
@@ -75,8 +65,7 @@ def rows(folder: Path, way: str) -> list[str]:
     experts = 8 if way.startswith(EXPERTS) else 0
     pair = make_pair(folder, num_layers=LAYERS, draft_layers=DRAFT_LAYERS, experts=experts, **SHAPE)
     draft = {"draft": None} if way.startswith("plain") else {}
-    kernel = {qkv_double.MODULE: qkv_double.module()} if KERNEL in way else {}
-    with tasks_of_graphs() as tasks, patch.dict(sys.modules, kernel):
+    with tasks_of_graphs() as tasks:
         core = engine(pair, enforce_eager=way.endswith("eager"), **draft)
         greedy = steps(core, 0.0, tasks)
         found = {f"{kind}, greedy": greedy[kind] for kind in greedy if kind == "decode" or way.startswith("DFlash")}
@@ -150,8 +139,7 @@ def one_step(core: EngineCore, tasks: Callable[[], int]) -> dict[str, list[int]]
 
 def around() -> str:
     layers = LAYERS + DRAFT_LAYERS
-    without = f"A layer has {len(LAYER)} tasks, {len(LAYER) * layers} for {layers} layers."
-    return f"{without} With triton-ascend it has {WITH_TRITON}, {WITH_TRITON * layers} for {layers}."
+    return f"A layer has {len(LAYER)} tasks, {len(LAYER) * layers} for {layers} layers."
 
 
 if __name__ == "__main__":

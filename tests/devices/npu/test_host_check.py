@@ -143,12 +143,6 @@ def test_an_operator_or_argument_that_torch_npu_lacks_is_named(monkeypatch: pyte
     assert (found.status, found.found) == ("failed", "torch_npu has no npu_rms_norm(eps), npu_dream")
 
 
-def test_an_operator_of_one_flag_is_named_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(host_check.OPERATORS, "npu_chunk_gated_delta_rule", "query keys")
-    found = host_check.operators()
-    assert found.status == "ok" and found.found.endswith("but for --npu-chunk-prefill")
-
-
 # ---- the backend, its memory and its operators ------------------------------------------------------------------
 
 

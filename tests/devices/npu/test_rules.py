@@ -115,15 +115,6 @@ def clipped() -> dict[str, Any]:
     return {"x": new(3, 64), "interleaved": False}
 
 
-def chunk() -> dict[str, Any]:
-    def unit(*shape: int) -> Tensor:
-        return torch.nn.functional.normalize(normal(*shape).float(), dim=-1).bfloat16().to("npu:0")
-
-    gates = {"beta": new(5, 4), "g": torch.full((5, 4), -0.1, device="npu:0"), "scale": 128**-0.5}
-    states = {"initial_state": new(2, 4, 128, 128), "actual_seq_lengths": ints(3, 2)}
-    return {"query": unit(5, 2, 128), "key": unit(5, 2, 128), "value": new(5, 4, 128), **gates, **states}
-
-
 OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     attention: "npu_fused_infer_attention_score",
     draft_attention: "npu_fused_infer_attention_score",
@@ -140,7 +131,6 @@ OPERATORS: dict[Callable[[], dict[str, Any]], str] = {
     grouped: "npu_grouped_matmul",
     unpermute: "npu_moe_token_unpermute",
     clipped: "npu_clipped_swiglu",
-    chunk: "npu_chunk_gated_delta_rule",
 }
 
 
@@ -251,23 +241,6 @@ WRONG: list[tuple[str, Callable[[], dict[str, Any]], str, Change]] = [
     ("N38", sinks, "sinks in float32", on("learnable_sink", Tensor.float)),
     ("N38", sinks, "a sink for each KV head", with_(learnable_sink=new(2))),
     ("N38", wide_sinks, "sinks of heads of 256", with_()),
-    ("N40", chunk, "keys in float32", on("key", Tensor.float)),
-    ("N40", chunk, "keys that are not normed", on("key", lambda it: 2 * it)),
-    ("N40", chunk, "a state in float32", on("initial_state", Tensor.float)),
-    ("N40", chunk, "a state too few", on("initial_state", lambda it: it[:1])),
-    ("N40", chunk, "a strided state", on("initial_state", lambda it: it.mT)),
-    (
-        "N40",
-        chunk,
-        "heads of 64",
-        lambda call: call.update({n: call[n][..., :64].contiguous() for n in ("query", "key")}),
-    ),
-    ("N40", chunk, "more key heads than value heads", with_(value=new(5, 1, 128))),
-    ("N40", chunk, "lengths of int64", on("actual_seq_lengths", Tensor.long)),
-    ("N40", chunk, "lengths that leave a row out", with_(actual_seq_lengths=ints(3, 1))),
-    ("N40", chunk, "a decay in bfloat16", on("g", Tensor.bfloat16)),
-    ("N40", chunk, "a state that grows", on("g", lambda it: -it)),
-    ("N40", chunk, "no scale", lambda call: call.pop("scale")),
     ("N3", sinks, "more KV than pages", with_(actual_seq_kvlen=[140, 2000])),
     ("N14", sinks, "no scale", lambda call: call.pop("softmax_scale")),
 ]

@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE of lines in two halves, in Triton, for kernels of CUDA and Ascend. A line is one head of a row."""
+"""RMSNorm and RoPE of lines in two halves, in Triton. A line is one head of a row."""
 
 import triton
 import triton.language as tl
