@@ -51,12 +51,14 @@ class ScheduledSequence:
 class Batch:
     """Shares of one step: decoding sequences first, then prefill chunks, each in order of arrival.
 
-    All draft blocks have `block_rows` rows, the anchor included.
+    All draft blocks have `block_rows` rows, the anchor included. `begun` are the requests that are admitted with this
+    step, in which their first rows run.
     """
 
     decodes: list[ScheduledSequence] = field(default_factory=list)
     prefills: list[ScheduledSequence] = field(default_factory=list)
     block_rows: int = 1
+    begun: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> list[ScheduledSequence]:
@@ -81,11 +83,6 @@ class Batch:
     @property
     def num_drafts(self) -> int:
         return sum(rows.num_drafts for rows in self.decodes)
-
-    @property
-    def begun(self) -> list[str]:
-        """Return the ids of requests whose first rows are in the step."""
-        return [rows.seq.request.request_id for rows in self.prefills if rows.start == rows.seq.num_found]
 
     @property
     def has_live_rows(self) -> bool:

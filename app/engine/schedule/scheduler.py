@@ -145,6 +145,7 @@ class Scheduler:
             seq.batch_slot = self._free_batch_slots.pop()
             self._take_state(seq)
             batch.prefills.append(self._chunk(seq, budget))
+            batch.begun.append(seq.request.request_id)
             budget -= batch.prefills[-1].count
         return batch
 

@@ -20,5 +20,6 @@ def check_state_slots(scheduler: Scheduler) -> list[int]:
     assert {slot: digest for digest, slot in states._slot_of.items()} == states._digest_of
     assert set(states._digest_of) | set(held) >= set(frozen), "what no sequence reads can be found"
     assert set(states._slot_of) <= set(pool._page_of), "a checkpoint goes with its page"
+    assert states._spare_owner in (None, *scheduler.running), "the spare slot is given back"
     assert not any(seq.state_slot or seq.next_state_slot or seq.split_slot for seq in scheduler.waiting)
     return owned

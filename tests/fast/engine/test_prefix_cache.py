@@ -307,6 +307,16 @@ def test_requests_over_a_tree_of_prefixes_get_no_wrong_token_and_leave_no_page(
     assert hits > queries / 10 and scheduler.num_preemptions > 0 and aborted
 
 
+@pytest.mark.parametrize("prompt", [[0], list(range(4)) * 5], ids=["too short for a hit", "with a hit"])
+def test_a_request_that_ends_in_its_first_step_has_begun_in_it(folder: Path, prompt: list[int]):
+    core = engine_of(lucky_subject(folder), page_size=4).core
+    for name in ("cold", "warm"):
+        core.add(Request(name, prompt, 1))
+        step = core.step()
+        assert [delta.request_id for delta in step.deltas if delta.finish_reason] == [name]
+        assert step.scheduled == [name]
+
+
 # The engine process
 
 

@@ -21,6 +21,7 @@ from app.engine.load.states import checkpoints_in
 from app.engine.schedule.state_slots import StateSlots
 from app.messages import Request
 from tests.costs import fast_ones
+from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.hybrid_reference import HybridReference
@@ -28,7 +29,7 @@ from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, ma
 from tests.fast.engine.pairs import Pair, make_pair
 from tests.fast.engine.planted import PlannedRun
 from tests.fast.engine.planted import make_engine as make_planted_engine
-from tests.fast.engine.planted_faults import NAN, Run
+from tests.fast.engine.planted_faults import NAN, Planted, Run, names
 from tests.fast.engine.reference import greedy
 from tests.fast.engine.state_books import check_state_slots
 from tests.fast.engine.watched_states import WatchedStates
@@ -120,6 +121,47 @@ def test_a_conversation_hits_up_to_the_last_page_of_the_answer(pair: Pair, refer
     chat.ask(text)
     assert chat.cached == expected
     assert chat.watch.num_checked >= 6
+
+
+@pytest.mark.parametrize("max_tokens", fast_ones(range(4, 10), (5, 6, 7, 8)))
+@pytest.mark.parametrize("speculate", [True, False])
+def test_steps_that_overlap_leave_the_same_checkpoints(
+    pair: Pair, reference: HybridReference, max_tokens: int, speculate: bool
+):
+    """An answer may end at any row of a page."""
+    with device_lengths():
+        engine = engine_of(pair, enforce_eager=False, max_graphs=4)
+    assert engine.core.overlap
+    chat, text = Chat(engine, reference), tokens_of(6)
+    text += chat.ask(text, max_tokens, speculate=speculate)
+    chat.ask((*text, 1))
+    assert chat.cached == [0, (len(text) - 1) // PAGE * PAGE]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_prompt_that_fails_between_its_chunks_gives_the_spare_slot_back(
+    pair: Pair, caching: bool, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engine_of(pair, max_num_batched_tokens=32, prefix_caching=caching, enforce_eager=True)
+    run = Run(engine, [flat_request("bad", tokens_of(60), 9)])
+    run.step()
+    launch = engine.core.launch
+
+    def fails(batch: Any) -> Any:
+        if "bad" in names(batch.rows):
+            raise Planted
+        return launch(batch)
+
+    monkeypatch.setattr(engine.core, "launch", fails)
+    run.step()
+    check_state_slots(engine.core.scheduler)
+    assert list(run.errors()) == ["bad"]
+    run.texts["next"] = []
+    engine.core.add(flat_request("next", tokens_of(59), 9))
+    for _ in range(40):
+        if engine.core.has_work:
+            run.step()
+    assert not engine.core.has_work, "a later prompt waits for ever"
 
 
 @pytest.mark.parametrize("cut", fast_ones(range(BLOCK), (0, 3, BLOCK - 1)))

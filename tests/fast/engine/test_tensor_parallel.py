@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from app.engine.comm import device as comm_device
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.comm.process_group import Meeting, start_process_group
 from app.engine.cpu.backend import CpuBackend
@@ -33,6 +34,7 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.device.factory import make_backend
 from app.engine.device.graph import Graph
 from app.engine.device.moe import MoeConfig
+from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.load import engine as build
@@ -231,15 +233,27 @@ def test_the_choice_of_ranks_is_that_of_one(data: st.DataObject, size: int, own:
         assert right == NOT_FINITE or proposal == right_proposal
 
 
-def test_ids_are_exact_in_a_vocabulary_of_a_quarter_of_a_million():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ids_are_exact_in_a_vocabulary_of_a_quarter_of_a_million(dtype: torch.dtype):
+    """Logits of a GPU are in bfloat16, which holds no such id: ids are exchanged in fp32."""
     own = 128_000
 
     def choose(comm: Comm) -> int:
-        head = torch.zeros(own, 1)
-        head[own - 1] = comm.rank
-        return int(ShardedSampler(2 * own, BACKEND, comm).choose(torch.ones(1, 1), head))
+        head = torch.zeros(own, 1, dtype=dtype)
+        head[own - 2] = comm.rank
+        sampler = ShardedSampler(2 * own, TorchBackend(torch.device("cpu")), comm)
+        return int(sampler.choose(torch.ones(1, 1, dtype=dtype), head))
 
-    assert on_ranks(2, choose) == [2 * own - 1] * 2
+    assert on_ranks(2, choose) == [2 * own - 2] * 2
+
+
+def test_a_device_gathers_into_memory_that_a_captured_graph_may_read_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(comm_device, "start_process_group", lambda *_: None)
+    monkeypatch.setattr(comm_device, "_gather", lambda gathered, x: gathered.copy_(x))
+    comm = comm_device.DeviceComm(Meeting(0, 1, Path("store"), 1), "gloo")
+    first = comm.all_gather(torch.ones(3))
+    second = comm.all_gather(torch.full((2, 4), 2.0))
+    assert first.data_ptr() == second.data_ptr() and second.shape == (1, 2, 4) and (second == 2).all()
 
 
 def test_a_sum_is_added_in_the_order_of_ranks_whatever_is_beside_it():
