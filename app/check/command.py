@@ -1,4 +1,4 @@
-"""`dflash-server check`: start the probes of a device in a process of their own, and print what they find."""
+"""`dflash-server check`: start the probes of a device in a separate process, and print what they find."""
 
 import asyncio
 import json

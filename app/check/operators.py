@@ -1,7 +1,7 @@
-"""Cases of every operator that a backend runs in a step, against PyTorch on the CPU in float32.
+"""The conformance suite of a device: every operator of its backend against PyTorch's on the CPU in float32.
 
-One set serves `check` and both device reports. A relative error is a share of the largest value of the result;
-integers must be equal.
+`check`, the reports and the tests of each device folder run these cases, at sizes of their own. A relative error is a
+share of the largest value of the result; integers must be equal.
 """
 
 from collections import defaultdict
@@ -14,24 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from app.check.probes import Finding, failed, ok
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
 from app.engine.device.moe import ExpertWeights, MoeConfig
+from app.engine.device.probe import Finding, failed, ok
 from app.engine.device.torch import TorchBackend
 from app.engine.load.self_test import TOLERANCE
 from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.gated_delta_net import Recurrence
 from app.engine.models.state_pool import LayerState, SequenceRows
-from app.engine.sampling.sampler import Sampler
 
 EPS = 1e-6
-BF16 = 2.0**-7
-"""Two roundings to eight bits, as a share of the largest value."""
-GUMBEL_TOLERANCE = 1e-4
 NUMBER_BYTES = 2
 FLOAT32_BYTES = 4
 WINDOW = 100
@@ -77,9 +72,18 @@ class Inputs:
         """Return int32 numbers from `low` to below `high`."""
         return self.int32(torch.randint(low, high, shape, generator=self.noise))
 
-    def pages(self, slots: int, page: int, kv_heads: int, dim: int) -> LayerKv:
-        """Return pages of random numbers with room for `slots` rows."""
-        return LayerKv(*(self.normal(-(-slots // page), page, kv_heads, dim) for _ in range(2)))
+    def pages(self, slots: int, page: int, kv_heads: int, dim: int, *, ordered: bool = False) -> LayerKv:
+        """Return pages of random numbers with room for `slots` rows, with K as `ordered` returns it if wished."""
+        k, v = (self.normal(-(-slots // page), page, kv_heads, dim) for _ in range(2))
+        return LayerKv(self.ordered(k) if ordered else k, v)
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """Return x [..., D] with the pairs that RoPE turns where this backend has them."""
+        return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.backend.interleaved_rope else x
+
+    def restored(self, x: Tensor) -> Tensor:
+        """Undo `ordered`, so that results of all backends compare."""
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.backend.interleaved_rope else x
 
     def rotation(self, rows: int, dim: int) -> tuple[Tensor, ...]:
         angles = torch.arange(rows * dim // 2).view(rows, -1) / dim
@@ -117,41 +121,11 @@ class Extent:
     hidden: int = 4096
     intermediate: int = 12288
     experts: MoeConfig = EXPERTS
-    vocab: int = 151936
     num_rows: tuple[int, ...] = (1, 16, 257)
     layers: int = 5
     recurrent: tuple[int, int, int] = (16, 32, 128)
     block: int = 16
     batches: tuple[int, ...] = (16,)
-
-
-def about_pages(rows: Sequence[int], edges: Sequence[int], long: Sequence[int], chunk: int) -> dict[str, Any]:
-    """Return the loads of an Extent: lengths about the edges of pages, long ones, and chunks of prompts."""
-    both_ways = {
-        "about page edges": [(q, max(q, kv)) for kv in edges for q in rows],
-        "long": [(q, kv) for kv in long for q in (1, rows[-1])],
-    }
-    prefill = [(chunk, chunk), (chunk - 1, chunk + 129), (1, 1)]
-    return {"causal": both_ways | {"prefill": prefill}, "both_ways": both_ways}
-
-
-def of_graphs(batches: Sequence[int], block: int, context: int) -> dict[str, Any]:
-    """Return the loads of an Extent: batches as graphs replay them, with padding behind the sequences."""
-    causal: dict[str, Lens] = {}
-    both_ways: dict[str, Lens] = {}
-    for batch in batches:
-        kv_lens = [context - 37 * i % (context // 2 + 1) for i in range(batch)]
-        for width in (1, block):
-            even = [(width, max(width, kv)) for kv in kv_lens]
-            ragged = [(1 + 5 * i % width, max(width, kv)) for i, kv in enumerate(kv_lens)]
-            rest = batch * width - sum(q for q, _ in ragged)
-            name = f"{batch} x {width} rows"
-            causal |= {name: even, f"{name}, and padding": [*even, (0, 0)]}
-            if width > 1:
-                both_ways[name] = even
-                if batch > 1:
-                    causal[f"{name}, ragged, and {rest} of padding"] = [*ragged, (rest, rest)]
-    return {"causal": causal, "both_ways": both_ways}
 
 
 SMALL = Extent(
@@ -160,30 +134,15 @@ SMALL = Extent(
     both_ways={"blocks of 16": [(16, 17), (16, 144)]},
     hidden=256,
     intermediate=512,
-    vocab=1024,
     num_rows=(20,),
     recurrent=(2, 4, 32),
 )
 """Enough for `check` to tell an operator that works from one that does not, in a second."""
-NPU = Extent(
-    heads=((8, 8, 64), (8, 2, 64), (4, 2, 128), (8, 8, 128), (32, 8, 128), (64, 4, 128)),
-    **about_pages(range(1, 17), (16, 127, 128, 129, 255, 256, 257), (4095, 4096, 8193), 512),
-    tolerance=BF16,
-)
-CUDA = Extent(
-    heads=((32, 8, 128),),
-    **of_graphs((1, 32), 16, 1024),
-    page=16,
-    past=float("nan"),
-    num_rows=(1, 16, 32, 512),
-    batches=(1, 32),
-)
-"""One layer of Qwen3-8B and of its draft, at the widths that graphs serve."""
 
 
 def cases(extent: Extent) -> dict[str, list[Case]]:
     """Return the cases of each operator. A shape lists the sizes in the order of the function that makes the inputs."""
-    hidden, inner, vocab, page, block = extent.hidden, extent.intermediate, extent.vocab, extent.page, extent.block
+    hidden, inner, page, block = extent.hidden, extent.intermediate, extent.page, extent.block
     rounding, loose = extent.tolerance, max(extent.tolerance, TOLERANCE)
     row_bytes, weight_bytes = NUMBER_BYTES * hidden, NUMBER_BYTES * hidden * inner
     made: dict[str, list[Case]] = defaultdict(list)
@@ -211,7 +170,6 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         add("gated_mlp", _gated_mlp, n, hidden, inner, tolerance=loose, moved=3 * weight_bytes)
         moe = partial(_moe, moe=extent.experts)
         add("moe", moe, n, hidden, tolerance=loose)
-        add("argmax", _argmax, n, vocab)
         for _, kv, d in extent.heads:
             add("write_kv", _write_kv, n, kv, d, page)
         for h, d in sorted({(heads, dim) for heads, _, dim in extent.heads}):
@@ -230,10 +188,6 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         moved = 2 * FLOAT32_BYTES * batch * heads * dim * dim
         for width in (1, block):
             add("commit_and_verify", _commit_and_verify, batch, width, *extent.recurrent, tolerance=loose, moved=moved)
-    add("noise_bits", _noise_bits, 16, vocab)
-    add("gumbel", _gumbel, 16, vocab, tolerance=GUMBEL_TOLERANCE)
-    for name, operator in INTEGERS.items():
-        made["integers"].append(Case(name, operator))
     return dict(made)
 
 
@@ -305,16 +259,8 @@ def _add_rms_norm(at: Inputs, rows: int, hidden: int) -> Call:
 
 
 def _rope(at: Inputs, rows: int, heads: int, dim: int) -> Call:
-    """Turn the same pairs of numbers in every layout."""
-    rotation, is_interleaved = at.rotation(rows, dim), at.backend.interleaved_rope
-    halves = at.normal(rows, heads, 2, dim // 2)
-    x = (halves.transpose(2, 3) if is_interleaved else halves).flatten(2)
-
-    def call() -> Tensor:
-        turned = at.backend.rope(x, rotation)
-        return turned.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2) if is_interleaved else turned
-
-    return call
+    rotation, x = at.rotation(rows, dim), at.ordered(at.normal(rows, heads, dim))
+    return lambda: at.restored(at.backend.rope(x, rotation))
 
 
 def _gated_mlp(at: Inputs, rows: int, hidden: int, inner: int) -> Call:
@@ -342,39 +288,29 @@ def _linear(at: Inputs, rows: int, hidden: int, width: int) -> Call:
 
 
 def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, page: int) -> Call:
-    qkv = at.normal(rows, heads + 2 * kv_heads, dim)
-    norms = at.normal(dim), at.normal(dim)
-    kv, slots = at.pages(rows, page, kv_heads, dim), at.scattered(rows, rows)
+    qk, v = at.normal(rows, heads + kv_heads, dim), at.normal(rows, kv_heads, dim)
+    qkv, norms = torch.cat((at.ordered(qk), v), dim=1), (at.ordered(at.normal(dim)), at.ordered(at.normal(dim)))
+    kv, slots = at.pages(rows, page, kv_heads, dim, ordered=True), at.scattered(rows, rows)
     rotation = at.rotation(rows, dim)
-    return lambda: (at.backend.qkv_into_kv(qkv, *norms, EPS, rotation, kv, slots), kv.k, kv.v)
-
-
-def _context_into_kv(at: Inputs, rows: int, layers: int, kv_heads: int, dim: int, page: int) -> Call:
-    context, norm = at.normal(rows, layers, 2, kv_heads, dim), at.normal(layers, dim)
-    kv, slots = at.pages(rows * layers, page, kv_heads, dim), at.scattered(rows * layers, rows * layers)
-    rotation, ones = at.rotation(rows, dim), torch.ones_like(norm[0])
 
     def call() -> tuple[Tensor, ...]:
-        at.backend.context_into_kv(context, norm, ones, EPS, rotation, kv, slots)
-        return kv.k, kv.v
+        q = at.backend.qkv_into_kv(qkv, *norms, EPS, rotation, kv, slots)
+        return at.restored(q), at.restored(kv.k), kv.v
 
     return call
 
 
-def _noise_bits(at: Inputs, rows: int, vocab: int) -> Call:
-    sampler, states = Sampler(vocab, at.backend), at.integers(-(1 << 31), 1 << 31, rows)
-    return lambda: sampler.noise_bits(states)
+def _context_into_kv(at: Inputs, rows: int, layers: int, kv_heads: int, dim: int, page: int) -> Call:
+    k, v = at.normal(rows, layers, kv_heads, dim), at.normal(rows, layers, kv_heads, dim)
+    context, norm = torch.stack((at.ordered(k), v), dim=2), at.ordered(at.normal(layers, dim))
+    kv, slots = at.pages(rows * layers, page, kv_heads, dim, ordered=True), at.scattered(rows * layers, rows * layers)
+    rotation, ones = at.rotation(rows, dim), torch.ones_like(norm[0])
 
+    def call() -> tuple[Tensor, ...]:
+        at.backend.context_into_kv(context, norm, ones, EPS, rotation, kv, slots)
+        return at.restored(kv.k), kv.v
 
-def _gumbel(at: Inputs, rows: int, vocab: int) -> Call:
-    sampler, states = Sampler(vocab, at.backend), at.integers(-(1 << 31), 1 << 31, rows)
-    return lambda: sampler.gumbel(states)
-
-
-def _argmax(at: Inputs, rows: int, vocab: int) -> Call:
-    """Draw from a few distinct values, so that the largest occurs many times; the lowest id must win."""
-    logits = at.put(at.integers(0, 8, rows, vocab).float())
-    return lambda: logits.argmax(dim=-1)
+    return call
 
 
 def _embed_blocks(at: Inputs, batch: int, block: int, hidden: int) -> Call:
@@ -392,18 +328,20 @@ def _positions(at: Inputs, batch: int, block: int, page: int) -> Call:
 
 
 def _verify(at: Inputs, batch: int, block: int) -> Call:
-    """Propose drafts of which about two thirds are the target's own."""
+    """Propose drafts of which about half are the target's own. Some choices are -1 (`NOT_FINITE`)."""
     num_drafts = at.integers(0, block, batch)
     counts = num_drafts.cpu() + 1
     first = at.int32(counts.cumsum(0) - counts)
-    choices, drafts = at.integers(0, 3, batch * block).long(), at.integers(0, 2, batch, block - 1)
+    choices, drafts = at.integers(-1, 3, batch * block).long(), at.integers(0, 2, batch, block - 1)
     order = at.scattered(batch, batch)
     return lambda: at.backend.verify(choices, drafts, first, num_drafts, order)
 
 
 def _advance(at: Inputs, batch: int, block: int) -> Call:
-    """Advance copies, so that a call may be repeated."""
-    verified, prev_row = at.integers(0, block, batch, block + 1).long(), at.scattered(batch, batch)
+    """Advance copies, so that a call may be repeated. Every third sequence was not in the previous step."""
+    verified, prev_row = at.integers(-1, block, batch, block + 1).long(), at.scattered(batch, batch)
+    verified[:, -1].clamp_(min=0)
+    prev_row[2::3] = -1
     rows, anchors = at.integers(0, 999, batch * block), at.int32([block * i for i in range(batch)])
     offsets, seq_lens = at.integers(0, 999, batch), at.integers(0, 999, batch)
 
@@ -443,34 +381,6 @@ def _commit_and_verify(at: Inputs, batch: int, width: int, k_heads: int, v_heads
         return o, memory.matrix, memory.conv, memory.num_tokens, pending
 
     return call
-
-
-def _first_wrong(at: Inputs) -> Call:
-    agree, column = at.integers(0, 8, 16, 15) > 0, torch.arange(15, device=at.backend.device)
-    return lambda: torch.where(agree, 15, column).amin(dim=1, keepdim=True)
-
-
-def _take(at: Inputs) -> Call:
-    table, rows, columns = at.integers(0, 999, 16, 8), at.integers(0, 16, 64), at.integers(0, 8, 64)
-    return lambda: (table[rows], table[rows, columns])
-
-
-def _put(at: Inputs) -> Call:
-    table, place, values = at.integers(0, 999, 64), at.scattered(16, 64), at.integers(0, 999, 16)
-    return lambda: table.index_put_((place,), values)
-
-
-def _embedding(at: Inputs) -> Call:
-    ids, table = at.integers(0, 999, 16), at.normal(999, 64)
-    return lambda: F.embedding(ids, table)
-
-
-INTEGERS = {
-    "the first that is wrong": _first_wrong,
-    "take by int32 index": _take,
-    "put by int32 index": _put,
-    "embedding": _embedding,
-}
 
 
 @torch.inference_mode()

@@ -1,77 +1,35 @@
-"""Probes of a device and of the host that it is in: `python -m app.check.probes DEVICE [RANKS]`, started by
-`check`.
+"""Probes of a device and its host: `python -m app.check.probes DEVICE [RANKS]`, which `check` starts.
 
 The process writes the names of all probes to stdout as one line of JSON. A line follows for each probe in turn:
 `{"name", "status", "found", "hint"}`. DEVICE is one that the settings know. Output of libraries goes to stderr.
 """
 
 import importlib
-import importlib.util
 import json
 import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from app.engine.device.probe import Finding, Probe, failed, ok, warning
 from app.engine.npu.error_codes import explain
 
 if TYPE_CHECKING:
     from app.engine.device.base import Backend
 
 OPERATORS = (
-    "causal_attention",
-    "bidirectional_attention",
-    "sliding_attention",
-    "write_kv",
-    "rms_norm",
-    "add_rms_norm",
-    "rope",
-    "gated_mlp",
-    "moe",
-)
+    "causal_attention bidirectional_attention sliding_attention write_kv rms_norm add_rms_norm rope linear gated_mlp "
+    "moe qkv_into_kv context_into_kv commit_and_verify embed_blocks positions_and_slots verify advance_by_accepted"
+).split()
+"""Names of the cases in app/check/operators.py, which imports torch."""
 MEMORY_SHARE = 0.9
 """The default of --memory-utilization."""
 GIB = 1 << 30
 RANKS_SECONDS = 240.0
 """Time for all ranks to meet and add up, less than a probe has."""
-
-Status = Literal["ok", "warning", "failed", "not tried"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Result of a probe in one line, and in `hint` what to do about a warning or a failure."""
-
-    status: Status
-    found: str
-    hint: str = ""
-
-
-def ok(found: str) -> Finding:
-    return Finding("ok", found)
-
-
-def warning(found: str, hint: str) -> Finding:
-    return Finding("warning", found, hint)
-
-
-def failed(found: str, hint: str) -> Finding:
-    return Finding("failed", found, hint)
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One question. It is not tried if a probe named in `needs` failed; `without` then says what is missing."""
-
-    name: str
-    ask: Callable[[], Finding]
-    needs: tuple[str, ...] = ()
-    without: str = ""
 
 
 def main() -> int:
@@ -111,14 +69,7 @@ def probes(device: str, ranks: int = 1) -> list[Probe]:
     """
     settled = _settle(device)
     kind = settled.partition(":")[0]
-    host: list[Probe] = []
-    if kind == "npu":
-        host = importlib.import_module("app.check.npu_host").probes(settled)
-    elif kind == "cuda":
-        host = [
-            Probe("devices", partial(gpus, settled), ("torch",), "there is no such device"),
-            Probe("compiler", compiler, ("torch",), "Triton cannot compile a launcher"),
-        ]
+    host = [] if kind == "cpu" else importlib.import_module(f"app.engine.{kind}.host_probes").probes(settled)
     opened = cache(lambda: _open(settled))
     return [
         *([Probe("device", lambda: ok(f"auto is {settled} here"))] if device == "auto" else []),
@@ -147,38 +98,6 @@ def torch_build(kind: str) -> Finding:
     if kind == "cuda" and not torch.version.cuda:
         return failed(f"{found}: it knows no GPUs", f"pip install torch=={base} from PyPI, which is a CUDA build")
     return ok(found)
-
-
-def gpus(device: str) -> Finding:
-    import torch
-
-    count, index = torch.cuda.device_count(), int(device.partition(":")[2] or 0)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = f"{count} visible" + ("" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}")
-    if index >= count:
-        return failed(
-            f"{device} is not among them: {found}",
-            f"visible devices are counted from 0: cuda:0 to cuda:{count - 1}"
-            if count
-            else "`nvidia-smi` must list a GPU, and its driver must be recent enough for this torch",
-        )
-    return ok(f"{found}; {device} is {torch.cuda.get_device_name(index)}")
-
-
-def compiler() -> Finding:
-    """Find what Triton compiles a launcher with when a kernel is first launched: a C compiler, and Python.h."""
-    if not importlib.util.find_spec("triton"):
-        return warning("Triton is not installed: operators are PyTorch's, without graphs", "pip install triton")
-    found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang"))), None)
-    if found is None or not shutil.which(found):
-        return failed(
-            "there is no C compiler" if found is None else f"CC={found} is not there",
-            "install gcc (Debian and Ubuntu: apt-get install gcc libc6-dev), or name another compiler in CC",
-        )
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.is_file():
-        return failed(f"{found}, but no {header}", "install Python's headers (Debian and Ubuntu: python3-dev)")
-    return ok(f"{found}, {header}")
 
 
 def backend(opened: "Backend") -> Finding:

@@ -10,14 +10,15 @@ from math import inf
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from app.check.operators import CUDA, Attention, Extent, Inputs, Lens, Paged
-from app.check.timing import Timer, timer
+from app.check.operators import Attention, Extent, Inputs, Lens, Paged
 from app.engine.cuda.attention import MAX_SPLITS, Geometry, paged_attention
 from app.engine.device.base import AttentionMask, Backend
 from app.engine.device.factory import make_backend
 from tools.lab import expected
 from tools.report.command import Options
+from tools.report.operators import CUDA
 from tools.report.part import Part, Result, describe
+from tools.report.timing import Timer, timer
 
 PROMPTS = [[(512, 512)] * 4, [(2048, 2048)], [(2048, 8192)]]
 """Query rows and KV tokens of the prompts of a step."""

@@ -6,7 +6,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from app.check.timing import Timer, timer
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 from app.engine.dflash.config import DFlashConfig
@@ -18,6 +17,7 @@ from tools.lab.stages import traced
 from tools.report.command import Options
 from tools.report.part import Part, Result
 from tools.report.roofline import H200, NUMBER_BYTES
+from tools.report.timing import Timer, timer
 
 ROWS = (1, 16, 32, 64, 128, 192, 256, 384, 512)
 ROTATED = 300e6

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from app.check.timing import Timer, timer
 from app.engine.cuda.launch import chain, wait_if_chained
 from app.engine.device.base import Backend
 from tools.lab import expected
 from tools.report.part import Result
+from tools.report.timing import Timer, timer
 
 KERNELS = 50
 """Kernels of a timed call. A graph has twenty calls."""

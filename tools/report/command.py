@@ -17,6 +17,7 @@ from typing import Any
 from app.check import probes
 from app.config.error import ConfigError
 from app.config.parser import Parser
+from app.engine.cuda import host_probes
 from tools.report import runner
 from tools.report.sections import SECTIONS
 from tools.report.triton_cache import own_cache
@@ -148,7 +149,7 @@ def check_gpu(options: Options) -> None:
     """Raise ConfigError if no report on a GPU can be made here. It opens no device."""
     import torch
 
-    torch_build, triton = probes.torch_build("cuda"), probes.compiler()
+    torch_build, triton = probes.torch_build("cuda"), host_probes.compiler()
     if torch_build.status == "failed":
         found, hint = torch_build.found, torch_build.hint
     elif not torch.cuda.is_available():

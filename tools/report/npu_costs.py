@@ -13,12 +13,12 @@ import torch_npu
 from torch import Tensor
 
 from app.check.operators import Attention, Call, Inputs, Lens, Paged, difference
-from app.check.timing import seconds_each
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
 from app.engine.device.factory import make_backend
 from tools.report.command import Options
 from tools.report.npu_questions import FULL, PAGE, planned
 from tools.report.part import Part, Result, describe
+from tools.report.timing import seconds_each
 
 EPS = 1e-6
 PUBLISHED = {"PIECEWISE": 1249, "FULL_DECODE_ONLY": 1348}

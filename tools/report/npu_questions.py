@@ -20,17 +20,17 @@ import numpy as np
 import torch
 import torch_npu
 
-from app.check import npu_host
 from app.check.operators import TOLERANCE, Attention, Call, Inputs, Lens, Operator, Paged, difference
-from app.check.timing import seconds_each
 from app.engine.device.base import AttentionMask, Backend, LayerKv
 from app.engine.device.factory import make_backend
+from app.engine.npu import host_probes
 from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
 from tools.report.command import Options
 from tools.report.engine import demo_engine
 from tools.report.part import Part, Result, describe
 from tools.report.roofline import chip_name
+from tools.report.timing import seconds_each
 
 if TYPE_CHECKING:
     from app.engine.npu.graph import AttentionPlan
@@ -114,8 +114,8 @@ def combination(backend: Backend, extent: Extent) -> Result:
         "chip": chip_name(backend),
         "torch": importlib.metadata.version("torch"),
         "torch_npu": importlib.metadata.version("torch_npu"),
-        "CANN": npu_host.cann_version(os.environ) or "unknown",
-        "driver": npu_host.driver_version(Path("/")) or "unknown",
+        "CANN": host_probes.cann_version(os.environ) or "unknown",
+        "driver": host_probes.driver_version(Path("/")) or "unknown",
         "Python": platform.python_version(),
         "machine": platform.machine(),
     }

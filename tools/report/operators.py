@@ -2,25 +2,131 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from app.check import operators
-from app.check.operators import Case
-from app.check.timing import Seconds, Timer, timer
+from app.check.operators import Call, Case, Extent, Inputs, Lens
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
+from app.engine.sampling.sampler import Sampler
 from tools.report.command import Options
 from tools.report.part import Part, Result, describe
 from tools.report.roofline import Chip, chip_of
+from tools.report.timing import Seconds, Timer, timer
 
-EXTENTS = {"npu": operators.NPU, "cuda": operators.CUDA}
+BF16 = 2.0**-7
+"""Two roundings to eight bits, as a share of the largest value."""
+GUMBEL_TOLERANCE = 1e-4
+VOCAB = 151936
+
+
+def about_pages(rows: Sequence[int], edges: Sequence[int], long: Sequence[int], chunk: int) -> dict[str, Any]:
+    """Return the loads of an Extent: lengths about the edges of pages, long ones, and chunks of prompts."""
+    both_ways = {
+        "about page edges": [(q, max(q, kv)) for kv in edges for q in rows],
+        "long": [(q, kv) for kv in long for q in (1, rows[-1])],
+    }
+    prefill = [(chunk, chunk), (chunk - 1, chunk + 129), (1, 1)]
+    return {"causal": both_ways | {"prefill": prefill}, "both_ways": both_ways}
+
+
+def of_graphs(batches: Sequence[int], block: int, context: int) -> dict[str, Any]:
+    """Return the loads of an Extent: batches as graphs replay them, with padding behind the sequences."""
+    causal: dict[str, Lens] = {}
+    both_ways: dict[str, Lens] = {}
+    for batch in batches:
+        kv_lens = [context - 37 * i % (context // 2 + 1) for i in range(batch)]
+        for width in (1, block):
+            even = [(width, max(width, kv)) for kv in kv_lens]
+            ragged = [(1 + 5 * i % width, max(width, kv)) for i, kv in enumerate(kv_lens)]
+            rest = batch * width - sum(q for q, _ in ragged)
+            name = f"{batch} x {width} rows"
+            causal |= {name: even, f"{name}, and padding": [*even, (0, 0)]}
+            if width > 1:
+                both_ways[name] = even
+                if batch > 1:
+                    causal[f"{name}, ragged, and {rest} of padding"] = [*ragged, (rest, rest)]
+    return {"causal": causal, "both_ways": both_ways}
+
+
+NPU = Extent(
+    heads=((8, 8, 64), (8, 2, 64), (4, 2, 128), (8, 8, 128), (32, 8, 128), (64, 4, 128)),
+    **about_pages(range(1, 17), (16, 127, 128, 129, 255, 256, 257), (4095, 4096, 8193), 512),
+    tolerance=BF16,
+)
+CUDA = Extent(
+    heads=((32, 8, 128),),
+    **of_graphs((1, 32), 16, 1024),
+    page=16,
+    past=float("nan"),
+    num_rows=(1, 16, 32, 512),
+    batches=(1, 32),
+)
+"""One layer of Qwen3-8B and of its draft, at the widths that graphs serve."""
+EXTENTS = {"npu": NPU, "cuda": CUDA}
+
+
+def _noise_bits(at: Inputs, rows: int, vocab: int) -> Call:
+    sampler, states = Sampler(vocab, at.backend), at.integers(-(1 << 31), 1 << 31, rows)
+    return lambda: sampler.noise_bits(states)
+
+
+def _gumbel(at: Inputs, rows: int, vocab: int) -> Call:
+    sampler, states = Sampler(vocab, at.backend), at.integers(-(1 << 31), 1 << 31, rows)
+    return lambda: sampler.gumbel(states)
+
+
+def _argmax(at: Inputs, rows: int, vocab: int) -> Call:
+    """Draw from a few distinct values, so that the largest occurs many times; the lowest id must win."""
+    logits = at.put(at.integers(0, 8, rows, vocab).float())
+    return lambda: logits.argmax(dim=-1)
+
+
+def _first_wrong(at: Inputs) -> Call:
+    agree, column = at.integers(0, 8, 16, 15) > 0, torch.arange(15, device=at.backend.device)
+    return lambda: torch.where(agree, 15, column).amin(dim=1, keepdim=True)
+
+
+def _take(at: Inputs) -> Call:
+    table, rows, columns = at.integers(0, 999, 16, 8), at.integers(0, 16, 64), at.integers(0, 8, 64)
+    return lambda: (table[rows], table[rows, columns])
+
+
+def _put(at: Inputs) -> Call:
+    table, place, values = at.integers(0, 999, 64), at.scattered(16, 64), at.integers(0, 999, 16)
+    return lambda: table.index_put_((place,), values)
+
+
+def _embedding(at: Inputs) -> Call:
+    ids, table = at.integers(0, 999, 16), at.normal(999, 64)
+    return lambda: F.embedding(ids, table)
+
+
+INTEGERS = {
+    "the first that is wrong": _first_wrong,
+    "take by int32 index": _take,
+    "put by int32 index": _put,
+    "embedding": _embedding,
+}
+
+
+def of_torch(vocab: int) -> dict[str, list[Case]]:
+    """Return cases of what the engine asks of PyTorch itself, which a device may get wrong as well."""
+    return {
+        "argmax": [Case(str([rows, vocab]), partial(_argmax, rows=rows, vocab=vocab)) for rows in (1, 16, 257)],
+        "noise_bits": [Case(str([16, vocab]), partial(_noise_bits, rows=16, vocab=vocab))],
+        "gumbel": [Case(str([16, vocab]), partial(_gumbel, rows=16, vocab=vocab), GUMBEL_TOLERANCE)],
+        "integers": [Case(name, operator) for name, operator in INTEGERS.items()],
+    }
 
 
 def parts(options: Options, ends: float) -> list[Part]:
     """Return a part for each operator; on a GPU, which outlives most errors, for each case."""
     extent, opened = EXTENTS[options.kind], partial(make_backend, options.device)
-    return parts_of(operators.cases(extent), extent.past, opened, each_case=options.kind == "cuda")
+    return parts_of(operators.cases(extent) | of_torch(VOCAB), extent.past, opened, each_case=options.kind == "cuda")
 
 
 def parts_of(

@@ -1,17 +1,31 @@
-"""Collectives between the devices of this host: how long a sum takes, eagerly and in a graph, and the order in which it
-is added."""
+"""Sums between the devices of this host: how long one takes, eagerly and in a graph, and the order of its additions.
 
+Each rank is a process: `python -m tools.report.ranks DEVICE SIZE RANK STORE SECONDS`, see app/check/collectives.py.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from app.check import collectives
+from app.check.collectives import HIDDEN, Case, case_of, own_rows, seconds_each
+from app.engine.comm.comm import Comm
+from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
 from tools.report.command import Options
 from tools.report.part import Part, Result
 
+COMMAND = (sys.executable, "-P", "-m", "tools.report.ranks")
 SIZES = (2, 4, 8)
 SECONDS = {"npu": 600.0, "cuda": 60.0}
 """Time for all sums of one number of ranks. Communicators of a first run on NPUs take a minute."""
+CALLS = 20
+"""Sums in a graph that is timed, as in ten layers."""
 
 
 def parts(options: Options, ends: float) -> list[Part]:
@@ -24,13 +38,72 @@ def summed(options: Options, size: int) -> Result:
         make_backend(options.device).check_ranks(size)
     except UnsupportedError as error:
         return {"found": f"not measured: {error}"}
-    cases = collectives.measured(options.device, size, SECONDS[options.kind])
+    cases = collectives.measured(options.device, size, SECONDS[options.kind], COMMAND)
     first, last = cases[0], cases[-1]
     bits = "depend" if not all(case["same_bits_alone"] for case in cases) else "do not depend"
     passed = [case.pop("passed") for case in cases]
     return {
         "found": f"a sum of {first['rows']} row takes {first['eager_us']:.4g} us, of {last['rows']} rows "
-        f"{last['eager_us']:.4g} us; the bits of a row {bits} on the rows beside it",
+        f"{last['eager_us']:.4g} us; the bits of a row {bits} on the other rows",
         "passed": all(passed),
         "cases": cases,
     }
+
+
+@torch.inference_mode()
+def measure(backend: Backend, comm: Comm, rows: Sequence[int], hidden: int = HIDDEN) -> list[Case]:
+    """Return the cases of `check`, with what the bits of a sum depend on, and its time in a graph."""
+    own = own_rows(backend, comm, max(rows), hidden)
+    alone = comm.all_reduce(own[:1].clone()).clone()
+    return [
+        case_of(backend, comm, own[:count].clone()) | _bits(backend, comm, own[:count].clone(), alone) for count in rows
+    ]
+
+
+def _bits(backend: Backend, comm: Comm, own: Tensor, alone: Tensor) -> Case:
+    """Say whether the bits of the sum of all ranks' `own` [R, H] depend on anything but its numbers.
+
+    `alone` [1, H] is the sum of the first rows only.
+    """
+    parts = comm.all_gather(own).clone()
+    in_order = parts[0].clone()
+    for part in parts[1:]:
+        in_order += part
+    total = comm.all_reduce(own.clone()).clone()
+    again = [comm.all_reduce(own.clone()).clone() for _ in range(3)]
+    of_ranks = comm.all_gather(total).clone()
+    graph = _from_a_graph(backend, comm, parts[comm.rank])
+    return {
+        "captured_us": graph and 1e6 * graph[0],
+        "same_bits_again": all(torch.equal(total, other) for other in again),
+        "same_bits_captured": graph and torch.equal(total, graph[1]),
+        "same_bits_alone": torch.equal(total[:1], alone),
+        "same_bits_on_all_ranks": all(torch.equal(total, other) for other in of_ranks),
+        "added_in_order_of_ranks": torch.equal(total, in_order),
+    }
+
+
+def _from_a_graph(backend: Backend, comm: Comm, own: Tensor) -> tuple[float, Tensor] | None:
+    """Return seconds of a sum among CALLS in a graph, and the sum itself, or None for a device without graphs."""
+    if not backend.captures:
+        return None
+    place = own.clone()
+
+    def first() -> tuple[Tensor, ...]:
+        place.copy_(own)
+        return (comm.all_reduce(place),)
+
+    def many() -> tuple[Tensor, ...]:
+        for _ in range(CALLS):
+            comm.all_reduce(place)
+        return ()
+
+    graph = backend.capture(first, [])
+    graph.replay()
+    total = graph.outputs[0].clone()
+    timed = backend.capture(many, [])
+    return seconds_each(backend, timed.replay, calls=1, repeats=10) / CALLS, total
+
+
+if __name__ == "__main__":
+    os._exit(collectives.main(sys.argv[1:], measure))  # the interpreter's own exit may wait for ever

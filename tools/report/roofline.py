@@ -7,11 +7,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from app.check.timing import Timer, timer
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 from tools.report.command import Options
 from tools.report.part import Part, Result
+from tools.report.timing import Timer, timer
 
 NUMBER_BYTES = 2
 """Bytes of a weight, and of a number in KV, in bfloat16."""

@@ -1,1 +1,1 @@
-"""Ascend backend. Apart from `app/check` no other folder imports torch_npu."""
+"""Ascend backend. No other folder imports torch_npu."""

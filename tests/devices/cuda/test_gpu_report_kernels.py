@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.cuda._utils import _get_device_index as index_of
 
 from app.check import operators
-from app.check.operators import Extent, of_graphs
+from app.check.operators import Extent
 from app.engine.cuda import gated_delta, rows
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.products import Product
@@ -22,7 +22,7 @@ from app.engine.device.gated_delta import GatedDeltaStep
 from tools.lab import cuda_attention, turns
 from tools.report import command, roofline
 from tools.report import section as report_section
-from tools.report.operators import compared, parts_of
+from tools.report.operators import CUDA, compared, of_graphs, of_torch, parts_of
 from tools.report.part import Result
 from tools.report.roofline import Chip
 
@@ -35,7 +35,6 @@ SIZES = Extent(
     past=float("nan"),
     hidden=32,
     intermediate=48,
-    vocab=300,
     num_rows=(1, 2, 4, 8),
     layers=2,
     recurrent=(2, 4, 8),
@@ -104,7 +103,7 @@ def test_what_the_device_gives_is_timed(backend: CudaBackend) -> None:
 
 def all_checked(backend: CudaBackend) -> dict[str, list[Result]]:
     """The rows of each operator."""
-    cases = operators.cases(SIZES)
+    cases = operators.cases(SIZES) | of_torch(vocab=300)
     return {name: compared(backend, group, SIZES.past)["cases"] for name, group in cases.items()}
 
 
@@ -157,14 +156,14 @@ def test_each_case_is_a_part_so_that_one_that_breaks_takes_no_other_along(backen
 
 def test_attention_is_checked_in_the_shapes_that_graphs_replay() -> None:
     """32 sequences and padding, of whole blocks and of ragged ones, at the widths that serving has."""
-    causal = [[q for q, _ in lens] for lens in operators.CUDA.causal.values()]
+    causal = [[q for q, _ in lens] for lens in CUDA.causal.values()]
     for whole in ([1] * 32 + [0], [16] * 32 + [0]):
         assert whole in causal
     (ragged,) = [query_lens for query_lens in causal if len(set(query_lens)) > 2]
     assert len(ragged) == 33 and sum(ragged) == 512 and max(ragged[:-1]) == 16
-    both_ways = [[q for q, _ in lens] for lens in operators.CUDA.both_ways.values()]
+    both_ways = [[q for q, _ in lens] for lens in CUDA.both_ways.values()]
     assert both_ways == [[16], [16] * 32]
-    every = [*operators.CUDA.causal.values(), *operators.CUDA.both_ways.values()]
+    every = [*CUDA.causal.values(), *CUDA.both_ways.values()]
     assert all(q <= kv for lens in every for q, kv in lens if kv)
 
 

@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 
 from app import demo
-from app.check import operators as check_operators
-from app.check import timing
-from app.check.operators import of_graphs
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device import accelerator
 from app.engine.device.graph import Graph, RerunGraph
@@ -28,7 +25,7 @@ from app.engine.load import time_steps
 from tests.fast.engine.pairs import make_pair
 from tools.lab import cuda_attention, equality, expected, gemms, kernels, launch_gap, random_weights, speeds, turns
 from tools.lab.random_weights import TARGETS
-from tools.report import command, engine, operators, page, ranks, roofline, runner, section, step
+from tools.report import command, engine, operators, page, ranks, roofline, runner, section, step, timing
 from tools.report.sections import SECTIONS
 
 torch.set_num_threads(1)
@@ -44,13 +41,12 @@ MODEL: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
     "max_position_embeddings": 128,
 }
 SIZES = replace(
-    check_operators.CUDA,
+    operators.CUDA,
     heads=((2, 1, 16),),
-    **of_graphs((2,), 4, 20),
+    **operators.of_graphs((2,), 4, 20),
     hidden=32,
     intermediate=48,
     experts=MoeConfig(4, 2, intermediate_size=32, norm_topk_prob=True),
-    vocab=131,
     num_rows=(2,),
     layers=2,
     recurrent=(2, 2, 8),

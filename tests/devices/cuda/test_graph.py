@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.cuda._utils import _get_device_index as index_of
 
-from app.check.timing import CALLS, seconds_in_a_graph
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.device import factory
 from app.engine.device.factory import make_backend
 from app.engine.device.graph import RerunGraph
+from tools.report.timing import CALLS, seconds_in_a_graph
 
 CPU = torch.device("cpu")
 

@@ -1,13 +1,14 @@
-"""A rank of `app.check.collectives` on the null device: `python -m tests.devices.npu.hccl_collectives DEVICE ...`."""
+"""A rank of `tools.report.ranks` on the null device: `python -m tests.devices.npu.hccl_collectives DEVICE ...`."""
 
 import os
 import sys
 
 from app.check import collectives
 from tests.devices.npu.numerics import Numerics
+from tools.report import ranks
 
 if __name__ == "__main__":
-    collectives.ROWS, collectives.CALLS = (1, 16), 2
+    collectives.ROWS, ranks.CALLS = (1, 16), 2
     with Numerics():
-        code = collectives.main(sys.argv[1:])
+        code = collectives.main(sys.argv[1:], ranks.measure)
     os._exit(code)

@@ -77,7 +77,7 @@ def test_both_ranks_verify_alike_and_make_the_same_collectives(
     }
 
 
-def test_the_doctor_adds_up_eagerly_and_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_adds_up_eagerly_and_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_STUB_DEVICES", "2")
     command = (sys.executable, "-m", "tests.devices.npu.hccl_collectives")
     cases = collectives.measured("npu:0", 2, 240.0, command)

@@ -21,7 +21,7 @@ CASE = {"rows": 1, "eager_us": 5.0, "passed": True, "same_bits_alone": True}
 
 def test_a_sum_in_the_order_of_ranks_is_right_and_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "seconds_each", lambda backend, run, **_: 1e-6)
-    for cases in on_ranks(3, lambda comm: collectives.measure(BACKEND, comm, (1, 5), 16)):
+    for cases in on_ranks(3, lambda comm: report_ranks.measure(BACKEND, comm, (1, 5), 16)):
         assert [case["rows"] for case in cases] == [1, 5] and [case["eager_us"] for case in cases] == [1.0, 1.0]
         kinds = ("passed", "same_bits_again", "same_bits_alone", "same_bits_on_all_ranks", "added_in_order_of_ranks")
         assert all(case[kind] for case in cases for kind in kinds)
@@ -45,7 +45,7 @@ def test_a_sum_that_is_not_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str, w
         return wrong(comm, add(comm, x))
 
     monkeypatch.setattr(ThreadComm, "all_reduce", changed)
-    cases = on_ranks(2, lambda comm: collectives.measure(BACKEND, comm, (1, 5), 16))[0]
+    cases = on_ranks(2, lambda comm: report_ranks.measure(BACKEND, comm, (1, 5), 16))[0]
     assert not cases[1][kind]
 
 
@@ -90,13 +90,13 @@ def test_a_report_says_so_where_there_are_too_few_devices(monkeypatch: pytest.Mo
     monkeypatch.setattr(BACKEND, "check_ranks", check_ranks)
     monkeypatch.setattr(collectives, "measured", lambda *_: [dict(CASE), CASE | {"rows": 16, "same_bits_alone": False}])
     two, four, eight = (part.run() for part in report_ranks.parts(Options("cuda"), 60.0))
-    assert "the bits of a row depend on the rows beside it" in two["found"] and two["passed"]
+    assert "the bits of a row depend on the other rows" in two["found"] and two["passed"]
     assert four["found"] == eight["found"] == "not measured: 2 are visible"
 
 
 @pytest.mark.exhaustive
 def test_two_processes_add_up_over_gloo() -> None:
-    cases = collectives.measured("cpu", 2, 1500.0)
+    cases = collectives.measured("cpu", 2, 1500.0, report_ranks.COMMAND)
     assert [case["rows"] for case in cases] == list(collectives.FEW_ROWS)
     assert all(case["passed"] and case["same_bits_alone"] and case["added_in_order_of_ranks"] for case in cases)
     assert json.dumps(cases)

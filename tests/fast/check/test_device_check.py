@@ -14,10 +14,11 @@ import pytest
 
 from app import cli
 from app.check import command as check_command
-from app.check import npu_host as host_check
-from app.check import operators, probes
-from app.check.probes import Finding, Probe, failed, ok, warning
+from app.check import probes
 from app.config.settings import Config
+from app.engine.cuda import host_probes as cuda_host
+from app.engine.device.probe import Finding, Probe, failed, ok, warning
+from app.engine.npu import host_probes as host_check
 from tests.fast.check.patient import Patient
 
 GIB = 1 << 30
@@ -176,11 +177,11 @@ def test_a_torch_that_cannot_be_loaded_is_a_finding(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake_torch(monkeypatch, "2.10.0", "12.8", gpus=2)
-    assert probes.gpus("cuda:1") == ok("2 visible; cuda:1 is H200")
-    found = probes.gpus("cuda:2")
+    assert cuda_host.devices("cuda:1") == ok("2 visible; cuda:1 is H200")
+    found = cuda_host.devices("cuda:2")
     assert found.found == "cuda:2 is not among them: 2 visible" and found.hint.endswith("cuda:0 to cuda:1")
     fake_torch(monkeypatch, "2.10.0", "12.8", gpus=0)
-    assert "nvidia-smi" in probes.gpus("cuda").hint
+    assert "nvidia-smi" in cuda_host.devices("cuda").hint
 
 
 def holding(free: float, total: float, kind: str = "npu") -> Finding:
@@ -197,10 +198,6 @@ def test_memory_that_others_hold_is_a_warning_and_a_full_device_a_failure() -> N
 
 def test_the_share_of_memory_is_the_settings_own() -> None:
     assert Config().memory_utilization == probes.MEMORY_SHARE
-
-
-def test_every_operator_that_is_listed_is_compared() -> None:
-    assert set(probes.OPERATORS) <= set(operators.cases(operators.SMALL))
 
 
 # ---- an Ascend host ---------------------------------------------------------------------------------------------
@@ -321,30 +318,30 @@ def triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(probes.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(cuda_host.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(cuda_host.importlib.util, "find_spec", lambda name: name)
     return tmp_path
 
 
 def test_a_compiler_and_headers_of_python_are_found(triton: Path) -> None:
-    assert probes.compiler() == ok(f"{triton}/gcc, {triton}/Python.h")
+    assert cuda_host.compiler() == ok(f"{triton}/gcc, {triton}/Python.h")
 
 
 def test_a_host_without_a_compiler_or_headers_is_told_what_to_install(
     triton: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (triton / "Python.h").unlink()
-    assert "python3-dev" in probes.compiler().hint and probes.compiler().status == "failed"
+    assert "python3-dev" in cuda_host.compiler().hint and cuda_host.compiler().status == "failed"
     (triton / "gcc").unlink()
-    assert "apt-get install gcc" in probes.compiler().hint and probes.compiler().status == "failed"
+    assert "apt-get install gcc" in cuda_host.compiler().hint and cuda_host.compiler().status == "failed"
     monkeypatch.setenv("CC", "/nowhere/cc")
-    assert probes.compiler().found == "CC=/nowhere/cc is not there"
+    assert cuda_host.compiler().found == "CC=/nowhere/cc is not there"
 
 
 def test_without_triton_no_compiler_is_needed(triton: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (triton / "gcc").unlink()
-    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: None)
-    assert probes.compiler().status == "warning"
+    monkeypatch.setattr(cuda_host.importlib.util, "find_spec", lambda name: None)
+    assert cuda_host.compiler().status == "warning"
 
 
 def test_a_gpu_is_not_opened_without_a_compiler() -> None:

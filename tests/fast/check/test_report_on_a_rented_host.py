@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from app import cli
-from app.check import probes
 from app.config.error import ConfigError
+from app.engine.cuda import host_probes
+from app.engine.device.probe import Finding, failed, ok, warning
 from tests import ROOT
 from tools.lab.random_weights import NAMES
 from tools.report import command, runner, triton_cache
@@ -98,16 +99,16 @@ def test_the_names_of_models_are_the_laboratorys() -> None:
 @pytest.mark.parametrize(
     ("build", "available", "compiler", "said"),
     [
-        (None, False, probes.ok("gcc"), "it knows no GPUs"),
-        ("13.0", False, probes.ok("gcc"), "sees none here"),
-        ("13.0", True, probes.failed("there is no C compiler", "install gcc"), "there is no C compiler"),
-        ("13.0", True, probes.warning("Triton is not installed", "pip install triton"), "Triton is not installed"),
+        (None, False, ok("gcc"), "it knows no GPUs"),
+        ("13.0", False, ok("gcc"), "sees none here"),
+        ("13.0", True, failed("there is no C compiler", "install gcc"), "there is no C compiler"),
+        ("13.0", True, warning("Triton is not installed", "pip install triton"), "Triton is not installed"),
     ],
 )
 def test_a_host_that_cannot_make_a_report_says_what_is_missing(
     build: str | None,
     available: bool,
-    compiler: probes.Finding,
+    compiler: Finding,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -115,7 +116,7 @@ def test_a_host_that_cannot_make_a_report_says_what_is_missing(
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(probes, "compiler", lambda: compiler)
+    monkeypatch.setattr(host_probes, "compiler", lambda: compiler)
     assert command.main(["--device", "cuda"]) == 2
     error, hint, *rest = capsys.readouterr().err.splitlines()
     assert error.startswith("error: gpu-report needs a CUDA GPU") and said in error
@@ -126,7 +127,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(probes, "compiler", lambda: probes.ok("gcc"))
+    monkeypatch.setattr(host_probes, "compiler", lambda: ok("gcc"))
     command.check_gpu(command.Options("cuda:1"))
     with pytest.raises(ConfigError, match="--device cuda:2, but there are 2"):
         command.check_gpu(command.Options("cuda:2"))

@@ -1,12 +1,11 @@
 """Time that a device takes for a call."""
 
-import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 
 import torch
 
+from app.check.collectives import seconds_each
 from app.engine.device.base import Backend
 
 Seconds = Callable[[Callable[[], object]], float]
@@ -20,24 +19,6 @@ def timer(backend: Backend) -> Seconds:
     if hasattr(backend, "capture_apart"):
         return partial(seconds_in_a_graph, backend)
     return lambda run: seconds_each(backend, run, calls=4, repeats=10)
-
-
-def seconds_each(backend: Backend, run: Callable[[], object], calls: int, repeats: int) -> float:
-    """Return seconds of one `run` by the host's clock, launching included.
-
-    It is the median over `repeats` of `calls` that are queued together, with a copy behind them that is waited for.
-    """
-    behind = torch.zeros(1, device=backend.device)
-    run()
-    backend.start_download(behind)()
-    taken = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        backend.start_download(behind)()
-        taken.append((time.perf_counter() - started) / calls)
-    return median(taken)
 
 
 def seconds_in_a_graph(backend: Backend, run: Callable[[], object], repeats: int = 5) -> float:

@@ -1,7 +1,6 @@
 """Probes of an Ascend host, for `dflash-server check --device npu`.
 
-The probe "torch_npu" loads torch_npu, so that a host without it still gets a report. Checked against torch_npu's
-schemas, meta kernels and host checks on CPU; not run on an Ascend device.
+Importing this module loads neither torch nor torch_npu, so a host without them still gets a report.
 """
 
 import importlib
@@ -18,25 +17,15 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from app.check.probes import Finding, Probe, failed, ok, warning
+from app.engine.device.probe import Finding, Probe, failed, ok, warning
 from app.engine.npu.error_codes import explain
 
-DOCUMENTED_CANN = {
-    "2.12.0": "9.1.0",
-    "2.11.0": "9.1.0",
-    "2.10.0.post4": "9.1.0",
-    "2.9.0.post6": "9.1.0",
-    "2.7.1.post8": "9.1.0",
-    "2.10.0.post2": "9.0.0",
-    "2.9.0.post2": "9.0.0",
-    "2.8.0.post4": "9.0.0",
-    "2.7.1.post4": "9.0.0",
-    "2.9.0": "8.5.0",
-    "2.8.0.post2": "8.5.0",
-    "2.7.1.post2": "8.5.0",
-    "2.6.0.post5": "8.5.0",
+DOCUMENTED = {
+    "9.1.0": "2.12.0 2.11.0 2.10.0.post4 2.9.0.post6 2.7.1.post8",
+    "9.0.0": "2.10.0.post2 2.9.0.post2 2.8.0.post4 2.7.1.post4",
+    "8.5.0": "2.9.0 2.8.0.post2 2.7.1.post2 2.6.0.post5",
 }
-"""torch_npu -> the documented CANN (COMPATIBILITY.md and README of Ascend/pytorch)."""
+"""CANN -> the versions of torch_npu that are documented with it (COMPATIBILITY.md and README of Ascend/pytorch)."""
 
 BEST_SET = "torch 2.10.0, torch_npu 2.10.0.post4 and CANN 9.1.0"
 OLDEST_CANN = "8.5.1"
@@ -68,6 +57,7 @@ OPERATORS = {
 }
 """Operators that NpuBackend calls, with the arguments that it passes."""
 
+CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 _ROOT = Path("/")
 _SMI = ("usr/local/bin/npu-smi", "usr/local/sbin/npu-smi")
 _SET_ENV = ("usr/local/Ascend/ascend-toolkit/set_env.sh", "usr/local/Ascend/cann/set_env.sh")
@@ -90,17 +80,14 @@ def probes(device: str) -> list[Probe]:
 
 
 def driver(root: Path) -> Finding:
-    version, folder = _driver_version(root), _driver_folder(root)
-    places = [root / place for place in _SMI]
-    smi = next((place for place in places if place.exists()), None) or shutil.which("npu-smi")
+    version, folder = driver_version(root), _driver_folder(root)
+    smi = next((root / place for place in _SMI if (root / place).exists()), None) or shutil.which("npu-smi")
     where = f"npu-smi is {smi}" if smi else "no npu-smi"
     if version is not None:
         return ok(f"driver {version}, {where}")
     if smi or (folder / "lib64").is_dir():
-        return warning(
-            f"{folder / 'version.info'} cannot be read, {where}",
-            "in a container mount /usr/local/Ascend/driver/version.info and /etc/ascend_install.info",
-        )
+        hint = "in a container mount /usr/local/Ascend/driver/version.info and /etc/ascend_install.info"
+        return warning(f"{folder / 'version.info'} cannot be read, {where}", hint)
     return failed(
         f"no driver: neither {folder / 'version.info'} nor npu-smi is here",
         f"install the Ascend HDK (driver and firmware), {GRAPH_DRIVER} or later; in a container mount "
@@ -114,33 +101,30 @@ def device_files(root: Path) -> Finding:
     needed = [root / "dev" / name for name in ("davinci_manager", "devmm_svm", "hisi_hdc")]
     missing = [str(path) for path in needed if not path.exists()] + ([] if numbered else [str(root / "dev/davinciN")])
     if missing:
-        return failed(
-            f"missing: {', '.join(missing)}",
+        hint = (
             "on the host load the driver (`npu-smi info`); in a container pass --device for each card and for "
-            "/dev/davinci_manager, /dev/devmm_svm and /dev/hisi_hdc, or use the Ascend Docker runtime",
+            "/dev/davinci_manager, /dev/devmm_svm and /dev/hisi_hdc, or use the Ascend Docker runtime"
         )
+        return failed(f"missing: {', '.join(missing)}", hint)
     closed = [str(path) for path in (*numbered, *needed) if not os.access(path, os.R_OK | os.W_OK)]
     if closed:
-        return failed(
-            f"this user may not read and write {', '.join(closed)}",
-            "add the user to the driver's group (`ls -l /dev/davinci*` shows it; `usermod -aG HwHiAiUser USER`) and "
-            "log in again",
-        )
+        hint = "`usermod -aG GROUP USER` with the group that `ls -l /dev/davinci*` shows (HwHiAiUser), and log in again"
+        return failed(f"this user may not read and write {', '.join(closed)}", hint)
     return ok(f"{len(numbered)} of /dev/davinciN, and davinci_manager, devmm_svm, hisi_hdc")
 
 
 def cann(environ: Mapping[str, str], root: Path) -> Finding:
-    name = next((name for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH") if environ.get(name)), None)
+    name = next((name for name in CANN_HOMES if environ.get(name)), None)
     scripts = [str(root / place) for place in _SET_ENV if (root / place).exists()]
     source = f"run `source {scripts[0]}`" if scripts else f"{_INSTALL_CANN} and source its set_env.sh"
     if name is None:
-        return failed("set_env.sh is not sourced: neither ASCEND_TOOLKIT_HOME nor ASCEND_HOME_PATH is set", source)
+        return failed(f"set_env.sh is not sourced: neither {' nor '.join(CANN_HOMES)} is set", source)
     home = Path(environ[name])
     if not home.is_dir():
         return failed(f"{name} is {home}, which is no folder", source)
     if not environ.get("ASCEND_OPP_PATH"):
         return failed(f"{name} is set and ASCEND_OPP_PATH, where kernels are looked for, is not", source)
-    version = _cann_version(environ)
+    version = cann_version(environ)
     if version is None:
         return warning(f"CANN of unknown version in {home}", "no ascend_*_install.info is below it: is this CANN?")
     if _numbers(version) < _numbers(OLDEST_CANN):
@@ -151,10 +135,8 @@ def cann(environ: Mapping[str, str], root: Path) -> Finding:
 def torch_npu() -> Finding:
     """Load torch_npu. torch must have been loaded with TORCH_DEVICE_BACKEND_AUTOLOAD=0."""
     if importlib.util.find_spec("torch_npu") is None:
-        return failed(
-            "torch_npu is not installed",
-            "pip install 'dflash-server[npu]', on x86 with --extra-index-url https://download.pytorch.org/whl/cpu",
-        )
+        hint = "pip install 'dflash-server[npu]', on x86 with --extra-index-url https://download.pytorch.org/whl/cpu"
+        return failed("torch_npu is not installed", hint)
     try:
         module = importlib.import_module("torch_npu")
     except Exception as error:
@@ -178,14 +160,12 @@ def matched(ours: str, npu: str, toolkit: str | None) -> Finding:
     if _numbers(ours) != _numbers(npu):
         base = ".".join(str(number) for number in _numbers(npu))
         return failed(f"{found}: torch_npu {npu} belongs to torch {base}", f"install {BEST_SET}, or torch {base}")
-    documented = DOCUMENTED_CANN.get(npu.partition("+")[0])
+    documented = next((cann for cann, known in DOCUMENTED.items() if npu.partition("+")[0] in known.split()), None)
     if documented is None:
         return warning(f"{found}: nothing is known of this set", f"known is {BEST_SET}; see the operators below")
     if toolkit is None or _numbers(toolkit) != _numbers(documented):
-        return warning(
-            f"{found}: torch_npu {npu} is documented with CANN {documented}",
-            f"install CANN {documented}; see the operators below",
-        )
+        hint = f"install CANN {documented}; see the operators below"
+        return warning(f"{found}: torch_npu {npu} is documented with CANN {documented}", hint)
     return ok(f"{found}: a documented set")
 
 
@@ -193,19 +173,15 @@ def devices(device: str, environ: Mapping[str, str], root: Path) -> Finding:
     import torch_npu
 
     count, index = int(torch_npu.npu.device_count()), _index(device)
-    visible = environ.get("ASCEND_RT_VISIBLE_DEVICES")
-    hidden = max(0, len(_numbered(root)) - count)
+    visible, hidden = environ.get("ASCEND_RT_VISIBLE_DEVICES"), max(0, len(_numbered(root)) - count)
     by = "" if visible is None else f"; ASCEND_RT_VISIBLE_DEVICES={visible} hides {hidden}"
     if not count:
-        return failed(
-            f"torch_npu sees no NPU{by}",
-            "`npu-smi info` must list it as OK; ASCEND_RT_VISIBLE_DEVICES must name cards that are here",
-        )
+        hint = "`npu-smi info` must list it as OK; ASCEND_RT_VISIBLE_DEVICES must name cards that are here"
+        return failed(f"torch_npu sees no NPU{by}", hint)
     found = f"{count} visible{by}"
     if index >= count:
-        return failed(
-            f"{device} is not among them: {found}", f"visible devices are counted from 0: npu:0 to npu:{count - 1}"
-        )
+        hint = f"visible devices are counted from 0: npu:0 to npu:{count - 1}"
+        return failed(f"{device} is not among them: {found}", hint)
     return ok(found)
 
 
@@ -214,26 +190,23 @@ def chip(device: str) -> Finding:
 
     name = str(torch_npu.npu.get_device_name(_index(device)))
     if not name.startswith(CHIPS):
-        return warning(
-            f"{name} is neither A2 (Ascend910B) nor A3 (Ascend910_93)",
-            "whether the operators work on this chip is unknown; the comparisons below tell",
-        )
+        hint = "whether the operators work on this chip is unknown; see the comparisons below"
+        return warning(f"{name} is neither A2 (Ascend910B) nor A3 (Ascend910_93)", hint)
     return ok(name)
 
 
 def graphs(root: Path) -> Finding:
     """Check that graphs can be captured and updated. Without them the server runs, slower."""
-    version = driver_version(root)
-    otherwise = "or serve with --enforce-eager"
+    version, otherwise = driver_version(root), "or serve with --enforce-eager"
     if version is None:
         return warning("the driver's version is unknown", f"graphs need HDK {GRAPH_DRIVER}: find out, {otherwise}")
     if _numbers(version) < _numbers(GRAPH_DRIVER):
-        return warning(
-            f"driver {version} is older than HDK {GRAPH_DRIVER}, which graphs need",
-            f"update it, or captures may end in 'Alloc sq cq fail', {otherwise}",
-        )
-    if "torch_npu" in sys.modules and not _updates_graphs():
-        return warning("this torch_npu cannot update attention in graphs", f"install {BEST_SET}, {otherwise}")
+        hint = f"update it, or captures may end in 'Alloc sq cq fail', {otherwise}"
+        return warning(f"driver {version} is older than HDK {GRAPH_DRIVER}, which graphs need", hint)
+    if npu := getattr(sys.modules.get("torch_npu"), "npu", None):
+        arguments = inspect.signature(npu.graph.__init__).parameters
+        if "auto_dispatch_capture" not in arguments or not hasattr(npu.NPUGraph, "update"):
+            return warning("this torch_npu cannot update attention in graphs", f"install {BEST_SET}, {otherwise}")
     return ok(f"driver {version}, at least {GRAPH_DRIVER}")
 
 
@@ -254,16 +227,6 @@ def operators() -> Finding:
     return ok(f"all {len(OPERATORS)} are registered with the arguments that are passed")
 
 
-def driver_version(root: Path) -> str | None:
-    """Return the version by torch_npu if that is loaded, or by the installer's note."""
-    return _reported("DRIVER") or _driver_version(root)
-
-
-def cann_version(environ: Mapping[str, str]) -> str | None:
-    """Return the version by the installer's note, or by torch_npu if that is loaded."""
-    return _cann_version(environ) or _reported("CANN")
-
-
 def _index(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
@@ -278,32 +241,25 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part.group()) for part in takewhile(lambda part: part and part.group(), parts) if part)
 
 
-def _updates_graphs() -> bool:
-    import torch_npu
-
-    arguments = inspect.signature(torch_npu.npu.graph.__init__).parameters
-    return "auto_dispatch_capture" in arguments and hasattr(torch_npu.npu.NPUGraph, "update")
-
-
 def _driver_folder(root: Path) -> Path:
     place = _entry(root / "etc/ascend_install.info", "Driver_Install_Path_Param") or "/usr/local/Ascend"
     return root / place.lstrip("/") / "driver"
 
 
-def _driver_version(root: Path) -> str | None:
-    return _entry(_driver_folder(root) / "version.info", "version|package_version")
+def driver_version(root: Path) -> str | None:
+    """Return the version by the installer's note, or by torch_npu if that is loaded."""
+    return _entry(_driver_folder(root) / "version.info", "version|package_version") or _reported("DRIVER")
 
 
-def _cann_version(environ: Mapping[str, str]) -> str | None:
-    """Read the version that the installer wrote below the folder that set_env.sh names."""
-    for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
-        if home := environ.get(name):
-            arch = f"{platform.machine()}-linux"
-            notes = [*Path(home).glob(f"{arch}/ascend_*_install.info"), *Path(home).glob("ascend_*_install.info")]
-            for note in sorted(notes, reverse=True):  # the toolkit's before those of operators
-                if version := _entry(note, "version"):
-                    return version
-    return None
+def cann_version(environ: Mapping[str, str]) -> str | None:
+    """Return the version by the installer's note where set_env.sh says, or by torch_npu if that is loaded."""
+    arch = f"{platform.machine()}-linux"
+    homes = [Path(environ[name]) for name in CANN_HOMES if environ.get(name)]
+    for folder in (folder for home in homes for folder in (home / arch, home)):
+        for note in sorted(folder.glob("ascend_*_install.info"), reverse=True):  # the toolkit's before the operators'
+            if version := _entry(note, "version"):
+                return version
+    return _reported("CANN")
 
 
 def _entry(path: Path, keys: str) -> str | None:
