@@ -71,9 +71,7 @@ TABLE = (
         "requests_turned_away", "counter", "Requests answered 429 or 503 before any work was done, by code", ("code",)
     ),
     Metric("request_refused", "counter", "Requests refused because of a field, by field", ("param",)),
-    Metric(
-        "strict_tool_calls", "counter", "Calls of strict functions, by whether they fit their schemas", ("outcome",)
-    ),
+    Metric("unknown_fields", "counter", "Fields of requests that this server does not know"),
     Metric("step_seconds", "histogram", "Engine steps by kind", ("kind",)),
 )
 

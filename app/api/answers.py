@@ -25,9 +25,8 @@ class Piece:
 
     `parts` is what was parsed, in its order. `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is
     empty unless the client wants them. A step has its number of drafts `verified` and `accepted`, and the texts of its
-    `tokens`. `warnings` are about the whole choice, and stand in its last piece. Its `stop_reason` and `matched_stop`
-    say there what ended it, as vLLM and SGLang name it. `num_sent` counts the tokens of the choice whose text is in
-    this piece or an earlier one. The first `num_reasoning` of the choice are its reasoning.
+    `tokens`. The last piece of the first choice has the `warnings` about the request. `stop_reason` and `matched_stop`
+    of a last piece are what ended the choice, as vLLM and SGLang name it.
     """
 
     index: int
@@ -39,8 +38,6 @@ class Piece:
     warnings: Sequence[Payload] = ()
     stop_reason: str | int | None = None
     matched_stop: str | int | None = None
-    num_sent: int = 0
-    num_reasoning: int = 0
 
     @property
     def content(self) -> str:
@@ -97,7 +94,6 @@ class ChoiceAnswers(Answers):
         self._usage = usage
         self._options = options
         self._echoed = echoed
-        self._num_sent: dict[int, int] = {}
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
@@ -134,10 +130,7 @@ class ChoiceAnswers(Answers):
         chunks = []
         if piece.is_first and (opening := self._opening(piece.index)) is not None:
             chunks.append(self._chunk(_choice(piece.index, opening)))
-        for number, choice in enumerate(choices, 1):
-            is_reasoning = number < len(choices) and "reasoning_content" in choice.get("delta", ())
-            self._num_sent[piece.index] = min(piece.num_sent, piece.num_reasoning) if is_reasoning else piece.num_sent
-            chunks.append(self._chunk(choice))
+        chunks += map(self._chunk, choices)
         if piece.warnings:
             chunks[-1]["warnings"] = piece.warnings
         return chunks
@@ -145,21 +138,10 @@ class ChoiceAnswers(Answers):
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"object": self.chunk_kind, "choices": [choice]}
         if self._options.wants_continuous_usage:
-            chunk["usage"] = self._usage_so_far()
+            chunk["usage"] = self._usage(False)
         elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
-
-    def _usage_so_far(self) -> dict[str, Any]:
-        """Return the usage with the tokens that were sent, because others may have arrived."""
-        usage = self._usage(False)
-        num_new = sum(self._num_sent.values())
-        num_reasoning = min(num_new, usage["completion_tokens_details"]["reasoning_tokens"])
-        return usage | {
-            "completion_tokens": num_new,
-            "total_tokens": usage["prompt_tokens"] + num_new,
-            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
-        }
 
     @abstractmethod
     def _whole_payload(self, piece: Piece) -> Payload: ...

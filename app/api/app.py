@@ -62,8 +62,10 @@ def services_for(
     hold_seconds: float = 0.0,
     tracer: "Tracer | None" = None,
 ) -> Services:
-    """Return the settings' Services. A parser set to `auto` follows the chat template."""
+    """Return the settings' Services. A parser set to `auto` follows the chat template, which follows a named one."""
     source = tokenizer.chat_template.source or ""
+    if (family := family_for(config.tool_call_parser, source)) is not None:
+        tokenizer.chat_template.family = family
     reasoning = reasoning_for(config.reasoning_parser, source)
     return Services(
         engine,
@@ -72,8 +74,7 @@ def services_for(
         metrics,
         reasoning=reasoning is not None,
         reasoning_parser=reasoning or ReasoningParser,
-        tool_family=family_for(config.tool_call_parser, source),
-        refuse_strict=config.strict_tools == "refuse",
+        tool_family=family,
         template_kwargs=config.default_chat_template_kwargs,
         log_prompts=config.log_prompts,
         request_timeout=config.request_timeout,

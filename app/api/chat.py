@@ -36,5 +36,5 @@ async def converse(call: Call[ChatCompletionRequest]) -> Choices:
         prompt = await prompts.render_and_encode(call.services, body, call.info)
         limit = body.max_completion_tokens or body.max_tokens
         limit_param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        budget = token_budget("messages", prompt.max_length, limit, None, call.info.max_model_len, limit_param)
+        budget = token_budget("messages", len(prompt.token_ids), limit, None, call.info.max_model_len, limit_param)
         return submit(call, [prompt], [budget], permits)

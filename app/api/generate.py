@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from fastapi import Request, Response
 
@@ -14,19 +14,18 @@ from app.api import prompts
 from app.api.answers import Answers, json_response
 from app.api.body import parse, read_json
 from app.api.errors import bad_request
-from app.api.forced_call import ForcedCall
 from app.api.prompts import Prompt
 from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.schemas import ChatCompletionRequest, GenerationRequest, SamplingRequest
 from app.api.services import Services, services_of
 from app.api.stream import Choice, Choices, EventStream, events, unless_gone
-from app.api.strict import StrictFunctions
+from app.api.validation import warn_of_unknown_fields
 from app.engine_client.admission import Permits
 from app.engine_client.request_stream import RequestStream
 from app.engine_client.timeline import Timeline
 from app.engine_config import EngineInfo
 from app.text.detokenizer import Detokenizer
-from app.text.parsers import END_THINK, OutputParser
+from app.text.parsers import OutputParser
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,8 @@ BodyT_co = TypeVar("BodyT_co", bound=SamplingRequest, covariant=True)
 class Call(Generic[BodyT_co]):
     """One generation request whose body is valid.
 
-    `arrived` and `deadline` are seconds of time.monotonic(). `info` is the engine that was ready on arrival.
+    `arrived` and `deadline` are seconds of time.monotonic(). `info` is the engine that was ready on arrival. `warnings`
+    are about the body, and go into the answer.
     """
 
     request: Request
@@ -48,6 +48,7 @@ class Call(Generic[BodyT_co]):
     info: EngineInfo
     arrived: float
     deadline: float | None
+    warnings: Sequence[dict[str, Any]]
 
     def acquire(self) -> Permits:
         """Acquire a permit for every choice. Raises Busy or EngineUnavailable."""
@@ -55,7 +56,7 @@ class Call(Generic[BodyT_co]):
 
     def with_body(self, body: BodyT) -> "Call[BodyT]":
         """Return this call with the body that its own was translated to."""
-        return Call(self.request, self.services, body, self.model_name, self.info, self.arrived, self.deadline)
+        return cast("Call[BodyT]", replace(self, body=body))  # type: ignore[arg-type]
 
 
 async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
@@ -68,7 +69,8 @@ async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
     name = services.served_name(body.model)
     prompts.check_ids("stop_token_ids", body.stop_token_ids, info)
     _check_num_choices(body, services.engine.admission.max_at_once(info.max_num_seqs))
-    return Call(request, services, body, name, info, arrived, deadline)
+    warnings = warn_of_unknown_fields(body, services.metrics)
+    return Call(request, services, body, name, info, arrived, deadline, warnings)
 
 
 async def receive_to_render(request: Request, model: type[BodyT]) -> tuple[Services, BodyT, EngineInfo, str]:
@@ -103,18 +105,12 @@ def submit(call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequ
     Raises ApiError 400 or EngineUnavailable.
     """
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in given)
-    warnings = [warning for prompt in given for warning in prompt.warnings]
-    choices = Choices(num_prompt_tokens, call.body.num_choices, _strict_functions(call), warnings)
+    warnings = [*call.warnings, *(warning for prompt in given for warning in prompt.warnings)]
+    choices = Choices(num_prompt_tokens, call.body.num_choices, warnings)
     try:
         for index, (prompt, request) in enumerate(_requests(call, given, budgets)):
-            deltas = call.services.engine.submit(
-                request,
-                arrived=call.arrived,
-                deadline=call.deadline,
-                permits=permits,
-                goes_on=prompt.prefix is not None and prompt.prefix.follows_reasoning,
-            )
-            choices.append(_choice(call, prompt, request, deltas, index))
+            deltas = call.services.engine.submit(request, arrived=call.arrived, deadline=call.deadline, permits=permits)
+            choices.append(_choice(call, prompt, deltas, index))
             if (tracer := call.services.tracer) is not None:
                 deltas.timeline = Timeline(call.arrived)
                 if choices.on_close is None:
@@ -154,9 +150,7 @@ def _requests(
             yield prompt, request
 
 
-def _choice(
-    call: Call[GenerationRequest], prompt: Prompt, request: messages.Request, deltas: RequestStream, index: int
-) -> Choice:
+def _choice(call: Call[GenerationRequest], prompt: Prompt, deltas: RequestStream, index: int) -> Choice:
     """Return the reader of one choice. A bare completion is text and nothing else, so that nothing is parsed."""
     body = call.body
     detokenizer = Detokenizer(
@@ -165,10 +159,9 @@ def _choice(
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
-        mark=END_THINK if deltas.goes_on else "",
     )
     parser = OutputParser()
-    max_calls = forced_call = None
+    max_calls = None
     if isinstance(body, ChatCompletionRequest):
         reasons = call.services.reasoning and body.separate_reasoning is not False
         family = call.services.tool_family if body.offered_tools else None
@@ -178,10 +171,8 @@ def _choice(
             shows_reasoning=body.include_reasoning is not False,
         )
         max_calls = 1 if body.parallel_tool_calls is False or body.forced_function is not None else None
-    if prompt.prefix is not None and prompt.prefix.follows_reasoning:
-        forced_call = ForcedCall(request, prompt.prefix, prompt.in_reasoning)
-    elif prompt.prefix is not None:
-        parser.begin_call(prompt.prefix.text)
+        if prompt.begun_call:
+            parser.push(prompt.begun_call)
     with_steps = bool(body.streaming.include_speculation)
     return Choice(
         index,
@@ -191,17 +182,8 @@ def _choice(
         call.services.engine,
         with_steps,
         max_calls,
-        forced_call=forced_call,
         eos_ids=() if body.ignore_eos else call.services.tokenizer.eos_ids,
-        counts_sent=body.streaming.wants_continuous_usage,
     )
-
-
-def _strict_functions(call: Call[GenerationRequest]) -> StrictFunctions | None:
-    """Return the functions whose calls are checked, or None if there are none."""
-    tools = call.body.tools if isinstance(call.body, ChatCompletionRequest) else None
-    schemas = {tool.function.name: tool.function.parameters for tool in tools or [] if tool.function.strict}
-    return StrictFunctions(schemas, call.services.metrics) if schemas else None
 
 
 async def answer(call: Call[GenerationRequest], choices: Choices, answers: Answers) -> Response:

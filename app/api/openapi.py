@@ -84,10 +84,7 @@ _Warning = _shape(
     "Warning",
     code=str,
     message=str,
-    choice=(int, Field(default=0, description="of a tool's call, with `tool_call` and `function`")),
-    tool_call=(int, 0),
-    function=(str, ""),
-    param=(str, Field(default="", description="of a field that changed nothing")),
+    param=(str, Field(description="the field that changed nothing, or not what it says")),
 )
 _WARNINGS: tuple[Any, Any] = (_list_of(_Warning), Field(default=[], description="absent if there are none"))
 _ChatCompletion = _shape(
@@ -97,7 +94,9 @@ _ChatCompletion = _shape(
     warnings=_WARNINGS,
     **_Answer,
 )
-_Completion = _shape("Completion", object=Literal["text_completion"], choices=_list_of(_TextChoice), **_Answer)
+_Completion = _shape(
+    "Completion", object=Literal["text_completion"], choices=_list_of(_TextChoice), warnings=_WARNINGS, **_Answer
+)
 _OutputPart = _shape("OutputPart", type=Literal["output_text", "reasoning_text"], text=str)
 _OutputItem = _shape(
     "OutputItem",

@@ -1,102 +1,74 @@
 """Prompts of requests, as token ids."""
 
 import asyncio
-import functools
-import secrets
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
-from app.api.forced_call import Prefix
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
-from app.api.validation import check_strict, check_template, warn_of_names, warn_of_reasoning
+from app.api.validation import check_template, warn_of_messages, warn_of_thinking
 from app.engine_config import EngineInfo
 from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong
 
-_MAX_TEMPLATE_ERROR = 300
-_BEHIND_REASONING = "\n\n"
-"""Text that templates and models write between the end of the reasoning and the rest."""
-_END_LENGTH = 2 * len(_BEHIND_REASONING) + len(END_THINK)
-"""Characters at the end of a prompt in which a template's own mark of reasoning stands."""
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGE = 300
+_NO_REASONING = f"\n{END_THINK}\n\n"
+"""Text that ends reasoning which a prompt has opened, as templates write it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Token ids of a prompt. `in_reasoning` if its end opens a reasoning block for the model to continue.
 
-    `prefix` begins a forced call. It is a part of the prompt, unless it follows reasoning. `warnings` go into
-    the answer.
+    `begun_call` is the beginning of a forced call, with which the prompt ends. `warnings` go into the answer.
     """
 
     token_ids: list[int]
     in_reasoning: bool = False
-    prefix: Prefix | None = None
+    begun_call: str = ""
     warnings: Sequence[dict[str, Any]] = ()
-
-    @property
-    def max_length(self) -> int:
-        """The number of tokens, with those of a prefix that is still to come."""
-        prefix = self.prefix
-        return len(self.token_ids) + (len(prefix.behind_reasoning) if prefix else 0)
 
 
 async def render_and_encode(
     services: Services, body: TemplatedRequest, info: EngineInfo, *, must_fit: bool = True
 ) -> Prompt:
-    """Return the prompt of a conversation, rendered and encoded in a thread. Raises ApiError that names the field."""
-    template = services.tokenizer.chat_template
-    if services.refuse_strict:
-        check_strict(body)
-    check_template(body, template, services.tool_family)
+    """Return the prompt of a conversation, rendered and encoded in a thread. Raises ApiError that names the field.
 
-    conversation = [message.for_template() for message in body.messages]
-    render = functools.partial(
-        template.render,
-        tools=body.offered_tools or None,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        switches={**services.template_kwargs, **body.switches(template.switches)},
-    )
-    warnings = [] if template.writes_reasoning else warn_of_reasoning(body)
+    A forced call begins the answer, so that the model does not reason before it.
+    """
+    template, family = services.tokenizer.chat_template, services.tool_family
+    check_template(body, template, family)
+    if num_strict := sum(bool(tool.function.strict) for tool in body.tools or []):
+        logger.info("strict is a wish here: %d tools have it, and their calls are not checked", num_strict)
+    switches = {**services.template_kwargs, **body.switches(template.switches)}
+    if body.forces_call and "enable_thinking" in template.switches:
+        switches["enable_thinking"] = False
     try:
-        text = await asyncio.to_thread(render, conversation)
-        if any(message.name for message in body.messages):
-            marked, marks = _with_marked_names(conversation)
-            shown = await asyncio.to_thread(render, marked)
-            warnings += warn_of_names(body, lambda index: marks[index] in shown)
+        text = await asyncio.to_thread(
+            template.render,
+            [message.for_template() for message in body.messages],
+            tools=body.offered_tools or None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            switches=switches,
+        )
     except ChatTemplateError as error:
-        raise bad_request(clip(str(error), _MAX_TEMPLATE_ERROR), "messages") from None
-    end = body.messages[-1].text if body.continue_final_message else text[-_END_LENGTH:]
+        raise bad_request(clip(str(error), _MAX_MESSAGE), "messages") from None
+    end = body.messages[-1].text if body.continue_final_message else text[-len(_NO_REASONING) :]
     in_reasoning = end.rfind(THINK) > end.rfind(END_THINK)
-    prefix = None
-    if body.forces_call and services.tool_family is not None:
-        begun = services.tool_family.prefix(body.forced_function)
-        may_reason = in_reasoning or (THINK in (template.source or "") and END_THINK not in end)
-        openings = (begun, _BEHIND_REASONING + begun) if may_reason else ()
-        encoded = [
-            await encode_text(services, opening, "tool_choice", info, add_special_tokens=False, must_fit=must_fit)
-            for opening in openings
-        ]
-        prefix = Prefix(begun, *encoded)
-        text += "" if may_reason else begun
+    begun_call = family.prefix(body.forced_function) if body.forces_call and family else ""
+    if begun_call:
+        text += _NO_REASONING + begun_call if in_reasoning else begun_call
+        in_reasoning = False
     special = bool(body.add_special_tokens)
     token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
-    return Prompt(token_ids, in_reasoning, prefix, warnings)
-
-
-def _with_marked_names(conversation: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the conversation with a mark of its own in each name, and the marks, which show if a name is written."""
-    mark = secrets.token_hex(8)
-    marks = [f"{mark}-{index}-" for index in range(len(conversation))]
-    named = [
-        message | {"name": message["name"] + own} if message.get("name") else message
-        for message, own in zip(conversation, marks, strict=True)
-    ]
-    return named, marks
+    return Prompt(token_ids, in_reasoning, begun_call, warn_of_messages(body, template) + warn_of_thinking(body))
 
 
 async def encode_text(

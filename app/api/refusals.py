@@ -1,7 +1,7 @@
 """Table of the fields that are refused.
 
-No field is ignored in silence. It is honoured (schemas.py), or refused here unless its value changes nothing. Unknown
-fields at the top level are tolerated, because SDKs and gateways add their own ("user", "metadata", "service_tier").
+No field is ignored in silence. It is honoured (schemas.py), or refused here unless its value changes nothing. An
+unknown field at the top level leads to a warning in the answer, unless it is a label that SDKs and gateways add.
 """
 
 from collections.abc import Callable, Sequence
@@ -206,6 +206,21 @@ def refusals_of(model: type[Body]) -> tuple[Refusal, ...]:
     if issubclass(model, ResponsesRequest):
         return _RESPONSES_AND_CHATS
     return REFUSALS + ELSEWHERE.get(model, ())
+
+
+LABELS = frozenset(("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"))
+"""Fields that mean nothing here, and pass without a warning."""
+
+
+def unknown_fields(body: Body) -> list[str]:
+    """Return the unknown fields at the top level that are not null, false or empty."""
+    known = LABELS | {refusal.field for refusal in refusals_of(type(body))}
+    return [name for name, value in (body.model_extra or {}).items() if name not in known and asks(value)]
+
+
+def asks(value: Any) -> bool:
+    """Return True unless the value of an unknown field is null, false or empty, which asks for nothing."""
+    return value is not None and value is not False and not empty(value)
 
 
 def find_refusal(raw: dict[str, Any], table: Sequence[Refusal]) -> Refusal | None:

@@ -286,7 +286,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function that the model may call. If it is `strict`, its calls are checked after they were written."""
+    """A function that the model may call. `strict` is a wish, because nothing holds the model to a schema."""
 
     type: Literal["function"]
     function: Function

@@ -27,8 +27,8 @@ class Services:
     """Parts of one server. `model_names` are the values that `model` may have; answers bear the first.
 
     `reasoning` (by `reasoning_parser`) and the tool calls of `tool_family` are parsed out of chat answers.
-    `refuse_strict` answers strict functions with 400. `template_kwargs` are chat_template_kwargs of requests without
-    their own. `log_prompts` lets prompts into the log. A request gets `request_timeout` seconds; 0 is no end. With
+    `template_kwargs` are chat_template_kwargs of requests without their own. `log_prompts` lets prompts into the log. A
+    request gets `request_timeout` seconds; 0 is no end. With
     `api_keys`, a request outside OPEN_PATHS must have one of all keys, and clients are known by their keys, not by
     their addresses. With `admin_keys`, a request that changes the server must have one of these. `allowed_origins` are
     for CORS.
@@ -44,7 +44,6 @@ class Services:
     reasoning: bool = False
     reasoning_parser: Callable[[bool], Reasoning] = ReasoningParser
     tool_family: Family | None = None
-    refuse_strict: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     log_prompts: bool = False
     request_timeout: float = 0.0

@@ -15,8 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.answers import Answers, Piece, Reason
 from app.api.errors import ApiError, unavailable
-from app.api.forced_call import ForcedCall
-from app.api.strict import StrictFunctions
 from app.engine_client.client import EngineClient
 from app.engine_client.request_stream import RequestStream
 from app.engine_client.timeline import Timeline
@@ -34,9 +32,8 @@ T = TypeVar("T")
 class Choice:
     """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request.
 
-    `with_steps` splits the text into steps and tokens. The call `max_calls` ends the answer, and so the request.
-    `forced_call` begins when the reasoning has ended. A stop token of `eos_ids` is the model's own end. With
-    `counts_sent` the pieces count the tokens whose text has been sent.
+    `with_steps` splits the text into steps and tokens. The call `max_calls` ends the answer, and so the request. A stop
+    token of `eos_ids` is the model's own end.
     """
 
     index: int
@@ -46,10 +43,7 @@ class Choice:
     engine: EngineClient
     with_steps: bool = False
     max_calls: int | None = None
-    forced_call: ForcedCall | None = None
     eos_ids: Collection[int] = ()
-    counts_sent: bool = False
-    num_prefix_tokens: int = 0
     calls: list[ToolCall] = field(default_factory=list)
     cached_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -74,8 +68,7 @@ class Choice:
         delta = self.deltas.take()
         if delta is None:
             return None
-        if not self.num_prefix_tokens:  # The request behind the reasoning finds what the one before has computed.
-            self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         if self.deltas.expired:
             message = "The request was not done by its deadline (--request-timeout, X-Request-Timeout) and was ended."
             raise ApiError(504, f"{message} Its answer is incomplete.", code="deadline_exceeded")
@@ -89,25 +82,21 @@ class Choice:
         return ApiError(500, f"The engine failed on this request: {reason}.", code="engine_error")
 
     def _read(self, delta: TokenDelta) -> Piece:
-        """Return the piece of a delta. The tokens behind an end, of the answer or of its reasoning, are not read."""
+        """Return the piece of a delta. Tokens after the end of the answer are not read."""
         texts: list[str] = []
         parts: list[Parsed] = []
         num_earlier = len(self.calls)
         token_ids: list[int] = []
         for token_ids, finish in self._tokens(delta):
             is_before_content = self._is_before_content
-            text, prefix = self.detokenizer.push(token_ids, finish), ""
-            if self.forced_call is not None:
-                text, prefix = self._read_reasoning(self.forced_call, token_ids, text)
+            text = self.detokenizer.push(token_ids, finish)
             parsed = self._parse(text)
             is_hidden = is_before_content and not self.parser.shows_reasoning
             texts.append("".join(part.content for part in parsed) if is_hidden else text)
             parts += parsed
-            if prefix:
-                parts.append(self._parsed(self.parser.begin_call(prefix)))
             if is_before_content:
                 self._num_before_content = self.detokenizer.num_tokens
-            if prefix or self._is_over():
+            if self._is_over():
                 break
         reason: Reason | None = None
         if self._is_over():
@@ -118,45 +107,20 @@ class Choice:
         is_first, self.has_begun = not self.has_begun, True
         steps = self._steps(delta, texts) if self.with_steps and delta.token_ids else ()
         piece = Piece(self.index, Parsed.in_order(parts), num_earlier, steps, reason, is_first)
-        num_sent = self._num_sent() if self.counts_sent else 0
-        piece = replace(piece, num_sent=num_sent, num_reasoning=self.num_reasoning_tokens)
         if self.detokenizer.finish_reason != "stop":
             return piece
         matched = self.detokenizer.stop_string or next(reversed(token_ids), None)
         return replace(piece, matched_stop=matched, stop_reason=None if matched in self.eos_ids else matched)
 
-    def _num_sent(self) -> int:
-        if self._is_over():
-            return self.detokenizer.num_tokens
-        if self.forced_call is not None and not self.forced_call.is_reasoning:
-            return 0
-        return self.detokenizer.num_shown(self.parser.num_withheld)
-
     def _tokens(self, delta: TokenDelta) -> Iterator[tuple[list[int], FinishReason | None]]:
         """Yield the tokens, one by one if the text of each counts or the answer or its reasoning may end at any."""
-        one_by_one = (
-            self.with_steps or self.max_calls is not None or self.forced_call is not None or self._is_before_content
-        )
+        one_by_one = self.with_steps or self.max_calls is not None or self._is_before_content
         size = 1 if one_by_one else len(delta.token_ids)
         for start in range(0, len(delta.token_ids), size or 1):
             is_last = start + size >= len(delta.token_ids)
             yield delta.token_ids[start : start + size], delta.finish_reason if is_last else None
         if not delta.token_ids:
             yield [], delta.finish_reason
-
-    def _read_reasoning(self, forced: ForcedCall, token_ids: list[int], text: str) -> tuple[str, str]:
-        """Return the text of the reasoning, and the prefix of the call if it begins behind this token."""
-        shown = forced.read(token_ids, text, self.detokenizer.finish_reason)
-        if shown is not None and not self.detokenizer.has_reached_mark:
-            return shown, ""
-        self.forced_call = None
-        if (request := forced.next_request()) is None:
-            self.detokenizer.finish_reason = "length"
-            return shown or "", ""
-        self.detokenizer.restart(forced.num_used)
-        self.num_prefix_tokens = len(request.token_ids) - len(forced.request.token_ids) - forced.num_used
-        self.engine.resubmit(self.deltas, request)
-        return shown or "", forced.prefix.text
 
     def _parse(self, text: str) -> list[Parsed]:
         """Return the parts of a text, up to the one that ends the last call. A freed stop string may have more."""
@@ -197,20 +161,17 @@ class Choice:
 class Choices:
     """All choices of one request, by index. The `num_per_prompt` choices of a prompt are neighbours.
 
-    The last piece of a choice has the warnings about its calls of `strict` functions. That of the first one has those
-    about the prompt too. `on_close` is called once, behind the end of all choices.
+    The last piece of the first choice has the `warnings`. `on_close` is called once, after the end of all choices.
     """
 
     def __init__(
         self,
         num_prompt_tokens: int,
         num_per_prompt: int,
-        strict: StrictFunctions | None = None,
         warnings: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_per_prompt = num_per_prompt
-        self._strict = strict
         self.warnings = warnings
         self._choices: list[Choice] = []
         self.on_close: Callable[[], None] | None = None
@@ -236,11 +197,10 @@ class Choices:
     def usage(self, with_speculation: bool) -> dict[str, Any]:
         """Return the usage so far.
 
-        A prompt counts once, and so does the prefix of a forced call. The cached tokens of a prompt are those of its
-        first choice, because the others may have found the pages of that one. The steps of speculation are those that
-        verified drafts.
+        A prompt counts once. Its cached tokens are those of its first choice, because the others may have found the
+        pages of that one. The steps of speculation are those that verified drafts.
         """
-        num_prompt = self._num_prompt_tokens + max((choice.num_prefix_tokens for choice in self._choices), default=0)
+        num_prompt = self._num_prompt_tokens
         num_new = sum(choice.detokenizer.num_tokens for choice in self._choices)
         cached = sum(choice.cached_tokens for choice in self._choices[:: self._num_per_prompt])
         usage: dict[str, Any] = {
@@ -256,15 +216,6 @@ class Choices:
             counts = sum((choice.counts for choice in self._choices), Counter[str]())
             usage["speculation"] = {name: counts[name] for name in ("steps", "verified", "accepted")}
         return usage
-
-    async def _checked(self, piece: Piece) -> Piece:
-        """Return the piece, with its warnings if it is the last of its choice."""
-        if piece.finish_reason is None:
-            return piece
-        warnings = [] if piece.index else [*self.warnings]
-        if self._strict is not None:
-            warnings += await self._strict.warnings(piece.index, self._choices[piece.index].calls)
-        return replace(piece, warnings=warnings)
 
     async def whole(self) -> list[Piece]:
         """Return every choice as one piece. All are read as they arrive, so that all end at the error of one."""
@@ -292,7 +243,10 @@ class Choices:
                 self._event.clear()
                 pieces = [piece for choice in self._choices if (piece := choice.take()) is not None]
                 num_running -= sum(piece.finish_reason is not None for piece in pieces)
-                yield [await self._checked(piece) for piece in pieces]
+                yield [
+                    replace(piece, warnings=self.warnings) if piece.finish_reason and not piece.index else piece
+                    for piece in pieces
+                ]
         finally:
             self.close()
 

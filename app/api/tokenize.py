@@ -1,7 +1,6 @@
 """POST /tokenize and /detokenize: prompts to token ids and back, without the engine."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -10,6 +9,7 @@ from app.api.answers import json_response
 from app.api.body import parse, read_json
 from app.api.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from app.api.services import services_of
+from app.text.parsers.base import Json
 
 router = APIRouter()
 
@@ -24,7 +24,7 @@ async def tokenize(request: Request) -> Response:
     body = parse(raw, model, services.metrics)
     services.served_name(body.model)
     info = services.engine.ready_info()
-    warnings: Sequence[dict[str, Any]] = ()
+    warnings: Sequence[Json] = ()
     if isinstance(body, TokenizeChatRequest):
         prompt = await prompts.render_and_encode(services, body, info, must_fit=False)
         token_ids, warnings = prompt.token_ids, prompt.warnings

@@ -1,16 +1,20 @@
 """Checks of several fields together, and of fields against the model that is served."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel
 
 from app.api.errors import bad_request, clip, context_length_exceeded
-from app.api.refusals import GRAMMAR, empty
+from app.api.refusals import asks, unknown_fields
 from app.api.schemas import Body, ChatCompletionRequest, ChatMessage, GenerationRequest, TemplatedRequest
+from app.metrics import Metrics
 from app.text.chat_template import ChatTemplate
 from app.text.parsers import Family
+from app.text.parsers.base import Json
 
+_MAX_UNKNOWN = 16  # warnings of one answer about unknown fields
 _LEVELS = ("low", "medium", "high")
 """Efforts that chat templates with `reasoning_effort` write into the prompt."""
 
@@ -69,13 +73,7 @@ def _check_conversation(body: TemplatedRequest) -> None:
 
 def _check_thinking(body: TemplatedRequest) -> None:
     """Raise ApiError for fields of which one turns thinking on and another off."""
-    effort = body.reasoning_effort and body.reasoning_effort != "none"
-    said = {
-        "enable_thinking": body.enable_thinking,
-        "reasoning_effort": effort,
-        "chat_template_kwargs.enable_thinking": (body.chat_template_kwargs or {}).get("enable_thinking"),
-    }
-    on, off = ([field for field, value in said.items() if value is wish] for wish in (True, False))
+    on, off = _fields_that_turn(body, True), _fields_that_turn(body, False)
     if on and off:
         raise bad_request(f"`{on[0]}` turns thinking on, and `{off[0]}` turns it off. Send one of them.", off[0])
     other = (body.chat_template_kwargs or {}).get("reasoning_effort")
@@ -84,6 +82,16 @@ def _check_thinking(body: TemplatedRequest) -> None:
             "`reasoning_effort` and `chat_template_kwargs.reasoning_effort` differ. Send one of them.",
             "reasoning_effort",
         )
+
+
+def _fields_that_turn(body: TemplatedRequest, on: bool) -> list[str]:
+    """Return the fields that turn thinking on, or off."""
+    said = {
+        "enable_thinking": body.enable_thinking,
+        "reasoning_effort": body.reasoning_effort and body.reasoning_effort != "none",
+        "chat_template_kwargs.enable_thinking": (body.chat_template_kwargs or {}).get("enable_thinking"),
+    }
+    return [field for field, value in said.items() if value is on]
 
 
 def _check_forced_call(body: TemplatedRequest) -> None:
@@ -117,14 +125,6 @@ def _check_message(where: str, message: ChatMessage) -> None:
     if len({given["reasoning_content"], given["reasoning"], message.thinking} - {None, ""}) > 1:
         param = f"{where}.reasoning" if given["reasoning"] else f"{where}.reasoning_content"
         raise bad_request(f"`{param}` and other reasoning of the message differ. Send one of them.", param)
-
-
-def check_strict(body: TemplatedRequest) -> None:
-    """Raise ApiError for a strict function. Called where --strict-tools is `refuse`."""
-    for index, tool in enumerate(body.tools or []):
-        if tool.function.strict:
-            param = f"tools.{index}.function.strict"
-            raise bad_request(f"`{param}` may not be true. {GRAMMAR.format(param)}", param, "unsupported_parameter")
 
 
 def check_reasoning(body: ChatCompletionRequest, is_parsed: bool) -> None:
@@ -199,44 +199,53 @@ def check_template(body: TemplatedRequest, template: ChatTemplate, family: Famil
             )
 
 
-def warn_of_names(body: TemplatedRequest, is_written: Callable[[int], bool]) -> list[dict[str, Any]]:
-    """Return a warning if names of messages reach no prompt, by `is_written(index)`, else none.
+def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[Json]:
+    """Return a warning for each unknown field at the top level, with the name that it may be meant for."""
+    names = unknown_fields(body)
+    metrics.count("unknown_fields", len(names))
+    warnings = []
+    for name in map(clip, names[:_MAX_UNKNOWN]):
+        near = get_close_matches(name, type(body).model_fields, n=1, cutoff=0.75)
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        warnings.append(_warning("unknown_field", name, f"`{name}` is not known here and changed nothing.{hint}"))
+    return warnings
+
+
+def warn_of_messages(body: TemplatedRequest, template: ChatTemplate) -> list[Json]:
+    """Return a warning about names and one about reasoning, if messages have what the template has no place for.
 
     The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
     """
+    names, thoughts = [], []
     called: set[str] = set()
-    left_out = []
     for index, message in enumerate(body.messages):
         called.update(call.function.name for call in message.tool_calls or [])
-        if not message.name or (message.role == "tool" and message.name in called):
-            continue
-        if not is_written(index):
-            left_out.append(f"messages.{index}.name")
-    if not left_out:
-        return []
-    what = "this one is" if len(left_out) == 1 else f"the names of {len(left_out)} messages are"
-    return [
-        {
-            "code": "name_left_out",
-            "param": left_out[0],
-            "message": f"This model's chat template writes no such `name`: {what} not in the prompt.",
-        }
-    ]
-
-
-def warn_of_reasoning(body: TemplatedRequest) -> list[dict[str, Any]]:
-    """Return a warning if messages carry reasoning, for a template that has no place for any."""
-    for index, message in enumerate(body.messages):
+        if message.name and not (message.role == "tool" and message.name in called):
+            names.append(f"messages.{index}.name")
         if message.any_reasoning:
             field = next((name for name in ("reasoning_content", "reasoning") if getattr(message, name)), "content")
-            return [
-                {
-                    "code": "reasoning_left_out",
-                    "param": f"messages.{index}.{field}",
-                    "message": "This model's chat template has no place for reasoning: it is not in the prompt.",
-                }
-            ]
-    return []
+            thoughts.append(f"messages.{index}.{field}")
+    warnings = []
+    if names and not template.writes_names:
+        what = "this one is" if len(names) == 1 else f"the names of {len(names)} messages are"
+        why = f"This model's chat template writes no such `name`: {what} not in the prompt."
+        warnings.append(_warning("name_left_out", names[0], why))
+    if thoughts and not template.writes_reasoning:
+        why = "This model's chat template has no place for reasoning: it is not in the prompt."
+        warnings.append(_warning("reasoning_left_out", thoughts[0], why))
+    return warnings
+
+
+def warn_of_thinking(body: TemplatedRequest) -> list[Json]:
+    """Return a warning if the request turns thinking on and forces a call, before which there is none."""
+    on = _fields_that_turn(body, True)
+    if not body.forces_call or not on:
+        return []
+    return [_warning("reasoning_skipped", on[0], "`tool_choice` forces a call, and the answer begins with it.")]
+
+
+def _warning(code: str, param: str, message: str) -> Json:
+    return {"code": code, "param": param, "message": message}
 
 
 def _extras(model: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -254,6 +263,6 @@ def _extras(model: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str, 
 def _refuse_extra(where: str, extra: dict[str, Any]) -> None:
     """Raise ApiError for an unknown field that is not null, false or empty."""
     for name, value in extra.items():
-        if value is not None and value is not False and not empty(value):
+        if asks(value):
             param = f"{where}.{clip(name)}"
             raise bad_request(f"`{param}` is not supported. Leave it out.", param, "unsupported_parameter")

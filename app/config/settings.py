@@ -159,10 +159,6 @@ class Config(BaseModel):
         "auto | none | qwen3 | llama3_json | harmony: calls to tool_calls; auto as above",
     )
 
-    strict_tools: Literal["accept", "refuse"] = setting(
-        CHAT, "accept", "accept | refuse: `strict: true` of a tool is checked after the call, or refused with 400"
-    )
-
     host: str = setting(SERVER, "127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = setting(SERVER, 8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
     root_path: RootPath = setting(SERVER, "", "path that a proxy puts before this server's own: /llm")

@@ -46,7 +46,6 @@ class EngineClient:
         self._metrics = metrics
         self._kv_events = kv_events
         self._running: dict[str, _Running] = {}
-        self._paused: set[str] = set()  # those of _running that the engine is done with, and that go on
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -107,14 +106,13 @@ class EngineClient:
         arrived: float | None = None,
         deadline: float | None = None,
         permits: Permits | None = None,
-        goes_on: bool = False,
     ) -> RequestStream:
         """Send one request to the engine, and return the stream of its deltas, which the caller closes.
 
         `request.request_id` must be new. `arrived` is the `time.monotonic()` when the client
         asked, and `deadline` the one when the request is aborted if it still runs. One of `permits` is used; without
-        `permits` one is acquired. A request that `goes_on` keeps it at its end, so that `resubmit` may follow. Raise
-        EngineUnavailable or Busy, or what the encoder raises. Then nothing was sent and no permit was used.
+        `permits` one is acquired. Raise EngineUnavailable or Busy, or what the encoder raises. Then nothing was sent
+        and no permit was used.
         """
         self.ready_info()
         permits = permits or self.acquire(client_id="")
@@ -127,7 +125,6 @@ class EngineClient:
         permits.use()
         now = time.monotonic()
         stream = RequestStream(request.request_id, self._leave, self._metrics, arrived or now)
-        stream.goes_on = goes_on
         timer = None
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline - now, self._expire, stream)
@@ -135,17 +132,6 @@ class EngineClient:
         self._idle.clear()
         self._metrics.count("prompt_tokens", len(request.token_ids))
         return stream
-
-    def resubmit(self, stream: RequestStream, request: Request) -> None:
-        """Send the request that goes on with a stream, instead of the one before. A draining server takes it too.
-
-        The stream keeps its reader, its permit and its deadline. `request.request_id` must be new.
-        """
-        running = self._running.pop(stream.request_id)
-        self._abort_in_engine(stream.request_id)
-        stream.restart(request.request_id)
-        self._running[request.request_id] = running
-        self.supervisor.send(Submit(request))
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes: no request submitted from now on finds one. Raise EngineUnavailable or Busy."""
@@ -194,12 +180,9 @@ class EngineClient:
         for delta in output.deltas:
             if running := self._running.get(delta.request_id):
                 if delta.finish_reason is not None:
-                    if running.stream.goes_on:
-                        self._paused.add(delta.request_id)
-                    else:
-                        self._forget(delta.request_id)
+                    self._forget(delta.request_id)
                 running.stream.put(delta)
-        return len(self._running) > len(self._paused)
+        return bool(self._running)
 
     def _on_death(self, reason: str) -> None:
         self.stats = None
@@ -217,14 +200,7 @@ class EngineClient:
         running = self._running.get(stream.request_id)
         if running is not None and running.stream is stream:
             self._forget(stream.request_id)
-            self._abort_in_engine(stream.request_id)
-
-    def _abort_in_engine(self, request_id: str) -> None:
-        """Send an abort, unless the engine is done with the request. It would not answer then."""
-        if request_id in self._paused:
-            self._paused.remove(request_id)
-        else:
-            self.supervisor.send(Abort(request_id))
+            self.supervisor.send(Abort(stream.request_id))
             self.admission.num_unacknowledged += 1
 
     def _forget(self, request_id: str) -> None:
@@ -240,4 +216,3 @@ class EngineClient:
         for request_id, running in list(self._running.items()):
             running.stream.put(TokenDelta(request_id, [], [], finish_reason="error", error=reason))
             self._forget(request_id)
-            self._paused.discard(request_id)

@@ -15,7 +15,6 @@ class RequestStream:
     The last delta has a `finish_reason`. Deltas that arrive while the reader is busy are joined into one: tokens are
     concatenated, and `steps` keeps the bounds of the steps. A slow reader therefore costs its tokens, and never a queue
     of messages. A reader of several streams gives all of them the same event.
-    With `goes_on` the end of the engine's request is not the end of the stream: another request follows it.
     `arrived` is the `time.monotonic()` of the request. `expired` is set before a deadline aborts it.
     The `timeline` of a request that is traced takes its events.
     """
@@ -25,7 +24,6 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.expired = False
-        self.goes_on = False
         self.timeline: Timeline | None = None
         self._on_close = on_close
         self._metrics = metrics
@@ -66,13 +64,6 @@ class RequestStream:
         if delta is not None:
             self._finish_reason = delta.finish_reason
         return delta
-
-    def restart(self, request_id: str) -> None:
-        """Read another request of the engine from here, and nothing more of the one before."""
-        self.request_id = request_id
-        self.goes_on = False
-        self._pending = None
-        self._finish_reason = None
 
     def close(self, reason: FinishReason | None = None) -> None:
         """End the request, and abort it in the engine if it still runs. Idempotent.

@@ -5,6 +5,7 @@ of a macro therefore checks the time, and the text has a maximum length.
 """
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,6 @@ import jinja2.parser
 import jinja2.sandbox
 
 from app.text.parsers import family_for
-from app.text.parsers.base import as_they_are
 
 
 class ChatTemplateError(ValueError):
@@ -32,6 +32,7 @@ MAX_CHARACTERS = 2**25
 _STANDARD_VARIABLES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 )
+_MESSAGE_NAME = re.compile(r"""\b(?:message|msg|m)(?:\.name\b|\[['"]name['"]\]|\.get\(['"]name['"])""")
 _CUT = "\ue000 the answer goes on here \ue001"
 """End of a final message that is to be continued. The rendered text is cut here."""
 
@@ -40,6 +41,7 @@ class ChatTemplate:
     """A compiled template, or the absence of one, with which `render` raises.
 
     `special` are the special tokens that a template may name. `variables` are the names that this template reads.
+    `family` is the form of tool calls that it teaches, which decides how it gets messages and tools.
     """
 
     def __init__(self, source: str | None, special: dict[str, str]) -> None:
@@ -52,8 +54,7 @@ class ChatTemplate:
         timeout = environment.extensions[_Timeout.identifier]
         assert isinstance(timeout, _Timeout)
         self._timeout = timeout
-        family = family_for("auto", source or "")
-        self._for_template = family.for_template if family else as_they_are
+        self.family = family_for("auto", source or "")
         self._template: jinja2.Template | None = None
         if source is not None:
             code = environment.compile(timeout.insert_checks(tree))
@@ -70,6 +71,11 @@ class ChatTemplate:
         """True if the template reads a message's reasoning, by its usual name or by gpt-oss's."""
         source = self.source or ""
         return "reasoning_content" in source or ".thinking" in source
+
+    @property
+    def writes_names(self) -> bool:
+        """True if the template reads the name of a message."""
+        return _MESSAGE_NAME.search(self.source or "") is not None
 
     @property
     def switches(self) -> list[str]:
@@ -124,7 +130,8 @@ class ChatTemplate:
         variables = dict(switches or {}) | self._special
         self._timeout.start()
         try:
-            messages, tools = self._for_template(messages, tools)
+            if self.family is not None:
+                messages, tools = self.family.for_template(messages, tools)
             text = _joined(
                 self._template.generate(
                     variables,

@@ -1,6 +1,5 @@
 """Token ids of one request to text, token by token, cut exactly at stop strings."""
 
-from collections import deque
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Backend
@@ -19,7 +18,6 @@ class Detokenizer:
     `finish_reason` and `num_tokens` are the request's end and its number of tokens. `stop_string` is the one that ended
     the request. With `include_stop` the stop string
     or stop token that ended the request is part of the text. The first `min_tokens` tokens complete no stop string.
-    The token that completes `mark` sets `has_reached_mark`, and the tokens behind it in the delta are not read.
     """
 
     def __init__(
@@ -30,24 +28,17 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
-        mark: str = "",
     ) -> None:
-        self._backend = backend
-        self._skip = skip_special_tokens
         self._text = _IncrementalText(backend, skip_special_tokens)
-        self._mark = mark if mark not in stop else ""
-        self._stop = (*stop, self._mark) if self._mark else tuple(stop)
+        self._stop = tuple(stop)
         self._first_characters = {text[0] for text in self._stop}
         self._max_held = max(map(len, self._stop), default=1) - 1
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""
-        self._length = 0
-        self._ends: deque[int] = deque()
         self.num_tokens = 0
         self.stop_string: str | None = None
         self.finish_reason: FinishReason | None = None
-        self.has_reached_mark = False
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> str:
         """Return the text that has become certain, maybe "". `finish` is the delta's finish_reason.
@@ -59,53 +50,29 @@ class Detokenizer:
         shown = token_ids[:-1] if finish == "stop" and not self._include_stop else token_ids
         for token_id in shown:
             self.num_tokens += 1
-            has_ended = self._append(self._text.step(token_id))
-            self._ends.append(self._length + self._text.is_incomplete)
-            if has_ended:
+            if self._append(self._text.step(token_id)):
                 return self._release()
         self.num_tokens += len(token_ids) - len(shown)
         if finish is not None:
-            if not self._append(self._text.flush()) or self.finish_reason is None:
+            if not self._append(self._text.flush()):
                 self.finish_reason = finish
             return self._release()
         return self._release(keep=self._num_undecided())
 
-    def num_shown(self, num_withheld: int) -> int:
-        """Return the number of tokens whose whole text was returned, without its last `num_withheld` characters."""
-        shown = self._length - len(self._held) - num_withheld
-        while self._ends and self._ends[0] <= shown:
-            self._ends.popleft()
-        return self.num_tokens - len(self._ends)
-
-    def restart(self, num_tokens: int) -> None:
-        """Go on behind text that is not the model's, after `num_tokens` tokens. There is no mark from here."""
-        self._text = _IncrementalText(self._backend, self._skip)
-        self._stop = tuple(stop for stop in self._stop if stop != self._mark)
-        self._held = ""
-        self._length = 0
-        self._ends.clear()
-        self.num_tokens = num_tokens
-        self.finish_reason = None
-
     def _append(self, piece: str) -> bool:
-        """Add to the held text, and cut it at a stop string. Return True if there was one, or the mark."""
+        """Add to the held text, and cut it at a stop string. Return True if there was one."""
         searched = len(self._held)
         self._held += piece
-        self._length += len(piece)
-        if not piece or not self._stop:
+        if not piece or not self._stop or self.num_tokens <= self._min_tokens:
             return False
-        stops = self._stop if self.num_tokens > self._min_tokens else (self._mark,) * bool(self._mark)
         matches = [
             (start + len(stop), start)
-            for stop in stops
+            for stop in self._stop
             if (start := self._held.find(stop, max(0, searched - len(stop) + 1))) >= 0
         ]
         if not matches:
             return False
         end, start = min(matches)
-        if self._mark and self._held[start:end] == self._mark:
-            self.has_reached_mark = True
-            return True
         self.stop_string = self._held[start:end]
         self._held = self._held[: end if self._include_stop else start]
         self.finish_reason = "stop"
@@ -139,11 +106,6 @@ class _IncrementalText:
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._shown: list[int] = []
         self._pending: list[int] = []
-
-    @property
-    def is_incomplete(self) -> bool:
-        """True if the last token's text is still to come."""
-        return bool(self._pending)
 
     def step(self, token_id: int) -> str:
         self._pending.append(token_id)

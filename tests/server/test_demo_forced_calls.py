@@ -50,9 +50,9 @@ def written(message: dict[str, Any]) -> str:
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
 def test_a_forced_call_is_the_plain_continuation_of_its_prompt_and_prefix(url, thinking, speculate, sampling):
-    """The demo pair does not reason, so that with thinking on its first tokens are dropped and the call begins."""
+    """A forced call has no reasoning, so thinking on or off makes the same prompt."""
     template = {"chat_template_kwargs": {"enable_thinking": thinking}}
-    tokens = post(url, "/tokenize", ASK | template)["tokens"]
+    tokens = post(url, "/tokenize", ASK | {"chat_template_kwargs": {"enable_thinking": False}})["tokens"]
     prompt = str(post(url, "/detokenize", {"tokens": tokens})["prompt"]) + OPENING
     plain = post(url, "/v1/completions", {"prompt": prompt, "max_tokens": 48, "speculate": False} | sampling)
     named = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 48}

@@ -62,11 +62,6 @@ class OutputParser:
         self.shows_reasoning = shows_reasoning
         self._finished = False
 
-    @property
-    def num_withheld(self) -> int:
-        """The number of characters that were pushed and may still be shown or be a call."""
-        return sum(parser.num_withheld for parser in (self.reasoning, self._calls) if parser is not None)
-
     def push(self, text: str) -> Parsed:
         """Return what this piece makes certain, often nothing."""
         assert not self._finished, "pushed to output that has finished"
@@ -77,14 +72,6 @@ class OutputParser:
         """Push the text in parts, of which each has its content before its calls. A call ends at a `>` or `}`."""
         parts = _AFTER_CALL.split(text) if self._calls is not None else [text]
         return (self.push(part) for part in parts if part)
-
-    def begin_call(self, opening: str) -> Parsed:
-        """Return what is certain before a forced call that `opening` begins. The call may stand behind any text."""
-        if self._calls is None:
-            return self.push(opening)
-        before = self._calls.finish()
-        self._calls = type(self._calls)()
-        return Parsed.joined((before, self.push(opening)))
 
     def finish(self) -> Parsed:
         """Return the held text at the end of the output. No push may follow."""

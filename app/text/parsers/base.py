@@ -56,10 +56,6 @@ class Reasoning(Protocol):
     def is_before_content(self) -> bool:
         """True until the content has begun."""
 
-    @property
-    def num_withheld(self) -> int:
-        """The number of characters that were pushed and may still be shown."""
-
     def finish(self) -> tuple[str, str]:
         """Return the held reasoning and content at the end of the output."""
 
@@ -72,10 +68,6 @@ class CallParser(Protocol):
 
     def push(self, text: str) -> Parsed:
         """Return what this piece makes certain, often nothing."""
-
-    @property
-    def num_withheld(self) -> int:
-        """The number of characters that were pushed and may still be shown or be a call."""
 
     def finish(self) -> Parsed:
         """Return the held text at the end of the output. No push may follow."""

@@ -42,11 +42,6 @@ class HarmonyReasoning:
         """True until content or a call has begun."""
         return not self._has_content
 
-    @property
-    def num_withheld(self) -> int:
-        """The number of characters that were pushed and may still be shown."""
-        return len(self._tail)
-
     def push(self, text: str) -> tuple[str, str]:
         """Return the certain reasoning and the certain content of this piece."""
         text, self._tail = self._tail + text, ""
@@ -136,10 +131,6 @@ class HarmonyCalls:
             self._end_call(written, end, content, calls)
             text = rest
         return Parsed("".join(content), "", tuple(calls))
-
-    @property
-    def num_withheld(self) -> int:
-        return len(self._tail)
 
     def finish(self) -> Parsed:
         content: list[str] = []

@@ -43,10 +43,6 @@ class Llama3Calls:
                 text = self._extend_content(text, content)
         return Parsed("".join(content), "", tuple(calls))
 
-    @property
-    def num_withheld(self) -> int:
-        return len(self._tail) + sum(map(len, self._before)) + sum(map(len, self._call))
-
     def finish(self) -> Parsed:
         is_dropped = self._after_call and not self._call and not self._tail
         return Parsed("" if is_dropped else "".join([*self._before, *self._call, self._tail]))

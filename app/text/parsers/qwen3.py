@@ -28,10 +28,6 @@ class Qwen3Calls:
         self._read(text[:cut])
         return self._release()
 
-    @property
-    def num_withheld(self) -> int:
-        return len(self._tail) + sum(map(len, self._space)) + sum(map(len, self._block))
-
     def finish(self) -> Parsed:
         if self._block:
             # An output that ends within the closing tag has the whole call.

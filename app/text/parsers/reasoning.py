@@ -33,11 +33,6 @@ class ReasoningParser:
         """True until the content has begun."""
         return self._stage is not _Stage.CONTENT
 
-    @property
-    def num_withheld(self) -> int:
-        """The number of characters that were pushed and may still be shown."""
-        return len(self._tail) + sum(map(len, self._space))
-
     def push(self, text: str) -> tuple[str, str]:
         """Return the certain reasoning and the certain content of this piece."""
         text = self._tail + text

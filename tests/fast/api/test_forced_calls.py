@@ -1,9 +1,8 @@
-"""Forced tool calls: the answer begins with the family's own opening of a call, after the reasoning if there is any."""
+"""Forced tool calls: the answer begins with the family's own opening of a call, without reasoning."""
 
 import asyncio
 import itertools
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 
 from app.text.parsers import llama3_json, qwen3
-from tests.fast.api.served import CHATML, Server, until
-from tests.fast.api.templates import HEAD, HELLO, NO_THINKING, QWEN, TURN, WEATHER, refusal, serving_template
+from tests.fast.api.served import CHATML, Server
+from tests.fast.api.templates import HELLO, NO_THINKING, QWEN, TURN, WEATHER, prompt_of, refusal, serving_template
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -29,10 +28,8 @@ REST = {
 }
 ANSWER = ' {"city": "Bern"}}\n</tool_call>'
 CALLED = [("weather", {"city": "Bern"})]
-_LAST_TURN = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable"
-OPENED = QWEN.replace(_LAST_TURN, _LAST_TURN.replace("assistant\\n", "assistant\\n<think>\\n"))
-PLAIN = QWEN.replace("<think>", "").replace("</think>", "")
-"""Templates of a model whose prompt opens the reasoning, and of one that never reasons."""
+PLAIN = QWEN.replace("enable_thinking is defined and enable_thinking is false", "false").replace("think>", "x>")
+"""Template of a model that never reasons."""
 
 
 def rest_of(choice: Any) -> str:
@@ -187,120 +184,50 @@ def test_a_stop_string_and_the_limit_end_a_forced_call_too(server, stream):
 
 # --- with thinking on ------------------------------------------------------------------------------------------------
 
-THOUGHT = "<think>\nIt is about weather.\n</think>"
-
 
 @CHOICES
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_call_begins_when_the_reasoning_has_ended(thinking, background, choice, prefix, stream, seed):
-    script, read = thinking.script, streamed if stream else whole
-    answering = background.submit(read, thinking, tool_choice=choice, max_tokens=200, seed=7, temperature=0.8)
-    first = script.see("Submit")
-    assert shown(thinking, first["token_ids"]).endswith(HEAD + TURN)
-    for step in steps_of(thinking, THOUGHT + "\n\nHello, I", seed, end=False):
-        script.emit(first["request_id"], step)
-    second = script.see("Submit")
-    reasoning = thinking.bytes(THOUGHT)
-    assert script.see("Abort")["request_id"] == first["request_id"] != second["request_id"]
-    assert second["token_ids"][: len(first["token_ids"])] == first["token_ids"]
-    assert second["token_ids"][len(first["token_ids"]) :][: len(reasoning)] == reasoning
-    assert shown(thinking, second["token_ids"]).endswith(f"{THOUGHT}\n\n{prefix}")
-    assert second["max_tokens"] == 200 - len(reasoning)
-    assert {**second["sampling"], "min_tokens": 0} == {**first["sampling"], "min_tokens": 0}
-    for name in ("stop_token_ids", "speculate", "cache_salt"):
-        assert second[name] == first[name]
-    for step in steps_of(thinking, rest_of(choice), seed):
-        script.emit(second["request_id"], step)
-    answer = answering.result()
-    if not stream:
-        message = answer["choices"][0]["message"]
-        answer |= {"calls": message["tool_calls"], "reasoning": message["reasoning_content"]}
-        answer |= {"reasons": [answer["choices"][0]["finish_reason"]], "content": message["content"] or ""}
-    assert functions(answer["calls"]) == CALLED
-    assert (answer["reasoning"], answer["content"]) == ("It is about weather.", "")
-    assert answer["reasons"] == ["tool_calls"]
-    num_prefix = len(second["token_ids"]) - len(first["token_ids"]) - len(reasoning)
-    assert answer["usage"]["prompt_tokens"] == len(first["token_ids"]) + num_prefix
-    num_rest = len(thinking.bytes(rest_of(choice))) + (0 if choice == NAMED else 1)
-    assert answer["usage"]["completion_tokens"] == len(reasoning) + num_rest
+def test_a_forced_call_has_no_reasoning(thinking, choice, prefix, stream):
+    thinking.script.plan(*steps_of(thinking, rest_of(choice)))
+    answer = (streamed if stream else whole)(thinking, tool_choice=choice, max_tokens=200)
+    submitted = thinking.script.see("Submit")
+    assert shown(thinking, submitted["token_ids"]).endswith(TURN + NO_THINKING + prefix)
+    assert submitted["max_tokens"] == 200
+    calls = answer["calls"] if stream else answer["choices"][0]["message"]["tool_calls"]
+    assert functions(calls) == CALLED
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
-def play(server: Server, *outputs: str | list[int], finish: str | None = None, cached: int = 0) -> list[dict[str, Any]]:
-    """Answer each of the next requests with its output, and return the requests."""
-    seen = []
-    for output in outputs:
-        seen.append(server.script.see("Submit"))
-        ids = server.bytes(output) if isinstance(output, str) else output
-        server.script.emit(seen[-1]["request_id"], ids)
-    return seen
-
-
-def test_a_prompt_that_opens_the_reasoning_is_followed_to_its_end(start, background):
-    server = start(OPENED, reasoning=True, tool_family=qwen3.FAMILY)
-    server.script.by_hand()
-    answering = background.submit(whole, server, tool_choice=NAMED)
-    _, second = play(server, "Hm.\n</think>\n\nWell", ANSWER)
-    assert shown(server, second["token_ids"]).endswith(
-        '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments":'
-    )
-    message = answering.result()["choices"][0]["message"]
-    assert (message["reasoning_content"], functions(message["tool_calls"])) == ("Hm.", CALLED)
-
-
-@pytest.mark.parametrize("said", ["Hello", " \n<tool_call>", "</think>", [2], "<thought>"])
-def test_a_model_that_does_not_reason_begins_with_the_call_at_once(thinking, background, said):
-    answering = background.submit(whole, thinking, tool_choice=NAMED, max_tokens=100)
-    first, second = play(thinking, said, ANSWER)
-    assert shown(thinking, second["token_ids"]) == shown(thinking, first["token_ids"]) + (
-        '<tool_call>\n{"name": "weather", "arguments":'
-    )
-    assert second["max_tokens"] == 100
-    answer = answering.result()
-    message = answer["choices"][0]["message"]
-    assert (message["content"], functions(message["tool_calls"])) == (None, CALLED)
-    assert answer["usage"]["completion_tokens"] == len(thinking.bytes(ANSWER))
-    assert answer["usage"]["prompt_tokens"] == len(second["token_ids"])
-
-
-def test_with_thinking_off_the_call_begins_the_answer(thinking):
-    thinking.script.plan(*steps_of(thinking, ANSWER))
-    fields = {"tool_choice": NAMED, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
-    (only,) = whole(thinking, **fields)["choices"]
-    prompt = shown(thinking, thinking.script.see("Submit")["token_ids"])
+@pytest.mark.parametrize("reasoning", [True, False])
+def test_reasoning_that_the_prompt_opens_is_closed_before_a_forced_call(start, reasoning):
+    server = start(CHATML + "<think>\n{% if tools %}{% endif %}", reasoning=reasoning, tool_family=qwen3.FAMILY)
+    server.script.plan(*steps_of(server, ANSWER))
+    (only,) = whole(server, tool_choice=NAMED)["choices"]
+    prompt = shown(server, server.script.see("Submit")["token_ids"])
     assert prompt.endswith(f'{TURN}{NO_THINKING}<tool_call>\n{{"name": "weather", "arguments":')
-    assert functions(only["message"]["tool_calls"]) == CALLED
+    assert (functions(only["message"]["tool_calls"]), only["message"]["content"]) == (CALLED, None)
+    server.script.plan(*steps_of(server, "Hm.</think>So."))
+    message = whole(server)["choices"][0]["message"]
+    assert message["content"] == ("So." if reasoning else "Hm.</think>So.")
 
 
-def test_reasoning_that_is_not_separated_is_content_before_the_call(thinking, background):
-    answering = background.submit(whole, thinking, tool_choice=NAMED, extra_body={"separate_reasoning": False})
-    play(thinking, THOUGHT, ANSWER)
-    message = answering.result()["choices"][0]["message"]
-    assert (message["content"], functions(message["tool_calls"])) == (THOUGHT, CALLED)
-
-
-def test_llama_reasons_unseparated_before_its_call(start, background):
-    server = start("{# <think> #}" + CHATML + "{% if tools %}{% endif %}", tool_family=llama3_json.FAMILY)
-    server.script.by_hand()
-    answering = background.submit(whole, server, tool_choice=NAMED, extra_body={"separate_reasoning": False})
-    play(server, THOUGHT, ' {"city": "Bern"}}')
-    (only,) = answering.result()["choices"]
-    assert (only["message"]["content"], functions(only["message"]["tool_calls"])) == (THOUGHT, CALLED)
-    assert only["finish_reason"] == "tool_calls"
-
-
-@pytest.mark.parametrize("said", ["H", " ", "<"])
-def test_a_limit_that_ends_what_is_no_reasoning_leaves_the_call(thinking, background, said):
-    answering = background.submit(whole, thinking, tool_choice="required", max_tokens=1)
-    first = thinking.script.see("Submit")
-    thinking.script.emit(first["request_id"], thinking.bytes(said), finish="length")
-    second = thinking.script.see("Submit")
-    thinking.script.emit(second["request_id"], thinking.bytes("w"), finish="length")
-    answer = answering.result()
-    (only,) = answer["choices"]
-    assert second["max_tokens"] == 1
-    assert (only["message"]["content"], only["finish_reason"]) == ('<tool_call>\n{"name": "w', "length")
-    assert answer["usage"]["completion_tokens"] == 1
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        ({"enable_thinking": False}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_request_for_thinking_before_a_forced_call_is_warned(thinking, fields, param):
+    thinking.script.plan(*steps_of(thinking, ANSWER))
+    answer = whole(thinking, tool_choice=NAMED, extra_body=fields)
+    warnings = [(warning["code"], warning["param"]) for warning in answer.get("warnings", [])]
+    assert warnings == ([("reasoning_skipped", param)] if param else [])
+    assert "warnings" not in whole(thinking, tool_choice="auto", extra_body=fields)
 
 
 @pytest.mark.parametrize("field", ["tools.0.function.name", "tool_choice.function.name"])
@@ -320,11 +247,7 @@ def test_responses_have_the_same_maximum(server, field):
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
-@pytest.mark.parametrize(("name", "num_texts"), [("server", 1), ("thinking", 3)])
-def test_a_prompt_and_the_openings_behind_it_are_encoded_off_the_event_loop(
-    name, num_texts, request, background, monkeypatch
-):
-    server = request.getfixturevalue(name)
+def test_a_prompt_is_encoded_off_the_event_loop(server, monkeypatch):
     loops, encode = [], server.tokenizer.encode
 
     def watched(*given: Any, **named: Any) -> list[int]:
@@ -332,128 +255,9 @@ def test_a_prompt_and_the_openings_behind_it_are_encoded_off_the_event_loop(
         return encode(*given, **named)
 
     monkeypatch.setattr(server.tokenizer, "encode", watched)
-    if name == "server":
-        server.script.plan(*steps_of(server, ANSWER))
-        whole(server, tool_choice=NAMED)
-    else:
-        answering = background.submit(whole, server, tool_choice=NAMED)
-        play(server, THOUGHT, ANSWER)
-        answering.result()
-    assert loops == [None] * num_texts
-
-
-@pytest.mark.parametrize(
-    ("output", "fields", "content", "reasoning", "reason"),
-    [
-        ("<think>\nIt is about", {"max_tokens": 12}, "", "It i", "length"),
-        ("<think>abc</think>", {"max_tokens": 18}, "", "abc", "length"),
-        ("<think>abc about weather", {"stop": "about"}, "", "abc", "stop"),
-        ([*"<think>abc", 2], {}, "", "abc", "stop"),
-    ],
-    ids=["the limit", "the limit at its end", "a stop string", "a stop token"],
-)
-def test_reasoning_that_ends_the_answer_leaves_no_call(
-    thinking, background, output, fields, content, reasoning, reason
-):
-    ids = [token for part in output for token in ([part] if isinstance(part, int) else thinking.bytes(part))]
-    answering = background.submit(whole, thinking, tool_choice=NAMED, **fields)
-    play(thinking, ids)
-    (only,) = answering.result()["choices"]
-    assert (only["message"]["content"], only["message"]["reasoning_content"]) == (content, reasoning)
-    assert (only["finish_reason"], only["message"]["tool_calls"]) == (reason, None)
-    until(lambda: thinking.engine.admission.num_in_flight == 0)
-
-
-@pytest.mark.parametrize("phase", [1, 2])
-def test_a_client_that_leaves_aborts_the_request_that_runs(thinking, phase):
-    ids: list[str] = []
-
-    def engine() -> None:
-        ids.append(thinking.script.see("Submit")["request_id"])
-        thinking.script.emit(ids[0], thinking.bytes("<think>a"))
-
-    working = threading.Thread(target=engine)
-    working.start()
-    with thinking.http.stream(
-        "POST", "/v1/chat/completions", json=OFFER | {"tool_choice": NAMED, "stream": True}
-    ) as response:
-        working.join()
-        if phase == 2:
-            thinking.script.emit(ids[0], thinking.bytes("</think>"))
-            ids.append(thinking.script.see("Submit")["request_id"])
-            assert thinking.script.see("Abort")["request_id"] == ids[0]
-        next(response.iter_lines())
-    assert thinking.script.see("Abort")["request_id"] == ids[-1]
-    until(lambda: thinking.engine.admission.num_in_flight == 0)
-
-
-@pytest.mark.parametrize("ends", ["stop", "length"])
-def test_an_engine_that_ended_the_reasoning_itself_keeps_the_place_and_may_drain(
-    model_folder, tmp_path, background, ends
-):
-    """The delta with the end of the reasoning may also be the last one if its reader was slow."""
-    with serving_template(model_folder, tmp_path / "own", reasoning=True, tool_family=qwen3.FAMILY) as server:
-        server.script.by_hand()
-        answering = background.submit(whole, server, tool_choice=NAMED, max_tokens=120)
-        first = server.script.see("Submit")
-        said = server.bytes(THOUGHT + "and so on")
-        server.script.emit(first["request_id"], said, finish=ends)
-        second = server.script.see("Submit")
-        assert server.engine.admission.num_in_flight == 1
-        server.call(drain_begun(server))
-        server.script.emit(second["request_id"], server.bytes(ANSWER))
-        (only,) = answering.result()["choices"]
-        assert functions(only["message"]["tool_calls"]) == CALLED
-        until(lambda: server.engine.admission.num_in_flight == 0)
-
-
-def drain_begun(server: Server) -> Any:
-    async def begin() -> None:
-        server.engine.supervisor.drain()
-
-    return begin
-
-
-def test_cached_tokens_are_those_of_the_prompt(thinking, background):
-    thinking.script.by_hand(cached_tokens=16)
-    answering = background.submit(whole, thinking, tool_choice=NAMED)
-    first = thinking.script.see("Submit")
-    thinking.script.emit(first["request_id"], thinking.bytes(THOUGHT))
-    second = thinking.script.see("Submit")
-    thinking.script.by_hand(cached_tokens=4000)
-    thinking.script.emit(second["request_id"], thinking.bytes(ANSWER))
-    assert answering.result()["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
-
-
-def test_a_deadline_counts_over_both_requests(thinking, background):
-    body = OFFER | {"tool_choice": NAMED}
-
-    def ask() -> Any:
-        return thinking.http.post("/v1/chat/completions", json=body, headers={"X-Request-Timeout": "1.5"})
-
-    asking = background.submit(ask)
-    play(thinking, THOUGHT)
-    thinking.script.see("Submit")
-    response = asking.result()
-    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
-
-
-def test_steps_are_told_without_the_prefix(thinking, background):
-    fields = {"tool_choice": NAMED, "stream": True, "stream_options": {"include_speculation": True}}
-
-    def ask() -> list[dict[str, Any]]:
-        lines = thinking.http.post("/v1/chat/completions", json=OFFER | fields).text.splitlines()
-        return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-
-    asking = background.submit(ask)
-    play(thinking, THOUGHT + "xyz", ANSWER)
-    steps = [
-        step
-        for chunk in asking.result()
-        for choice in chunk["choices"]
-        for step in choice.get("speculation", {}).get("steps", [])
-    ]
-    assert "".join(text for step in steps for text in step["tokens"]) == THOUGHT + ANSWER
+    server.script.plan(*steps_of(server, ANSWER))
+    whole(server, tool_choice=NAMED)
+    assert loops == [None]
 
 
 # --- one call only ---------------------------------------------------------------------------------------------------
@@ -547,8 +351,16 @@ def test_bare_completions_know_no_tools(server):
 
 
 def test_prompt_and_prefix_must_fit_together(thinking):
-    """The prefix that follows the reasoning has its room from the beginning."""
-    room = 4096 - len(thinking.ids(HEAD + TURN))
-    body = {"tools": [CLOCK], "tool_choice": "required"}
-    error = refusal(thinking, **body, max_tokens=room)
+    body = {"tools": [CLOCK], "chat_template_kwargs": {"enable_thinking": False}}
+    room = 4096 - len(thinking.ids(prompt_of(thinking, **body)))
+    error = refusal(thinking, **body, tool_choice="required", max_tokens=room)
     assert error["code"] == "context_length_exceeded"
+
+
+def test_strict_is_a_wish_that_is_logged_and_not_in_the_prompt(server, caplog):
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    with caplog.at_level("INFO", logger="app.api.prompts"):
+        assert prompt_of(server, tools=[strict]) == prompt_of(server, tools=[WEATHER])
+    assert [record.getMessage() for record in caplog.records] == [
+        "strict is a wish here: 1 tools have it, and their calls are not checked"
+    ]

@@ -92,7 +92,7 @@ def test_an_unknown_type_of_part_is_told_what_is_read(server):
 
 
 def warned(server: Server, messages: list[dict[str, object]], **fields: object) -> list[str]:
-    """Return the fields that the answer's warnings name, whole and streamed, and those of /tokenize."""
+    """Return the fields that the answer's warnings name, which are the same whole, streamed and in /tokenize."""
     server.script.plan([2])
     ask = {"messages": messages} | fields
     whole = server.http.post("/v1/chat/completions", json=ask).json()
@@ -158,8 +158,7 @@ def test_a_name_is_written_where_the_template_writes_it(start):
     server = start(NAMED)
     ann = HELLO | {"name": "Ann"}
     assert prompt_of(server, messages=[ann, HELLO]) == "user(Ann): hello\nuser: hello\n"
-    told = {"role": "tool", "content": "noon", "tool_call_id": "a", "name": "Ann"}
-    assert warned(server, [ann, told]) == ["messages.1.name"]
+    assert warned(server, [ann, HELLO]) == []
 
 
 @pytest.mark.parametrize(

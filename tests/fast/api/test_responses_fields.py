@@ -1,6 +1,5 @@
 """Every field of /v1/responses is honoured or refused by name, and items become the prompt that chat makes."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -379,27 +378,6 @@ def test_errors_of_the_template_and_of_chat_bear_the_names_of_this_request(start
     assert error["param"] == "input.2" and "`input.2`" in error["message"]
     error = error_of(server.http.post(PATH, json=ASK | {"min_tokens": 9, "max_output_tokens": 8}), 400)
     assert error["param"] == "min_tokens" and "`max_output_tokens`" in error["message"]
-
-
-def test_a_strict_function_is_judged_as_in_chat(start):
-    server = start(tool_family=qwen3.FAMILY, refuse_strict=True)
-    error = error_of(server.http.post(PATH, json=ASK | {"tools": [{"type": "function", "strict": True, **TOOL}]}), 400)
-    assert error["param"] == "tools.0.strict" and "`tools.0.strict`" in error["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_does_not_fit_its_strict_function_is_told_as_in_chat(server, stream):
-    tool = TOOL | {"strict": True, "parameters": {"type": "object", "required": ["city"]}}
-    call = json.dumps({"name": "weather", "arguments": {}})
-    server.script.plan([*server.bytes(f"<tool_call>\n{call}\n</tool_call>"), 2])
-    fields = {"tools": [{"type": "function", **tool}], "stream": stream}
-    response = server.http.post(PATH, json=ASK | fields)
-    answer = json.loads(response.text.rstrip().rpartition("\ndata: ")[2])["response"] if stream else response.json()
-    (warning,) = answer["warnings"]
-    of_chat = server.http.post(
-        "/v1/chat/completions", json={"messages": [HELLO], "tools": [{"type": "function", "function": tool}]}
-    ).json()
-    assert [warning] == of_chat["warnings"]
 
 
 def test_refusals_are_the_same_through_the_sdk(server):

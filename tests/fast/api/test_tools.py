@@ -394,6 +394,8 @@ def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, 
         config = Config(tool_call_parser=said)
         family = services_for(config, server.engine, server.tokenizer, server.metrics).tool_family
         assert (family and family.name) == name
+        by_template = server.tokenizer.chat_template.family
+        assert by_template is family or said == "none"
 
 
 @pytest.mark.parametrize("content", ["I look.", "", None])

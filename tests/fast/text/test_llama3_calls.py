@@ -76,13 +76,6 @@ def test_a_tag_may_be_split_behind_the_call_that_a_piece_ends():
     assert parse(pieces) == Parsed(tool_calls=(F_CALL, G_CALL))
 
 
-def test_a_forced_call_may_stand_behind_any_text():
-    parser = OutputParser(calls=Llama3Calls())
-    assert parser.push("<think>\nHm. <|py") == Parsed(content="<think>\nHm. ")
-    assert parser.begin_call('{"name": "g", "parameters":') == Parsed(content="<|py")
-    assert parser.push(" {}}") == Parsed(tool_calls=(G_CALL,))
-
-
 def test_a_call_is_given_by_the_piece_that_closes_it():
     parser = Llama3Calls()
     assert all(parser.push(character) == Parsed() for character in F[:-1])
