@@ -61,11 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(arguments: Sequence[str]) -> int:
     """Settle the settings, find and check both checkpoints, and only then start the server."""
     from app.config.flags import parse_flags
-    from app.config.models import find_models
+    from app.config.requirements import check_settings
     from app.config.sources import load_config
+    from app.config.torch_build import check_torch_build
+    from app.engine.checkpoint.read import check_checkpoints, find_models
 
     config = load_config(parse_flags(arguments))
-    target, draft = find_models(config)
+    check_torch_build(config.device)
+    check_settings(config)
+    target, draft = find_models(config.model, config.draft_model, speculation=config.speculation)
+    check_checkpoints(config.for_engine(target, draft))
 
     from app.api.server import run
 

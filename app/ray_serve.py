@@ -18,9 +18,11 @@ from starlette.types import ASGIApp
 from app import log
 from app.api.service import Service
 from app.config.error import ConfigError
-from app.config.models import check_settings, find_checkpoints, find_models
+from app.config.requirements import check_settings
 from app.config.settings import Config
 from app.config.sources import load_config, settings_of
+from app.config.torch_build import check_torch_build
+from app.engine.checkpoint.read import check_checkpoints, find_models
 from app.engine_client.admission import MAX_QUEUED_PER_RUNNING
 
 _PYTHON_PROXY = (
@@ -64,8 +66,15 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         raise ConfigError(_PYTHON_PROXY)
     check_settings(config)
     if all(name in (None, "demo") or Path(name).is_dir() for name in (config.model, config.draft_model)):
-        find_checkpoints(config)
+        checked_models(config)
     return serve.deployment(serve.ingress()(Replica), **options(config, replicas)).bind(config, replicas.hold_seconds)
+
+
+def checked_models(config: Config) -> tuple[Path, Path | None]:
+    """Return the folders of target and draft. Raises ConfigError for files that cannot be served."""
+    target, draft = find_models(config.model, config.draft_model, speculation=config.speculation)
+    check_checkpoints(config.for_engine(target, draft))
+    return target, draft
 
 
 def _replicas(given: Mapping[str, Any]) -> Replicas:
@@ -131,7 +140,9 @@ class Replica:
         """Load the model, and return once requests may come. Raises an error with the reason if they never can."""
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
-        target, draft = await asyncio.to_thread(find_models, config)
+        check_torch_build(config.device)
+        check_settings(config)
+        target, draft = await asyncio.to_thread(checked_models, config)
         self._service = Service(config, target, draft, hold_seconds=hold_seconds)
         try:
             self._service.bind()

@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from app import log
 from app.api.stream import Choices
-from app.config.models import otlp_protocol
+from app.config.requirements import otlp_protocol
 from app.engine_client.timeline import Timeline
 from app.messages import Request
 

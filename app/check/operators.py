@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
 from app.engine.device.torch import TorchBackend
 from app.engine.load.self_test import TOLERANCE
-from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.gated_delta_net import Recurrence
 from app.engine.models.state_pool import LayerState, SequenceRows
 

@@ -1,7 +1,9 @@
 """Mistakes of a user at start-up, and errors in a line."""
 
+from app.config.error import ConfigError
 
-class UnsupportedError(ValueError):
+
+class UnsupportedError(ConfigError):
     """A checkpoint, size or device that this engine would run wrongly, or not at all. The message says what to do."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.text.tokenizer import Tokenizer
 from tests.clients.environments import run
 from tests.clients.page import CHAT, DEMO_LOOP, LOOP

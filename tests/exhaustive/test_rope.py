@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from app.engine.checkpoint.rope import rope_config
 from app.engine.device.torch import TorchBackend
-from app.engine.load.rope_config import rope_config
 from app.engine.models.rope import RotaryTable, frequencies
 
 CASES: dict[str, dict[str, Any]] = {
@@ -46,6 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
             "beta_slow": 2.0, "attention_factor": 0.7,
         },
     },
+    "yarn whose slow bound lies past the last pair": {
+        "rope_theta": 1e4,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131072},
+    },
     "yarn without a ramp": {
         "rope_theta": 1e4,
         "rope_scaling": {
@@ -60,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_frequencies_and_factor_are_transformers(case: str, head_dim: int) -> None:
     raw = {"head_dim": head_dim, "max_position_embeddings": 40960} | CASES[case]
-    rope, _ = rope_config(raw, head_dim, 40960, "target")
+    rope, _ = rope_config(raw, head_dim)
     config = LlamaConfig(**raw, hidden_size=256, num_attention_heads=4)
     theirs = LlamaRotaryEmbedding(config)
     kind = config.rope_parameters["rope_type"]

@@ -9,7 +9,7 @@ the length of its prompt. Near the end of the longest answers blocks are shorter
 import json
 from typing import Any
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from tests import GOLDEN
 from tools.lab import in_process, loads
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.text.detokenizer import Detokenizer
 from app.text.tokenizer import Tokenizer
 from tools.bench import traffic

@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from app.config.models import OTLP_PROTOCOL
+from app.config.requirements import OTLP_PROTOCOL
 from tests.fast.api.served import PATIENCE, until
 from tests.server.demo import ENDLESS, ROOM, num_running, process
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from app import demo
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.text.tokenizer import Tokenizer
 from tools.demo_pair.corpus import DOMAINS, Sample, samples
 from tools.demo_pair.corpus.lexicon import OTHER_WORDS

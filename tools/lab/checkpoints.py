@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import DEMO
 from app.engine.device.factory import make_backend
 from app.engine.dflash.model import DFlashModel
-from app.engine.load.decoder_config import target_config
-from app.engine.load.draft_config import draft_config
 from app.engine.models.registry import target_class
 from app.engine.models.weights import Part
 from tools.lab.random_weights import RandomWeights, write_configs
@@ -40,7 +40,7 @@ def write_checkpoints(wanted: str, folder: Path) -> tuple[Path, Path]:
     target, draft = write_configs(wanted, folder)
     raw, backend = _config(target), make_backend("cpu")
     config, kept = target_config(raw), Kept(target, target)
-    model = target_class(raw)(config, kept, backend)
+    model = target_class(raw["model_type"])(config, kept, backend)
     kept.close()
     kept = Kept(draft, draft)
     DFlashModel(draft_config(_config(draft), config), kept, backend, model.embedding, model.lm_head)

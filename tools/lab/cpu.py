@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
-from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
+from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.messages import Request
 from tools.bench.command import guarded, out_folder, progress

@@ -6,8 +6,7 @@ its kernels.
 
 from dataclasses import dataclass
 
-from app.engine.dflash.config import DFlashConfig
-from app.engine.models.config import DecoderConfig
+from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from tools.report.roofline import H200, NUMBER_BYTES
 
 

@@ -6,12 +6,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
-from app.engine.dflash.config import DFlashConfig
-from app.engine.load.decoder_config import target_config
-from app.engine.load.draft_config import draft_config
-from app.engine.models.config import DecoderConfig
 from tools.lab.random_weights import pair_of
 from tools.lab.stages import traced
 from tools.report.command import Options

@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 
 from app import demo
-from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
+from app.engine.checkpoint.files import DEMO
 from app.engine.host_cores import num_own_cores
 from tools.bench.cell import Cell
 from tools.bench.client import Server, first_model

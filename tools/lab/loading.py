@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from app.engine.checkpoint.families import target_config
 from app.engine.device.factory import make_backend
-from app.engine.load.decoder_config import target_config
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.registry import target_class
 from tools.bench.command import guarded, out_folder
@@ -45,7 +45,7 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     }  # fmt: skip
     with TemporaryDirectory() as folder:
         kept = Kept(Path("loading"), Path(folder))
-        target_class(raw)(target_config(raw), kept, make_backend("cpu"))
+        target_class(raw["model_type"])(target_config(raw), kept, make_backend("cpu"))
         kept.close()
         files = sorted(Path(folder).glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
@@ -79,7 +79,7 @@ def load(folder: Path, raw: dict[str, Any]) -> tuple[float, float]:
     start = _clocks()
     backend.retain_allocator_memory()
     weights = SafetensorsWeights(folder, backend.device, torch.bfloat16)
-    target_class(raw)(target_config(raw), weights, backend)
+    target_class(raw["model_type"])(target_config(raw), weights, backend)
     weights.close()
     return _since(start)
 

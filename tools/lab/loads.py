@@ -3,7 +3,7 @@
 import itertools
 from functools import cache
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.messages import Request, SamplingParams
 from app.text.tokenizer import Tokenizer
 from tools.demo_pair.corpus import DOMAINS, samples

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
+from app.engine.checkpoint.files import DEMO
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import Progress
 from app.engine.models.weights import Part

@@ -102,9 +102,9 @@ def _exit_with_parent() -> None:
 
 def server(cores: str, engine_arguments: str, _: str, *flags: str) -> int:
     from app.api.server import run
-    from app.config.checkpoint import DEMO
     from app.config.flags import parse_flags
     from app.config.sources import load_config
+    from app.engine.checkpoint.files import DEMO
 
     stay_on(json.loads(cores))
     wanted = [text for name in ("--host", "--port") for text in (name, flags[flags.index(name) + 1])]

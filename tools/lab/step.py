@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from app.config.checkpoint import CheckpointError, resolve
 from app.config.error import ConfigError
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import find_folder, read_config
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
-from app.engine.load.decoder_config import read_config, target_config
-from app.engine.load.draft_config import draft_config
 from app.engine.load.engine import CPU_KV_BYTES, Engine, build_engine
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.load.sizes import bytes_per_token
@@ -127,7 +127,7 @@ def load(options: argparse.Namespace) -> tuple[Engine, float | None]:
             config = engine_config(options, *_checkpoints(options, Path(folder)))
             weights = random_weights.RandomWeights if options.random_weights else SafetensorsWeights
             engine = build_engine(config, open_weights=weights)
-    except (CheckpointError, UnsupportedError) as error:
+    except UnsupportedError as error:
         raise ConfigError(str(error)) from None
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the models do not fit on --device {options.device}: {error}") from None
@@ -146,7 +146,7 @@ def _checkpoints(options: argparse.Namespace, folder: Path) -> tuple[Path, Path 
         return random_weights.write_configs(options.random_weights, folder)
     target = options.model or "demo"
     draft = options.draft_model or ("demo" if target == "demo" else None)
-    return resolve(target, "target"), resolve(draft, "draft") if draft else None
+    return find_folder(target, "target"), find_folder(draft, "draft") if draft else None
 
 
 def engine_config(options: argparse.Namespace, target: Path, draft: Path | None) -> EngineConfig:

@@ -19,7 +19,7 @@ import zmq
 
 from app.api.answers import ChatAnswers, Piece
 from app.api.schemas import StreamOptions
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.engine_client.request_stream import RequestStream
 from app.messages import StepOutput
 from app.metrics import Metrics

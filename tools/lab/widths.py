@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from tools.bench.command import guarded, out_folder, progress
 from tools.bench.flags import add_out_flag, count
 from tools.bench.paired import Claim, Comparison, rounds

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from app import demo
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.engine.load import engine as build
 from app.engine_config import EngineConfig

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import AttentionMask, MoeConfig
 from app.engine.comm.comm import Comm
 from app.engine.comm.device import DeviceComm
 from app.engine.comm.gloo import GlooComm
@@ -18,7 +19,7 @@ from app.engine.device import gated_delta
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.graph import Graph, RerunGraph
 from app.engine.device.host_memory import zeros_on_host
-from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
+from app.engine.device.moe import ExpertWeights, mixture
 from app.engine.verify import verify
 
 
@@ -28,20 +29,6 @@ class LayerKv:
 
     k: Tensor
     v: Tensor
-
-
-class AttentionMask(NamedTuple):
-    """Tokens that a row of a layer sees, by position: with `causal` those up to itself, else all of its sequence.
-
-    A `window` of W leaves the last W of them, the row itself among them: q - W < k <= q if causal, else |q - k| < W.
-    """
-
-    causal: bool
-    window: int | None = None
-
-    def __str__(self) -> str:
-        kind = "causal" if self.causal else "bidirectional"
-        return kind if self.window is None else f"{kind}, window {self.window}"
 
 
 @dataclass(slots=True)

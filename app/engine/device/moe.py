@@ -6,30 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SWIGLU_ALPHA = 1.702
-"""Factor inside the sigmoid of the clipped SwiGLU of gpt-oss."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Mixture of experts in the place of a layer's MLP. E is `num_experts`, k `num_experts_per_tok`.
-
-    A row's weights are the k largest of a softmax over all E. `norm_topk_prob` divides them by their sum, so they are
-    a softmax over the k alone. With `swiglu_limit` L an expert computes (u + 1) g sigmoid(1.702 g), with g = min(gate,
-    L) and u = clamp(up, -L, L), instead of silu(gate) up. L may be infinite.
-    """
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
-    norm_topk_prob: bool
-    dense_layers: tuple[int, ...] = ()
-    """Layers that keep a dense MLP."""
-    has_bias: bool = False
-    """True if router and experts have biases."""
-    swiglu_limit: float | None = None
-    shared_size: int = 0
-    """Inner size of an expert that serves every row behind a gate of its own, 0 without one."""
+from app.engine.checkpoint.shapes import SWIGLU_ALPHA, MoeConfig
 
 
 @dataclass(frozen=True, slots=True)

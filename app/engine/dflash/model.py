@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from app.engine.checkpoint.shapes import DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend
-from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head

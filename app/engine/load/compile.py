@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from app.engine.cache_folder import own_folder
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.compile.aot import Compiled, why_not
 from app.engine.compile.cache import compile_cache
 from app.engine.compile.steps import CompiledForward, functions
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import OpenWeights, Progress
-from app.engine.models.config import DecoderConfig
 from app.engine.models.weights import Part, Weights
 from app.engine.step.forward import Forward
 from app.engine.step.runner import ModelRunner

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.config.draft_keys import foreign_tensor
+from app.engine.checkpoint.draft import foreign_tensor
+from app.engine.checkpoint.read import read_checkpoints
+from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.compile.backend import TracedBackend
 from app.engine.compile.cache import compile_cache
@@ -18,7 +20,6 @@ from app.engine.compile.steps import CompiledDrafter, CompiledForward
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend, Heads
 from app.engine.device.factory import make_backend
-from app.engine.dflash.config import DFlashConfig
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
@@ -32,8 +33,6 @@ from app.engine.load.compile import (
     take_up,
     traced_config,
 )
-from app.engine.load.decoder_config import read_config, target_config
-from app.engine.load.draft_config import draft_config
 from app.engine.load.invariant import check_batch_invariant
 from app.engine.load.loader import OpenWeights, SafetensorsWeights
 from app.engine.load.ranks import Join, alone, check_shards
@@ -42,7 +41,6 @@ from app.engine.load.sizes import Sizes, bytes_per_token, settle_pages, settle_s
 from app.engine.load.states import check_no_states, check_recurrent, make_state_slots, make_states
 from app.engine.load.step_memory import step_memory
 from app.engine.load.time_steps import measure_costs
-from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.registry import target_class
 from app.engine.models.rope import RotaryTable
@@ -130,6 +128,8 @@ def build_engine(
     with _explained(config, rank=0) as backend:
         loaded = _load_runner(config, backend, on_progress, open_weights, join)
         if loaded.draft:
+            for warning in loaded.draft.warnings:
+                logger.warning("draft: %s", warning)
             logger.info("draft: %s", ", ".join(f"{name} {value}" for name, value in loaded.draft.report().items()))
         return _warm(config, loaded, on_progress)
 
@@ -158,8 +158,8 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
 def _load_runner(
     config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Join
 ) -> Loaded:
-    raw = read_config(config.target)
-    shape, draft_shape = target_config(raw), None
+    models = read_checkpoints(config)
+    shape, draft_shape = models.target, models.draft
     if config.batch_invariant:
         check_batch_invariant(config, shape)
     dtype = _dtype(config, shape, backend)
@@ -170,10 +170,6 @@ def _load_runner(
         backend.check_gated_delta(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
     else:
         check_no_states(config)
-    if config.draft is not None:
-        draft_shape = draft_config(read_config(config.draft), shape, config.block_size)
-        if (config.draft / "mask_embedding.pt").exists():
-            raise UnsupportedError(f"{config.draft}: mask_embedding.pt, an embedding of the mask, is not supported yet")
     block_size = draft_shape.block_size if draft_shape else 1
     if isinstance(config.verify, int) and not 1 <= config.verify <= block_size:
         raise UnsupportedError(f"--verify {config.verify}: a block has {block_size} rows, so 1 to {block_size} of them")
@@ -200,7 +196,7 @@ def _load_runner(
     def opened(folder: Path, stage: str) -> Weights:
         return open_weights(folder, backend.device, dtype, partial(on_progress, stage))
 
-    target, draft = _load(config, target_class(raw), shape, draft_shape, backend, opened, comm)
+    target, draft = _load(config, target_class(models.model_type), shape, draft_shape, backend, opened, comm)
     tuned = {}
     if config.tune == "auto" and comm.size == 1:  # ranks must launch alike, and their clocks would not agree
         heads = [Heads(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) for decoder in decoders]

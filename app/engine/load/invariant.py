@@ -1,7 +1,7 @@
 """--batch-invariant: targets and ways to run them whose bits would depend on the batch after all."""
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import DecoderConfig
 from app.engine_config import EngineConfig
 
 

@@ -1,15 +1,14 @@
 """Weights from safetensors files, by name and expected shape."""
 
-from collections import Counter
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from app.config.checkpoint import CheckpointError, count_numbers, plain_name, quantised_tensor, tensor_files
+from app.engine.checkpoint.files import read_tensors
 from app.engine.errors import UnsupportedError
 from app.engine.models.weights import Part, Weights
 
@@ -34,15 +33,9 @@ class SafetensorsWeights:
         self._device = device
         self._dtype = dtype
         self._on_progress = on_progress
-        stored = _index(folder)
-        self._files = {plain_name(name): (path, name) for name, path in stored.items()}
-        if len(self._files) < len(stored):
-            name, count = Counter(map(plain_name, stored)).most_common(1)[0]
-            raise UnsupportedError(f"{folder}: {count} tensors are called {name} behind their prefixes")
-        if reason := quantised_tensor(self._files):
-            raise UnsupportedError(f"{folder}: {reason}")
-        paths = {path for path, _ in self._files.values()}
-        self._open = {path: _open(path, device) for path in paths}
+        self._files = read_tensors(folder)
+        paths = {tensor.file for tensor in self._files.values()}
+        self._open = {path: safe_open(path, framework="pt", device=str(device)) for path in paths}
         self._total = sum(path.stat().st_size for path in paths)
         self._read = 0
         self._used: set[str] = set()
@@ -52,8 +45,9 @@ class SafetensorsWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all tensors in the engine's dtype."""
-        return count_numbers(self._folder) * self._dtype.itemsize
+        """Return the bytes of all tensors in the engine's dtype. A byte of mxfp4 has two numbers."""
+        numbers = {name: math.prod(tensor.shape) for name, tensor in self._files.items()}
+        return sum(n * (2 if name.endswith("_blocks") else 1) for name, n in numbers.items()) * self._dtype.itemsize
 
     def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         return self._numbers(name, self._stored(name, shape, part)).to(self._device, self._dtype)
@@ -65,8 +59,9 @@ class SafetensorsWeights:
         """Return a stored tensor. Raises UnsupportedError if its weights are quantised."""
         if stored.dtype not in _DTYPES:
             dtype = str(stored.dtype).removeprefix("torch.")
-            path, _ = self._files[name]
-            raise UnsupportedError(f"{path}: tensor {name} is {dtype}: quantised weights are not supported yet")
+            raise UnsupportedError(
+                f"{self._files[name].file}: tensor {name} is {dtype}: quantised weights are not supported yet"
+            )
         return stored
 
     def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
@@ -85,12 +80,12 @@ class SafetensorsWeights:
         """Return a tensor of `shape` as it is in the file, or the `part` that alone is read."""
         if name not in self._files:
             raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
-        path, stored_name = self._files[name]
-        stored = self._open[path].get_slice(stored_name)
-        if tuple(stored.get_shape()) != shape:
+        path, stored_name, stored_shape = self._files[name]
+        if tuple(stored_shape) != shape:
             raise UnsupportedError(
-                f"{self._folder}: tensor {name} has shape {stored.get_shape()}, the config wants {list(shape)}"
+                f"{self._folder}: tensor {name} has shape {stored_shape}, the config wants {list(shape)}"
             )
+        stored = self._open[path].get_slice(stored_name)
         if part is None:
             tensor: Tensor = self._open[path].get_tensor(stored_name)
             self._read += tensor.nbytes
@@ -121,17 +116,3 @@ class SafetensorsWeights:
                 f"{self._folder}: {len(unused)} tensors do not belong to this architecture, such as {unused[0]}; "
                 "leaving them out would be wrong"
             )
-
-
-def _index(folder: Path) -> dict[str, Path]:
-    try:
-        return tensor_files(folder)
-    except CheckpointError as error:
-        raise UnsupportedError(str(error)) from None
-
-
-def _open(path: Path, device: torch.device) -> Any:
-    try:
-        return safe_open(path, framework="pt", device=str(device))
-    except (OSError, SafetensorError) as error:
-        raise UnsupportedError(f"{path}: cannot be read as safetensors: {error}") from error

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from app.engine.checkpoint.decoder import EXPERTS_ALIGNMENT
+from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend
-from app.engine.dflash.config import DFlashConfig
 from app.engine.errors import UnsupportedError
-from app.engine.load.moe_config import ALIGNMENT
-from app.engine.models.config import DecoderConfig
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.runner import ModelRunner
 from app.engine_config import EngineConfig
@@ -61,7 +60,9 @@ def _divided(decoder: DecoderConfig, vocab_size: int) -> dict[str, int]:
     if decoder.moe is None or decoder.moe.dense_layers:
         numbers["columns in its MLP"] = decoder.intermediate_size
     if decoder.moe is not None:
-        numbers[f"groups of {ALIGNMENT} columns in each expert"] = decoder.moe.intermediate_size // ALIGNMENT
+        numbers[f"groups of {EXPERTS_ALIGNMENT} columns in each expert"] = (
+            decoder.moe.intermediate_size // EXPERTS_ALIGNMENT
+        )
         if decoder.moe.shared_size:
             numbers["columns in its shared expert"] = decoder.moe.shared_size
     if decoder.gated_delta is not None:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 

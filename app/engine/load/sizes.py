@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import Defaults
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import DecoderConfig
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine_config import EngineConfig
 

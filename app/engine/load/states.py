@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
 from app.engine.device.delta_rule import CHUNK
 from app.engine.errors import UnsupportedError
 from app.engine.load.sizes import PREFILL_SHARE, Sizes
-from app.engine.models.config import DecoderConfig
 from app.engine.models.state_pool import StatePool
 from app.engine.schedule.state_slots import StateSlots
 from app.engine_config import EngineConfig

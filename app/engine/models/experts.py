@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from app.engine.device.moe import ExpertWeights, MoeConfig
+from app.engine.checkpoint.shapes import MoeConfig
+from app.engine.device.moe import ExpertWeights
 from app.engine.models.mxfp4 import BLOCK, dequantised
 from app.engine.models.weights import LayerSource, Part, own_part
 

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.device.base import Backend
 from app.engine.device.delta_rule import delta_rule, last_rows, short_conv
 from app.engine.device.gated_delta import GatedDeltaStep
-from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.layers import StepRows, frozen, parameters_of
 from app.engine.models.state_pool import LayerState, SequenceRows, State
 from app.engine.models.weights import LayerSource

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import Backend, LayerKv
-from app.engine.models.config import DecoderConfig
 from app.engine.models.state_pool import StatePool
 
 

@@ -1,15 +1,13 @@
 """Qwen3.5, 3.6 and 3.8, dense or with experts: three of four layers are Gated DeltaNet, the others gated attention."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import LayerKv
-from app.engine.models.config import DecoderConfig
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, load_mlp, parameters_of
 from app.engine.models.target import Target
@@ -108,18 +106,7 @@ class Qwen3_5(Target):
     """Hybrid decoder. Its RMSNorms multiply by 1 + weight, and RoPE turns a part of each head."""
 
     layer_class = HybridLayer
-    is_hybrid = True
-
-    @classmethod
-    def refine(cls, config: DecoderConfig, raw: Mapping[str, Any]) -> DecoderConfig:
-        return replace(config, qk_norm=True)
 
     @classmethod
     def adapt(cls, weights: Weights, config: DecoderConfig) -> Weights:
         return TextWeights(weights, config)
-
-
-class Qwen3_5Moe(Qwen3_5):
-    """Hybrid decoder whose layers have a mixture of experts and a shared one."""
-
-    supports = frozenset({"num_experts"})

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from app.engine.models.config import DecoderConfig
-from app.engine.models.qwen3_5 import Qwen3_5Moe, TextWeights
+from app.engine.checkpoint.shapes import DecoderConfig
+from app.engine.models.qwen3_5 import Qwen3_5, TextWeights
 from app.engine.models.weights import Part, Weights
 
 
@@ -41,7 +41,7 @@ class GroupedWeights(TextWeights):
         return {f"{prefix}in_proj_{name}.weight": part for name, part in parts.items()}
 
 
-class Qwen3Next(Qwen3_5Moe):
+class Qwen3Next(Qwen3_5):
     """Hybrid decoder with experts in an older layout."""
 
     @classmethod

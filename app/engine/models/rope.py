@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import Llama3Scaling, RopeConfig, YarnScaling
 from app.engine.device.base import Backend, Rotation
-from app.engine.models.config import Llama3Scaling, RopeConfig, YarnScaling
 
 
 class RotaryTable:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from app.engine.models.config import GatedDeltaConfig
+from app.engine.checkpoint.shapes import GatedDeltaConfig
 
 Zeros = Callable[[Sequence[int], torch.dtype], Tensor]
 

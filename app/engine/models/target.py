@@ -1,24 +1,21 @@
 """The base class of all targets: a causal decoder that hands out the residual stream after chosen layers."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend
-from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import DecoderLayer, StepRows, add_norm, frozen, tied_head
 from app.engine.models.weights import ExpertLayout, LayerSource, Weights, own_part
 
 
 class Target(nn.Module):
-    """Decoder of pre-norm layers, with a dense MLP or experts.
-
-    A family is a subclass, and one line in app/config/families.py.
+    """Decoder of pre-norm layers, with a dense MLP or experts: Llama, Qwen2, Qwen3, Qwen3-MoE. Others are subclasses.
 
     `target_layer_ids` are zero-based and ascend; feature i is the residual stream after layer target_layer_ids[i].
     Ranks of `comm` share each layer, whose sizes `config` has, and the rows of the lm_head [V / size, H].
@@ -26,18 +23,6 @@ class Target(nn.Module):
 
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     expert_layout: ClassVar[ExpertLayout] = ExpertLayout()
-    is_hybrid: ClassVar[bool] = False
-    """True if some layers keep a recurrent state in place of KV."""
-    supports: ClassVar[frozenset[str]] = frozenset()
-    """Fields of variants in a config.json that this class implements itself; others are refused."""
-
-    @classmethod
-    def refine(cls, config: DecoderConfig, raw: Mapping[str, Any]) -> DecoderConfig:
-        """Return the config with what the family knows, and no key that all families share says.
-
-        Raises UnsupportedError for a key of the family's own that would be run wrongly.
-        """
-        return config
 
     @classmethod
     def adapt(cls, weights: Weights, config: DecoderConfig) -> Weights:

@@ -1,4 +1,4 @@
-"""Weights of a model by name. `build/loader.py` reads them from files."""
+"""Weights of a model by name. `load/loader.py` reads them from files."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend
-from app.engine.models.config import DecoderConfig
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 class Weights(Protocol):
-    """Source of a model's tensors. Names are without the prefixes of `config.checkpoint.plain_name`.
+    """Source of a model's tensors. Names are without the prefixes of `checkpoint.files.read_tensors`.
 
     `shape` is that of the whole tensor. Of a tensor with a `part` no more than that is read, and returned.
     """

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from app.engine.arrays import Ints
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import AttentionMetadata, Backend, Rotation
 from app.engine.device.transfer import Packed
 from app.engine.dflash.context_kv import PendingContext
 from app.engine.dflash.drafter import DFlashDrafter
-from app.engine.models.config import DecoderConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
 from app.engine.models.rope import RotaryTable

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from app.engine.checkpoint.shapes import RopeConfig
 from app.engine.device.base import Backend, LayerKv
 from app.engine.device.torch import TorchBackend
-from app.engine.models.config import RopeConfig
 from app.engine.models.rope import RotaryTable
 from app.engine.npu import rows
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.cuda import attention, launch
 from app.engine.cuda.attention import TILE_ROWS, Geometry, geometry, paged_attention
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.errors import UnsupportedError
 from app.engine.load.self_test import check_attention
-from app.engine.models.config import DecoderConfig
 from app.engine.step.graph_sizes import settle_graph_sizes
 from tests.devices.cuda.pages import Paged
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.cuda import gated_delta
 from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import UnsupportedError
-from app.engine.models.config import GatedDeltaConfig
 from tests.fast.engine.delta_layers import BLOCK, CLOSE, CPU, SHAPES, SMALL, Layer, assert_slots
 
 torch.set_num_threads(1)

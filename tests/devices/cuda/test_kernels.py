@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import RopeConfig
 from app.engine.cuda.backend import CudaBackend
 from app.engine.device.base import Backend, LayerKv, Rotation
 from app.engine.device.torch import TorchBackend
-from app.engine.models.config import RopeConfig
 from app.engine.models.rope import RotaryTable
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from app.check import collectives
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.engine.comm.comm import ALONE
 from app.engine.comm.process_group import Meeting
 from app.engine.errors import UnsupportedError

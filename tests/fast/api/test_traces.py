@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from app.api.tracing import Tracer
-from app.config import models
+from app.config import requirements
 from app.config.error import ConfigError
-from app.config.models import OTLP_PROTOCOL, check_settings, find_models
+from app.config.requirements import OTLP_PROTOCOL, check_settings
 from app.config.settings import Config
 from tests.fast.api.errors import CHAT, TEXT
 from tests.fast.api.served import PATIENCE, serving, until
@@ -148,9 +148,9 @@ def test_a_missing_extra_is_refused_with_the_line_that_installs_it(monkeypatch, 
 
     exporter = f"opentelemetry.exporter.otlp.proto.{package}"
     for absent in (without_a_parent, lambda name: None if name == exporter else pytest.fail(name)):
-        monkeypatch.setattr(models, "find_spec", absent)
+        monkeypatch.setattr(requirements, "find_spec", absent)
         with pytest.raises(ConfigError, match="--otlp-traces-endpoint") as refused:
-            find_models(config)
+            check_settings(config)
         assert refused.value.hint == "pip install 'dflash-server[otlp]'"
 
 

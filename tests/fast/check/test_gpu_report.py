@@ -20,11 +20,10 @@ import torch
 from torch.autograd import DeviceType
 
 from app.config.error import ConfigError
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.cpu.backend import CpuBackend
-from app.engine.dflash.config import DFlashConfig
-from app.engine.load.decoder_config import target_config
-from app.engine.load.draft_config import draft_config
-from app.engine.models.config import DecoderConfig
 from app.messages import SpecStep, StepOutput, StepStats, TokenDelta
 from tests import ROOT
 from tests.fast.check.patient import HANG, Patient

@@ -58,8 +58,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     module = ModuleType("app.api.server")
     module.run = stand_in.run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "app.api.server", module)
-    for check in ("check_files", "check_target_tensors", "check_draft_tensors"):
-        monkeypatch.setattr(f"app.config.models.{check}", lambda folder, *more, **named: None)
+    monkeypatch.setattr("app.engine.checkpoint.read.check_checkpoints", lambda config: None)
     return stand_in
 
 
@@ -245,7 +244,7 @@ def test_help_imports_little(arguments: str, heavy: list[str], most: int) -> Non
 
 def test_settings_and_checkpoints_import_nothing_heavy() -> None:
     code = (
-        "import sys, app.cli, app.config.flags, app.config.checkpoint;"
+        "import sys, app.cli, app.config.flags, app.engine.checkpoint.read;"
         "app.config.flags.parse_flags(['--port', '1']);"
         "print([m for m in ('torch', 'transformers', 'fastapi', 'huggingface_hub') if m in sys.modules])"
     )

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 
 APP = DEMO.parent.parent
 PLUG_INS = ("engine/cpu/", "engine/cuda/", "engine/npu/")

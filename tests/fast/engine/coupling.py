@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.engine.device.base import AttentionMetadata
 from app.engine.dflash.drafter import DFlashDrafter

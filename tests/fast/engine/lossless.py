@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.engine.load.engine import Engine, build_engine
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine_config import EngineConfig

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import AttentionMetadata
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.load.engine import Engine, build_engine
-from app.engine.models.config import DecoderConfig
 from app.engine.models.rope import RotaryTable
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from app.check import probes
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import DEMO, read_config
 from app.engine.cpu import backend as cpu_backend
 from app.engine.cpu import linear
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.factory import make_backend
 from app.engine.device.moe import MoeConfig
-from app.engine.load.decoder_config import read_config, target_config
 from app.engine.load.engine import _dtype
 from app.engine.process import _info
 from app.engine.sampling.sampler import Sampler

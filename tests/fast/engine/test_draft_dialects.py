@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.shapes import RopeConfig
 from app.engine.compile.aot import Function, _Step
-from app.engine.load.decoder_config import target_config
-from app.engine.load.draft_config import draft_config
 from app.engine.load.engine import Engine
-from app.engine.models.config import RopeConfig
 from app.engine.models.rope import RotaryTable
 from tests.costs import fast_ones
 from tests.fast.engine.device_lengths import device_lengths
@@ -203,10 +203,19 @@ def test_an_unknown_key_is_told_by_its_name_and_known_noise_is_not(tmp_path, cap
     keys = {"colour": "red", "dflash_config.warmth": 3, "dflash_config.attention_bias": True}
     pair = Dialect(keys | {"attn_output_gate": True, "_note": 1}).make(tmp_path)
     raw, target = (json.loads((folder / "config.json").read_text()) for folder in (pair.draft, pair.target))
+    (warning,) = draft_config(raw, target_config(target)).warnings
+    assert warning.endswith(": colour, dflash_config.warmth, dflash_config.attention_bias")
     with caplog.at_level(logging.WARNING):
-        draft_config(raw, target_config(target))
-    (message,) = caplog.messages
-    assert message.endswith(": colour, dflash_config.warmth, dflash_config.attention_bias")
+        engine_of(pair)
+    assert f"draft: {warning}" in caplog.messages
+
+
+def test_a_speculators_drafts_own_key_wins_over_the_copied_one(tmp_path):
+    pair = DIALECTS["speculators"].make(tmp_path)
+    raw, target = (json.loads((folder / "config.json").read_text()) for folder in (pair.draft, pair.target))
+    raw["transformer_layer_config"] |= {"rope_theta": 5e5, "rms_norm_eps": 1e-5}
+    decoder = draft_config(raw | {"rope_theta": 7e5}, target_config(target)).decoder
+    assert (decoder.rope.theta, decoder.rms_norm_eps) == (7e5, 1e-5)
 
 
 def test_the_report_of_a_draft_has_all_that_was_read(tmp_path, caplog):

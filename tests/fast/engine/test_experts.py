@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import read_config
 from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
-from app.engine.load.decoder_config import read_config, target_config
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.experts import load_experts
-from app.engine.models.qwen3_moe import Qwen3Moe
+from app.engine.models.target import Target
 from app.engine.models.weights import ExpertLayout, LayerSource
 from tests.costs import fast_ones
 from tests.fast.engine.feeder import EXPERTS, Feeder, assert_logits_close, random_checkpoint
@@ -151,7 +152,7 @@ def vars_of(weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
     return weights.router, weights.gate_up, weights.down
 
 
-def _first_layer(pair: Pair, layout: ExpertLayout = Qwen3Moe.expert_layout) -> ExpertWeights:
+def _first_layer(pair: Pair, layout: ExpertLayout = Target.expert_layout) -> ExpertWeights:
     config, weights = target_config(read_config(pair.target)), SafetensorsWeights(pair.target, CPU, torch.float32)
     assert config.moe is not None
     return load_experts(LayerSource(0, config, weights, TorchBackend(CPU), layout), config.moe)
@@ -176,7 +177,7 @@ def test_loading_takes_little_more_than_the_result(
         weights = SafetensorsWeights(pair.target, CPU, dtype)
         get = weights.get
         weights.get = lambda *asked: live.note(get(*asked))  # type: ignore[method-assign]
-        family = type("Family", (Qwen3Moe,), {"expert_layout": ExpertLayout(interleaved=interleaved)})
+        family = type("Family", (Target,), {"expert_layout": ExpertLayout(interleaved=interleaved)})
         target = family(target_config(read_config(pair.target)), weights, TorchBackend(CPU))
         peak = live.peak
     of_a_layer = 3 * 16 * 64 * 32 * dtype.itemsize

@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.config.families import FAMILIES as TABLE
-from app.config.tensor_headers import check_target_tensors
+from app.engine.checkpoint.families import FAMILIES as TABLE
+from app.engine.checkpoint.read import check_checkpoints
 from app.engine.errors import UnsupportedError
 from app.engine.models.registry import target_class
 from app.engine.models.target import Target
+from app.engine_config import EngineConfig
 from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, random_prompts
 from tests.fast.engine.pairs import FAMILIES, make_pair
@@ -21,7 +22,7 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("model_type", TABLE)
 def test_every_line_of_the_table_names_a_class(model_type: str) -> None:
-    assert issubclass(target_class({"model_type": model_type}), Target)
+    assert issubclass(target_class(model_type), Target)
 
 
 @pytest.mark.parametrize("shape", FAMILIES)
@@ -59,11 +60,12 @@ def test_a_prefix_of_all_names_changes_nothing(tmp_path: Path, prefix: str) -> N
     outer = "language_model." if prefix.startswith("language_model.") else ""
     renamed = {prefix + name: tensor for name, tensor in tensors.items()}
     save_file(renamed | {outer + name: tensor for name, tensor in head.items()}, file)
-    check_target_tensors(checkpoint.folder)
+    (checkpoint.folder / "tokenizer.json").write_text("{}")
+    check_checkpoints(EngineConfig(checkpoint.folder))
     feeder = Feeder(checkpoint.engine())
     assert_logits_close(feeder.logits(feeder.feed_whole(text, 7)), wanted)
     save_file(renamed | {f"{twice}norm.weight": torch.ones(32) for twice in ("", "model.")}, file)
-    with pytest.raises(UnsupportedError, match=r"tensors are called norm\.weight"):
+    with pytest.raises(UnsupportedError, match=r"two tensors are called norm\.weight"):
         checkpoint.engine()
 
 

@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.tensor_headers import check_draft_tensors, check_target_tensors
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import read_config
+from app.engine.checkpoint.read import check_checkpoints
+from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.cpu import linear
 from app.engine.errors import UnsupportedError
-from app.engine.load.decoder_config import read_config, target_config
 from app.engine.load.engine import Engine
 from app.engine.load.sizes import bytes_per_token
 from app.engine.load.states import without_memory
 from app.engine.load.step_memory import verify_batch
-from app.engine.models.config import GatedDeltaConfig
 from app.engine.models.state_pool import StatePool
+from app.engine_config import EngineConfig
 from app.messages import Request
 from tests.costs import fast_ones
 from tests.fast.engine.feeder import Feeder, assert_logits_close
@@ -137,8 +139,8 @@ def test_experts_one_by_one_or_fused_alone_or_in_a_multimodal_checkpoint_are_the
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_its_headers_pass_before_the_server_listens(tmp_path: Path, multimodal: bool):
     pair = make_hybrid_pair(tmp_path, multimodal=multimodal)
-    check_target_tensors(pair.target)
-    check_draft_tensors(pair.draft, pair.target)
+    (pair.target / "tokenizer.json").write_text("{}")
+    check_checkpoints(EngineConfig(pair.target, pair.draft))
 
 
 # bfloat16
@@ -477,14 +479,14 @@ def changed(folder: Path, **fields: Any) -> dict[str, Any]:
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1: it must be at least 2"),
         ({"layer_types": ["full_attention"]}, "must name 4 layers"),
         ({"linear_num_value_heads": 3}, "no multiple of linear_num_key_heads"),
-        ({"linear_num_key_heads": None}, "linear_num_key_heads must be a positive number"),
+        ({"linear_num_key_heads": None}, "linear_num_key_heads is missing"),
         ({"num_experts": 8}, "num_experts = 8 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling of type 'dynamic'"),
         ({"model_type": "qwen4_exp"}, "model_type 'qwen4_exp' is not supported yet"),
         ({**MOE, "norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
         ({**MOE, "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
-        ({**MOE, "shared_expert_intermediate_size": None}, "shared_expert_intermediate_size must be a positive number"),
+        ({**MOE, "shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
         ({"text_config": 3}, "text_config must be an object"),
     ],
     ids=lambda value: str(value)[:40],

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import read_config
 from app.engine.device.gated_delta import _fixed
 from app.engine.device.torch import TorchBackend
-from app.engine.load.decoder_config import read_config, target_config
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.gated_delta_net import GatedDeltaNet
 from app.engine.models.layers import StepRows

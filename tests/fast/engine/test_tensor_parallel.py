@@ -24,6 +24,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import read_config
+from app.engine.checkpoint.shapes import DecoderConfig, GatedDeltaConfig, RopeConfig
 from app.engine.comm import device as comm_device
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.comm.process_group import Meeting, start_process_group
@@ -39,11 +43,8 @@ from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.load import engine as build
 from app.engine.load import loader
-from app.engine.load.decoder_config import read_config, target_config
-from app.engine.load.draft_config import draft_config
 from app.engine.load.engine import Engine, build_engine
 from app.engine.load.loader import SafetensorsWeights
-from app.engine.models.config import DecoderConfig, GatedDeltaConfig, RopeConfig
 from app.engine.models.layers import DecoderLayer, StepRows
 from app.engine.models.qwen3_5 import HybridLayer, TextWeights
 from app.engine.models.qwen3_next import GroupedWeights
@@ -663,7 +664,7 @@ def loaded(pair: Pair, size: int, what: str = "target") -> tuple[int, int, int]:
             setattr(weights, method, noted(getattr(weights, method)))
         kept = register_module_parameter_registration_hook(lambda module, name, parameter: live.note(parameter))
         if what == "target":
-            model: torch.nn.Module = target_class(raw)(shape.shard(size), weights, BACKEND, (), comm)
+            model: torch.nn.Module = target_class(raw["model_type"])(shape.shard(size), weights, BACKEND, (), comm)
         elif what == "draft":
             model = DFlashModel(draft, weights, BACKEND, shared, shared, comm, comm)
         else:

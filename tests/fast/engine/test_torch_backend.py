@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from app.engine.checkpoint.shapes import DecoderConfig, RopeConfig
 from app.engine.cpu import attention, library
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
@@ -21,7 +22,6 @@ from app.engine.device.factory import make_backend
 from app.engine.device.torch import Call, TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.self_test import check_attention
-from app.engine.models.config import DecoderConfig, RopeConfig
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.rope import RotaryTable, head_order, reordered
 from app.engine.sampling.metadata import SamplingMetadata

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.load import time_steps as costs

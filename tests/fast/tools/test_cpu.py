@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from tools.bench.paired import Claim, Comparison
 from tools.lab import cpu, in_process, loads
 

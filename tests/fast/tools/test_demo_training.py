@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from tools.demo_pair import model, rows
 from tools.demo_pair.losses import target_loss
 from tools.demo_pair.model import Draft, Shape, Target

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from app.config.checkpoint import DEMO
+from app.engine.checkpoint.files import DEMO
 from tools.lab import in_process, loads
 from tools.lab.products import Products
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from app import cli
-from app.config.checkpoint import DEMO
 from app.config.error import ConfigError
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import DEMO
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
-from app.engine.load.decoder_config import target_config
-from app.engine.load.draft_config import draft_config
 from app.engine.models.registry import target_class
 from app.engine.models.weights import Part
 from app.messages import Request
@@ -55,7 +55,7 @@ def test_each_has_as_many_parameters_as_the_published_model(
 ) -> None:
     backend, counted = TorchBackend(torch.device("cpu")), Counted()
     config = target_config(TARGETS[name])
-    target = target_class(TARGETS[name])(config, counted, backend)
+    target = target_class(TARGETS[name]["model_type"])(config, counted, backend)
     assert counted.total / 1e9 == pytest.approx(billions, abs=0.001)
     if draft_billions:
         counted.total = 0

@@ -1,8 +1,8 @@
 """Every dialect of a DFlash checkpoint is understood, and a draft that would run wrongly is refused by its field."""
 
 import json
-import logging
 import math
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from app.engine.checkpoint.draft import draft_config
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import read_config
+from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.errors import UnsupportedError
-from app.engine.load.decoder_config import read_config, target_config
-from app.engine.load.draft_config import draft_config
 from app.engine.load.engine import Engine, build_engine
-from app.engine.models.config import DecoderConfig
 from app.engine_config import EngineConfig
 from app.messages import Request
 from tests.fast.engine.pairs import Pair, make_pair
@@ -103,13 +104,13 @@ def test_every_dialect_is_read_as_the_same_draft(pair, target, dialect):
     assert draft_config(changed(raw, dialect), target) == expected
 
 
-def test_keys_that_differ_in_both_places_are_told_once_and_the_inner_one_is_used(pair, target, caplog):
+def test_keys_that_differ_in_both_places_are_told_once_and_the_inner_one_is_used(pair, target):
     raw = changed(read_config(pair.draft), {"use_swa": True, "dflash_config.use_swa": False, "block_size": 16})
-    with caplog.at_level(logging.WARNING):
-        assert draft_config(changed(raw, {"dflash_config.block_size": 8}), target).block_size == 8
-    assert sorted(caplog.messages) == [
-        "draft: block_size is 16 in config.json and 8 in its dflash_config, which is used",
-        "draft: use_swa is True in config.json and False in its dflash_config, which is used",
+    config = draft_config(changed(raw, {"dflash_config.block_size": 8}), target)
+    assert config.block_size == 8
+    assert sorted(config.warnings) == [
+        "block_size is 16 in config.json and 8 in its dflash_config, which is used",
+        "use_swa is True in config.json and False in its dflash_config, which is used",
     ]
 
 
@@ -242,11 +243,16 @@ MISFITS: list[tuple[Json, str]] = [
     ({"dflash_config.target_layer_ids": "1,2"}, "target_layer_ids"),
     ({"dflash_config.target_layer_ids": []}, r"target_layer_ids must be a list .*\[\]"),
     ({"dflash_config.target_layer_ids": [1.0, 2.0]}, "target_layer_ids"),
-    ({"dflash_config.target_layer_ids": NO}, "target_layer_ids"),  # 2 draft layers over 4: the default would be 1, 1
+    (
+        {"dflash_config.target_layer_ids": NO},
+        "config.json names no target_layer_ids, and .* 4 layers",
+    ),
     ({"dflash_config.mask_token_id": 97}, "mask_token_id .*97"),
     ({"dflash_config.mask_token_id": -1}, "mask_token_id .*97"),
-    ({"dflash_config.mask_token_id": NO}, "mask_token_id"),
-    ({"dflash_config.mask_token_id": "<mask>"}, "mask_token_id"),
+    ({"dflash_config.mask_token_id": NO}, "config.json names no mask_token_id, and no mask_token"),
+    ({"dflash_config.mask_token_id": NO, "mask_token_id": 99}, ": mask_token_id must be .* found 99"),
+    ({"dflash_config.mask_token_id": "<mask>"}, "mask_token_id '<mask>' is in no tokenizer.json"),
+    ({"dflash_config.mask_token_id": NO, "dflash_config.mask_token": "<mask>"}, "mask_token '<mask>' is in no tokeniz"),
     ({"block_size": NO}, "block_size; give --num-speculative-tokens"),
     ({"block_size": 1}, "block_size"),
     ({"block_size": "16"}, "block_size"),
@@ -289,7 +295,9 @@ def test_a_block_without_drafts_is_refused_even_if_the_checkpoint_names_none(pai
         ({"model_type": "mixtral"}, "'mixtral' is not supported yet; supported: 'qwen3' .dense Qwen3., "),
         ({"model_type": NO}, "model_type"),
         ({"use_sliding_window": True}, ": use_sliding_window = True is"),
-        ({"use_sliding_window": True, "sliding_window": 9}, ": sliding_window = 9 is"),
+        ({"use_sliding_window": NO, "sliding_window": 9}, ": sliding_window = 9 is"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types = .*is not supported"),
+        ({"layer_types": 5}, "layer_types = 5 is not supported"),
         ({"num_local_experts": 8}, ": num_local_experts = 8 is"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         (
@@ -467,4 +475,18 @@ def test_a_d2t_of_tokens_is_told_by_t2d(tmp_path, says):
         assert build(pair).draft is not None
         return
     with pytest.raises(UnsupportedError, match="d2t and t2d"):
+        build(pair)
+
+
+@pytest.mark.parametrize(("last", "is_one"), [(95, True), (96, True), (97, False)])
+def test_a_d2t_that_leads_past_the_vocabulary_is_refused(tmp_path, last, is_one):
+    pair = make_pair(tmp_path, seed=5, own_head=True)
+    raw = changed(read_config(pair.draft), {"draft_vocab_size": 48})
+    (pair.draft / "config.json").write_text(json.dumps(raw))
+    edit(
+        pair.draft,
+        lm_head__weight=torch.randn(48, 32),
+        d2t=torch.zeros(48, dtype=torch.int64).index_fill(0, torch.tensor(47), last - 47),
+    )
+    with nullcontext() if is_one else pytest.raises(UnsupportedError, match="d2t leads to tokens 0 to 97"):
         build(pair)

@@ -1,0 +1,104 @@
+"""The shape of a decoder of any family. A field that would be run wrongly is refused by name."""
+
+from typing import Any
+
+from app.engine.checkpoint.fields import Raw, flag, number, only, positive
+from app.engine.checkpoint.rope import rope_config
+from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, MoeConfig
+from app.engine.errors import UnsupportedError
+
+EXPERTS_ALIGNMENT = 8
+"""Numbers that a row of an expert's weights is a multiple of: 16 bytes in 16 bits, for PyTorch's grouped product."""
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
+"""The number of experts, by its names. Transformers 5 writes the second one."""
+
+
+def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> DecoderConfig:
+    """Return the sizes in a config.json. `traits` are fields of the result that the family knows.
+
+    Raises UnsupportedError naming a field that would be run wrongly, like those of experts without `experts`.
+    """
+    _refuse_variants(raw, experts)
+    hidden, heads, num_layers = (
+        positive(raw, field) for field in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    kv_heads = positive(raw, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    head_dim = positive(raw, "head_dim", hidden // heads)
+    if head_dim % 2:
+        raise UnsupportedError(f"head_dim {head_dim} is odd; RoPE needs two halves")
+    rope, longest = rope_config(raw, head_dim)
+    has_bias, full = bool(raw.get("attention_bias")), AttentionMask(causal=True)
+    own: dict[str, Any] = {
+        "masks": (full,) * num_layers,
+        "qkv_bias": has_bias,
+        "o_bias": has_bias,
+    }
+    return DecoderConfig(
+        hidden_size=hidden,
+        intermediate_size=positive(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=positive(raw, "vocab_size"),
+        rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        rope=rope,
+        max_position_embeddings=longest,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
+        moe=_experts(raw) if experts else None,
+        **own | traits,
+    )
+
+
+def layer_windows(kinds: Any, window: Any, num_layers: int) -> list[int | None]:
+    """Return the window of each of `layer_types`, None for full attention. Raises UnsupportedError for other kinds."""
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise UnsupportedError(f"layer_types must name num_hidden_layers = {num_layers} layers, found {kinds!r}")
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise UnsupportedError(f"layer_types has {unknown[0]!r}, which is not supported yet")
+    if "sliding_attention" in kinds:
+        window = positive({"sliding_window": window}, "sliding_window")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _refuse_variants(raw: Raw, experts: bool) -> None:
+    if raw.get("use_sliding_window") is not False:
+        only(raw, use_sliding_window=(), sliding_window=())
+    kinds = raw.get("layer_types")
+    if not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}:
+        only(raw, layer_types=())
+    if raw.get("quantization_config") is not None:
+        method = raw["quantization_config"]
+        method = method.get("quant_method") if isinstance(method, dict) else method
+        raise UnsupportedError(f"quantization_config.quant_method = {method!r} is not supported yet")
+    only(raw, mlp_bias=(False,), partial_rotary_factor=(1.0,), final_logit_softcapping=(), attn_logit_softcapping=())
+    only(raw, hidden_act=("silu",), **({} if experts else dict.fromkeys(_NUM_EXPERTS, (0,))))
+
+
+def _experts(raw: Raw) -> MoeConfig | None:
+    """Return the mixture of experts, or None without one. Raises UnsupportedError for sizes that do not fit."""
+    given = {name: raw[name] for name in _NUM_EXPERTS if raw.get(name)}
+    if not given:
+        return None
+    if len(given) > 1 and raw["num_experts"] != raw["num_local_experts"]:
+        raise UnsupportedError(" and ".join(f"{name} = {value!r}" for name, value in given.items()) + " disagree")
+    count, chosen = positive(given, next(iter(given))), positive(raw, "num_experts_per_tok")
+    if chosen > count:
+        raise UnsupportedError(f"num_experts_per_tok {chosen} of {count} experts")
+    dense, every = raw.get("mlp_only_layers") or [], positive(raw, "decoder_sparse_step", 1)
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise UnsupportedError(f"mlp_only_layers must be a list of numbers, found {dense!r}")
+    size_field = "moe_intermediate_size" if "moe_intermediate_size" in raw else "intermediate_size"
+    for field in ("hidden_size", size_field):
+        if positive(raw, field) % EXPERTS_ALIGNMENT:
+            raise UnsupportedError(f"{field} {raw[field]} is no multiple of {EXPERTS_ALIGNMENT}")
+    return MoeConfig(
+        num_experts=count,
+        num_experts_per_tok=chosen,
+        intermediate_size=positive(raw, size_field),
+        norm_topk_prob=bool(flag(raw, "norm_topk_prob")),
+        dense_layers=tuple(i for i in range(raw["num_hidden_layers"]) if i in dense or (i + 1) % every),
+    )

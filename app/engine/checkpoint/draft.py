@@ -1,0 +1,272 @@
+"""The shape of a DFlash draft: its config.json in the published dialects, checked against the target's shape.
+
+A key is honoured, refused by the name of its dialect, known to change nothing, or named in a warning.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from app.engine.checkpoint.decoder import decoder_config, layer_windows
+from app.engine.checkpoint.fields import Raw, flag, naming, number, only, positive
+from app.engine.checkpoint.rope import parameters
+from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, DFlashConfig
+from app.engine.errors import UnsupportedError
+
+_SLIDING_KEYS = {"layer_types", "sliding_window", "use_sliding_window", "use_swa", "swa_window_size"}
+_LOGIT_KEYS = {"logit_scale", "final_logit_softcapping"}
+"""Keys that keep the order of logits, so the best token stays the best."""
+_IN_EITHER_PLACE = (
+    _SLIDING_KEYS
+    | _LOGIT_KEYS
+    | set(
+        """
+    is_causal causal block_size target_layer_ids mask_token_id mask_token num_target_layers target_hidden_size
+    draft_vocab_size sample_from_anchor
+    """.split()
+    )
+)
+"""Keys that are read inside `dflash_config` or at the top level."""
+_AT_THE_TOP = _IN_EITHER_PLACE | set(
+    """
+    architectures model_type dtype torch_dtype hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act attention_bias mlp_bias tie_word_embeddings
+    rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style max_position_embeddings
+    original_max_position_embeddings quantization_config attn_logit_softcapping dflash_config
+    """.split()
+)
+_INERT = re.compile(
+    r"_.*|transformers_version|auto_map|(bos|eos|pad)_token_id|initializer_range|use_cache|attention_dropout|use_return_dict"
+    r"|return_dict|output_(attentions|hidden_states)|id2label|label2id|problem_type|is_encoder_decoder|pretraining_tp"
+    r"|chunk_size_feed_forward|max_window_layers|(num|max)_anchors|has_no_defaults_at_init|speculators_version|speculators_config"
+    # Copied from the config of a target. A draft's layers are dense Qwen3's: tensors of experts are refused.
+    r"|partial_rotary_factor|mrope_\w+|attn_output_gate|linear_\w+|full_attention_interval|mamba_ssm_dtype|mtp_\w+"
+    r"|decoder_sparse_step|mlp_only_layers|norm_topk_prob|(num|n)_\w*experts\w*|experts_per_token|moe_\w+"
+    r"|shared_expert\w*|router_\w+|output_router_logits"
+)
+_DIALECTS = (
+    (re.compile(r"conv\w*|\w+_conv\w*|\w*selector\w*|\w*codebook\w*|output_multiplier"), "DFlash2"),
+    (re.compile(r"markov\w*|\w*confidence\w*|dspark\w*|logit_head\w*"), "DSpark"),
+    (re.compile(r"shift_label|\w*gru\w*|domino\w*"), "Domino"),
+    (re.compile(r"jetspec\w*"), "JetSpec"),
+    (re.compile(r"\w*sinks?|\w*sink_\w+|attention_value_scale"), "a draft with attention sinks"),
+    (re.compile(r"aux_hidden_norms?\w*|g_proj|gating"), "Laguna, with a norm for each tap"),
+    (re.compile(r"encoder\w*"), "Muse-Glimmer"),
+    (re.compile(r"experts|shared_expert\w*"), "a draft with experts"),
+)
+"""Other variants of DFlash, by their keys and by parts of their tensors' names."""
+_TENSOR = re.compile(
+    r"(fc|hidden_norm|norm|embed_tokens|lm_head)\.weight|d2t|t2d"
+    r"|layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.([qkvo]_proj|[qk]_norm)"
+    r"|mlp\.(gate|up|down)_proj)\.weight"
+)
+_BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias")
+
+
+def is_draft(raw: Raw) -> bool:
+    """Return True if a config.json is a DFlash draft's."""
+    return "dflash_config" in raw or "speculators_model_type" in raw
+
+
+def draft_config(
+    raw: Raw,
+    target: DecoderConfig,
+    block_size: int | None = None,
+    token_id: Callable[[str], int | None] = lambda text: None,
+) -> DFlashConfig:
+    """Return the shape of a draft. A smaller `block_size` than the trained one may be given; None takes that one.
+
+    `token_id` finds a mask token that is named by its text. Raises UnsupportedError naming the field that we would run
+    wrongly or that does not fit the target.
+    """
+    with naming("draft"):
+        keys, warnings = _flattened(raw)
+        only(keys, model_type=("qwen3", "dflash"), architectures=(["DFlashDraftModel"],))
+        for field in _LOGIT_KEYS:
+            number(keys, field, 1.0)
+        layers = {name: value for name, value in keys.items() if name not in _SLIDING_KEYS | _LOGIT_KEYS}
+        decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, qk_norm=True, masks=_masks(keys))
+        target_hidden_size = positive(keys, "target_hidden_size", decoder.hidden_size)
+        draft_vocab_size = positive(keys, "draft_vocab_size", decoder.vocab_size)
+        of_target = "target_hidden_size" if keys.get("target_hidden_size") else "hidden_size"
+        for field, found, wanted in (
+            ("vocab_size", decoder.vocab_size, target.vocab_size),
+            ("num_target_layers", positive(keys, "num_target_layers", target.num_layers), target.num_layers),
+            (of_target, target_hidden_size, target.hidden_size),
+            ("draft_vocab_size", max(draft_vocab_size, target.vocab_size), target.vocab_size),
+        ):
+            if found != wanted:
+                made = "give the draft that was made for this target"
+                raise UnsupportedError(f"{field} is {found}, but this target has {wanted}; {made}")
+        first_draft_row = 0 if flag(keys, "sample_from_anchor") else 1
+        return DFlashConfig(
+            decoder=decoder,
+            block_size=_block_size(keys, block_size, first_draft_row),
+            target_layer_ids=_target_layer_ids(keys.get("target_layer_ids"), decoder.num_layers, target.num_layers),
+            mask_token_id=_mask_token_id(keys, target.vocab_size, token_id),
+            target_hidden_size=target_hidden_size,
+            draft_vocab_size=draft_vocab_size,
+            first_draft_row=first_draft_row,
+            warnings=tuple(warnings),
+        )
+
+
+def foreign_tensor(names: Iterable[str], *, biases: bool) -> str | None:
+    """Return the reason why one of a draft's tensors is not run, or None.
+
+    The tensor is of another variant of DFlash, which is named, or a bias while the config names no `biases`. A draft
+    without it would lose its acceptance silently.
+    """
+    known = (_TENSOR, _BIAS) if biases else (_TENSOR,)
+    unknown = sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in known))
+    for name in unknown:
+        if dialect := next(filter(None, map(_dialect, name.split("."))), None):
+            return f"tensor {name} is of {dialect}, which is not supported yet"
+    if unknown and _BIAS.fullmatch(unknown[0]):
+        return f"tensor {unknown[0]} is a bias, but attention_bias in config.json is not true"
+    if unknown:
+        return f"tensor {unknown[0]} (one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
+    return None
+
+
+def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys that mean something here, those inside `dflash_config` before those at the top, and warnings.
+
+    Raises UnsupportedError for a config of no DFlash draft, or for a key of a dialect that is not supported.
+    """
+    if "speculators_model_type" in raw or "transformer_layer_config" in raw:
+        raw = _from_speculators(raw)
+    inner = raw.get("dflash_config")
+    if not isinstance(inner, dict):
+        raise UnsupportedError(
+            f"config.json has no dflash_config, so this is no DFlash draft (architectures: {raw.get('architectures')})"
+        )
+    unknown = [name for name, value in raw.items() if name not in _AT_THE_TOP and not _is_noise(name, value)]
+    unknown += [
+        f"dflash_config.{name}"
+        for name, value in inner.items()
+        if name not in _IN_EITHER_PLACE and not _is_noise(name, value)
+    ]
+    keys = {name: value for name, value in raw.items() if not _INERT.fullmatch(name)}
+    for name in ("rope_scaling", "rope_parameters"):
+        keys[name] = {key: value for key, value in parameters(raw, name).items() if not _INERT.fullmatch(key)}
+    used = {name: value for name, value in inner.items() if name in _IN_EITHER_PLACE and value is not None}
+    warnings = [
+        f"{name} is {keys[name]!r} in config.json and {value!r} in its dflash_config, which is used"
+        for name, value in used.items()
+        if keys.get(name) not in (None, value)
+    ]
+    if unknown:
+        warnings.append(f"config.json has keys that are unknown here and ignored: {', '.join(unknown)}")
+    return keys | used, warnings
+
+
+def _from_speculators(raw: Raw) -> dict[str, Any]:
+    """Return a config of the speculators library in z-lab's layout.
+
+    The library counts the layers that have run, so its id k is the residual stream after our layer k - 1.
+    """
+    kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
+    if kind != "dflash" or not isinstance(layer, dict):
+        raise UnsupportedError(
+            f"speculators_model_type {kind!r} with transformer_layer_config {type(layer).__name__} is not "
+            "supported yet; supported: 'dflash' with an object"
+        )
+    own = {name: value for name, value in raw.items() if name not in ("model_type", "architectures")}
+    for name in ("speculators_model_type", "transformer_layer_config"):
+        own.pop(name)
+    ids = own.pop("aux_hidden_state_layer_ids", None)
+    if not isinstance(ids, list) or not all(type(i) is int and i > 0 for i in ids):
+        raise UnsupportedError(f"aux_hidden_state_layer_ids must be a list of layer numbers from 1 on, found {ids!r}")
+    if own.pop("sliding_window_non_causal", False):
+        own["is_causal"] = False
+    layer.pop("architectures", None)
+    return {**layer, **own, "dflash_config": {"target_layer_ids": [i - 1 for i in ids]}}
+
+
+def _is_noise(name: str, value: Any) -> bool:
+    """Return True for a key that changes nothing. Raises UnsupportedError for one of a dialect."""
+    if _INERT.fullmatch(name):
+        return True
+    dialect = _dialect(name)
+    if dialect and value:
+        raise UnsupportedError(f"{name} = {value!r} is of {dialect}, which is not supported yet")
+    return dialect is not None
+
+
+def _dialect(name: str) -> str | None:
+    return next((dialect for pattern, dialect in _DIALECTS if pattern.fullmatch(name)), None)
+
+
+def _masks(keys: Raw) -> tuple[AttentionMask, ...]:
+    """Return the mask of each layer. Inside a block a layer is causal if the checkpoint says so, else if it slides."""
+    num_layers = positive(keys, "num_hidden_layers")
+    kinds, use_swa = keys.get("layer_types"), flag(keys, "use_swa")
+    window = keys.get("swa_window_size") or keys.get("sliding_window")
+    slides = isinstance(kinds, list) and "sliding_attention" in kinds
+    if use_swa and not slides:
+        kinds = ["sliding_attention"] * num_layers
+    elif use_swa is False and slides:
+        raise UnsupportedError("use_swa is false, but layer_types has sliding_attention")
+    elif flag(keys, "use_sliding_window") and not slides:
+        raise UnsupportedError("use_sliding_window is true, but layer_types has no sliding_attention")
+    elif kinds is None:
+        if keys.get("swa_window_size") or (window and keys.get("use_sliding_window") is None):
+            raise UnsupportedError(f"sliding_window is {window!r}, but neither layer_types nor use_swa says where")
+        kinds = ["full_attention"] * num_layers
+    stated = flag(keys, "is_causal", flag(keys, "causal"))
+    windows = layer_windows(kinds, window, num_layers)
+    return tuple(AttentionMask(window is not None if stated is None else stated, window) for window in windows)
+
+
+def _block_size(keys: Raw, wanted: int | None, first_draft_row: int) -> int:
+    """Return the anchor and the drafts, one from each row of the trained block from `first_draft_row` on."""
+    if keys.get("block_size") is None:
+        if wanted is None or wanted < 2:
+            raise UnsupportedError("config.json names no block_size; give --num-speculative-tokens, at least 1")
+        return wanted
+    trained = positive(keys, "block_size")
+    most = trained - first_draft_row
+    if trained < 2:
+        raise UnsupportedError(f"block_size must be at least 2, found {trained}")
+    if wanted is not None and not 2 <= wanted <= most + 1:
+        raise UnsupportedError(
+            f"num_speculative_tokens {wanted - 1} is outside 1..{most}: the draft was trained with block_size "
+            f"{trained}, and a larger block than that does not draft well"
+        )
+    return wanted or most + 1
+
+
+def _target_layer_ids(ids: Any, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    """Return the taps. Without any they are the method's default: the middle layer, or one for each of the draft's
+    layers, evenly from 1 to N - 3."""
+    last = num_target_layers - 2
+    if ids is None:
+        steps = [i / (num_layers - 1) for i in range(num_layers)] if num_layers > 1 else []
+        chosen = [round(1 + (num_target_layers - 4) * step) for step in steps] or [num_target_layers // 2]
+        if chosen != sorted(set(chosen)) or chosen[-1] > last:
+            raise UnsupportedError(
+                f"config.json names no target_layer_ids, and a target of {num_target_layers} layers is too small for "
+                f"the default of a draft of {num_layers}"
+            )
+        return tuple(chosen)
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise UnsupportedError(f"target_layer_ids must be a list of layer numbers, found {ids!r}")
+    if ids != sorted(set(ids)):
+        raise UnsupportedError(f"target_layer_ids {ids} must ascend without repeats")
+    if ids[0] < 0 or ids[-1] > last:
+        raise UnsupportedError(f"target_layer_ids {ids} must lie in 0..{last}, the last layer excluded")
+    return tuple(ids)
+
+
+def _mask_token_id(keys: Raw, vocab_size: int, token_id: Callable[[str], int | None]) -> int:
+    given = keys.get("mask_token_id")
+    field = "mask_token_id" if given is not None else "mask_token"
+    found = keys.get(field)
+    if found is None:
+        raise UnsupportedError("config.json names no mask_token_id, and no mask_token")
+    if isinstance(found, str) and (found := token_id(text := found)) is None:
+        raise UnsupportedError(f"{field} {text!r} is in no tokenizer.json of the draft or its target; give its number")
+    if type(found) is not int or not 0 <= found < vocab_size:
+        raise UnsupportedError(f"{field} must be a token of the target's vocabulary of {vocab_size}, found {found!r}")
+    return found

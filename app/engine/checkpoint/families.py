@@ -1,0 +1,153 @@
+"""The families of targets. A family is a line of FAMILIES, and a class in app/engine/models if its layers differ."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from app.engine.checkpoint.decoder import decoder_config, layer_windows
+from app.engine.checkpoint.fields import Raw, naming, number, only, positive
+from app.engine.checkpoint.rope import parameters
+from app.engine.checkpoint.shapes import SWIGLU_ALPHA, AttentionMask, DecoderConfig, GatedDeltaConfig
+from app.engine.errors import UnsupportedError
+
+_PARTIAL_ROTARY_FACTOR = 0.25
+"""Share of a head that turns where a hybrid's config names none, as in the family's own code."""
+_SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+"""Fields that multimodal configs have outside or inside their text part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of targets: its name in messages, its class `module.Class` of app/engine/models, and its reader."""
+
+    name: str
+    location: str
+    read: Callable[[Raw], DecoderConfig]
+
+
+def target_config(raw: Raw) -> DecoderConfig:
+    """Return the shape of a target's config.json. Raises UnsupportedError for what its class would run wrongly."""
+    with naming("target"):
+        return family_of(raw).read(raw)
+
+
+def family_of(raw: Raw) -> Family:
+    """Return the family of a target's config.json. Raises UnsupportedError if it is not supported."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(f"{name!r} ({family.name})" for name, family in FAMILIES.items())
+        raise UnsupportedError(f"model_type {model_type!r} is not supported yet; supported: {supported}")
+    return FAMILIES[model_type]
+
+
+def _gpt_oss(raw: Raw) -> DecoderConfig:
+    quantization = raw.get("quantization_config") or {}
+    if isinstance(quantization, Mapping):
+        quantization = quantization.get("quant_method")
+    only({"quant_method": quantization, **raw}, quant_method=("mxfp4",), swiglu_alpha=(SWIGLU_ALPHA,))
+    rope = parameters(raw, "rope_parameters") or parameters(raw, "rope_scaling")
+    given = {
+        **raw,
+        **rope,
+        "rope_scaling": rope or None,
+        "num_local_experts": raw.get("num_experts") or raw.get("num_local_experts"),
+    }
+    for field in ("rms_norm_eps", "attention_bias", "rope_theta", "rope_scaling", "num_local_experts"):
+        if given.get(field) is None:  # gpt-oss has other defaults than other families
+            raise UnsupportedError(f"{field} is missing, which gpt_oss needs")
+    num_layers = positive(raw, "num_hidden_layers")
+    kinds = raw.get("layer_types") or (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
+    windows = layer_windows(kinds, raw.get("sliding_window", 128), num_layers)
+    others = {
+        name: value
+        for name, value in raw.items()
+        if name not in ("layer_types", "sliding_window", "quantization_config")
+    }
+    config = decoder_config(
+        others, experts=True, sinks=True, masks=tuple(AttentionMask(True, window) for window in windows)
+    )
+    assert config.moe is not None
+    limit = number(raw, "swiglu_limit", 7.0) if raw.get("swiglu_limit", 7.0) is not None else math.inf
+    # Weights of experts are a softmax over the chosen ones.
+    return replace(config, moe=replace(config.moe, norm_topk_prob=True, has_bias=True, swiglu_limit=limit))
+
+
+def _hybrid(raw: Raw, *, experts: bool = False) -> DecoderConfig:
+    """Return the shape of Qwen3.5's family, whose fields are at the top or in `text_config`."""
+    text = _text_part(raw)
+    only(text, attn_output_gate=(True,), attention_bias=(False,))
+    rope = parameters(text, "rope_parameters")
+    fallback = number(text, "partial_rotary_factor", _PARTIAL_ROTARY_FACTOR)
+    share = number(rope, "partial_rotary_factor", fallback)
+    if share > 1:
+        raise UnsupportedError(f"partial_rotary_factor is the share of a head that turns, found {share:g}")
+    # Positions of text are equal in all three parts of multimodal RoPE, so its sections do not matter here.
+    noise = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
+    plain: dict[str, Any] = {name: value for name, value in text.items() if name not in ("layer_types", *noise)}
+    head_dim = positive(text, "head_dim", positive(text, "hidden_size") // positive(text, "num_attention_heads"))
+    turning = {"rope_dim": int(head_dim * share)}
+    plain["rope_parameters"] = {name: value for name, value in rope.items() if name not in noise} | turning
+    if text.get("num_experts"):  # in every layer, with weights that always sum to 1
+        only(text, mlp_only_layers=([],), decoder_sparse_step=(1,), norm_topk_prob=(True,))
+        plain |= {"norm_topk_prob": True, "intermediate_size": text.get("moe_intermediate_size")}
+    config = decoder_config(plain, experts=experts, qk_norm=True, gated_delta=_gated_delta(text))
+    if config.moe:
+        shared_size = positive(text, "shared_expert_intermediate_size")
+        config = replace(config, moe=replace(config.moe, shared_size=shared_size))
+    return config
+
+
+def _text_part(raw: Raw) -> Raw:
+    """Return the config of the text part: the whole, or `text_config` with what it shares with the other parts."""
+    if raw.get("text_config") is None:
+        return raw
+    text = parameters(raw, "text_config")
+    for field in _SHARED:
+        if field in text and field in raw and text[field] != raw[field]:
+            raise UnsupportedError(f"{field} is {raw[field]!r} in config.json and {text[field]!r} in its text_config")
+    return {field: raw[field] for field in _SHARED if field in raw} | text
+
+
+def _gated_delta(text: Raw) -> GatedDeltaConfig:
+    num_layers, every = positive(text, "num_hidden_layers"), positive(text, "full_attention_interval", 4)
+    kinds = text.get("layer_types")
+    if kinds is None:
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise UnsupportedError(f"layer_types must name {num_layers} layers, found {kinds!r}")
+    if sorted(set(map(str, kinds))) != ["full_attention", "linear_attention"]:
+        found = sorted(set(map(str, kinds)))
+        raise UnsupportedError(f"layer_types must be linear_attention and full_attention, both of them, found {found}")
+    sizes = GatedDeltaConfig(
+        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+        conv_kernel=positive(text, "linear_conv_kernel_dim", 4),
+        num_k_heads=positive(text, "linear_num_key_heads"),
+        num_v_heads=positive(text, "linear_num_value_heads"),
+        k_head_dim=positive(text, "linear_key_head_dim"),
+        v_head_dim=positive(text, "linear_value_head_dim"),
+    )
+    if sizes.conv_kernel < 2:
+        raise UnsupportedError(f"linear_conv_kernel_dim {sizes.conv_kernel}: it must be at least 2")
+    if sizes.num_v_heads % sizes.num_k_heads:
+        heads = f"linear_num_value_heads {sizes.num_v_heads}"
+        raise UnsupportedError(f"{heads} is no multiple of linear_num_key_heads {sizes.num_k_heads}")
+    return sizes
+
+
+_qwen3 = partial(decoder_config, qk_norm=True)
+_hybrid_experts = partial(_hybrid, experts=True)
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family("dense Qwen3", "target.Target", _qwen3),
+    "qwen3_moe": Family("Qwen3 with experts", "target.Target", partial(_qwen3, experts=True)),
+    "llama": Family("Llama 3", "target.Target", decoder_config),
+    "gpt_oss": Family("gpt-oss", "gpt_oss.GptOss", _gpt_oss),
+    "qwen2": Family("Qwen2 and Qwen2.5", "target.Target", partial(decoder_config, qkv_bias=True)),
+    "qwen3_5": Family("dense Qwen3.5, 3.6 and 3.8", "qwen3_5.Qwen3_5", _hybrid),
+    "qwen3_5_text": Family("the text part of these", "qwen3_5.Qwen3_5", _hybrid),
+    "qwen3_next": Family("Qwen3-Next", "qwen3_next.Qwen3Next", _hybrid_experts),
+    "qwen3_5_moe": Family("Qwen3.5 and 3.6 with experts", "qwen3_5.Qwen3_5", _hybrid_experts),
+    "qwen3_5_moe_text": Family("the text part of these", "qwen3_5.Qwen3_5", _hybrid_experts),
+}
+"""By the `model_type` of a target's config.json."""

@@ -1,0 +1,57 @@
+"""Values of a config.json, checked. Messages name the field, and `naming` puts the checkpoint before it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from app.engine.errors import UnsupportedError
+
+Raw = Mapping[str, Any]
+
+
+@contextmanager
+def naming(checkpoint: str) -> Iterator[None]:
+    """Put a checkpoint's role before the message of an UnsupportedError."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{checkpoint}: {error}") from None
+
+
+def number(raw: Raw, field: str, default: float | None = None) -> float:
+    """Return a positive number, or the default if the field is missing or null. Raises UnsupportedError."""
+    value: Any = default if raw.get(field) is None else raw[field]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _wrong(raw, field, "a positive number")
+    return float(value)
+
+
+def positive(raw: Raw, field: str, default: int | None = None) -> int:
+    """Return a whole number of at least 1, or the default if the field is missing or null. Raises UnsupportedError."""
+    value = default if raw.get(field) is None else raw[field]
+    if type(value) is not int or value < 1:
+        raise _wrong(raw, field, "a positive whole number")
+    return value
+
+
+def flag(raw: Raw, field: str, default: bool | None = None) -> bool | None:
+    """Return true or false, or the default if the field is missing or null. Raises UnsupportedError."""
+    value = default if raw.get(field) is None else raw[field]
+    if value is not None and type(value) is not bool:
+        raise _wrong(raw, field, "true or false")
+    return value
+
+
+def only(raw: Raw, **supported: tuple[Any, ...]) -> None:
+    """Raise UnsupportedError for a field whose value is not among the supported ones. Missing and null pass."""
+    for field, values in supported.items():
+        if raw.get(field) is not None and raw[field] not in values:
+            choice = f"; supported: {', '.join(map(repr, values))}" if values else ""
+            raise UnsupportedError(f"{field} = {raw[field]!r} is not supported yet{choice}")
+
+
+def _wrong(raw: Raw, field: str, wanted: str) -> UnsupportedError:
+    if raw.get(field) is None:
+        return UnsupportedError(f"{field} is missing: it must be {wanted}")
+    return UnsupportedError(f"{field} must be {wanted}, found {raw[field]!r}")

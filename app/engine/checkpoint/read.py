@@ -1,0 +1,110 @@
+"""The reader of checkpoints: folders by name, and the shapes of both models, checked against their files' headers."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from app.engine.checkpoint.draft import draft_config, foreign_tensor, is_draft
+from app.engine.checkpoint.families import target_config
+from app.engine.checkpoint.files import TOKENIZER_FILES, find_folder, read_config, read_tensors, token_id
+from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
+from app.engine.errors import UnsupportedError
+from app.engine_config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Shapes of a target, whose family is `model_type`, and of its draft if there is one."""
+
+    target: DecoderConfig
+    model_type: str
+    draft: DFlashConfig | None
+
+
+def find_models(model: str, draft_model: str | None, *, speculation: bool) -> tuple[Path, Path | None]:
+    """Return the folders of target and draft, downloaded if need be. Raises UnsupportedError."""
+    target, draft = find_folder(model, "target"), draft_model or ("demo" if model == "demo" else None)
+    if speculation and draft:
+        return target, find_folder(draft, "draft")
+    reason = "no --draft-model" if speculation else "--no-speculation"
+    print(f"{model} decodes plainly, without drafts: {reason}", file=sys.stderr)
+    return target, None
+
+
+def read_checkpoints(config: EngineConfig) -> Checkpoints:
+    """Return the shapes of both models. Raises UnsupportedError for a config.json that would be run wrongly."""
+    raw = read_config(config.target)
+    if is_draft(raw):
+        raise UnsupportedError(f"{config.target} is a DFlash draft: give it as --draft-model, and its target as MODEL")
+    target, draft = target_config(raw), None
+    if config.draft:
+        if (config.draft / "mask_embedding.pt").exists():
+            raise UnsupportedError(f"{config.draft}: mask_embedding.pt, an embedding of the mask, is not supported yet")
+        find_token = partial(token_id, folders=(config.draft, config.target))
+        draft = draft_config(read_config(config.draft), target, config.block_size, find_token)
+    return Checkpoints(target, raw["model_type"], draft)
+
+
+def check_checkpoints(config: EngineConfig) -> None:
+    """Raise UnsupportedError for files that the engine cannot load, before anything is loaded.
+
+    Checked are the configs, the headers of all weights, the tokenizer and --max-model-len.
+    """
+    models = read_checkpoints(config)
+    target, limit = models.target, models.target.max_position_embeddings
+    if config.max_model_len and not 2 <= config.max_model_len <= limit:
+        raise UnsupportedError(
+            f"--max-model-len {config.max_model_len} is outside 2..{limit}: max_position_embeddings in "
+            f"{config.target / 'config.json'} allows {limit}; a longer context needs rope_scaling of type yarn there"
+        )
+    if not any((config.target / name).is_file() for name in TOKENIZER_FILES):
+        raise UnsupportedError(
+            f"{config.target}: no tokenizer; looked for {', '.join(TOKENIZER_FILES)}; copy the tokenizer files of the "
+            "model next to its weights"
+        )
+    wanted = dict(_layers(target)) | {"embed_tokens.weight": [target.vocab_size, target.hidden_size]}
+    if not target.tie_word_embeddings:
+        wanted["lm_head.weight"] = [target.vocab_size, target.hidden_size]
+    _compare(config.target, wanted)
+    if config.draft and models.draft:
+        decoder, hidden = models.draft.decoder, models.draft.decoder.hidden_size
+        if reason := foreign_tensor(read_tensors(config.draft), biases=decoder.qkv_bias):
+            raise UnsupportedError(f"draft: {reason}")
+        taps = len(models.draft.target_layer_ids) * models.draft.target_hidden_size
+        _compare(config.draft, dict(_layers(decoder)) | {"hidden_norm.weight": [hidden], "fc.weight": [hidden, taps]})
+
+
+def _layers(config: DecoderConfig) -> Iterator[tuple[str, list[int]]]:
+    """Yield the tensors that layers of all families share, and the last norm, with their shapes."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    kv, attention = config.num_kv_heads * dim, config.num_heads * dim
+    for i in range(config.num_layers):
+        yield f"layers.{i}.input_layernorm.weight", [hidden]
+        yield f"layers.{i}.post_attention_layernorm.weight", [hidden]
+        if i not in config.recurrent_layers:
+            gated = 2 if config.gated_delta else 1  # a hybrid's q_proj has a gate for each head
+            yield f"layers.{i}.self_attn.q_proj.weight", [gated * attention, hidden]
+            yield f"layers.{i}.self_attn.k_proj.weight", [kv, hidden]
+            yield f"layers.{i}.self_attn.v_proj.weight", [kv, hidden]
+            yield f"layers.{i}.self_attn.o_proj.weight", [hidden, attention]
+        if not config.moe_of(i):
+            yield f"layers.{i}.mlp.gate_proj.weight", [inner, hidden]
+            yield f"layers.{i}.mlp.up_proj.weight", [inner, hidden]
+            yield f"layers.{i}.mlp.down_proj.weight", [hidden, inner]
+    yield "norm.weight", [hidden]
+
+
+def _compare(folder: Path, wanted: Mapping[str, list[int]]) -> None:
+    stored = read_tensors(folder)
+    if missing := [name for name in wanted if name not in stored]:
+        raise UnsupportedError(
+            f"{folder}: tensor {missing[0]} is missing, one of {len(missing)} that config.json wants; download it again"
+        )
+    for name, shape in wanted.items():
+        if stored[name].shape != shape:
+            raise UnsupportedError(
+                f"{folder}: tensor {name} has shape {stored[name].shape}, but config.json wants {shape}; config.json "
+                "and weights are of different models"
+            )

@@ -1,0 +1,196 @@
+"""Shapes of targets and drafts, as read from a config.json."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+SWIGLU_ALPHA = 1.702
+"""Factor inside the sigmoid of the clipped SwiGLU of gpt-oss."""
+
+
+class AttentionMask(NamedTuple):
+    """Tokens that a row of a layer sees, by position: with `causal` those up to itself, else all of its sequence.
+
+    A `window` of W leaves the last W of them, including the row itself: q - W < k <= q if causal, else |q - k| < W.
+    """
+
+    causal: bool
+    window: int | None = None
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "bidirectional"
+        return kind if self.window is None else f"{kind}, window {self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """RoPE scaling of Llama 3.1, by wavelength: long waves turn `factor` times slower, short ones are unchanged."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071). Waves of fewer than `beta_slow` turns in `original_length` are `factor` times slower.
+
+    Cos and sin are multiplied by `attention_factor`. With `truncate` the range between both betas is whole dims.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """RoPE of a decoder: the first `dim` dims of a head turn, all of them if None.
+
+    Dims (i, dim / 2 + i) turn together, or (2i, 2i + 1) with `adjacent_pairs`.
+    """
+
+    theta: float
+    scaling: Llama3Scaling | YarnScaling | None = None
+    dim: int | None = None
+    adjacent_pairs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixture of experts that replaces a layer's MLP. E is `num_experts`, k `num_experts_per_tok`.
+
+    A row's weights are the k largest of a softmax over all E; `norm_topk_prob` divides them by their sum. With
+    `swiglu_limit` L an expert computes (u + 1) g sigmoid(1.702 g), with g = min(gate, L) and u = clamp(up, -L, L),
+    instead of silu(gate) up. L may be infinite. `has_bias` is true if router and experts have biases. `dense_layers`
+    keep a dense MLP. `shared_size` is the inner size of the shared expert, whose output has its own gate; 0 = none.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: tuple[int, ...] = ()
+    has_bias: bool = False
+    swiglu_limit: float | None = None
+    shared_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    """Sizes of the Gated DeltaNet layers, whose numbers are `layers`. Each head of q and k serves several of v."""
+
+    layers: tuple[int, ...]
+    conv_kernel: int
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: those of q, k and v."""
+        return 2 * self.num_k_heads * self.k_head_dim + self.num_v_heads * self.v_head_dim
+
+    @property
+    def input_width(self) -> int:
+        """Return the numbers that a row puts into the recurrence: the channels, and two gates a head."""
+        return self.channels + 2 * self.num_v_heads
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Shape of a target or of a draft's layers. `dtype` is the checkpoint's, by its name: "bfloat16".
+
+    `masks` are of each layer's attention. With `sinks` each head has a logit without a value in its softmax. With
+    `qk_norm` each head of q and k is normed. `max_position_embeddings` is the longest context, after RoPE scaling.
+    `moe` is None if every layer has a dense MLP, and `gated_delta` if every layer has attention.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str
+    masks: tuple[AttentionMask, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
+    qk_norm: bool = False
+    moe: MoeConfig | None = None
+    gated_delta: GatedDeltaConfig | None = None
+
+    def shard(self, size: int) -> "DecoderConfig":
+        """Return the sizes of each of `size` ranks, which share heads and the MLPs. `size` divides these."""
+
+        def divided(part: Any, *names: str) -> Any:
+            return part and replace(part, **{name: getattr(part, name) // size for name in names})
+
+        heads = divided(self, "num_heads", "num_kv_heads", "intermediate_size")
+        moe = divided(self.moe, "intermediate_size", "shared_size")
+        own: DecoderConfig = replace(
+            heads, moe=moe, gated_delta=divided(self.gated_delta, "num_k_heads", "num_v_heads")
+        )
+        return own
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """Return the experts of a layer, or None if it has a dense MLP."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Return the layers that keep a recurrent state instead of KV."""
+        return self.gated_delta.layers if self.gated_delta else ()
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Return the number of layers with attention."""
+        return self.num_layers - len(self.recurrent_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """Shape of a draft. `block_size` is the anchor plus the drafts. After the target's layers `target_layer_ids` the
+    residual stream [T, target_hidden_size] is read.
+
+    The draft's own lm_head has `draft_vocab_size` rows. Drafts are predicted by a block's rows from `first_draft_row`
+    on: 1 if row k predicts the token at position k, and 0 if it predicts the next one (`sample_from_anchor`).
+    `warnings` say which keys of its config.json are not used.
+    """
+
+    decoder: DecoderConfig
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    target_hidden_size: int
+    draft_vocab_size: int
+    first_draft_row: int = 1
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    def report(self) -> dict[str, str]:
+        """Return what was read from the checkpoint's config, for people."""
+        decoder, rope = self.decoder, self.decoder.rope
+        turning = f", {rope.dim} dims" if rope.dim else ""
+        pairs = ", adjacent pairs" if rope.adjacent_pairs else ""
+        return {
+            "layers": str(decoder.num_layers),
+            "masks": "; ".join(f"{decoder.masks.count(mask)} {mask}" for mask in dict.fromkeys(decoder.masks)),
+            "block": f"{self.block_size - 1} drafts, the first from row {self.first_draft_row}",
+            "taps": f"{','.join(map(str, self.target_layer_ids))} of {self.target_hidden_size}",
+            "mask_token": str(self.mask_token_id),
+            "vocabulary": f"{self.draft_vocab_size} of {decoder.vocab_size}",
+            "hidden_size": str(decoder.hidden_size),
+            "biases": "q, k, v, o" if decoder.o_bias else "q, k, v" if decoder.qkv_bias else "none",
+            "rope": f"{rope.scaling or 'default'}, theta {rope.theta:g}{turning}{pairs}",
+            "dtype": decoder.dtype,
+        }
