@@ -148,7 +148,7 @@ $(STAMP): pyproject.toml
 	  'Python >= 3.11 is needed; make PYTHON=/path/to/python3.12 names one.' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install --editable '.'
+	$(BIN)/python -m pip install --editable '.[tools]'
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)

@@ -15,4 +15,7 @@ load() { # in a function, because a sourced script would see the server's argume
 load
 # The host's driver is mounted.
 export LD_LIBRARY_PATH="$driver:$driver/common:$driver/driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+if [ "$1" = python3 ]; then # python3 -m tools.report --device npu
+  exec "$@"
+fi
 exec dflash-server "$@"

@@ -45,7 +45,8 @@ def compile_lock(wanted: Iterable[str], arch: str, python: str, *options: str) -
 def resolve(*extra: str, arch: str = "arm64") -> dict[str, str]:
     """Package -> version, with `extra`. PyPI's torch is a CPU build on arm64 and a CUDA build on amd64."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *(extra or project["optional-dependencies"]["npu"]), BUILD]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["tools"], *(extra or extras["npu"]), BUILD]
     return {package["name"]: package["version"] for package in compile_lock(wanted, arch, PYTHONS[0])}
 
 

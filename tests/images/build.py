@@ -121,7 +121,7 @@ def copied_tree(folder: Path) -> Path:
     """Copy what .dockerignore lets into a build, and return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("app", "docker"):
+    for name in ("app", "docker", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     for name in ("pyproject.toml", ".dockerignore"):
         shutil.copy2(ROOT / name, folder / name)
