@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, ContextRows, LayerKv, ProjectedRows
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.device.probe import Finding, failed, ok
 from app.engine.device.torch import TorchBackend
@@ -294,7 +294,7 @@ def _qkv_into_kv(at: Inputs, rows: int, heads: int, kv_heads: int, dim: int, pag
     rotation = at.rotation(rows, dim)
 
     def call() -> tuple[Tensor, ...]:
-        q = at.backend.qkv_into_kv(qkv, *norms, EPS, rotation, kv, slots)
+        q = at.backend.qkv_into_kv(ProjectedRows(qkv, *norms, EPS, rotation, kv, slots))
         return at.restored(q), at.restored(kv.k), kv.v
 
     return call
@@ -307,7 +307,7 @@ def _context_into_kv(at: Inputs, rows: int, layers: int, kv_heads: int, dim: int
     rotation, ones = at.rotation(rows, dim), torch.ones_like(norm[0])
 
     def call() -> tuple[Tensor, ...]:
-        at.backend.context_into_kv(context, norm, ones, EPS, rotation, kv, slots)
+        at.backend.context_into_kv(ContextRows(context, norm, ones, EPS, rotation, kv, slots))
         return at.restored(kv.k), kv.v
 
     return call

@@ -13,7 +13,15 @@ import torch_npu
 from torch import Tensor
 
 from app.check.operators import Attention, Call, Inputs, Lens, Paged, difference
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.device.base import (
+    AttentionMask,
+    AttentionMetadata,
+    Backend,
+    ContextRows,
+    LayerKv,
+    ProjectedRows,
+    Rotation,
+)
 from app.engine.device.factory import make_backend
 from tools.report.command import Options
 from tools.report.npu_questions import FULL, PAGE, planned
@@ -112,7 +120,7 @@ class Layer:
         normed, residual = backend.add_rms_norm(x, residual, w["norm"], EPS)
         qkv = backend.linear(normed, w["qkv"]).view(len(x), -1, self.extent.dim)
         norms = w["head_norm"], w["head_norm"]
-        backend.qkv_into_kv(qkv, *norms, EPS, self.rotation, self.attend.kv, self.slots)
+        backend.qkv_into_kv(ProjectedRows(qkv, *norms, EPS, self.rotation, self.attend.kv, self.slots))
         attended = backend.linear(self.attend().flatten(1), w["o"])
         normed, residual = backend.add_rms_norm(attended, residual, w["norm"], EPS)
         return backend.gated_mlp(normed, w["gate_up"], w["down"]), residual
@@ -213,7 +221,7 @@ def around(backend: Backend, extent: Extent) -> Result:
         "choice": (lambda: logits.max(dim=-1), 2),
         "features": (lambda: torch.cat(features, dim=-1), 1),
         "fc": (lambda: backend.linear(tapped, fc), 1),
-        "context KV": (lambda: backend.context_into_kv(*context, EPS, rotation, pages, slots), 1),
+        "context KV": (lambda: backend.context_into_kv(ContextRows(*context, EPS, rotation, pages, slots)), 1),
         "verify": (lambda: backend.verify(choices, drafts, first, lengths, each), 1),
     }
     return _timed(backend, extent, calls, "The work around the layers takes")

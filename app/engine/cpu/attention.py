@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from app.engine.cpu import linear
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
 
 
 def is_own(dtype: torch.dtype) -> bool:
@@ -26,21 +26,15 @@ def attention(q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: Attenti
     return o
 
 
-def rotate_into(
-    rows: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    turns: Tensor,
-    kv: LayerKv,
-    slot_mapping: Tensor,
-) -> Tensor:
-    """Write K and V, and return q [T, heads, D], as `Backend.qkv_into_kv` does, for `turns` (cos, sin) of pairs
-    [T, .., D / 2, 2] fp32. No two rows have one slot. Raises RuntimeError for tensors that do not fit.
+def rotate_into(rows: ProjectedRows) -> Tensor:
+    """Write K and V, and return q [T, heads, D], as `Backend.qkv_into_kv` does, for a rotation of complex64
+    [T, .., D / 2]. No two rows have one slot. Raises RuntimeError for tensors that do not fit.
 
-    For `k_norm` [L, D] the rows are L layers of each of the T / L rows of `turns`, one after the other.
+    For `k_norm` [L, D] the rows are L layers of each of the T / L rows of the rotation, one after the other.
     """
-    q: Tensor = torch.ops.dflash_server.rotate_into(rows, q_norm, k_norm, eps, turns, kv.k, kv.v, slot_mapping)
+    qkv, q_norm, k_norm, eps, (turns,), kv, slots = rows
+    pairs = torch.view_as_real(turns)
+    q: Tensor = torch.ops.dflash_server.rotate_into(qkv, q_norm, k_norm, eps, pairs, kv.k, kv.v, slots)
     return q
 
 

@@ -19,7 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.cpu import attention, linear
-from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
+from app.engine.device.base import (
+    AttentionMask,
+    AttentionMetadata,
+    ContextRows,
+    Heads,
+    LayerKv,
+    ProjectedRows,
+    Rotation,
+)
 from app.engine.device.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -162,55 +170,21 @@ class CpuBackend(TorchBackend):
         wide = x.float()
         return wide.div(_rms(wide, eps)).mul_(weight).to(x.dtype)
 
-    def qkv_into_kv(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        kv: LayerKv,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Return `Backend.qkv_into_kv`, rounded once behind norm and RoPE where the operator is here."""
-        if not attention.is_own(qkv.dtype):
-            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
-        return attention.rotate_into(qkv, q_norm, k_norm, eps, self._turns(rotation), kv, slot_mapping)
+    def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
+        """Return `Backend.qkv_into_kv`, rounded once after norm and RoPE where the operator is here."""
+        return attention.rotate_into(rows) if attention.is_own(rows.qkv.dtype) else super().qkv_into_kv(rows)
 
-    def context_into_kv(
-        self,
-        kv_tl2hd: Tensor,
-        k_norm: Tensor,
-        ones: Tensor,
-        eps: float,
-        rotation: Rotation,
-        kv: LayerKv,
-        slot_mapping: Tensor,
-    ) -> None:
+    def context_into_kv(self, rows: ContextRows) -> None:
         """Apply `Backend.context_into_kv`, rounded like `qkv_into_kv`."""
-        if not attention.is_own(kv_tl2hd.dtype):
-            return super().context_into_kv(kv_tl2hd, k_norm, ones, eps, rotation, kv, slot_mapping)
-        rows = kv_tl2hd.flatten(0, 1).flatten(1, 2)
-        attention.rotate_into(rows, None, k_norm, eps, self._turns(rotation), kv, slot_mapping)
-
-    def _turns(self, rotation: Rotation) -> Tensor:
-        """Return cos and sin of each pair, [T, 1, D / 2, 2]."""
-        return torch.view_as_real(rotation[0])
+        if not attention.is_own(rows.kv_tl2hd.dtype):
+            return super().context_into_kv(rows)
+        qkv = rows.kv_tl2hd.flatten(0, 1).flatten(1, 2)
+        attention.rotate_into(ProjectedRows(qkv, None, rows.k_norm, *rows[3:]))
 
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
         slot_mapping = slot_mapping.long()
         kv.k.view(-1, *k_thd.shape[1:]).index_copy_(0, slot_mapping, k_thd)
         kv.v.view(-1, *v_thd.shape[1:]).index_copy_(0, slot_mapping, v_thd)
-
-    def positions_and_slots(
-        self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return `Backend.positions_and_slots`, with flat indices that need no expansion."""
-        positions = position_offsets.index_select(0, seq_ids).add_(row_numbers)
-        pages = positions // page_size
-        entries = torch.add(pages, seq_ids, alpha=page_table.shape[1])
-        slot_mapping = page_table.view(-1).index_select(0, entries).sub_(pages).mul_(page_size).add_(positions)
-        return positions, slot_mapping
 
     def verify(
         self,

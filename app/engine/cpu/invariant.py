@@ -27,7 +27,6 @@ class InvariantCpuBackend(TorchBackend):
 
     batch_invariant = True
     retain_allocator_memory = CpuBackend.retain_allocator_memory
-    positions_and_slots = CpuBackend.positions_and_slots
     verify = CpuBackend.verify
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,15 @@ from app.engine.cuda.products import Product
 from app.engine.cuda.timed_launches import Questions
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.cuda.tune import Seconds, Way
-from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, Rotation
+from app.engine.device.base import (
+    AttentionMask,
+    AttentionMetadata,
+    ContextRows,
+    Heads,
+    LayerKv,
+    ProjectedRows,
+    Rotation,
+)
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.graph import Graph
 from app.engine.device.moe import ExpertWeights, MoeConfig
@@ -39,8 +47,7 @@ class CudaBackend(TorchCudaBackend):
     """
 
     captures = True
-    device_side_lengths = True
-    runs_recurrent_layers = True
+    lengths_on_host = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -209,30 +216,11 @@ class CudaBackend(TorchCudaBackend):
         """Return `Backend.rotation_at`. An index by brackets becomes int64 first, in a launch of its own."""
         return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
 
-    def qkv_into_kv(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        kv: LayerKv,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        chained = self._chained_rows
-        return rows.qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping, chained=chained)
+    def qkv_into_kv(self, projected: ProjectedRows) -> Tensor:
+        return rows.qkv_into_kv(projected, chained=self._chained_rows)
 
-    def context_into_kv(
-        self,
-        kv_tl2hd: Tensor,
-        k_norm: Tensor,
-        ones: Tensor,
-        eps: float,
-        rotation: Rotation,
-        kv: LayerKv,
-        slot_mapping: Tensor,
-    ) -> None:
-        rows.context_into_kv(kv_tl2hd, k_norm, eps, rotation, kv, slot_mapping)
+    def context_into_kv(self, context: ContextRows) -> None:
+        rows.context_into_kv(context)
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
         return integers.embed_blocks(anchors, mask_token_id, block_size, embedding)

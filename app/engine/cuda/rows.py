@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.engine.cuda.halves import norm_of_halves, rope_of_halves
 from app.engine.cuda.launch import chain, lines_of_a_program, wait_if_chained
-from app.engine.device.base import LayerKv, Rotation
+from app.engine.device.base import ContextRows, ProjectedRows
 
 HEADS_OF_A_PROGRAM = 8
 SILU_BLOCK = 1024
@@ -133,18 +133,9 @@ def gated(
     tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def qkv_into_kv(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    rotation: Rotation,
-    kv: LayerKv,
-    slot_mapping: Tensor,
-    *,
-    chained: bool = False,
-) -> Tensor:
+def qkv_into_kv(projected: ProjectedRows, *, chained: bool = False) -> Tensor:
     """Return `Backend.qkv_into_kv`."""
+    qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping = projected
     num_rows, all_heads, dim = qkv.shape
     kv_heads = kv.k.shape[2]
     heads = all_heads - 2 * kv_heads
@@ -232,15 +223,9 @@ def rope_and_write(
     tl.store(to_v + HALF, high, mask=is_v[:, None])
 
 
-def context_into_kv(
-    kv_tl2hd: Tensor,
-    k_norm: Tensor,
-    eps: float,
-    rotation: Rotation,
-    kv: LayerKv,
-    slot_mapping: Tensor,
-) -> None:
+def context_into_kv(context: ContextRows) -> None:
     """Apply `Backend.context_into_kv`."""
+    kv_tl2hd, k_norm, _, eps, rotation, kv, slot_mapping = context
     num_rows, layers, _, kv_heads, dim = kv_tl2hd.shape
     num_lines = num_rows * layers * kv_heads
     lines = lines_of_a_program(num_lines, HEADS_OF_A_PROGRAM)

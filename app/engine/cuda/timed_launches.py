@@ -14,7 +14,7 @@ from app.engine.cuda import products, rows
 from app.engine.cuda.attention import Tile, geometry, paged_attention
 from app.engine.cuda.products import Product
 from app.engine.cuda.tune import Question, Way
-from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, Heads, LayerKv, ProjectedRows
 
 MOST_SEQS = 32
 CONTEXT = 1024
@@ -233,7 +233,7 @@ def chained_rows(decoder: Heads, qkv: list[Tensor], gate_up: list[Tensor]) -> Qu
         chained = way is not None
         normed, total = rows.add_rms_norm(x, residual, norm, EPS, chained=chained)
         heads = F.linear(normed, qkv[layer]).view(num_rows, -1, dim)
-        q = rows.qkv_into_kv(heads, head_norm, head_norm, EPS, (cos, sin), kv, slots, chained=chained)
+        q = rows.qkv_into_kv(ProjectedRows(heads, head_norm, head_norm, EPS, (cos, sin), kv, slots), chained=chained)
         gated = [rows.silu_mul(F.linear(normed, weight), chained=chained) for weight in gate_up[layer : layer + 1]]
         return [total, q, kv.k, kv.v, *gated]
 

@@ -5,6 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from app.engine.comm.comm import Comm
+from app.engine.comm.device import DeviceComm
+from app.engine.comm.process_group import Meeting
 from app.engine.device import accelerator
 from app.engine.device.base import Defaults
 from app.engine.device.torch import TorchBackend
@@ -17,10 +20,7 @@ DEVICE_ERRORS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 class TorchCudaBackend(TorchBackend):
     """Backend with PyTorch's operators, pinned copies and the GPU's own memory. On a CPU it is for tests."""
 
-    collectives = "cpu:gloo,cuda:nccl"
-    runs_recurrent_layers = False
     memory_is_host = False
-    can_wait_cheaply = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -34,6 +34,14 @@ class TorchCudaBackend(TorchBackend):
     def check_ranks(self, size: int) -> None:
         if self.on_gpu:
             accelerator.check_ranks(self.device, size, torch.cuda, "CUDA_VISIBLE_DEVICES")
+
+    def join(self, meeting: Meeting) -> Comm:
+        return DeviceComm(meeting, "cpu:gloo,cuda:nccl")
+
+    def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
+        raise UnsupportedError(
+            f"--device {self.device}: a target with recurrent layers needs Triton here; pip install triton"
+        )
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return `Backend.empty_experts`. Raises UnsupportedError for a dtype that PyTorch's product does not take."""

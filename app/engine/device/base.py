@@ -12,8 +12,6 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import AttentionMask, MoeConfig
 from app.engine.comm.comm import Comm
-from app.engine.comm.device import DeviceComm
-from app.engine.comm.gloo import GlooComm
 from app.engine.comm.process_group import Meeting
 from app.engine.device import gated_delta
 from app.engine.device.gated_delta import GatedDeltaStep
@@ -36,8 +34,8 @@ class AttentionMetadata:
     """Lengths and pages of S sequences whose rows are consecutive.
 
     `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device. `query_lens` and
-    `host_seq_lens` are the same lengths on the host, exact unless the backend has `device_side_lengths`. Sequence
-    lengths include the rows themselves. `plans` are results of `Backend.plan_attention`, one for all layers of a mask.
+    `host_seq_lens` are the same lengths on the host, exact if the backend has `lengths_on_host`. Sequence lengths
+    include the rows themselves. `plans` are results of `Backend.plan_attention`, one for all layers of a mask.
     `of_forward` is what the layers of one forward share. It is empty when a forward begins, also within a capture.
     """
 
@@ -63,6 +61,42 @@ Rotation = tuple[Tensor, ...]
 """RoPE at T positions: cos and sin, each [T, 1, D] with both halves alike, or the rows of a backend's own tables."""
 
 
+class ProjectedRows(NamedTuple):
+    """T rows of a layer after its QKV projection: `qkv` [T, heads + 2 * kv_heads, D], and where K and V go.
+
+    A norm's weight is [D], or None for a model without it.
+    """
+
+    qkv: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    rotation: Rotation
+    kv: LayerKv
+    slot_mapping: Tensor
+
+    def split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of q, k and v."""
+        kv_heads = self.kv.k.shape[-2]
+        q, k, v = self.qkv.split_with_sizes([self.qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        return q, k, v
+
+
+class ContextRows(NamedTuple):
+    """K and V [T, layers, 2, kv_heads, D] of the draft's context rows, K before V, and where they go.
+
+    `k_norm` is [layers, D], `ones` [D] of ones, and `slot_mapping` [T * layers] as of `KvPool.slots_in_all_layers`.
+    """
+
+    kv_tl2hd: Tensor
+    k_norm: Tensor
+    ones: Tensor
+    eps: float
+    rotation: Rotation
+    kv: LayerKv
+    slot_mapping: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """Sizes that work well on a device when the user gives none."""
@@ -84,27 +118,20 @@ class Backend(ABC):
     separate_prefill = True
     """True if rows of prompts get an attention call of their own in a step in which others decode."""
     captures = False
-    """True if graphs are the faster way on this device. `capture` works on every device."""
+    """True if graphs are faster on this device. `capture` works on every device."""
+    lengths_on_host = True
+    """True if a step's launch needs exact lengths on the host, which then sends positions and slots as well. False if
+    attention in a graph reads them from the device: lengths on the host may be too small, so a step can be launched
+    before the previous one is read."""
     allows_empty_sequences = False
     """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
     compiles = False
     """True if forwards can be compiled functions (`--compile`)."""
-    device_side_lengths = False
-    """True if attention in a graph reads lengths from the device at each replay. Lengths on the host may then be too
-    small, so a step is launched before the step in flight is read."""
-    positions_from_host = False
-    """True if a step's copy has positions and slots, because launches cost more than numbers. Lengths on the host are
-    then exact."""
-    runs_recurrent_layers = False
-    """True if layers with a recurrent state were proved to be right on this device."""
-    collectives: str | None = None
-    """Libraries of torch.distributed for the collectives of several, like "cpu:gloo,npu:hccl". None has none."""
     memory_is_host = False
-    """True if the device has no memory of its own, so other processes share it and no allocator measures a peak."""
+    """True if the host itself computes, in its own memory: other processes share the memory, no allocator measures a
+    peak, and reading a value back is cheap."""
     batch_invariant = False
     """True if no bit of a row of the target depends on the other rows of a step, or on its place among them."""
-    can_wait_cheaply = False
-    """True if reading a value back is cheap, because the host itself computes it and no queue drains."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -125,10 +152,9 @@ class Backend(ABC):
         """Raise UnsupportedError if there are no `size` devices from this one on, one for each rank."""
         return
 
+    @abstractmethod
     def join(self, meeting: Meeting) -> Comm:
         """Return the collectives of this rank, once all have come."""
-        assert self.collectives is not None
-        return GlooComm(meeting) if self.memory_is_host else DeviceComm(meeting, self.collectives)
 
     def max_graphs(self, size: int) -> int | None:
         """Return how many graphs with collectives of `size` ranks the device holds, or None without a known limit."""
@@ -234,46 +260,20 @@ class Backend(ABC):
         """
         return gated_delta.commit_and_verify(step)
 
-    def qkv_into_kv(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        kv: LayerKv,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Apply RMSNorm and RoPE to each head of q and k in `qkv` [T, heads + 2 * kv_heads, D], and write K and V.
-
-        A norm's weight is [D], or None for a model without it. Returns q [T, heads, D].
-        """
-        kv_heads = kv.k.shape[-2]
-        q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        q = self.rope(q if q_norm is None else self.rms_norm(q, q_norm, eps), rotation)
-        k = self.rope(k if k_norm is None else self.rms_norm(k, k_norm, eps), rotation)
-        self.write_kv(k, v, kv, slot_mapping)
+    def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
+        """Apply RMSNorm and RoPE to each head of q and k, write K and V, and return q [T, heads, D]."""
+        q, k, v = rows.split()
+        q = self.rope(q if rows.q_norm is None else self.rms_norm(q, rows.q_norm, rows.eps), rows.rotation)
+        k = self.rope(k if rows.k_norm is None else self.rms_norm(k, rows.k_norm, rows.eps), rows.rotation)
+        self.write_kv(k, v, rows.kv, rows.slot_mapping)
         return q
 
-    def context_into_kv(
-        self,
-        kv_tl2hd: Tensor,
-        k_norm: Tensor,
-        ones: Tensor,
-        eps: float,
-        rotation: Rotation,
-        kv: LayerKv,
-        slot_mapping: Tensor,
-    ) -> None:
-        """Apply RMSNorm and RoPE to each head of K, and write K and V of all layers at once.
-
-        `kv_tl2hd` is [T, layers, 2, kv_heads, D] with K before V, `k_norm` [layers, D], `ones` [D] of ones, and
-        `slot_mapping` [T * layers] as of `KvPool.slots_in_all_layers`.
-        """
-        k, v = kv_tl2hd.unbind(2)
-        k = self.rms_norm(k, ones, eps) * k_norm[:, None]
-        k = self.rope(k.flatten(1, 2), rotation).view(-1, *k.shape[2:])
-        self.write_kv(k, v.flatten(0, 1), kv, slot_mapping)
+    def context_into_kv(self, rows: ContextRows) -> None:
+        """Apply RMSNorm and RoPE to each head of K, and write K and V of all layers at once."""
+        k, v = rows.kv_tl2hd.unbind(2)
+        k = self.rms_norm(k, rows.ones, rows.eps) * rows.k_norm[:, None]
+        k = self.rope(k.flatten(1, 2), rows.rotation).view(-1, *k.shape[2:])
+        self.write_kv(k, v.flatten(0, 1), rows.kv, rows.slot_mapping)
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
         """Return rows [D * b, H] of the embedding [V, H]: each anchor [D], and b - 1 masks behind it."""

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.engine.comm.comm import Comm
+from app.engine.comm.gloo import GlooComm
+from app.engine.comm.process_group import Meeting
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
 from app.engine.device.host_memory import host_memory
 
@@ -61,12 +64,12 @@ class TorchBackend(Backend):
     """Backend with PyTorch's operators. Attention gathers K and V out of the pages, for a few padded calls a step."""
 
     defaults = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
-    collectives = "gloo"
     allows_empty_sequences = True
-    runs_recurrent_layers = True
     memory_is_host = True
-    can_wait_cheaply = True
     max_gathered_tokens = MAX_GATHERED_TOKENS
+
+    def join(self, meeting: Meeting) -> Comm:
+        return GlooComm(meeting)
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return few padded calls, none of them mostly padding and none over the memory bounds above."""

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from app.engine.device.base import Backend, LayerKv, Rotation
+from app.engine.device.base import Backend, ContextRows, LayerKv, Rotation
 from app.engine.dflash.model import DFlashModel
 from app.engine.models.layers import Attention, frozen
 
@@ -45,7 +45,8 @@ class ContextKv(nn.Module):
         context = backend.rms_norm(backend.linear(features, self.fc), self.hidden_norm, self._eps)
         context = context.nan_to_num(0.0, 0.0, 0.0)
         kv_tl2hd = backend.linear(context, self.kv, self._parameters["kv_bias"]).view(-1, *self._shape)
-        backend.context_into_kv(kv_tl2hd, self.k_norm, self.ones, self._eps, rotation, all_layers, slot_mapping)
+        norms = self.k_norm, self.ones, self._eps
+        backend.context_into_kv(ContextRows(kv_tl2hd, *norms, rotation, all_layers, slot_mapping))
 
 
 class PendingContext:

@@ -165,7 +165,7 @@ def _load_runner(
     dtype = _dtype(config, shape, backend)
     compiles = is_compiled(config, backend, shape, dtype)
     if shape.gated_delta:
-        check_recurrent(config, backend, dtype)
+        check_recurrent(config, dtype)
         delta = shape.gated_delta
         backend.check_gated_delta(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
     else:
@@ -427,7 +427,7 @@ def _capture(
 def _overlaps(runner: ModelRunner) -> bool:
     """Return True if a step may be launched before the last one is read: all of it comes from graphs, which take
     lengths from the device."""
-    if not (runner.backend.device_side_lengths and isinstance(runner, GraphRunner)):
+    if runner.backend.lengths_on_host or not isinstance(runner, GraphRunner):
         return False
     return runner.graphs.has_draft or runner.forward.drafter is None
 

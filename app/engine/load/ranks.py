@@ -41,8 +41,6 @@ def check_shards(config: EngineConfig, backend: Backend, target: DecoderConfig, 
     if size == 1:
         return
     wish = f"--tensor-parallel-size {size}"
-    if backend.collectives is None:
-        raise UnsupportedError(f"{wish}: {backend.device} has no collectives here; run one replica per device")
     numbers = {"the target": _divided(target, target.vocab_size)}
     if draft:
         split = _divided(draft.decoder, draft.draft_vocab_size)

@@ -28,13 +28,8 @@ DEFAULT_SHARE = 4
 """Checkpoints take at most this part of free memory if the user gives no number, because KV needs the most."""
 
 
-def check_recurrent(config: EngineConfig, backend: Backend, dtype: torch.dtype) -> None:
+def check_recurrent(config: EngineConfig, dtype: torch.dtype) -> None:
     """Raise UnsupportedError if a hybrid target cannot run as the user wishes, with the flag to change."""
-    if not backend.runs_recurrent_layers:
-        raise UnsupportedError(
-            f"{backend.device}: a target with recurrent layers is not supported there yet ({config.target}); "
-            "give --device cpu"
-        )
     if dtype == torch.float16:
         raise UnsupportedError(f"--dtype float16: a target with recurrent layers was not tried in it ({config.target})")
     if config.state_cache_memory and not config.prefix_caching:

@@ -81,7 +81,7 @@ class Recurrence:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
         own = step.slots, step.next_slots, step.starts, step.counts, step.rows, step.places
         slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
-        can_wait = self._backend.can_wait_cheaply and not step.static
+        can_wait = self._backend.memory_is_host and not step.static
         weights = self._conv, self._a_log, self._dt_bias
         return self._backend.commit_and_verify(GatedDeltaStep(inputs, *weights, *own, *slots, can_wait))
 
@@ -94,7 +94,7 @@ class Recurrence:
     def _committed(self, step: SequenceRows, memory: LayerState) -> State:
         """Return the state in front of a prompt's rows. A checkpoint that a decoding sequence left has pending rows."""
         state, pending, counts = memory.at(step.slots, step.starts)
-        if self._backend.can_wait_cheaply and not counts.any():
+        if self._backend.memory_is_host and not counts.any():
             return state
         return self.advance(pending, counts, state)[1]
 

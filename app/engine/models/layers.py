@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from app.engine.comm.comm import Comm
-from app.engine.device.base import AttentionMetadata, Backend, LayerKv, Rotation
+from app.engine.device.base import AttentionMetadata, Backend, LayerKv, ProjectedRows, Rotation
 from app.engine.models.experts import load_experts
 from app.engine.models.rope import head_order, reordered
 from app.engine.models.state_pool import RecurrentRows
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         backend, weights = self._backend, parameters_of(self)
         qkv = backend.linear(x, weights["qkv"], weights["qkv_bias"]).view(x.shape[0], -1, self._head_dim)
         norms = weights["q_norm"], weights["k_norm"]
-        q = backend.qkv_into_kv(qkv, *norms, self._eps, rows.rotation, kv, rows.slot_mapping)
+        q = backend.qkv_into_kv(ProjectedRows(qkv, *norms, self._eps, rows.rotation, kv, rows.slot_mapping))
         parts = q.split_with_sizes([sum(meta.query_lens) for meta in rows.groups])
         how = self._mask, weights["sinks"]
         o = [backend.attention(part, kv, meta, *how) for part, meta in zip(parts, rows.groups, strict=True)]

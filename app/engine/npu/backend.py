@@ -15,9 +15,10 @@ import torch_npu
 from torch import Tensor
 
 from app.engine.comm.comm import Comm
+from app.engine.comm.device import DeviceComm
 from app.engine.comm.process_group import Meeting
 from app.engine.device import accelerator
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, ProjectedRows, Rotation
 from app.engine.device.gated_delta import GatedDeltaStep, commit_and_verify
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.errors import UnsupportedError
@@ -56,9 +57,6 @@ class NpuBackend(Backend):
     dtypes = (torch.bfloat16,)
     captures = True
     separate_prefill = False
-    collectives = "cpu:gloo,npu:hccl"
-    positions_from_host = True
-    runs_recurrent_layers = True
 
     def __init__(self, device: torch.device, *, check_calls: bool = False) -> None:
         super().__init__(device)
@@ -82,7 +80,7 @@ class NpuBackend(Backend):
         mode = os.environ.setdefault(EXPANSION_MODE, AIV)
         if meeting.rank == 0:
             logger.info("collectives by HCCL with %s=%s", EXPANSION_MODE, mode)
-        return super().join(meeting)
+        return DeviceComm(meeting, "cpu:gloo,npu:hccl")
 
     def max_graphs(self, size: int) -> int:
         """Return the graphs that have streams: their own, and those that HCCL unrolls a collective on."""
@@ -225,26 +223,15 @@ class NpuBackend(Backend):
         (table,) = tables
         return table.index_select(1, positions).unsqueeze(2).unbind(0)
 
-    def qkv_into_kv(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        kv: LayerKv,
-        slot_mapping: Tensor,
-    ) -> Tensor:
+    def qkv_into_kv(self, rows: ProjectedRows) -> Tensor:
         """Return `Backend.qkv_into_kv`, with q and k rotated in place by one call if it takes their head size (N21)."""
-        if qkv.shape[2] not in ROTARY_PAIR_DIMS:
-            return super().qkv_into_kv(qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping)
-        kv_heads = kv.k.shape[2]
-        q, k, v = qkv.split_with_sizes([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        q = q.contiguous() if q_norm is None else self.rms_norm(q, q_norm, eps)
-        k = k.contiguous() if k_norm is None else self.rms_norm(k, k_norm, eps)
-        cos, sin = rotation
-        q, k = torch_npu.npu_apply_rotary_pos_emb(q, k, cos, sin, layout="TND")
-        self.write_kv(k, v, kv, slot_mapping)
+        if rows.qkv.shape[2] not in ROTARY_PAIR_DIMS:
+            return super().qkv_into_kv(rows)
+        q, k, v = rows.split()
+        q = q.contiguous() if rows.q_norm is None else self.rms_norm(q, rows.q_norm, rows.eps)
+        k = k.contiguous() if rows.k_norm is None else self.rms_norm(k, rows.k_norm, rows.eps)
+        q, k = torch_npu.npu_apply_rotary_pos_emb(q, k, *rows.rotation, layout="TND")
+        self.write_kv(k, v, rows.kv, rows.slot_mapping)
         return q
 
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:

@@ -115,7 +115,7 @@ class Sampler:
         If that is not certain, the host reads `complete`, but only on a device where this read is cheap.
         """
         short_alone = of.short and not self._backend.batch_invariant  # `short` is of all rows that are drawn together
-        if not (short_alone or self._backend.can_wait_cheaply):
+        if not (short_alone or self._backend.memory_is_host):
             return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
         short = filters.shortlist(logits, of, filters.SHORTLIST)
         noise = self.gumbel(state, short.tokens)

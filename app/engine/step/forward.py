@@ -117,7 +117,7 @@ class Forward:
     def arrays(self, inputs: DraftInputs | TargetInputs) -> list[Ints]:
         """Return the arrays that `draft_tensors` or `target_tensors` find in a `Packed`."""
         groups = [inputs.group] if isinstance(inputs, DraftInputs) else inputs.groups
-        if not self.backend.positions_from_host:
+        if not self.backend.lengths_on_host:
             return inputs.arrays
         return inputs.arrays + [array for group in groups for array in group.positions_and_slots(self._page_size)]
 
@@ -134,7 +134,7 @@ class Forward:
         parts = iter(rest)
         shares = [[next(parts) for _ in range(5)] for _ in inputs.groups]
         states = [next(parts) for _ in range(4)] if inputs.recurrent else []
-        places = [[next(parts), next(parts)] if self.backend.positions_from_host else [] for _ in inputs.groups]
+        places = [[next(parts), next(parts)] if self.backend.lengths_on_host else [] for _ in inputs.groups]
         groups = [self._rows(*part, decoder) for part in zip(inputs.groups, shares, places, strict=True)]
         every_row = len(logits_indices) == len(token_ids)
         logits = None if every_row else logits_indices, logits_start, num_drafts, draft_index

@@ -45,7 +45,7 @@ class StepGraphs:
 
     `drafts` [max_num_seqs, b - 1] carries drafts from one graph to the other, or is None without a draft. Narrower
     blocks fill the first columns. `verified` [max_num_seqs + 1, b + 1] is the last verification, where the next step
-    begins with `device_side_lengths`. `pages` is the width of page tables. All ranks of `comm` capture the same graphs
+    begins without `lengths_on_host`. `pages` is the width of page tables. All ranks of `comm` capture the same graphs
     in the same order. `sizes` are those that all of them could capture.
     """
 
@@ -165,7 +165,7 @@ class StepGraphs:
         tensors = self._forward.draft_tensors(inputs, packed)
 
         def run() -> tuple[Tensor, ...]:
-            if self._backend.device_side_lengths:
+            if not self._backend.lengths_on_host:
                 self._advance(tensors.prev_rows, tensors.anchors, self._forward.row_numbers[:blocks], tensors.rows)
             self.keep(self._forward.draft(tensors))
             return ()
@@ -185,12 +185,12 @@ class StepGraphs:
         (group,) = tensors.groups
 
         def run() -> tuple[Tensor, ...]:
-            if self._backend.device_side_lengths:
+            if not self._backend.lengths_on_host:
                 self._advance(tensors.prev_rows, tensors.token_ids, group.meta.query_start_loc[:seqs], group)
             hidden, choices = self._forward.choose(tensors, self.drafts, ())
             self._hidden[:rows] = hidden
             verified = self._forward.verify(tensors, choices, self.drafts)
-            if self._backend.device_side_lengths:
+            if not self._backend.lengths_on_host:
                 self.verified[: seqs + 1] = verified
             return choices, verified
 

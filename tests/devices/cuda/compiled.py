@@ -29,10 +29,9 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import CHOICE_WAYS, FIXED_WAYS, WAYS, Product
 from app.engine.cuda.timed_launches import OF_BLOCKS, OF_ONE_ROW
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, ContextRows, LayerKv, ProjectedRows
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig
-from app.engine.npu import rows as ascend
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -105,8 +104,7 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         rotation = (empty(rows, 1, dim), empty(rows, 1, dim))
         qkv = empty(rows, heads + 2 * kv_heads, dim)
         for norms in ((None, None), (empty(dim), empty(dim))):
-            q = backend.qkv_into_kv(qkv, *norms, 1e-6, rotation, kv, numbers(rows))
-            ascend.qkv_into_kv(qkv, *norms, 1e-6, rotation, kv, numbers(rows), cores=40)
+            q = backend.qkv_into_kv(ProjectedRows(qkv, *norms, 1e-6, rotation, kv, numbers(rows)))
         for mask in MASKS if rows > num_seqs else MASKS[:1]:
             backend.attention(q, kv, meta, mask)
         backend.add_rms_norm(empty(rows, hidden), empty(rows, hidden), empty(hidden), 1e-6)
@@ -114,7 +112,7 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.gated_mlp(empty(rows, hidden), empty(2 * inner, hidden), empty(hidden, inner))
         context = empty(rows, DRAFT_LAYERS, 2, kv_heads, dim)
         k_norms, slot_mapping = empty(DRAFT_LAYERS, dim), numbers(rows * DRAFT_LAYERS)
-        backend.context_into_kv(context, k_norms, empty(dim), 1e-6, rotation, kv, slot_mapping)
+        backend.context_into_kv(ContextRows(context, k_norms, empty(dim), 1e-6, rotation, kv, slot_mapping))
         backend.positions_and_slots(numbers(rows), numbers(num_seqs), numbers(rows), table, 16)
         backend.embed_blocks(numbers(num_seqs), 151669, BLOCK_SIZE, empty(config["vocab_size"], hidden))
         choices, drafts = empty(rows, dtype=torch.int64), numbers(num_seqs, BLOCK_SIZE - 1)
@@ -190,7 +188,8 @@ def launch_timed() -> None:
         backend.rms_norm(empty(16, 4096), empty(4096), 1e-6)
         backend.gated_mlp(empty(16, 4096), empty(24576, 4096), empty(4096, 12288))
         rotation = empty(16, 1, 128), empty(16, 1, 128)
-        backend.qkv_into_kv(empty(16, 48, 128), empty(128), empty(128), 1e-6, rotation, kv, numbers(16))
+        norms = empty(128), empty(128)
+        backend.qkv_into_kv(ProjectedRows(empty(16, 48, 128), *norms, 1e-6, rotation, kv, numbers(16)))
 
 
 def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, torch.dtype]], *, sinks: bool) -> None:
@@ -211,7 +210,7 @@ def launch_attention(backend: CudaBackend, shapes: list[tuple[int, int, int, tor
                 backend.attention(empty(rows, heads, dim, dtype=dtype), kv, meta, mask, given)
             rotation, norms = [empty(rows, 1, dim, dtype=dtype)] * 2, [empty(dim, dtype=dtype)] * 2
             qkv = empty(rows, heads + 2 * kv_heads, dim, dtype=dtype)
-            backend.qkv_into_kv(qkv, *norms, 1e-6, rotation, kv, numbers(rows))
+            backend.qkv_into_kv(ProjectedRows(qkv, *norms, 1e-6, rotation, kv, numbers(rows)))
 
 
 def launch_gated_delta(backend: CudaBackend) -> None:

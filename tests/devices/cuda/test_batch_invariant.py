@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 import app.engine.load.engine as build
 from app.engine.cuda import attention, products
 from app.engine.cuda.invariant import InvariantCudaBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv, ProjectedRows
 from app.engine.errors import UnsupportedError
 from tests.devices.cuda.pages import Paged
 from tests.fast.engine.flat_request import flat_request
@@ -101,7 +101,7 @@ def test_rotated_and_normed_heads_of_a_row(backend: InvariantCudaBackend, dtype:
         rotation = tuple(torch.full((len(rows), 1, dim), turn, dtype=dtype) for turn in (0.6, 0.8))
         pool = LayerKv(*(torch.zeros(len(rows), 1, 2, dim, dtype=dtype) for _ in range(2)))
         slots = torch.arange(len(rows), dtype=torch.int32)
-        q = backend.qkv_into_kv(rows, norm, norm, 1e-6, rotation, pool, slots)
+        q = backend.qkv_into_kv(ProjectedRows(rows, norm, norm, 1e-6, rotation, pool, slots))
         return torch.cat((q, pool.k[:, 0], pool.v[:, 0]), dim=1)
 
     assert_rows_alone(turned, normal(8, dim, dtype=dtype))

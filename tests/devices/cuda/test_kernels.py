@@ -6,7 +6,7 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import RopeConfig
 from app.engine.cuda.backend import CudaBackend
-from app.engine.device.base import Backend, LayerKv, Rotation
+from app.engine.device.base import Backend, ContextRows, LayerKv, ProjectedRows, Rotation
 from app.engine.device.torch import TorchBackend
 from app.engine.models.rope import RotaryTable
 
@@ -96,11 +96,11 @@ def test_qkv_into_kv_norms_turns_and_writes_and_touches_no_other_slot(backend, d
     kv = LayerKv(*(values.normal(3, 4, kv_heads, dim) for _ in range(2)))
     expected = LayerKv(kv.k.clone().float(), kv.v.clone().float())
     slot_mapping = values.slot_mapping(rows, 12)
+    widened = (x.float() if x is not None else None for x in norms)
     wanted = Backend.qkv_into_kv(
-        REFERENCE, qkv.float(), *(x.float() if x is not None else None for x in norms), EPS, wide(turns), expected,
-        slot_mapping,
-    )  # fmt: skip
-    assert_close(backend.qkv_into_kv(qkv, *norms, EPS, turns, kv, slot_mapping), wanted, dtype)
+        REFERENCE, ProjectedRows(qkv.float(), *widened, EPS, wide(turns), expected, slot_mapping)
+    )
+    assert_close(backend.qkv_into_kv(ProjectedRows(qkv, *norms, EPS, turns, kv, slot_mapping)), wanted, dtype)
     assert_close(kv.k, expected.k, dtype)
     assert torch.equal(kv.v.float(), expected.v)
 
@@ -114,9 +114,11 @@ def test_context_of_all_layers_goes_to_the_slots_of_each_in_one_launch(backend, 
     expected = LayerKv(kv.k.clone().float(), kv.v.clone().float())
     slot_mapping = values.slot_mapping(rows * layers, 24)
     Backend.context_into_kv(
-        REFERENCE, kv_tl2hd.float(), k_norm.float(), torch.ones(dim), EPS, wide(turns), expected, slot_mapping
+        REFERENCE,
+        ContextRows(kv_tl2hd.float(), k_norm.float(), torch.ones(dim), EPS, wide(turns), expected, slot_mapping),
     )
-    backend.context_into_kv(kv_tl2hd, k_norm, torch.ones(dim, dtype=dtype), EPS, turns, kv, slot_mapping)
+    ones = torch.ones(dim, dtype=dtype)
+    backend.context_into_kv(ContextRows(kv_tl2hd, k_norm, ones, EPS, turns, kv, slot_mapping))
     assert_close(kv.k, expected.k, dtype)
     assert torch.equal(kv.v.float(), expected.v)
 

@@ -17,7 +17,7 @@ from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
 from app.engine.cuda.products import Product
 from app.engine.cuda.tune import Question, Way
-from app.engine.device.base import Heads, LayerKv
+from app.engine.device.base import Heads, LayerKv, ProjectedRows
 from tests.devices.cuda.pages import Paged
 
 torch.set_num_threads(1)
@@ -213,7 +213,8 @@ def test_kernels_of_rows_are_chained_where_that_was_quicker(
         backend.gated_mlp(torch.ones(2, 64), torch.ones(128, 64), weight)
         kv = LayerKv(*torch.zeros(2, 1, 2, 2, 16))
         turns = tuple(torch.ones(2, 2, 1, 16))
-        backend.qkv_into_kv(torch.ones(2, 8, 16), None, None, 1e-6, turns, kv, torch.arange(2, dtype=torch.int32))
+        slots = torch.arange(2, dtype=torch.int32)
+        backend.qkv_into_kv(ProjectedRows(torch.ones(2, 8, 16), None, None, 1e-6, turns, kv, slots))
         assert launched == [chained] * 3
 
 

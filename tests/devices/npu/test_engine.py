@@ -27,7 +27,7 @@ PAGE = 128
 
 
 class OnNpu(TorchBackend):
-    memory_is_host = can_wait_cheaply = False
+    memory_is_host = False
 
     def __init__(self, device: torch.device) -> None:
         Backend.__init__(self, device)

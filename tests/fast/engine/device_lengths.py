@@ -24,7 +24,7 @@ JUNK = -12345
 
 
 class DeviceLengthsBackend(TorchBackend):
-    device_side_lengths = True
+    lengths_on_host = False
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from app.engine.cpu import attention, library, linear
-from app.engine.device.base import LayerKv
+from app.engine.device.base import LayerKv, ProjectedRows
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(not shutil.which(library.compiler()), reason="there is no g++")
@@ -39,7 +39,8 @@ def inputs(rows: int, dim: int, dtype: torch.dtype, layers: int = 1) -> tuple[Te
 def run(x: Tensor, q_norm: Tensor, k_norm: Tensor, turns: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, and K and V of slots, NaN where nothing was written."""
     kv = LayerKv(*(torch.full((2 * MANY_ROWS, KV_HEADS, x.shape[2]), torch.nan, dtype=x.dtype) for _ in range(2)))
-    return attention.rotate_into(x, q_norm, k_norm, EPS, turns, kv, slots), kv.k, kv.v
+    rotation = (torch.view_as_complex(turns),)
+    return attention.rotate_into(ProjectedRows(x, q_norm, k_norm, EPS, rotation, kv, slots)), kv.k, kv.v
 
 
 def expected(x: Tensor, q_norm: Tensor, k_norm: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,6 +104,7 @@ def test_wrong_tensors_are_refused():
         {"slots": slots[:5]},
         {"slots": slots - 1},
         {"slots": slots + 2 * MANY_ROWS},
+        {"slots": slots.masked_fill(slots == 0, 2 * MANY_ROWS)},
     ]
     for change in wrong:
         with pytest.raises(RuntimeError, match="rotate_into takes"):

@@ -19,6 +19,7 @@ from app.engine.checkpoint.files import read_config
 from app.engine.checkpoint.read import check_checkpoints
 from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.cpu import linear
+from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine
 from app.engine.load.sizes import bytes_per_token
@@ -529,6 +530,6 @@ def test_a_device_that_is_not_proved_and_compile_and_float16_are_refused_by_name
         make_engine(pair.target, None, compile=True)
     with pytest.raises(UnsupportedError, match="--dtype float16: a target with recurrent layers"):
         make_engine(pair.target, None, dtype="float16")
-    monkeypatch.setattr("app.engine.device.torch.TorchBackend.runs_recurrent_layers", False)
-    with pytest.raises(UnsupportedError, match="a target with recurrent layers is not supported there yet"):
+    monkeypatch.setattr("app.engine.load.engine.make_backend", lambda *_, **__: TorchCudaBackend(torch.device("cpu")))
+    with pytest.raises(UnsupportedError, match="a target with recurrent layers needs Triton"):
         make_engine(pair.target, None)

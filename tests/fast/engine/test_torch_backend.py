@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.engine.checkpoint.shapes import DecoderConfig, RopeConfig
 from app.engine.cpu import attention, library
 from app.engine.cpu.backend import CpuBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, ContextRows, LayerKv, ProjectedRows
 from app.engine.device.factory import make_backend
 from app.engine.device.torch import Call, TorchBackend
 from app.engine.errors import UnsupportedError
@@ -398,7 +398,8 @@ def test_fused_q_k_and_v_are_what_their_operators_give_one_by_one(backend, dtype
         rotation = RotaryTable(RopeConfig(1e4), 8, 50, kind, backend).at(torch.tensor([0, 7, 3, 49, 20]))
         kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=kind) for _ in range(2)))
         weights = [None if norm is None else norm.to(torch.promote_types(kind, norm.dtype)) for norm in norms]
-        results.append((way(qkv.to(kind, copy=True), *weights, 1e-6, rotation, kv, slot_mapping), kv.k, kv.v))
+        rows = ProjectedRows(qkv.to(kind, copy=True), *weights, 1e-6, rotation, kv, slot_mapping)
+        results.append((way(rows), kv.k, kv.v))
     for found, expected in zip(*results, strict=True):
         assert found.dtype == dtype
         torch.testing.assert_close(found.float(), expected, **rounded(backend, dtype))
@@ -412,7 +413,7 @@ def test_fused_q_k_and_v_are_one_operator_on_a_cpu(norms):
     kv = LayerKv(*(torch.zeros(5, 4, 2, 8) for _ in range(2)))
     rotation = RotaryTable(RopeConfig(1e4), 8, 5, torch.float32, backend).at(slots)
     with Called() as called:
-        backend.qkv_into_kv(qkv, *norms, 1e-6, rotation, kv, slots)
+        backend.qkv_into_kv(ProjectedRows(qkv, *norms, 1e-6, rotation, kv, slots))
     assert called.operators == [torch.ops.aten.view_as_real.default, torch.ops.dflash_server.rotate_into.default]
 
 
@@ -436,7 +437,8 @@ def test_fused_context_of_all_layers_is_what_its_operators_give_one_by_one(backe
     for way, kind in ((backend.context_into_kv, dtype), (Backend.context_into_kv.__get__(backend), torch.float32)):
         rotation = RotaryTable(RopeConfig(1e4), 8, 50, kind, backend).at(torch.tensor([49, 3]))
         kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=kind) for _ in range(2)))
-        way(rows.to(kind, copy=True), norms.to(kind), torch.ones(8, dtype=kind), 1e-6, rotation, kv, slot_mapping)
+        ones = torch.ones(8, dtype=kind)
+        way(ContextRows(rows.to(kind, copy=True), norms.to(kind), ones, 1e-6, rotation, kv, slot_mapping))
         results.append((kv.k, kv.v))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found.float(), expected, **rounded(backend, dtype))
@@ -491,17 +493,6 @@ def test_parts_of_a_weight_are_laid_out_as_one(backend, dtype):
     weight = normal(1300, 70).to(dtype)
     for sizes in ([1300], [3, 1, 1296], [700, 600]):
         assert torch.equal(backend.pack_weight(*weight.split(sizes)), weight)
-
-
-@pytest.mark.parametrize("page_size", [4, 16])
-def test_the_cpus_positions_and_slots_are_the_composed_ones(page_size):
-    owners = torch.tensor([0, 0, 0, 1, 2, 2], dtype=torch.int32)
-    offsets = torch.tensor([9, 12, 40], dtype=torch.int32)
-    table = torch.randperm(36, generator=seeded()).to(torch.int32).view(3, 12)
-    arguments = (owners, offsets, torch.arange(6, dtype=torch.int32), table, page_size)
-    found, composed = (made(CPU).positions_and_slots(*arguments) for made in (CpuBackend, TorchBackend))
-    for got, expected in zip(found, composed, strict=True):
-        assert got.dtype == torch.int32 and torch.equal(got, expected)
 
 
 def test_gated_mlp_takes_the_gate_first(backend):
