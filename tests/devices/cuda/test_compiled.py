@@ -19,7 +19,7 @@ WEIGHT = 1
 """Number of the weight among the arguments of `product`."""
 KERNELS = (
     "attend combine combine_in_order norm gated rope_and_write context_rope_and_write place embed accept begin "
-    "route expert_rows mix recur product pick norm_rope_and_write map_tiles"
+    "route expert_rows mix recur product pick map_tiles"
 ).split()
 
 
