@@ -67,7 +67,7 @@ def serve(arguments: Sequence[str]) -> int:
     from app.engine.checkpoint.read import check_checkpoints, find_models
 
     config = load_config(parse_flags(arguments))
-    check_torch_build(config.device)
+    check_torch_build(config.engine.device)
     check_settings(config)
     target, draft = find_models(config.model, config.draft_model, speculation=config.speculation)
     check_checkpoints(config.for_engine(target, draft))
@@ -93,7 +93,7 @@ def check(arguments: Sequence[str]) -> int:
     names = {"--device": "device", "--tensor-parallel-size": "tensor_parallel_size"}
     given = [GivenSetting(flag, name, value) for flag, name in names.items() if (value := getattr(options, name))]
     config = load_config(given)
-    return report(config.device, as_json=options.json, ranks=config.tensor_parallel_size)
+    return report(config.engine.device, as_json=options.json, ranks=config.engine.tensor_parallel_size)
 
 
 def _fail(message: str, hint: str = "") -> int:

@@ -1,10 +1,113 @@
-"""Wishes for an engine, and facts about a loaded one. The standard library alone, like `app.messages`."""
+"""Settings of an engine, and facts about a loaded one. Only the standard library, like `app.messages`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 BEING_COMPILED = "by operators, and being compiled"
+MODEL, SPECULATION, ENGINE = "model", "speculative decoding", "engine and memory"
+CHAT, SERVER, LOGS = "chat", "server", "logs and metrics"
+
+
+def _setting(group: str, default: Any, help: str, **limits: Any) -> Any:
+    """Return a dataclass field with its group and line of `--help`, in the words of pydantic's Field."""
+    return field(default=default, metadata={"description": help, "json_schema_extra": {"group": group}, **limits})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of the user for one engine, which chooses those that are None. Memory is in bytes.
+
+    `target` and `draft` are folders of config.json and safetensors. A draft's block has `block_size` rows, the anchor
+    and its drafts. With `cache_events` each step reports how the prefix cache changes. `enforce_eager` False captures
+    graphs even on a device that does not profit from them.
+    """
+
+    target: Path
+    draft: Path | None = None
+    block_size: int | None = None
+    cache_events: bool = False
+
+    dtype: str = _setting(
+        MODEL,
+        "auto",
+        "auto | bfloat16 | float16 | float32; auto is the device's usual one; on a CPU float32, or a checkpoint's "
+        "bfloat16 if the processor multiplies it (avx512_bf16)",
+    )
+    device: str = _setting(MODEL, "auto", "auto | cpu | cuda | cuda:N | npu | npu:N")
+
+    verify: str | int = _setting(
+        SPECULATION,
+        "auto",
+        "auto | full | N: rows of a block to draft and verify, including the anchor; auto adapts to what was measured",
+    )
+    draft_enforce_eager: bool = _setting(SPECULATION, False, "run the draft without graphs")
+    draft_tensor_parallel_size: int | None = _setting(
+        SPECULATION,
+        None,
+        "1, or --tensor-parallel-size: processes that share each layer of the draft (default: all)",
+        gt=0,
+    )
+
+    max_model_len: int | None = _setting(ENGINE, None, "longest prompt and answer together, in tokens", gt=0)
+    max_num_seqs: int | None = _setting(ENGINE, None, "most sequences in one step", gt=0)
+    max_num_batched_tokens: int | None = _setting(ENGINE, None, "most target rows in one step", gt=0)
+    page_size: int | None = _setting(
+        ENGINE, None, "tokens of a KV page (default: 128 on NPU, 16 elsewhere)", gt=0, le=1024
+    )
+    kv_cache_memory: int | None = _setting(
+        ENGINE, None, "memory of all KV pages: bytes, or 4GiB, 512MiB, 2G (binary), 2GB (decimal)"
+    )
+    state_cache_memory: int | None = _setting(
+        ENGINE,
+        None,
+        "memory of Qwen3.5's recurrent states in the prefix cache (default: 2 for each of --max-num-seqs)",
+    )
+    memory_utilization: float = _setting(
+        ENGINE,
+        0.9,
+        "share of the device's memory to use if --kv-cache-memory is not given",
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+    )
+    prefix_caching: bool = _setting(ENGINE, True, "reuse the KV pages of prompts that begin alike")
+    enforce_eager: bool | None = _setting(ENGINE, None, "run without graphs")
+    compile: bool | Literal["auto"] = _setting(
+        ENGINE,
+        "auto",
+        "on | off | auto: on a CPU, compile the forward pass with g++ and cache it; on: before the first request; "
+        "auto: in the background; off: never",
+    )
+    max_graphs: int = _setting(
+        ENGINE, 48, "most graphs to capture; a step that fits none exactly is padded to the next larger one", gt=0
+    )
+    tune: Literal["auto", "off"] = _setting(
+        ENGINE,
+        "auto",
+        "auto | off: on a GPU, time ways to launch kernels at the first start, for at most 10 s, and cache the result; "
+        "on a CPU, time products of few rows at each start",
+    )
+    batch_invariant: bool = _setting(
+        ENGINE,
+        False,
+        "sum in the same order in every batch: texts do not depend on the batch, in 16 bits too, but steps are slower",
+    )
+    npu_check: bool = _setting(
+        ENGINE, False, "check every operator call on an NPU against docs/npu-contract.md; eager and slow"
+    )
+    tensor_parallel_size: int = _setting(
+        ENGINE,
+        1,
+        "processes that share each layer of the model on one host, each with its own device, or all on one CPU",
+        gt=0,
+    )
+    distributed_timeout_seconds: int = _setting(
+        ENGINE, 600, "longest time that one of these processes waits for another while they load", gt=0
+    )
+
+    log_level: str = _setting(LOGS, "info", "debug | info | warning | error")
+    log_format: Literal["text", "json"] = _setting(LOGS, "text", "text | json, one object per line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +116,7 @@ class EngineInfo:
 
     Without a draft model `draft` is None, `block_size` is 1, and `taps` and `draft_config` are empty. `draft_config` is
     what was read from the draft's config.json, for people.
-    A hybrid target has `state_bytes` of recurrent state beside the KV, and `state_cache_bytes` for
+    A hybrid target has `state_bytes` of recurrent state in addition to the KV, and `state_cache_bytes` for
     `num_state_checkpoints` of its prefix cache.
     `tensor_parallel_size` processes share each layer. `tuned` are the ways of launches that were timed.
     `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
@@ -38,49 +141,3 @@ class EngineInfo:
     tensor_parallel_size: int = 1
     tuned: dict[str, str] = field(default_factory=dict)
     forwards: str = "by operators"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Settings of the user. The engine chooses those that are None. Folders hold config.json and safetensors.
-
-    Memory is in bytes. `device` is "auto", "cpu", "cuda[:N]" or "npu[:N]"; `dtype` is "auto", "float32", "float16" or
-    "bfloat16". `enforce_eager` False captures graphs even on a device that does not profit from them.
-    `prefix_caching` shares KV pages of equal prefixes, and `state_cache_memory` is for a hybrid target's states behind
-    them. `npu_check` holds every operator call on an NPU to docs/npu-contract.md. `compile` turns a CPU's forwards into
-    C++ before the first step, and "auto" while it serves, unless they are kept. `verify` is how many rows of a block
-    the target verifies, the anchor included: "full" is all, "auto" as many as pay, 1 the anchor alone.
-    With `cache_events` steps tell how the prefix cache changes.
-    `tune` "off" launches a GPU's operators, and a CPU's products, by default, without timing other ways.
-    With `batch_invariant` no bit of a row depends on the batch, so texts are equal in 16 bits too.
-    `tensor_parallel_size` processes share each layer of the target, and of the draft, unless
-    `draft_tensor_parallel_size` is 1. While they load, one waits for another `distributed_timeout_seconds` at most.
-    """
-
-    target: Path
-    draft: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    block_size: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    page_size: int | None = None
-    kv_cache_memory: int | None = None
-    state_cache_memory: int | None = None
-    memory_utilization: float = 0.9
-    enforce_eager: bool | None = None
-    draft_enforce_eager: bool = False
-    max_graphs: int = 48
-    prefix_caching: bool = True
-    cache_events: bool = False
-    npu_check: bool = False
-    compile: bool | Literal["auto"] = False
-    verify: str | int = "full"
-    tune: Literal["auto", "off"] = "auto"
-    batch_invariant: bool = False
-    tensor_parallel_size: int = 1
-    draft_tensor_parallel_size: int | None = None
-    distributed_timeout_seconds: int = 600
-    log_level: str = "info"
-    log_format: Literal["text", "json"] = "text"

@@ -105,7 +105,7 @@ def options(config: Config, replicas: Replicas) -> dict[str, Any]:
         "max_constructor_retry_count": 1,  # a replica starts its engine three times before it gives up
         "max_ongoing_requests": 10_000,  # the server's own bound answers 429 with a sentence
     }
-    running = config.max_num_seqs
+    running = config.engine.max_num_seqs
     if running is not None:
         queue = MAX_QUEUED_PER_RUNNING * running if config.max_queue is None else config.max_queue
         chosen["max_ongoing_requests"] = running + queue + _MARGIN
@@ -123,14 +123,14 @@ def options(config: Config, replicas: Replicas) -> dict[str, Any]:
 
 def _resources(config: Config, replicas: Replicas) -> dict[str, Any]:
     """Return what a replica takes of its node. Ray shows it these devices alone, from number 0 on."""
-    count = config.tensor_parallel_size
-    if config.device == "npu":
+    count = config.engine.tensor_parallel_size
+    if config.engine.device == "npu":
         return {"num_cpus": replicas.num_cpus, "resources": {"NPU": count}}
-    if config.device == "cuda":
+    if config.engine.device == "cuda":
         return {"num_cpus": replicas.num_cpus, "num_gpus": count}
-    if config.device == "cpu":
+    if config.engine.device == "cpu":
         return {"num_cpus": replicas.num_cpus}
-    raise ConfigError(f"device={config.device}: say cpu, cuda or npu, by which Ray finds a node and its devices")
+    raise ConfigError(f"device={config.engine.device}: say cpu, cuda or npu, by which Ray finds a node and its devices")
 
 
 class Replica:
@@ -139,8 +139,8 @@ class Replica:
     async def __init__(self, config: Config, hold_seconds: float) -> None:  # type: ignore[misc]
         """Load the model, and return once requests may come. Raises an error with the reason if they never can."""
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-        log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
-        check_torch_build(config.device)
+        log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
+        check_torch_build(config.engine.device)
         check_settings(config)
         target, draft = await asyncio.to_thread(checked_models, config)
         self._service = Service(config, target, draft, hold_seconds=hold_seconds)

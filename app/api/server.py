@@ -36,7 +36,7 @@ def run(config: Config, target: Path, draft: Path | None, engine_command: Sequen
     It is 0 after a drain, and 2 if the tokenizer's files cannot be used. It is 1 if the port is taken or too few files
     may be open. An engine that cannot be used makes it 1 too, and so does a second signal.
     """
-    log.set_up(config.log_level, config.log_format, [*config.api_keys(), *config.admin_key])
+    log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_OPEN_FILES:
         print_error(
             f"only {limit} files may be open: the server needs {_MIN_OPEN_FILES}, and one for each connection. "

@@ -2,14 +2,16 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from app.config.aliases import PEER_FLAGS, PeerFlag
 from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.config.settings import env_name, flag_name, no_flag_name
 from app.config.sources import SETTINGS, GivenSetting, nearest
+from app.engine_config import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION
 
+GROUPS = (MODEL, SPECULATION, ENGINE, CHAT, SERVER, LOGS)
 THREE_WAYS = {"compile"}
 """Settings that are on, off or automatic. The bare flag is on."""
 
@@ -40,12 +42,9 @@ def serve_parser() -> Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
     )
     parser.set_defaults(given=[])
-    groups: dict[str, Any] = {}
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for name, field in SETTINGS.items():
-        title = field.json_schema_extra["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        _add_setting(groups[title], name, field)
+        _add_setting(groups[field.json_schema_extra["group"]], name, field)
     group = parser.add_argument_group("flags of vLLM and SGLang that are understood too")
     for peer in PEER_FLAGS:
         meaning = "refused" if peer.value == "refused" else peer.ours or "nothing to set"
@@ -86,14 +85,16 @@ def _add_setting(group: Any, name: str, field: Any) -> None:
     }
     if name == "model":
         group.add_argument(nargs="?", metavar="MODEL", **options)
-    elif isinstance(default, bool):
+    elif bool in (field.annotation, *get_args(field.annotation)):
         group.add_argument(flag_name(name), no_flag_name(name), nargs=0, **options)
     elif name in THREE_WAYS:
         group.add_argument(flag_name(name), metavar="on|off|auto", **options)
         group.add_argument(no_flag_name(name), nargs=0, **options | {"help": "off"})
     else:
         nargs = "+" if isinstance(default, list) else None
-        group.add_argument(flag_name(name), nargs=nargs, metavar=field.json_schema_extra["metavar"], **options)
+        group.add_argument(
+            flag_name(name), nargs=nargs, metavar=field.json_schema_extra.get("metavar", "VALUE"), **options
+        )
 
 
 class _SettingAction(argparse.Action):

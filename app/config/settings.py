@@ -1,13 +1,15 @@
 """Every setting of the server: name, type, limits, default, and its line in `--help`.
 
-A `Config` holds settled values. The sources that users have (flags, environment, YAML file) are read by
-app.config.sources, and the engine process gets `Config.for_engine()`.
+A `Config` holds settled values. The engine's settings are described in `EngineConfig`, which needs no pydantic, and
+ENGINE_TYPES has what a user may write for them. The sources that users have (flags, environment, YAML file) are read
+by app.config.sources.
 """
 
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, create_model
 
 from app.config.error import ConfigError
 from app.config.values import (
@@ -27,12 +29,22 @@ from app.config.values import (
     ToolParserName,
     Url,
     Words,
+    YesOrChosen,
 )
-from app.engine_config import EngineConfig
+from app.engine_config import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION, EngineConfig
 
 ENV_PREFIX = "DFLASH_"
-MODEL, SPECULATION, ENGINE = "model", "speculative decoding", "engine and memory"
-CHAT, SERVER, LOGS = "chat", "server", "logs and metrics"
+ENGINE_TYPES: dict[str, Any] = {
+    "dtype": Dtype,
+    "device": Device,
+    "verify": BlockRows,
+    "kv_cache_memory": Bytes | None,
+    "state_cache_memory": Bytes | None,
+    "enforce_eager": YesOrChosen,
+    "compile": OnOffAuto,
+    "log_level": LogLevel,
+}
+"""Types of the engine's settings whose text is not read as its type says."""
 
 
 def setting(group: str, default: Any, help: str, *, metavar: str = "VALUE", **options: Any) -> Any:
@@ -56,93 +68,38 @@ def env_name(field: str) -> str:
     return ENV_PREFIX + field.upper()
 
 
+_ENGINE_FIELDS: dict[str, Any] = {
+    each.name: (ENGINE_TYPES.get(each.name, each.type), Field(each.default, **each.metadata))
+    for each in fields(EngineConfig)
+    if each.metadata
+}
+_EngineSettings = create_model("_EngineSettings", **_ENGINE_FIELDS)
+
+
 class Config(BaseModel):
     """Settled settings. Sizes are counts of tokens or sequences unless a unit is named."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    engine: EngineConfig = EngineConfig(Path())
     model: str = setting(
-        MODEL, "demo", "target: a folder, a Hugging Face id, or `demo`, the pair that is shipped", min_length=1
+        MODEL, "demo", "target: a folder, a Hugging Face id, or `demo`, the pair that is included", min_length=1
     )
     draft_model: str | None = setting(MODEL, None, "DFlash draft: a folder or a Hugging Face id; `demo` brings its own")
     served_model_name: Words = setting(
-        MODEL, [], "names that requests may use; the first one is answered with (default: MODEL)", metavar="NAME"
+        MODEL, [], "names that requests may use; answers have the first one (default: MODEL)", metavar="NAME"
     )
-    dtype: Dtype = setting(
-        MODEL,
-        "auto",
-        "auto | bfloat16 | float16 | float32; auto is the device's own, on a CPU float32, or a checkpoint's bfloat16 "
-        "if the processor multiplies it (avx512_bf16)",
-    )
-    device: Device = setting(MODEL, "auto", "auto | cpu | cuda | cuda:N | npu | npu:N")
 
-    speculation: bool = setting(SPECULATION, True, "decode with the draft; --no-speculation decodes plainly")
+    speculation: bool = setting(SPECULATION, True, "decode with the draft; --no-speculation decodes one token a step")
     num_speculative_tokens: NumDrafts | None = setting(
-        SPECULATION, None, "draft tokens of a block, which has one row more, the anchor (default: the checkpoint's)"
-    )
-    verify: BlockRows = setting(
-        SPECULATION,
-        "auto",
-        "auto | full | N: rows of a block that are drafted and verified, with its anchor; auto is what pays by measure",
-    )
-    draft_enforce_eager: bool = setting(SPECULATION, False, "run the draft without graphs")
-    draft_tensor_parallel_size: PositiveInt | None = setting(
-        SPECULATION, None, "1, or --tensor-parallel-size: processes that share each layer of the draft (default: all)"
+        SPECULATION, None, "draft tokens in a block (default: the checkpoint's)"
     )
 
-    max_model_len: PositiveInt | None = setting(ENGINE, None, "longest prompt and answer together, in tokens")
-    max_num_seqs: PositiveInt | None = setting(ENGINE, None, "most sequences in one step")
-    max_num_batched_tokens: PositiveInt | None = setting(ENGINE, None, "most target rows in one step")
-    page_size: PositiveInt | None = setting(
-        ENGINE, None, "tokens of a KV page (default: 128 on NPU, 16 elsewhere)", le=1024
-    )
-    kv_cache_memory: Bytes | None = setting(
-        ENGINE, None, "memory of all KV pages: bytes, or 4GiB, 512MiB, 2G (binary), 2GB (decimal)"
-    )
-    state_cache_memory: Bytes | None = setting(
-        ENGINE,
-        None,
-        "memory of Qwen3.5's recurrent states in the prefix cache (default: 2 for each of --max-num-seqs)",
-    )
-    memory_utilization: FiniteFloat = setting(
-        ENGINE, 0.9, "share of the device's memory to use, where --kv-cache-memory is not given", gt=0, le=1
-    )
-    prefix_caching: bool = setting(ENGINE, True, "reuse the KV pages of prompts that begin alike")
     kv_events_config: KvEvents | None = setting(
         ENGINE,
         None,
-        'publish how the prefix cache changes, as vLLM: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
+        'publish changes of the prefix cache, like vLLM: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
         metavar="JSON",
-    )
-    enforce_eager: bool = setting(ENGINE, False, "run without graphs")
-    compile: OnOffAuto = setting(
-        ENGINE,
-        "auto",
-        "on | off | auto: on a CPU have g++ compile the forwards, which is kept: before the first request, never, or "
-        "while requests are served",
-    )
-    max_graphs: PositiveInt = setting(
-        ENGINE, 48, "most graphs to capture; a step that fits none exactly is padded to the next larger"
-    )
-    tune: Literal["auto", "off"] = setting(
-        ENGINE,
-        "auto",
-        "auto | off: time ways to launch kernels at the first start on a GPU, in at most 10 s, and keep them; on a CPU "
-        "time products of few rows at each start",
-    )
-    batch_invariant: bool = setting(
-        ENGINE, False, "sum in one order whatever the batch: texts are equal to the last bit in 16 bits too, and slower"
-    )
-    npu_check: bool = setting(
-        ENGINE, False, "hold every operator call on an NPU to docs/npu-contract.md, eagerly and slowly"
-    )
-    tensor_parallel_size: PositiveInt = setting(
-        ENGINE,
-        1,
-        "processes that share each layer of the model on one host, each on its own device, or all on one CPU",
-    )
-    distributed_timeout_seconds: PositiveInt = setting(
-        ENGINE, 600, "longest time that one of these processes waits for another while they load"
     )
 
     default_chat_template_kwargs: JsonObject = setting(
@@ -151,75 +108,76 @@ class Config(BaseModel):
     reasoning_parser: ParserName = setting(
         CHAT,
         "auto",
-        "auto | none | qwen3 | harmony: thinking to reasoning_content; auto looks into the chat template",
+        "auto | none | qwen3 | harmony: how to find reasoning_content; auto goes by the chat template",
     )
     tool_call_parser: ToolParserName = setting(
         CHAT,
         "auto",
-        "auto | none | qwen3 | llama3_json | harmony: calls to tool_calls; auto as above",
+        "auto | none | qwen3 | llama3_json | harmony: how to find tool_calls; auto goes by the chat template",
     )
 
-    host: str = setting(SERVER, "127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    host: str = setting(SERVER, "127.0.0.1", "address to listen on; 0.0.0.0 for all addresses")
     port: int = setting(SERVER, 8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
-    root_path: RootPath = setting(SERVER, "", "path that a proxy puts before this server's own: /llm")
+    root_path: RootPath = setting(SERVER, "", "path prefix that a proxy adds: /llm")
     api_key: Keys = setting(
-        SERVER, [], "keys, one of which every request must bear (default: none)", metavar="KEY", repr=False
+        SERVER, [], "keys; every request must have one of them (default: none)", metavar="KEY", repr=False
     )
-    api_key_file: Path | None = setting(SERVER, None, "file with one key a line", metavar="FILE")
+    api_key_file: Path | None = setting(SERVER, None, "file with one key per line", metavar="FILE")
     admin_key: Keys = setting(
         SERVER,
         [],
-        "keys, one of which flushing the prefix cache needs (default: an API key does, if there are any)",
+        "keys; a request that flushes the prefix cache must have one of them (default: the API keys)",
         metavar="KEY",
         repr=False,
     )
     allowed_origins: Words = setting(
-        SERVER, [], "origins whose pages may call this server (CORS); * for all", metavar="ORIGIN"
+        SERVER, [], "origins whose pages may call this server (CORS); * for all origins", metavar="ORIGIN"
     )
     max_queue: NonNegativeInt | None = setting(
-        SERVER, None, "most requests that wait beside the running ones; more get 429 (default: 4 x max_num_seqs)"
+        SERVER,
+        None,
+        "most requests that wait, in addition to the running ones; others get 429 (default: 4 x max_num_seqs)",
     )
     max_concurrency_per_key: PositiveInt | None = setting(
-        SERVER, None, "most requests in flight of one API key, or of one client address without keys; more get 429"
+        SERVER, None, "most requests in flight per API key, or per client address without keys; others get 429"
     )
     request_timeout: FiniteFloat = setting(
-        SERVER, 0.0, "seconds after which a request ends with 504; 0 is never; X-Request-Timeout may shorten it", ge=0
+        SERVER,
+        0.0,
+        "seconds after which a request ends with 504; 0: never; the header X-Request-Timeout may shorten it",
+        ge=0,
     )
     shutdown_timeout: FiniteFloat = setting(SERVER, 30.0, "seconds that running requests get after SIGTERM", ge=0)
     drain_delay: FiniteFloat = setting(
-        SERVER, 0.0, "seconds after SIGTERM in which /ready says 503 and requests are still taken", ge=0
+        SERVER, 0.0, "seconds after SIGTERM in which /ready answers 503 and new requests are still served", ge=0
     )
     step_timeout: FiniteFloat = setting(
-        SERVER, 120.0, "seconds without a step result after which an engine with work is killed and started again", gt=0
+        SERVER, 120.0, "seconds without a step result after which an engine with work is killed and restarted", gt=0
     )
 
-    log_level: LogLevel = setting(LOGS, "info", "debug | info | warning | error")
-    log_format: Literal["text", "json"] = setting(LOGS, "text", "text | json, one object a line")
-    log_prompts: bool = setting(LOGS, False, "let prompts into the log")
-    metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for existing dashboards")
+    log_prompts: bool = setting(LOGS, False, "log prompts")
+    metrics_prefix: MetricsPrefix = setting(LOGS, "dflash:", "prefix of metric names; `vllm:` for vLLM's dashboards")
     otlp_traces_endpoint: Url | None = setting(
         LOGS,
         None,
-        "send a span of each request to a collector of OpenTelemetry: http://host:4317; needs 'dflash-server[otlp]'",
+        "send a span of each request to this OpenTelemetry collector: http://host:4317; needs 'dflash-server[otlp]'",
         metavar="URL",
     )
 
-    def for_engine(self, target: Path, draft: Path | None) -> EngineConfig:
-        """Return the engine's part, which has no keys. `target` and `draft` are the checkpoints' folders.
+    @classmethod
+    def of(cls, **values: Any) -> "Config":
+        """Settle settings by name, those of the engine too. Raises ValidationError, whose first `loc` is the name."""
+        own = {name: values.pop(name) for name in ENGINE_SETTINGS.keys() & values.keys()}
+        return cls(engine=EngineConfig(Path(), **dict(_EngineSettings(**own))), **values)
 
-        Raises ConfigError for settings that exclude each other.
-        """
-        own = EngineConfig.__dataclass_fields__.keys() & type(self).model_fields.keys()
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
-        drafts = self.num_speculative_tokens
-        chosen["block_size"] = None if drafts is None else drafts + 1
-        chosen["enforce_eager"] = self.enforce_eager or None
-        chosen["compile"] = {"on": True, "off": False}.get(self.compile, self.compile)
-        chosen["verify"] = int(self.verify) if self.verify.isdecimal() else self.verify
-        chosen["cache_events"] = self.kv_events_config is not None and self.kv_events_config.is_on
-        if chosen["cache_events"] and not self.prefix_caching:
-            raise ConfigError("--kv-events-config tells how the prefix cache changes, and --no-prefix-caching has none")
-        return EngineConfig(target, draft, **chosen)
+    def for_engine(self, target: Path, draft: Path | None) -> EngineConfig:
+        """Return the engine's settings for these checkpoints. Raises ConfigError for those that exclude each other."""
+        drafts, events = self.num_speculative_tokens, self.kv_events_config
+        rows = None if drafts is None else drafts + 1
+        has_events = events is not None and events.is_on
+        if has_events and not self.engine.prefix_caching:
+            raise ConfigError("--kv-events-config publishes how the prefix cache changes: drop --no-prefix-caching")
+        return replace(self.engine, target=target, draft=draft, block_size=rows, cache_events=has_events)
 
     @property
     def model_names(self) -> list[str]:
@@ -238,3 +196,7 @@ class Config(BaseModel):
         if not keys:
             raise ConfigError(f"--api-key-file {self.api_key_file}: has no key", "put one key on a line")
         return [*self.api_key, *keys]
+
+
+ENGINE_SETTINGS: dict[str, Any] = _EngineSettings.model_fields
+SERVER_SETTINGS: dict[str, Any] = {name: field for name, field in Config.model_fields.items() if name != "engine"}

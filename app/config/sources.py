@@ -4,6 +4,7 @@ Every value keeps the spelling it came with, so an error names the flag, the var
 """
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,10 +16,13 @@ from pydantic import ValidationError
 
 from app.config.aliases import PEER_FLAGS, SPECULATIVE_CONFIG
 from app.config.error import ConfigError
-from app.config.settings import ENV_PREFIX, MODEL, SPECULATION, Config, env_name, setting
+from app.config.settings import ENGINE_SETTINGS, ENV_PREFIX, SERVER_SETTINGS, Config, env_name, setting
 from app.config.values import UNREADABLE, parse_json
+from app.engine_config import MODEL, SPECULATION
 
-SETTINGS: dict[str, Any] = Config.model_fields | {
+SETTINGS: dict[str, Any] = {
+    **SERVER_SETTINGS,
+    **ENGINE_SETTINGS,
     "config": setting(MODEL, None, "YAML file with the same names: `max_num_seqs: 8`", metavar="FILE"),
     "speculative_config": setting(
         SPECULATION,
@@ -27,7 +31,7 @@ SETTINGS: dict[str, Any] = Config.model_fields | {
         metavar="JSON",
     ),
 }
-"""Name -> pydantic FieldInfo. The last two are no settings themselves, but bring others."""
+"""Name -> pydantic FieldInfo. The last two are not settings themselves, but bring others."""
 SECRETS = {"api_key", "admin_key"}
 EXCLUSIVE = {"kv_cache_memory": "memory_utilization", "memory_utilization": "kv_cache_memory"}
 
@@ -46,7 +50,7 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
     if file := settings.pop("config", None):
         settings = _put_beneath(settings, _yaml_file(Path(file.value)))
     try:
-        config = Config(**{field: given.value for field, given in settings.items()})
+        config = Config.of(**{field: given.value for field, given in settings.items()})
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
@@ -54,10 +58,10 @@ def load_config(flags: Iterable[GivenSetting] = ()) -> Config:
         reason = first["msg"].removeprefix("Value error, ")
         message = f"{settings[field].spelling}{shown}: {reason[0].lower()}{reason[1:]}"
         raise ConfigError(message, "see `dflash-server serve --help`") from None
-    for field, given in settings.items():
+    for given in settings.values():
         try:
-            config.model_dump_json(include={field})  # an argument's bytes may be no UTF-8
-        except (UnicodeError, ValueError) as error:
+            json.dumps(given.value, default=str, ensure_ascii=False).encode()  # an argument's bytes may be no UTF-8
+        except (UnicodeError, TypeError, *UNREADABLE) as error:
             raise ConfigError(f"{given.spelling}: {' '.join(str(error).split())}") from None
     return config
 

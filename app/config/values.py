@@ -133,8 +133,16 @@ NumDrafts = Annotated[
 OnOffAuto = Annotated[
     Literal["on", "off", "auto"],
     BeforeValidator(lambda value: {"true": "on", "false": "off"}.get(str(value).lower(), value)),
+    AfterValidator(lambda word: {"on": True, "off": False}.get(word, word)),
 ]
-BlockRows = Annotated[str, Field(pattern=r"^(auto|full|[1-9]\d*)$")]
+YesOrChosen = Annotated[bool | None, AfterValidator(lambda yes: yes or None)]
+"""True, or the engine chooses."""
+BlockRows = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Field(pattern=r"^(auto|full|[1-9]\d*)$"),
+    AfterValidator(lambda rows: int(rows) if rows.isdecimal() else rows),
+]
 Url = Annotated[
     str,
     require(

@@ -289,7 +289,7 @@ def test_the_settings_of_the_images_are_valid(name: str, monkeypatch: pytest.Mon
             monkeypatch.setenv(variable, value)
     config = load_config()
     assert (config.host, config.port) == ("0.0.0.0", 8000)
-    assert config.device == name.removeprefix("Dockerfile.")
+    assert config.engine.device == name.removeprefix("Dockerfile.")
 
 
 def test_the_build_arguments_in_the_guide_are_the_dockerfiles() -> None:

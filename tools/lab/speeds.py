@@ -43,7 +43,12 @@ def random_engine(
     torch.cuda.empty_cache()
     with TemporaryDirectory() as folder:
         target, draft_folder = random_weights.write_configs(model, Path(folder))
-        wishes: dict[str, Any] = {"device": device, "prefix_caching": False} | config
+        wishes: dict[str, Any] = {
+            "device": device,
+            "prefix_caching": False,
+            "verify": "full",
+            "compile": False,
+        } | config
         pair = EngineConfig(target, draft_folder if draft else None, **wishes)
         return build_engine(pair, on_progress, open_weights=random_weights.RandomWeights)
 

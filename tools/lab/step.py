@@ -165,6 +165,7 @@ def engine_config(options: argparse.Namespace, target: Path, draft: Path | None)
         kv_cache_memory=_kv_memory(options, target, draft) if memory is None else int(memory * 2**30),
         enforce_eager=True if options.enforce_eager else None,
         compile=options.compile,
+        verify="full",
     )
 
 

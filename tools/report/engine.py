@@ -50,8 +50,16 @@ def demo_engine(device: str, dtype: str = "float32", **config: Any) -> EngineCor
         "max_num_batched_tokens": 160,
         "max_model_len": 512,
         "kv_cache_memory": 96 << 20,
+        "verify": "full",
+        "compile": False,
     }
-    pair = EngineConfig(DEMO / "target", DEMO / "draft", device=device, dtype=dtype, **wishes | config)
+    pair = EngineConfig(
+        DEMO / "target",
+        DEMO / "draft",
+        device=device,
+        dtype=dtype,
+        **wishes | config,
+    )
     return build.build_engine(pair).core
 
 

@@ -31,6 +31,7 @@ from app.engine.sampling import sampler
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
 from app.wire import encode_config
+from tests import UNTIMED
 from tests.fast.engine.lossless import Case, Subject, cap, covering_cases, random_prompts
 from tests.fast.engine.pairs import make_pair
 
@@ -70,7 +71,7 @@ def engine(pair, **settings) -> EngineCore:
 
 def config(pair, **settings) -> EngineConfig:
     wishes = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "kv_cache_memory": 8 << 20} | settings
-    return EngineConfig(pair.target, pair.draft, **wishes)
+    return EngineConfig(pair.target, pair.draft, **UNTIMED | wishes)
 
 
 def requests(count: int = 6) -> list[Request]:
@@ -242,7 +243,9 @@ def test_a_target_alone_is_compiled_by_itself(pair, kept):
     """It hands out no features, and nothing else tells the two apart."""
     engine(pair, compile=True)
     before = set(kept.iterdir())
-    alone = EngineConfig(pair.target, device="cpu", dtype="float32", compile=True, kv_cache_memory=8 << 20)
+    alone = EngineConfig(
+        pair.target, device="cpu", dtype="float32", compile=True, kv_cache_memory=8 << 20, verify="full"
+    )
     assert build_engine(alone).core.run(requests(3)) == engine(pair).run(requests(3))
     (more,) = set(kept.iterdir()) - before
     assert more.name.startswith("target-")

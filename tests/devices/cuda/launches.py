@@ -33,6 +33,7 @@ from app.engine.device.graph import Graph, RerunGraph
 from app.engine.step.graph_runner import GraphRunner
 from app.engine_config import EngineConfig
 from app.messages import Request
+from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair
 
 LAYERS, DRAFT_LAYERS, BLOCK, MULTIPROCESSORS = 36, 5, 16, 132
@@ -152,7 +153,7 @@ class CopyingBackend(CudaBackend):
 
 def engine(pair: Pair, backend: CudaBackend, *, draft: bool, **wishes: Any) -> EngineCore:
     sizes: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory": 64 << 20, "page_size": 16, "dtype": "bfloat16"}
-    config = EngineConfig(target=pair.target, draft=pair.draft if draft else None, **sizes | wishes)
+    config = EngineConfig(target=pair.target, draft=pair.draft if draft else None, **UNTIMED | sizes | wishes)
     with (
         patch.object(build, "make_backend", lambda *_, **__: backend),
         patch.object(build, "check_attention", lambda *_: None),

@@ -16,6 +16,7 @@ import app.engine.load.engine as build
 from app.engine.cuda.backend import CudaBackend
 from app.engine_config import EngineConfig
 from app.messages import Request
+from tests import UNTIMED
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.launch_log import Log
@@ -84,7 +85,7 @@ def test_two_ranks_on_our_kernels_decode_what_one_does(
     monkeypatch.setattr(build, "make_backend", lambda device, **_: CudaBackend(torch.device(device)))
     draft = pair.draft if wishes.pop("draft", True) else None
     config: dict[str, Any] = {"device": "cpu", "dtype": "float32", "tensor_parallel_size": 2}
-    ranks = ThreadRanks(EngineConfig(pair.target, draft, **config | SIZES | wishes))
+    ranks = ThreadRanks(EngineConfig(pair.target, draft, **UNTIMED | config | SIZES | wishes))
     log = Log(ranks.engine.core)
     run = run_engine(ranks.engine, requests(**asked))
     ranks.close()

@@ -19,6 +19,7 @@ from app.engine.npu.backend import NpuBackend
 from app.engine.npu.graph import NpuGraph
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
+from tests import UNTIMED
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import Pair, make_pair
@@ -106,7 +107,7 @@ def tasks_of_graphs() -> Iterator[Callable[[], int]]:
 def engine(pair: Pair, **config: Any) -> EngineCore:
     sizes = {"max_num_seqs": 4, "kv_cache_memory": 64 << 20, "max_model_len": 256, "max_graphs": 2}
     wishes = {"target": pair.target, "draft": pair.draft, "device": "npu:0", "dtype": "bfloat16"}
-    return build.build_engine(EngineConfig(**wishes | sizes | config)).core
+    return build.build_engine(EngineConfig(**UNTIMED | wishes | sizes | config)).core
 
 
 def steps(core: EngineCore, temperature: float, tasks: Callable[[], int]) -> dict[str, list[int]]:

@@ -10,6 +10,7 @@ import torch_npu
 from app.engine.load.engine import Engine, build_engine
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig
+from tests import UNTIMED
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.dialects import DIALECTS, WINDOW
 from tests.fast.engine.drafted import drafted_by, requests_about_the_window, share_of_right_drafts
@@ -22,7 +23,7 @@ BOTH_WAYS = "sliding and not causal, by is_causal"
 def engine(pair: Pair, **settings: Any) -> Engine:
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "kv_cache_memory": 8 << 20, "max_model_len": 200}
     wishes = {"device": "npu:0", "dtype": "float32", "max_graphs": 2} | sizes | settings
-    return build_engine(EngineConfig(pair.target, pair.draft, **wishes))
+    return build_engine(EngineConfig(pair.target, pair.draft, **UNTIMED | wishes))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
+from tests import UNTIMED
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import GPT_OSS, Pair, make_pair
@@ -40,7 +41,7 @@ def pair(tmp_path: Path) -> Pair:
 
 def engine(pair: Pair, **config: Any) -> Any:
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "float32"}
-    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **sizes | config)).core
+    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **UNTIMED | sizes | config)).core
 
 
 def requests() -> list[Request]:

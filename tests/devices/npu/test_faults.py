@@ -12,6 +12,7 @@ from app.engine.npu.backend import NpuBackend
 from app.engine.npu.check import ContractError
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
+from tests import UNTIMED
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.pairs import make_pair
 
@@ -30,7 +31,7 @@ def test_a_sequence_whose_logits_are_nan_ends_alone(
     with torch.inference_mode(), Numerics(lift=["N7"]):
         sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 3, "max_graphs": 2, "dtype": "float32"}
         pages: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory": 8 << 20}
-        config = EngineConfig(target=pair.target, draft=pair.draft, device="npu:0", **sizes | pages)
+        config = EngineConfig(target=pair.target, draft=pair.draft, device="npu:0", **UNTIMED | sizes | pages)
         core: EngineCore = build.build_engine(config).core
         said = core.run([good])["good"]
         ended = {}

@@ -13,6 +13,7 @@ import app.engine.load.engine as build
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
+from tests import UNTIMED
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
@@ -36,7 +37,7 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(pair: Pair, **config: Any) -> Any:
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "float32"}
     wishes = {"target": pair.target, "draft": pair.draft, "max_graphs": 2, "max_model_len": 256}
-    return build.build_engine(EngineConfig(**wishes | sizes | config)).core
+    return build.build_engine(EngineConfig(**UNTIMED | wishes | sizes | config)).core
 
 
 def requests() -> list[Request]:

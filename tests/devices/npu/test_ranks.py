@@ -22,6 +22,7 @@ from app.engine.npu import backend as npu
 from app.engine.npu.backend import NpuBackend
 from app.engine_config import EngineConfig
 from app.messages import Request
+from tests import UNTIMED
 from tests.devices.npu import demo
 from tests.devices.npu.hccl_ranks import PROGRAM
 from tests.exhaustive.rank_processes import Job, Result, run_on_ranks
@@ -38,7 +39,7 @@ def requests() -> list[Request]:
 def job(*, draft: bool = True, **wishes: Any) -> Job:
     pair = DEMO / "target", DEMO / "draft" if draft else None
     memory: dict[str, Any] = {"kv_cache_memory": 96 << 20, "dtype": "float32", "device": "npu:0"}
-    return EngineConfig(*pair, tensor_parallel_size=2, **SIZES | memory | wishes), requests()
+    return EngineConfig(*pair, tensor_parallel_size=2, **UNTIMED | SIZES | memory | wishes), requests()
 
 
 @pytest.fixture(scope="module")

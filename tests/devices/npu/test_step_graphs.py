@@ -18,6 +18,7 @@ from app.engine.npu.check import SCRATCH_BLOCK, Checked
 from app.engine.step.graph_runner import GraphRunner
 from app.engine_config import EngineConfig
 from app.messages import Request
+from tests import UNTIMED
 from tests.devices.npu import demo
 from tests.devices.npu.null_device import traced
 from tests.fast.engine.flat_request import flat_request
@@ -39,7 +40,7 @@ def pair(tmp_path: Path) -> Pair:
 def engine(pair: Pair, **config: Any) -> EngineCore:
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "dtype": "bfloat16"}
     wishes = {"device": "npu:0"} | sizes | config
-    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **wishes)).core
+    return build.build_engine(EngineConfig(target=pair.target, draft=pair.draft, **UNTIMED | wishes)).core
 
 
 def requests(**kwargs: Any) -> list[Request]:
@@ -175,6 +176,7 @@ def test_every_size_is_captured_and_replayed_before_the_engine_is_ready(pair: Pa
                 dtype="bfloat16",
                 max_num_seqs=4,
                 kv_cache_memory=8 << 20,
+                **UNTIMED,
             ),
             lambda *progress: seen.append(progress),
         )

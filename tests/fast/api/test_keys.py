@@ -173,7 +173,7 @@ def test_a_refused_body_does_not_spoil_the_connection(server):
 @pytest.mark.server
 def test_no_key_is_told_to_the_engine_or_to_the_log(model_folder, tmp_path):
     (tmp_path / "keys").write_text("filed-key\n")
-    config = Config(
+    config = Config.of(
         model="tiny",
         port=0,
         api_key=["given-key"],

@@ -197,7 +197,7 @@ def test_memory_that_others_hold_is_a_warning_and_a_full_device_a_failure() -> N
 
 
 def test_the_share_of_memory_is_the_settings_own() -> None:
-    assert Config().memory_utilization == probes.MEMORY_SHARE
+    assert Config().engine.memory_utilization == probes.MEMORY_SHARE
 
 
 # ---- an Ascend host ---------------------------------------------------------------------------------------------

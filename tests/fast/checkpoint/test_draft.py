@@ -19,6 +19,7 @@ from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine, build_engine
 from app.engine_config import EngineConfig
 from app.messages import Request
+from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair
 
 torch.set_num_threads(1)
@@ -64,7 +65,7 @@ def changed(raw: Json, changes: Json) -> Json:
 
 def build(pair: Pair, block_size: int | None = None, dtype: str = "float32") -> Engine:
     wishes = {"block_size": block_size, "max_model_len": 64, "max_num_seqs": 2, "page_size": 4}
-    return build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, **wishes))
+    return build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, **UNTIMED | wishes))
 
 
 # Dialects
@@ -384,7 +385,7 @@ def test_a_draft_with_tensors_of_another_variant_is_refused_before_any_weight_is
     """Run without them it would say the right text, and lose its acceptance silently."""
     edit(own.draft, **{tensor: torch.zeros(4)})
     read: list[str] = []
-    config = EngineConfig(own.target, own.draft, device="cpu", dtype="float32", max_model_len=64)
+    config = EngineConfig(own.target, own.draft, device="cpu", dtype="float32", max_model_len=64, **UNTIMED)
     with pytest.raises(UnsupportedError, match=f"{tensor.replace('__', '.')} .*{VARIANT_TENSORS.get(tensor, '')}"):
         build_engine(config, on_progress=lambda stage, done, total: read.append(stage))
     assert not read

@@ -102,10 +102,15 @@ def test_flags_are_read_from_every_group() -> None:
         "some/model --draft-model d --device cpu --dtype half --max-num-seqs 8 --page-size=32 --port 9000 "
         "--served-model-name a b --served-model-name c --log-format json --enforce-eager"
     )
-    assert (config.model, config.draft_model, config.device, config.dtype) == ("some/model", "d", "cpu", "float16")
-    assert (config.max_num_seqs, config.page_size, config.port) == (8, 32, 9000)
+    assert (config.model, config.draft_model, config.engine.device, config.engine.dtype) == (
+        "some/model",
+        "d",
+        "cpu",
+        "float16",
+    )
+    assert (config.engine.max_num_seqs, config.engine.page_size, config.port) == (8, 32, 9000)
     assert config.served_model_name == ["a", "b", "c"]
-    assert config.enforce_eager and config.log_format == "json"
+    assert config.engine.enforce_eager and config.engine.log_format == "json"
 
 
 def test_an_unknown_flag_names_the_nearest() -> None:
@@ -156,9 +161,9 @@ def test_a_vllm_command_starts_as_it_stands() -> None:
         '{"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 15}'"""
     )
     assert (config.model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
-    assert (config.num_speculative_tokens, config.max_model_len, config.page_size) == (15, 4096, 128)
-    assert config.memory_utilization == 0.8 and config.enforce_eager
-    assert not config.prefix_caching and typed("--enable-prefix-caching").prefix_caching
+    assert (config.num_speculative_tokens, config.engine.max_model_len, config.engine.page_size) == (15, 4096, 128)
+    assert config.engine.memory_utilization == 0.8 and config.engine.enforce_eager
+    assert not config.engine.prefix_caching and typed("--enable-prefix-caching").engine.prefix_caching
 
 
 def test_an_sglang_command_starts_as_it_stands() -> None:
@@ -170,8 +175,8 @@ def test_an_sglang_command_starts_as_it_stands() -> None:
     )
     assert (config.model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
     assert config.num_speculative_tokens == 15
-    assert (config.max_model_len, config.max_num_seqs, config.enforce_eager) == (4096, 8, True)
-    assert not config.prefix_caching
+    assert (config.engine.max_model_len, config.engine.max_num_seqs, config.engine.enforce_eager) == (4096, 8, True)
+    assert not config.engine.prefix_caching
 
 
 def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,17 +210,17 @@ def test_every_setting_is_in_one_group_of_the_help() -> None:
     ("arguments", "compile", "model"),
     [
         ("", "auto", "demo"),
-        ("--compile", "on", "demo"),
-        ("--compile x", "on", "x"),
+        ("--compile", True, "demo"),
+        ("--compile x", True, "x"),
         ("--compile auto x", "auto", "x"),
-        ("x --compile off", "off", "x"),
-        ("--compile --port 1", "on", "demo"),
-        ("--no-compile x", "off", "x"),
+        ("x --compile off", False, "x"),
+        ("--compile --port 1", True, "demo"),
+        ("--no-compile x", False, "x"),
     ],
 )
-def test_a_bare_flag_turns_compilation_on_and_takes_no_model(arguments: str, compile: str, model: str) -> None:
+def test_a_bare_flag_turns_compilation_on_and_takes_no_model(arguments: str, compile: bool | str, model: str) -> None:
     config = load(*arguments.split())
-    assert (config.compile, config.model) == (compile, model)
+    assert (config.engine.compile, config.model) == (compile, model)
 
 
 @pytest.mark.parametrize(

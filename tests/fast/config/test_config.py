@@ -12,6 +12,8 @@ from app.config.error import ConfigError
 from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, GivenSetting, load_config
 from app.config.values import parse_bytes
+from app.engine_config import EngineConfig
+from app.wire import decode_config, encode_config
 
 VLLM_CONFIG = '{"method": "dflash", "model": "draft", "num_speculative_tokens": 15}'
 
@@ -43,7 +45,7 @@ def test_flags_win_over_environment_over_yaml_over_defaults(tmp_path: Path, monk
     monkeypatch.setenv("DFLASH_PORT", "2")
     monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "2")
     config = load_config([file, flag("port", "3")])
-    assert (config.port, config.max_num_seqs, config.page_size, config.host) == (3, 2, 1, "127.0.0.1")
+    assert (config.port, config.engine.max_num_seqs, config.engine.page_size, config.host) == (3, 2, 1, "127.0.0.1")
 
 
 def test_the_environment_may_name_the_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +63,10 @@ def test_the_nearer_source_decides_between_the_two_memory_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = yaml_file(tmp_path, "kv_cache_memory: 4GiB")
-    assert load_config([file]).kv_cache_memory == 4 * 2**30
+    assert load_config([file]).engine.kv_cache_memory == 4 * 2**30
     monkeypatch.setenv("DFLASH_MEMORY_UTILIZATION", "0.5")
     config = load_config([file])
-    assert (config.kv_cache_memory, config.memory_utilization) == (None, 0.5)
+    assert (config.engine.kv_cache_memory, config.engine.memory_utilization) == (None, 0.5)
 
 
 @pytest.mark.parametrize("field", ["modle", "prot"])
@@ -129,8 +131,8 @@ def test_a_peers_speculative_config_starts_as_it_stands(text: str) -> None:
     said = json.loads(text)
     assert config.draft_model == "draft"
     assert config.num_speculative_tokens == said["num_speculative_tokens"]
-    assert config.draft_enforce_eager == said.get("enforce_eager", False)
-    assert config.enforce_eager is False
+    assert config.engine.draft_enforce_eager == said.get("enforce_eager", False)
+    assert not config.engine.enforce_eager
 
 
 @pytest.mark.parametrize(
@@ -167,15 +169,20 @@ def test_both_memory_limits_in_one_source_exclude_each_other() -> None:
 def test_the_engine_process_reads_what_the_api_process_wrote_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1")
+    file = yaml_file(tmp_path, "port: 1\nmax_num_seqs: 1\nverify: 4")
     monkeypatch.setenv("DFLASH_SPECULATIVE_CONFIG", VLLM_CONFIG)
-    config = load_config([file, flag("kv_cache_memory", "2G"), flag("served_model_name", ["a", "b"])])
-    text = config.model_dump_json()
+    config = load_config([file, flag("kv_cache_memory", "2G"), flag("compile", "off")])
+    line = encode_config(config.for_engine(Path("target"), None))
     Path(file.value).unlink()
     monkeypatch.setenv("DFLASH_MAX_NUM_SEQS", "99")
     monkeypatch.setenv("DFLASH_NO_SUCH_THING", "1")
-    assert Config.model_validate_json(text) == config
-    assert Config() == Config.model_validate_json("{}")
+    assert decode_config(line) == EngineConfig(
+        Path("target"), block_size=16, max_num_seqs=1, verify=4, kv_cache_memory=2**31, compile=False
+    )
+
+
+def test_an_engine_by_default_is_the_one_that_is_served_by_default() -> None:
+    assert load_config().for_engine(Path("a"), Path("b")) == EngineConfig(Path("a"), Path("b"))
 
 
 def test_settings_are_frozen() -> None:
@@ -189,7 +196,7 @@ def test_settings_are_frozen() -> None:
 )
 def test_memory_may_be_given_with_a_unit(text: str, size: int) -> None:
     assert parse_bytes(text) == size
-    assert load_config([flag("kv_cache_memory", text)]).kv_cache_memory == size
+    assert load_config([flag("kv_cache_memory", text)]).engine.kv_cache_memory == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "4 potatoes", "4iB2"])
@@ -203,12 +210,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     [("half", "float16"), ("fp16", "float16"), ("float", "float32"), ("fp32", "float32"), ("BF16", "bfloat16")],
 )
 def test_short_spellings_of_dtypes_are_understood(said: str, dtype: str) -> None:
-    assert load_config([flag("dtype", said)]).dtype == dtype
+    assert load_config([flag("dtype", said)]).engine.dtype == dtype
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1", "npu", "npu:7"])
 def test_a_device_may_carry_an_index(device: str) -> None:
-    assert load_config([flag("device", device)]).device == device
+    assert load_config([flag("device", device)]).engine.device == device
 
 
 @pytest.mark.parametrize(
@@ -313,9 +320,7 @@ def test_template_defaults_are_json_or_a_mapping_in_yaml(tmp_path: Path, monkeyp
     file = yaml_file(tmp_path, "default_chat_template_kwargs: {enable_thinking: false}")
     assert load_config([file]).default_chat_template_kwargs == wanted
     monkeypatch.setenv("DFLASH_DEFAULT_CHAT_TEMPLATE_KWARGS", json.dumps(wanted))
-    config = load_config()
-    assert config.default_chat_template_kwargs == wanted
-    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert load_config().default_chat_template_kwargs == wanted
 
 
 @pytest.mark.parametrize("text", ["enable_thinking=false", "{", "[1]", '"x"', "null"])

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from app.config.aliases import PEER_FLAGS
 from app.config.error import ConfigError
 from app.config.flags import parse_flags
-from app.config.settings import Config, env_name, flag_name, no_flag_name
+from app.config.settings import env_name, flag_name, no_flag_name
 from app.config.sources import SETTINGS, load_config
+from app.wire import decode_config, encode_config
 
 ANY = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 FIELDS = sorted(set(SETTINGS) - {"config"})
@@ -50,10 +51,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(arguments: list[str]) -> None:
-    """Settle the arguments, or get an error of one line. Settled settings are the same after a way through JSON.
-
-    Arguments of a chat template are left out, because they may be more than JSON has.
-    """
+    """Settle the arguments, or get an error of one line. The engine process reads its settings as they are."""
     try:
         config = load_config(parse_flags(arguments))
     except ConfigError as error:
@@ -61,9 +59,7 @@ def check(arguments: list[str]) -> None:
     except SystemExit as end:
         assert end.code == 0  # --help
     else:
-        read = Config.model_validate_json(config.model_dump_json())
-        others = {"default_chat_template_kwargs"}
-        assert read.model_dump(exclude=others) == config.model_dump(exclude=others)
+        assert decode_config(encode_config(config.engine)) == config.engine
 
 
 @settings(ANY)

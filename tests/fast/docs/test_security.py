@@ -90,10 +90,10 @@ def test_the_sockets_to_the_engine_lie_where_no_other_user_may_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", "/tmp")
-    link = engine_link.EngineLink(1)
+    link = engine_link.EngineLink()
     try:
         assert stat.S_IMODE(link._folder.stat().st_mode) == 0o700
-        assert all(address.startswith(f"ipc://{link._folder}/") for address in link._addresses)
+        assert all(address.startswith(f"ipc://{link._folder}/") for address in link.addresses)
     finally:
         link._commands.close()
         link._replies.close()

@@ -29,6 +29,7 @@ from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine_config import EngineConfig
 from app.messages import Request, StepOutput
 from app.text.tokenizer import Tokenizer
+from tests import UNTIMED
 from tests.fast.engine.device_lengths import device_lengths
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import make_pair
@@ -58,7 +59,9 @@ def make_engine(target: Path, draft: Path | None = None, *, kv_pages: int | None
         itemsize = 4 if settings.get("dtype", "float32") == "float32" else 2
         per_token = itemsize * sum(_kv_numbers_per_token(folder) for folder in (target, draft) if folder)
         settings["kv_cache_memory"] = kv_pages * settings["page_size"] * per_token
-    return build_engine(EngineConfig(target=target, draft=draft, **{"device": "cpu", "dtype": "float32"} | settings))
+    return build_engine(
+        EngineConfig(target=target, draft=draft, **UNTIMED | {"device": "cpu", "dtype": "float32"} | settings)
+    )
 
 
 def _kv_numbers_per_token(folder: Path) -> int:

@@ -23,6 +23,7 @@ from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.engine_config import EngineConfig
 from app.messages import Request, StepOutput, TokenDelta
+from tests import UNTIMED
 from tests.fast.engine.pairs import Pair
 
 torch.set_num_threads(1)
@@ -140,6 +141,7 @@ def make_engine(
         page_size=page_size,
         prefix_caching=prefix_caching,
         kv_cache_memory=None if num_pages is None else (num_pages + SCRATCH_PAGES) * page_size * _bytes_per_token(pair),
+        **UNTIMED,
     )
     engine = build_engine(config)
     if num_pages is not None:

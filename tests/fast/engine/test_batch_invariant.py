@@ -15,6 +15,7 @@ from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
 from app.engine_config import EngineConfig
+from tests import UNTIMED
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import make_pair
 
@@ -130,7 +131,7 @@ def test_a_processor_whose_products_depend_on_the_place_is_refused(
 def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
     pair = make_hybrid_pair(tmp_path)
     with pytest.raises(UnsupportedError, match="its recurrent layers commit rows in groups"):
-        build_engine(EngineConfig(pair.target, device="cpu", batch_invariant=True))
+        build_engine(EngineConfig(pair.target, device="cpu", batch_invariant=True, **UNTIMED))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -146,7 +147,7 @@ def test_what_cannot_keep_the_promise_is_refused_by_name(tmp_path: Path, how: st
     shape, wishes, message = REFUSED[how]
     pair = make_pair(tmp_path, **shape)
     with pytest.raises(UnsupportedError, match=f"--batch-invariant: .*{message}"):
-        build_engine(EngineConfig(pair.target, **{"device": "cpu", "batch_invariant": True} | wishes))
+        build_engine(EngineConfig(pair.target, **UNTIMED | {"device": "cpu", "batch_invariant": True} | wishes))
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from app.engine.load.engine import _dtype
 from app.engine.process import _info
 from app.engine.sampling.sampler import Sampler
 from app.engine_config import EngineConfig
+from tests import UNTIMED
 from tests.fast.engine.feeder import Feeder
 from tests.fast.engine.lossless import LUCKY, Case, Subject, make_engine, random_prompts, run_engine
 from tests.fast.engine.pairs import make_pair
@@ -42,7 +43,7 @@ def facts(monkeypatch: pytest.MonkeyPatch, processor: bytes = MULTIPLIES, *, has
 def chosen(checkpoint: str, hidden_size: int = 1024, **wishes: Any) -> str:
     demo = target_config(read_config(DEMO / "target"))
     shape = replace(demo, dtype=checkpoint, hidden_size=hidden_size, intermediate_size=2 * hidden_size)
-    config = EngineConfig(DEMO / "target", device="cpu", **wishes)
+    config = EngineConfig(DEMO / "target", device="cpu", **UNTIMED | wishes)
     backend = make_backend("cpu", compiled=config.compile, batch_invariant=config.batch_invariant)
     return str(_dtype(config, shape, backend)).removeprefix("torch.")
 
@@ -94,14 +95,14 @@ def test_a_small_target_gains_nothing_and_becomes_float32_like_the_demo_with_its
         assert [chosen("bfloat16", hidden_size=size) for size in (192, 361, 363)] == ["float32"] * 2 + ["bfloat16"]
     assert "its layers are so small" in caplog.messages[0]
     demo = target_config(read_config(DEMO / "target"))
-    assert _dtype(EngineConfig(DEMO / "target"), demo, CpuBackend(CPU)) == torch.float32
+    assert _dtype(EngineConfig(DEMO / "target", **UNTIMED), demo, CpuBackend(CPU)) == torch.float32
 
 
 def test_the_experts_of_a_layer_count_together(monkeypatch):
     facts(monkeypatch)
     moe = MoeConfig(128, 8, 16, norm_topk_prob=True)
     shape = replace(target_config(read_config(DEMO / "target")), dtype="bfloat16", moe=moe)
-    assert _dtype(EngineConfig(DEMO / "target"), shape, CpuBackend(CPU)) == torch.bfloat16
+    assert _dtype(EngineConfig(DEMO / "target", **UNTIMED), shape, CpuBackend(CPU)) == torch.bfloat16
 
 
 def test_check_tells_what_a_bfloat16_checkpoint_becomes(monkeypatch):
@@ -121,7 +122,7 @@ def test_target_draft_and_kv_take_half_the_memory_and_the_servers_info_has_the_d
         pytest.skip("there is no g++")
     sizes = []
     for dtype in ("auto", "float32"):
-        config = EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, max_model_len=64)
+        config = EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, max_model_len=64, **UNTIMED)
         engine = make_engine(pair.target, pair.draft, dtype=dtype, max_model_len=64)
         assert _info(engine, config).dtype == engine.dtype == ("bfloat16" if dtype == "auto" else "float32")
         forward = engine.core.runner.forward

@@ -9,6 +9,7 @@ import torch
 from app.engine.load.engine import build_engine
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
+from tests import UNTIMED
 from tests.fast.engine.no_reads import NoReads
 from tests.fast.engine.pairs import make_pair
 
@@ -17,7 +18,9 @@ from tests.fast.engine.pairs import make_pair
 def engine(tmp_path: Path) -> Any:
     pair = make_pair(tmp_path)
     return build_engine(
-        EngineConfig(target=pair.target, draft=pair.draft, device="cpu", max_num_batched_tokens=64, max_num_seqs=8)
+        EngineConfig(
+            target=pair.target, draft=pair.draft, device="cpu", max_num_batched_tokens=64, max_num_seqs=8, **UNTIMED
+        )
     ).core
 
 

@@ -361,7 +361,7 @@ def test_a_flush_is_answered_and_what_was_cached_is_computed_again(folder: Path)
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_the_setting_reaches_the_scheduler(folder: Path, prefix_caching: bool):
     subject = lucky_subject(folder)
-    config = Config(prefix_caching=prefix_caching).for_engine(subject.target, subject.draft)
+    config = Config.of(prefix_caching=prefix_caching).for_engine(subject.target, subject.draft)
     assert decode_config(encode_config(config)).prefix_caching == prefix_caching
     engine = engine_of(subject, cache=prefix_caching)
     request = subject.requests(Case())[0]

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import zmq
 
-from app.config.settings import Config
 from app.engine.load.engine import Engine
 from app.engine.process import Link, serve
 from app.engine_client.child_process import engine_environment
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, SpecStep, StepOutput, StepStats, TokenDelta
-from app.wire import Abort, Ready, Reply, Shutdown, Stepped, Submit, decode_config, encode_config
+from app.wire import Abort, Ready, Reply, Shutdown, Stepped, Submit, encode_config
+from tests import UNTIMED
 from tests.fast.engine.lossless import make_engine
 from tests.fast.engine.pairs import Pair, make_pair
 
@@ -176,22 +176,12 @@ def test_every_field_of_a_request_and_of_a_step_comes_over_the_border_as_it_left
         ]
 
 
-def test_every_option_of_the_engine_comes_from_the_settings():
-    config = Config(num_speculative_tokens=15, verify="4", enforce_eager=True, page_size=32)
-    engine = decode_config(encode_config(config.for_engine(Path("a"), None)))
-    assert (engine.target, engine.draft, engine.block_size, engine.verify) == (Path("a"), None, 16, 4)
-    assert (engine.enforce_eager, engine.page_size) == (True, 32)
-    assert EngineConfig(Path("a"), verify="auto", compile="auto") == Config().for_engine(Path("a"), None)
-    ways = [Config(compile=said).for_engine(Path("a"), None) for said in ("on", "off", "auto")]
-    assert [decode_config(encode_config(way)).compile for way in ways] == [True, False, "auto"]
-    same = {field.name for field in fields(EngineConfig)} - {"target", "draft", "block_size", "cache_events"}
-    assert same <= set(Config.model_fields), "a setting of the same name, whose value for_engine takes"
-
-
 @contextlib.contextmanager
 def ready(parent: Parent, pair: Pair, stderr: Any = subprocess.DEVNULL, **settings: Any) -> Iterator[Any]:
     """Yield an engine's process that is ready."""
-    config = Config(device="cpu", max_num_seqs=4, **{"compile": "off"} | settings)
+    config = EngineConfig(
+        pair.target, pair.draft, device="cpu", max_num_seqs=4, **UNTIMED | {"compile": False} | settings
+    )
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "app.engine.process", *parent.addresses],
         stdin=subprocess.PIPE,
@@ -200,7 +190,7 @@ def ready(parent: Parent, pair: Pair, stderr: Any = subprocess.DEVNULL, **settin
     )
     try:
         assert process.stdin is not None
-        process.stdin.write(encode_config(config.for_engine(pair.target, pair.draft)).encode() + b"\n")
+        process.stdin.write(encode_config(config).encode() + b"\n")
         process.stdin.flush()
         assert any(isinstance(reply, Ready) for reply in parent.replied())
         yield process

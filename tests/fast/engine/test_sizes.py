@@ -19,6 +19,7 @@ from app.engine.load.sizes import MIN_MODEL_LEN, Sizes, settle_pages, settle_siz
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
+from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair
 
 DEFAULTS = Defaults(dtype=torch.float32, page_size=16, max_num_seqs=32)
@@ -27,7 +28,7 @@ MIB = 2**20
 
 
 def asked(**wishes: int) -> EngineConfig:
-    return EngineConfig(target=Path("somewhere"), **wishes)
+    return EngineConfig(target=Path("somewhere"), **UNTIMED | wishes)
 
 
 def settled(block_size: int = 8, **wishes: int) -> Sizes:
@@ -155,7 +156,7 @@ def test_padding_has_slots_and_positions_in_the_largest_graphs(tmp_path: Path, p
     ]
     texts = [
         build_engine(
-            EngineConfig(target=pair.target, draft=pair.draft, device="cpu", enforce_eager=eager, **sizes)
+            EngineConfig(target=pair.target, draft=pair.draft, device="cpu", enforce_eager=eager, **UNTIMED | sizes)
         ).core.run(requests)
         for eager in (True, False)
     ]
@@ -165,7 +166,9 @@ def test_padding_has_slots_and_positions_in_the_largest_graphs(tmp_path: Path, p
 def test_a_runner_without_references_frees_its_memory_at_once(tmp_path: Path):
     """The profile run's is dropped before KV memory is sized: a cycle would keep its pools until some collection."""
     pair = make_pair(tmp_path)
-    engine = build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype="float32", kv_cache_memory=1 << 20))
+    engine = build_engine(
+        EngineConfig(pair.target, pair.draft, device="cpu", dtype="float32", kv_cache_memory=1 << 20, **UNTIMED)
+    )
     pools = [weakref.ref(pool) for pool in engine.core.runner.pools]
     gc.disable()
     try:
@@ -182,7 +185,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def test_kv_memory_that_does_not_fit_says_what_would(pair: Pair) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        build_engine(EngineConfig(pair.target, device="cpu", kv_cache_memory=1 << 60))
+        build_engine(EngineConfig(pair.target, device="cpu", kv_cache_memory=1 << 60, **UNTIMED))
     told = str(caught.value)
     free, fitting = re.search(r"(\d+) MiB are free on cpu; give at most (\d+)MiB$", told).groups()  # type: ignore[union-attr]
     assert free == fitting and "for a step" not in told
@@ -193,7 +196,7 @@ def test_a_dtype_that_is_slow_on_a_cpu_is_warned_of_once(
     pair: Pair, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cpu_backend._warn_of_float16.cache_clear()
-    build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, verify="full"))
+    build_engine(EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, verify="full", compile=False))
     assert [record.levelname for record in caplog.records if "float16 is slow" in record.message] == [
         "WARNING"
     ] * warned
@@ -206,7 +209,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_any_is_rea
     read: list[str] = []
     parts = [load_file(folder / "model.safetensors") for folder in (pair.target, pair.draft)]
     needed = bytes_each * sum(tensor.numel() for part in parts for tensor in part.values())
-    config = EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, kv_cache_memory=1 << 20)
+    config = EngineConfig(pair.target, pair.draft, device="cpu", dtype=dtype, kv_cache_memory=1 << 20, **UNTIMED)
     monkeypatch.setattr(cpu_backend.CpuBackend, "memory", lambda self: (needed - 1, 1 << 40))
     with pytest.raises(UnsupportedError) as caught:
         build_engine(config, on_progress=lambda stage, done, total: read.append(stage))

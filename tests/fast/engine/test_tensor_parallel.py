@@ -66,6 +66,7 @@ from app.engine.step.padding import empty_target
 from app.engine.step.runner import ModelRunner, PendingStep
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
+from tests import UNTIMED
 from tests.fast.engine import lossless, thread_ranks
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.live_bytes import LiveBytes
@@ -391,7 +392,9 @@ def test_checkpoints_are_as_many_as_the_rank_with_the_fewest_holds(tmp_path: Pat
     from app.engine.load import states
 
     pair, given, own = make_hybrid_pair(tmp_path, vocab_size=96), iter([5, 3]), states.checkpoints_in
-    config = EngineConfig(pair.target, device="cpu", max_num_seqs=2, tensor_parallel_size=2, state_cache_memory=1 << 20)
+    config = EngineConfig(
+        pair.target, device="cpu", max_num_seqs=2, tensor_parallel_size=2, state_cache_memory=1 << 20, **UNTIMED
+    )
     by_one = build_engine(replace(config, tensor_parallel_size=1)).states
     ranks = ThreadRanks(config)
     by_two = ranks.engine.states
@@ -472,7 +475,7 @@ def test_stale_arrays_on_a_follower_are_seen(tmp_path: Path):
         before.append(message)
         return encode(message._replace(argument=last.argument))
 
-    config = EngineConfig(pair.target, None, device="cpu", max_num_seqs=2, tensor_parallel_size=2)
+    config = EngineConfig(pair.target, None, device="cpu", max_num_seqs=2, tensor_parallel_size=2, **UNTIMED)
     requests = [Request(str(i), (7, 1, 2, i), 16, SamplingParams(1.0, seed=i)) for i in range(2)]  # a text that wanders
     texts = []
     for changed in (stale, lambda data: data):
@@ -489,7 +492,7 @@ def _shapes(message: Message) -> list[Any]:
 
 def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
     """Other ranks have begun it, so it cannot run again in parts."""
-    config = EngineConfig(lucky.target, None, device="cpu", max_num_seqs=2, tensor_parallel_size=2)
+    config = EngineConfig(lucky.target, None, device="cpu", max_num_seqs=2, tensor_parallel_size=2, **UNTIMED)
     ranks = ThreadRanks(config)
     core = ranks.engine.core
     monkeypatch.setattr(core.runner.forward.target, "forward", lambda *_: 1 / 0)
@@ -507,7 +510,9 @@ def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: p
 def test_a_sequence_that_is_nan_on_one_rank_ends_alone_and_leaves_no_page_dirty_on_any(lucky: Pair, temperature: float):
     """The other rank writes NaN too, behind the next sum, and scrubs these pages before another sequence has them."""
     sizes: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 4, "kv_cache_memory": 360 << 10}
-    ranks = ThreadRanks(EngineConfig(lucky.target, lucky.draft, device="cpu", tensor_parallel_size=2, **sizes))
+    ranks = ThreadRanks(
+        EngineConfig(lucky.target, lucky.draft, device="cpu", tensor_parallel_size=2, **UNTIMED | sizes)
+    )
     core, sampling = ranks.engine.core, SamplingParams(temperature, seed=3)
     good, late = (Request(name, tuple(range(3)) * 3, 12, sampling) for name in ("good", "late"))
     bad = Request("bad", (1, 2, 3), 12, SamplingParams(temperature, seed=4))
@@ -538,7 +543,7 @@ def test_ranks_launch_alike_because_none_times_its_own_ways(lucky: Pair, monkeyp
         raise AssertionError("a rank has chosen by its own clock")
 
     monkeypatch.setattr("app.engine.cpu.backend.CpuBackend.tune", timed)
-    config = EngineConfig(lucky.target, None, device="cpu", max_model_len=32, tensor_parallel_size=2)
+    config = EngineConfig(lucky.target, None, device="cpu", max_model_len=32, tensor_parallel_size=2, **UNTIMED)
     ThreadRanks(config).close()
     with pytest.raises(AssertionError, match="own clock"):
         build.build_engine(replace(config, tensor_parallel_size=1))
@@ -548,7 +553,7 @@ def test_pages_are_those_of_the_rank_with_the_least_memory(lucky: Pair, monkeypa
     own, page = build._kv_bytes, 16 * 2 * 4 * 4 * 16 * 4  # tokens, K and V, layers, KV heads, head dim, bytes
     given = iter([7 * page, 6 * page])
     monkeypatch.setattr(build, "_kv_bytes", lambda *args, **kw: min(own(*args, **kw), next(given)))
-    config = EngineConfig(lucky.target, None, device="cpu", max_model_len=32, tensor_parallel_size=2)
+    config = EngineConfig(lucky.target, None, device="cpu", max_model_len=32, tensor_parallel_size=2, **UNTIMED)
     ranks = ThreadRanks(config)
     pages = ranks.engine.core.scheduler.pool.num_usable
     ranks.close()
@@ -596,7 +601,9 @@ def whole_tensors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     own = loader._open
     monkeypatch.setattr(loader, "_open", lambda *args: Watched(own(*args)))
-    ThreadRanks(EngineConfig(pair.target, pair.draft, device="cpu", max_num_seqs=1, tensor_parallel_size=2)).close()
+    ThreadRanks(
+        EngineConfig(pair.target, pair.draft, device="cpu", max_num_seqs=1, tensor_parallel_size=2, **UNTIMED)
+    ).close()
     return {name.removesuffix(".weight") for name in whole}
 
 
@@ -711,12 +718,12 @@ def test_what_cannot_be_split_is_refused_by_name_before_a_rank_is_started(
         raise AssertionError("ranks were started")
 
     with pytest.raises(UnsupportedError, match=said):
-        build_engine(EngineConfig(pair.target, pair.draft, device="cpu", **wishes), join=started)
+        build_engine(EngineConfig(pair.target, pair.draft, device="cpu", **UNTIMED | wishes), join=started)
 
 
 def test_a_draft_that_cannot_be_split_as_its_target_can_is_whole_on_each_rank_if_the_user_says_so(tmp_path: Path):
     target, draft = (make_pair(tmp_path / str(heads), vocab_size=96, num_kv_heads=heads) for heads in (2, 1))
-    config = EngineConfig(target.target, draft.draft, device="cpu", max_model_len=64, tensor_parallel_size=2)
+    config = EngineConfig(target.target, draft.draft, device="cpu", max_model_len=64, tensor_parallel_size=2, **UNTIMED)
     with pytest.raises(UnsupportedError, match=r"the draft has 1 KV heads, .* --draft-tensor-parallel-size 1 leaves"):
         build_engine(config)
     texts = []
@@ -740,13 +747,13 @@ def test_a_hybrid_whose_heads_do_not_divide_is_refused_with_the_number(
 ):
     pair = make_hybrid_pair(tmp_path, vocab_size=96, **shape)
     with pytest.raises(UnsupportedError, match=said):
-        build_engine(EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2))
+        build_engine(EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2, **UNTIMED))
 
 
 def test_a_device_without_collectives_is_refused_by_name(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(type(BACKEND), "collectives", None)
     with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2: cpu has no collectives here"):
-        build_engine(EngineConfig(lucky.target, device="cpu", tensor_parallel_size=2))
+        build_engine(EngineConfig(lucky.target, device="cpu", tensor_parallel_size=2, **UNTIMED))
 
 
 def test_ranks_without_devices_of_their_own_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
@@ -808,7 +815,9 @@ def ranked(
     """Return the closed ranks of an engine, and its texts."""
     monkeypatch.setattr(build, "make_backend", lambda device, rank, **_: RankedBackend(rank, failing))
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory": 1 << 20, "max_graphs": 10}
-    ranks = ThreadRanks(EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2, **sizes | wishes))
+    ranks = ThreadRanks(
+        EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2, **UNTIMED | sizes | wishes)
+    )
     requests = [Request(str(i), (3, 1, 2, i), 12 + i, SamplingParams(0.5 * (i % 2), seed=i)) for i in range(4)]
     texts = ranks.engine.core.run(requests)
     ranks.close()

@@ -21,6 +21,7 @@ from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.runner import PendingStep
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
+from tests import UNTIMED
 from tests.costs import fast_ones
 from tests.fast.engine.lossless import demo_prompts
 from tests.fast.engine.pairs import make_pair
@@ -29,7 +30,7 @@ from tests.fast.engine.steady import steady_costs
 
 def engine(verify: str | int, **config: Any) -> EngineCore:
     wishes = {"target": DEMO / "target", "draft": DEMO / "draft", "device": "cpu", "max_num_seqs": 8}
-    return build_engine(EngineConfig(verify=verify, **wishes | config)).core
+    return build_engine(EngineConfig(verify=verify, **{"compile": False} | wishes | config)).core
 
 
 def requests() -> list[Request]:
@@ -147,7 +148,7 @@ def test_costs_are_timed_without_a_trace_in_what_is_served(full: dict[str, list[
 def test_sizes_that_the_pages_do_not_hold_are_not_timed(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, block_size=8)
     config = {"target": pair.target, "draft": pair.draft, "page_size": 8, "max_num_batched_tokens": 64}
-    built = build_engine(EngineConfig(device="cpu", max_num_seqs=8, **config))
+    built = build_engine(EngineConfig(device="cpu", max_num_seqs=8, **UNTIMED | config))
     timed = measure_costs(built.core.runner, built.sizes, num_pages=3)
     assert timed._plain[-1, 0] == 2, "8 rows a page: two sequences on three pages, the next size has four"
 
@@ -179,6 +180,8 @@ def test_the_policy_of_blocks_that_are_narrower_than_a_probe_starts_with_graphs(
 ) -> None:
     pair = make_pair(tmp_path, block_size=block_size)
     config = {"target": pair.target, "draft": pair.draft, "page_size": 8, "max_num_batched_tokens": 64}
-    built = build_engine(EngineConfig(device="cpu", max_num_seqs=2, enforce_eager=False, verify="auto", **config))
+    built = build_engine(
+        EngineConfig(device="cpu", max_num_seqs=2, enforce_eager=False, verify="auto", **{"compile": False} | config)
+    )
     request = Request("r", (1, 2, 3), 12)
     assert len(built.core.run([request])["r"]) == 12

@@ -6,6 +6,7 @@ from typing import Any
 
 from app.engine.load.engine import Engine, build_engine
 from app.engine_config import EngineConfig
+from tests import UNTIMED
 from tools.lab.random_weights import TARGETS, RandomWeights, write_configs
 
 TINY: dict[str, Any] = TARGETS["qwen3-0.6b"] | {
@@ -25,4 +26,4 @@ def tiny_engine(folder: Path, **config: Any) -> Engine:
     (folder / "config.json").write_text(json.dumps(TINY))
     target, draft = write_configs(str(folder / "config.json"), folder)
     wishes: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory": 8 << 20}
-    return build_engine(EngineConfig(target, draft, **wishes | config), open_weights=RandomWeights)
+    return build_engine(EngineConfig(target, draft, **UNTIMED | wishes | config), open_weights=RandomWeights)
