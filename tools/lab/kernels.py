@@ -14,9 +14,9 @@ import torch
 from app.engine.device.base import Backend
 from app.engine.device.factory import make_backend
 from app.engine.device.graph import Graph
-from app.engine.load.cost_table import Shape
 from app.engine.load.engine import Engine
 from app.engine.load.time_steps import made_up
+from app.engine.schedule.costs import Shape
 from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs
 from tools.lab import expected, simulated, stages

@@ -56,10 +56,7 @@ class Compiling:
         if self._compiled is None:
             logger.warning("forwards run by operators, because they could not be compiled: %s", self._reason)
         else:
-            core = self._engine.core
-            take_up(core.runner, self._compiled)
-            if costs := core.scheduler.policy.costs:
-                costs.doubt()
+            take_up(self._engine.core.runner, self._compiled)
             logger.info("forwards are compiled from here on, after %.0f s", time.monotonic() - self._started)
         self._on_end()
         return True

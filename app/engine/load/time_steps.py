@@ -9,19 +9,18 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.load.cost_table import Shape, cost_table, shapes
 from app.engine.load.sizes import Sizes
 from app.engine.load.step_memory import pages_of, verify_batch
 from app.engine.schedule.batch import Batch
-from app.engine.schedule.costs import CostTable
+from app.engine.schedule.costs import CostTable, Shape, shapes
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 
 MAX_SECONDS = 10
 """Time for all steps. A step begins only if it is expected to end by then, and its cost is scaled otherwise."""
-_SECONDS = 1.0
-"""Time for the first round, which then leaves out sizes between the ends, and once more for all others."""
-_ROUNDS = 7
+_SECONDS = 2.0
+"""Time after which only the smallest and the largest number of sequences are timed, and those once."""
+_ROUNDS = 6
 _IN_A_ROW = 3
 """Steps of a shape in every round, of which the last is timed."""
 _SLOW_MS = 100.0
@@ -41,53 +40,44 @@ def measure_costs(
 ) -> CostTable:
     """Time decode steps of 1, 2, 4 ... sequences in the shapes of `shapes`, and return their costs.
 
-    Blocks are as wide as those of the runner's graphs, if it has some. With `overlap` a step is launched before the one
-    before it is read, as in serving, so that the host's part is hidden alike.
+    Blocks are as wide as those of the runner's graphs, if it has some. With `overlap` a step is launched before the
+    previous one is read, as in serving, so that the host's part is hidden alike.
 
     Every round runs every shape once, and the quickest time of each counts, because other load only makes steps slower.
-    One sequence alone gets twice the time, because it is cheap and a width that looks dear is not tried again. Free
-    pages are overwritten; sizes that need more than `num_pages` are left out. A plain step and a whole block of one
-    sequence are timed in any case. `on_progress` gets the seconds that are over, and `MAX_SECONDS`.
+    Free pages are overwritten; sizes that need more than `num_pages` are left out. A plain step and a whole block of
+    one sequence are timed in any case. `on_progress` gets the seconds that are over, and `MAX_SECONDS`.
     """
-    seqs = [1 << i for i in range(sizes.max_num_seqs.bit_length())]
-    seqs = [
-        n for n in sorted({*seqs, sizes.max_num_seqs}) if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages
-    ]
-    ends = (seqs[0], seqs[-1])  # they are timed in any case, or scaled
-    seqs = list(dict.fromkeys((*ends, *seqs[::2], *seqs)))
-    times: dict[Shape, list[float]] = {}
+    seqs = sorted({*(1 << i for i in range(sizes.max_num_seqs.bit_length())), sizes.max_num_seqs})
+    seqs = [n for n in seqs if n <= sizes.max_num_seqs and pages_of(n, sizes) <= num_pages]
+    ends = (seqs[0], seqs[-1])
     widths = sorted({width for _, width in runner.padded_to.drafts}) if runner.padded_to else []
+    times: dict[Shape, list[float]] = {}
     begun = time.perf_counter()
-    for done in range(_ROUNDS + 1):
-        if done < 2:
-            started = time.perf_counter()
-        for n in seqs:
-            is_late = time.perf_counter() - started > (_SECONDS if n > 1 else 2 * _SECONDS)
-            if is_late and (done > 1 or (done == 0 and n not in ends)):
+    for done in range(_ROUNDS):
+        for n in dict.fromkeys((*ends, *seqs[::2], *seqs)):
+            if time.perf_counter() - begun > _SECONDS and (done or n not in ends):
                 break
             for shape in shapes(n, sizes.block_size, widths):
                 seconds = time.perf_counter() - begun
                 on_progress(min(int(seconds), MAX_SECONDS - 1), MAX_SECONDS)
                 if len(times) < 2 or seconds + _expected_seconds(shape, times) <= MAX_SECONDS:
                     times.setdefault(shape, []).append(_timed(runner, made_up(shape, sizes), overlap=overlap))
-        seqs = [n for n in seqs if n in ends or Shape(n) in times]
     on_progress(MAX_SECONDS, MAX_SECONDS)
-    wanted = [shape for n in seqs for shape in shapes(n, sizes.block_size, widths)]
-    return cost_table({shape: _expected_ms(shape, times) for shape in wanted}, runner.padded_to)
+    wanted = [shape for n in seqs if n in ends or Shape(n) in times for shape in shapes(n, sizes.block_size, widths)]
+    return CostTable({shape: _expected_ms(shape, times) for shape in wanted}, runner.padded_to)
 
 
 def _expected_ms(shape: Shape, times: Mapping[Shape, Sequence[float]]) -> float:
     """Return the quickest time of a shape. Without one, scale the timed shapes by their rows.
 
-    A row of the target and a row of the draft each have one cost, fitted to all shapes beside the first plain step.
+    A row of the target and a row of the draft each have one cost, fitted to all shapes and the first plain step.
     """
     if taken := times.get(shape):
         return min(taken)
     first = min(times[Shape(1)])
     rows = np.array([_rows(timed) for timed in times], dtype=float)
-    beside = np.array([min(taken) - first for taken in times.values()])
-    costs = np.linalg.lstsq(rows, beside)[0].clip(min=0)
-    return first + float(_rows(shape) @ costs)
+    rest = np.array([min(taken) - first for taken in times.values()])
+    return first + float(_rows(shape) @ np.linalg.lstsq(rows, rest)[0].clip(min=0))
 
 
 def _expected_seconds(shape: Shape, times: Mapping[Shape, Sequence[float]]) -> float:

@@ -1,25 +1,40 @@
-"""The cost of a decode step by its shape, timed at warm-up and refined while serving. No torch, no clock."""
+"""Milliseconds of a decode step by its shape, timed at startup and corrected while serving. No torch, no clock."""
 
 from collections.abc import Mapping, Sequence
-from math import exp, log
-from typing import Any, Protocol
+from math import log
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Curve = tuple[Floats, Floats]
+"""Counts, ascending, and the milliseconds of each."""
 
-Point = tuple[int, float]
-"""(size, milliseconds)."""
-
-_STEP_NOISE = 0.03
-"""Variance of the logarithm of a step's time around its expectation, as the next four are; seen on two shared cores."""
-_SPEED_PRIOR, _SPEED_DRIFT = 0.04, 4e-4
-"""Prior variance of the speed of steps of a size, and what a step adds to it, because a machine's load changes."""
-_DRAFTING_PRIOR, _DRAFTING_DRIFT = 0.02, 1e-6
-"""Prior variance of the cost of drafting relative to plain decoding. It hardly drifts: it belongs to the model."""
+_SPEED_GAIN, _DRAFTING_GAIN = 0.1, 0.03
+"""Shares of an error that correct the speed of steps, which drifts with the machine, and the cost of drafting."""
 _MAX_ERROR = 0.7
-"""Errors are clipped at a factor of two, because a longer step was held up by something else."""
+"""Errors are clipped at a factor of two, because something else held a longer step up."""
+
+
+class Shape(NamedTuple):
+    """A step to time: `seqs` decode, `drafting` of them draft blocks of `block` rows and verify `rows` rows each."""
+
+    seqs: int
+    drafting: int = 0
+    rows: int = 1
+    block: int = 0
+
+
+def shapes(seqs: int, block_size: int, widths: Sequence[int] = ()) -> list[Shape]:
+    """Return the shapes to time for a number of sequences.
+
+    These are a plain step, one sequence that drafts among plain ones, and all draft blocks of `widths`, of which two
+    rows or all are verified. Without `widths` blocks are a quarter, a half and all of the block size.
+    """
+    blocks = sorted({max(2, width) for width in widths or [-(-block_size // parts) for parts in (1, 2, 4)]})
+    all_draft = [Shape(seqs, seqs, rows, block) for block in blocks for rows in (2, block)]
+    return list(dict.fromkeys((Shape(seqs), Shape(seqs, 1, block_size, block_size), *all_draft)))
 
 
 class StepSizes(Protocol):
@@ -32,60 +47,45 @@ class StepSizes(Protocol):
         """Return (blocks, width) that draft passes of blocks of `width` rows are padded to, by blocks, which ascend."""
 
 
-class Scale:
-    """Correction of the costs of steps of one size, as logarithms.
-
-    `speed` scales the whole step and `drafting` scales what drafting adds to it. Only their sum shows in a step that
-    drafts, so a Kalman filter of the two tells them apart. A size that drafts no more keeps up with the machine.
-    """
-
-    __slots__ = ("_covariance", "drafting", "speed")
-
-    def __init__(self) -> None:
-        self.speed = self.drafting = 0.0
-        self.doubt()
-
-    def doubt(self) -> None:
-        """Keep the scales, and learn as quickly as at the beginning."""
-        self._covariance = np.diag([_SPEED_PRIOR, _DRAFTING_PRIOR])
-
-    def learn(self, drafting_share: float, error: float) -> None:
-        """Update from one step: the share of its time that is drafting, and log(time / expected time)."""
-        self._covariance[0, 0] += _SPEED_DRIFT
-        self._covariance[1, 1] += _DRAFTING_DRIFT
-        observed = np.array([1.0, drafting_share])
-        gain = self._covariance @ observed
-        variance = float(observed @ gain) + _STEP_NOISE
-        speed, drafting = gain / variance * min(max(error, -_MAX_ERROR), _MAX_ERROR)
-        self.speed += float(speed)
-        self.drafting += float(drafting)
-        self._covariance -= np.outer(gain, gain) / variance
-
-
 class CostTable:
-    """Milliseconds of a decode step: plain steps by sequences, draft passes by blocks and rows, verification by drafts.
+    """Milliseconds of a decode step: a target pass by sequences and drafts, and a draft pass by blocks and rows.
 
-    Costs are linear between measured sizes and proportional beyond them. A block costs what the next wider measured
-    one does. `plain` and each `draft[width]` are points of the same sizes, ascending. `verify[i]` are points
-    (drafts, ms) of `plain[i]` sequences and begin with (0, 0.0). With graphs a step costs what the one of `sizes` does
-    that it is padded to, so costs are a staircase.
+    Costs are linear between timed sizes and proportional beyond them, and a block costs what the next wider timed one
+    does. With graphs a step costs what the one of `sizes` does that it is padded to, so costs are a staircase.
     """
 
-    def __init__(
-        self,
-        plain: Sequence[Point],
-        draft: Mapping[int, Sequence[Point]],
-        verify: Sequence[Sequence[Point]],
-        sizes: StepSizes | None = None,
-    ) -> None:
+    def __init__(self, ms: Mapping[Shape, float], sizes: StepSizes | None = None) -> None:
+        """Split `ms` of all `shapes` of some numbers of sequences into target and draft.
+
+        A few drafts cost the target a slope each, the least over all widths, because noise only adds. The draft pass
+        costs the rest of a step whose blocks verify two rows, and the other rows of whole blocks cost what was timed.
+        One sequence that drafts among plain ones shows what ragged rows cost, which the first draft is charged with.
+        """
+        self.widths = sorted({shape.block for shape in ms if shape.block})
         self._sizes = sizes
-        self.widths = sorted(draft)
-        self._plain = np.array(plain, dtype=np.float64).reshape(-1, 2)
-        self._draft = {width: np.array(points, dtype=np.float64).reshape(-1, 2) for width, points in draft.items()}
-        self._verify = [np.array(points, dtype=np.float64) for points in verify]
-        self._draft_ms: dict[int, Floats] = {}
-        self._target_ms: dict[int, Floats] = {}
-        self._scales = [Scale() for _ in self._plain]
+        self.seqs = sorted({shape.seqs for shape in ms})
+        self._verify: list[Curve] = []
+        self._draft_stairs: dict[int, Curve] = {}
+        self._target_stairs: dict[int, Curve] = {}
+        self._speed, self._drafting = np.zeros((2, len(self.seqs)))
+        widest = self.widths[-1]
+        plain = {n: ms[Shape(n)] for n in self.seqs}
+        passes: dict[int, dict[int, float]] = {width: {0: 0.0} for width in self.widths}
+        for n, base in plain.items():
+            two, whole = ({w: ms[Shape(n, n, rows or w, w)] - base for w in self.widths} for rows in (2, 0))
+            slope = max(0.0, min(((whole[w] - two[w]) / (n * (w - 2)) for w in self.widths if w > 2), default=0.0))
+            pass_ms = {w: max(two[w] - slope * n, 0.05 * base) for w in self.widths}
+            first = 0.0
+            if n > 1:
+                among_plain = ms[Shape(n, 1, widest, widest)] - base - slope * (widest - 1)
+                first = max(0.0, min(among_plain, pass_ms[widest]) - passes[widest][self.seqs[0]])
+            verify = {0: 0.0, 1: slope + first, n: slope * n + first}
+            for w in self.widths:
+                passes[w][n] = max(pass_ms[w] - first, *passes[w].values())
+                verify[n * (w - 1)] = max(0.0, whole[w] - passes[w][n])
+            self._verify.append(_curve(verify))
+        self._plain = _curve(plain)
+        self._draft = {width: _curve(points) for width, points in passes.items()}
 
     def step_ms(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> Floats:
         """Return ms of a step of `seqs` sequences with `blocks` draft blocks of `rows` rows and `drafts` verified.
@@ -96,76 +96,68 @@ class CostTable:
         return plain + drafting
 
     def refine(self, seqs: int, blocks: int, rows: int, drafts: int, ms: float) -> None:
-        """Move the costs of this number of sequences towards a step that took `ms`."""
+        """Move the costs of this number of sequences towards a step that took `ms`.
+
+        Both plain decoding and drafting follow the speed. The error of a step that drafts is also one of drafting.
+        """
         plain, drafting = self._parts(seqs, blocks, rows, drafts)
-        expected = plain + float(drafting)
-        self._scales[self._nearest(seqs)].learn(float(drafting) / expected, log(ms / expected))
+        error = min(max(log(ms / float(plain + drafting)), -_MAX_ERROR), _MAX_ERROR)
+        nearest = self._nearest(seqs)
+        self._speed[nearest] += _SPEED_GAIN * error
+        self._drafting[nearest] += _DRAFTING_GAIN * error * float(drafting / (plain + drafting))
 
-    def doubt(self) -> None:
-        """Learn as quickly as at the beginning, because steps are computed in another way from now on."""
-        for scale in self._scales:
-            scale.doubt()
-
-    def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[float, Floats]:
+    def _parts(self, seqs: int, blocks: Any, rows: int, drafts: Any) -> tuple[Floats, Floats]:
         """Return ms of a plain step of these sequences, and ms that drafting adds to it."""
-        scale = self._scales[self._nearest(seqs)]
-        target_ms = self._target(seqs, int(np.max(drafts)))
-        drafting = self._draft_pass(int(np.max(blocks)), rows)[blocks] + target_ms[drafts] - target_ms[0]
-        return exp(scale.speed) * float(target_ms[0]), exp(scale.speed + scale.drafting) * np.asarray(drafting)
+        nearest = self._nearest(seqs)
+        plain = self._target_ms(seqs, np.array(0))
+        drafting = self._draft_ms(np.asarray(blocks), rows) + self._target_ms(seqs, np.asarray(drafts)) - plain
+        speed = np.exp(self._speed[nearest])
+        return speed * plain, speed * np.exp(self._drafting[nearest]) * drafting
 
     def _nearest(self, seqs: int) -> int:
-        return int(np.abs(np.log(self._plain[:, 0] / seqs)).argmin())
+        return int(np.abs(np.log(np.array(self.seqs) / max(seqs, 1))).argmin())
 
-    def _draft_pass(self, max_blocks: int, rows: int) -> Floats:
-        """Return ms of a pass over 0, 1, ... max_blocks (or more) blocks, from a cache."""
-        known = self._draft_ms.get(rows)
-        if known is None or max_blocks >= len(known):
-            known = self._draft_ms[rows] = self._padded_draft(np.arange(2 * max_blocks + 2), rows)
-            known[0] = 0.0
-        return known
-
-    def _padded_draft(self, blocks: NDArray[np.int64], rows: int) -> Floats:
-        passes = self._sizes.draft_passes(rows) if self._sizes else ()
-        if not passes:
+    def _draft_ms(self, blocks: NDArray[np.int64], rows: int) -> Floats:
+        if not (self._sizes and (passes := self._sizes.draft_passes(rows))):
             return self._draft_at(blocks, rows)
-        return _staircase([up_to for up_to, _ in passes], [self._draft_at(*size) for size in passes], blocks)
+        if rows not in self._draft_stairs:
+            at_size = {count: float(self._draft_at(count, width)) for count, width in passes}
+            self._draft_stairs[rows] = _curve({0: 0.0} | at_size)
+        return _stairs(self._draft_stairs[rows], blocks)
 
     def _draft_at(self, blocks: Any, rows: int) -> Floats:
         width = next((width for width in self.widths if width >= rows), self.widths[-1])
-        return _interpolate(self._draft[width], np.asarray(blocks))
+        return _interpolate(self._draft[width], blocks)
 
-    def _target(self, seqs: int, max_drafts: int) -> Floats:
-        """Return ms of a target pass over `seqs` sequences with 0, 1, ... max_drafts (or more) drafts, from a cache."""
-        known = self._target_ms.get(seqs)
-        if known is None or max_drafts >= len(known):
-            known = self._target_ms[seqs] = self._padded_target(seqs, np.arange(2 * max_drafts + 2))
-        return known
-
-    def _padded_target(self, seqs: int, drafts: NDArray[np.int64]) -> Floats:
-        passes = self._sizes.target_passes(seqs) if self._sizes else ()
-        if not passes:
+    def _target_ms(self, seqs: int, drafts: NDArray[np.int64]) -> Floats:
+        if not self._sizes:
             return self._target_at(seqs, drafts)
-        return _staircase([up_to for _, up_to in passes], [self._target_at(*size) for size in passes], drafts)
+        if seqs not in self._target_stairs:
+            passes = self._sizes.target_passes(seqs)
+            self._target_stairs[seqs] = _curve({most: float(self._target_at(n, most)) for n, most in passes})
+        return _stairs(self._target_stairs[seqs], drafts)
 
     def _target_at(self, seqs: int, drafts: Any) -> Floats:
-        """Interpolate between the next smaller and the next larger measured number of sequences."""
-        above = min(int(np.searchsorted(self._plain[:, 0], seqs)), len(self._plain) - 1)
-        below = max(above - 1, 0)
-        low, high = self._plain[below, 0], self._plain[above, 0]
-        share = min(max((seqs - low) / (high - low), 0.0), 1.0) if high > low else 1.0
-        verify = sum(
-            part * _interpolate(self._verify[i], drafts) for i, part in ((below, 1 - share), (above, share)) if part
-        )
-        ms: Floats = _interpolate(self._plain, np.array(seqs)) + verify
-        return ms
+        """Interpolate between the next smaller and the next larger timed number of sequences."""
+        place = float(np.interp(seqs, self.seqs, np.arange(len(self.seqs))))
+        below, share = int(place), place % 1
+        verify = (1 - share) * _interpolate(self._verify[below], drafts)
+        if share:
+            verify = verify + share * _interpolate(self._verify[below + 1], drafts)
+        return _interpolate(self._plain, seqs) + verify
 
 
-def _staircase(ends: Sequence[int], ms: Sequence[Floats], counts: NDArray[np.int64]) -> Floats:
-    """Return for each count the ms of the first end that is no smaller, else of the last."""
-    return np.array(ms)[np.searchsorted(ends[:-1], counts)]
+def _curve(points: Mapping[int, float]) -> Curve:
+    """Return points with no cost below that of a smaller count: a smaller count that took longer was held up."""
+    counts = sorted(points)
+    return np.array(counts, dtype=float), np.maximum.accumulate([points[count] for count in counts])
 
 
-def _interpolate(points: Floats, sizes: Any) -> Floats:
-    last_size, last_ms = points[-1]
-    beyond = last_ms * sizes / max(last_size, 1)
-    return np.where(sizes > last_size, beyond, np.interp(sizes, points[:, 0], points[:, 1]))
+def _stairs(curve: Curve, counts: NDArray[np.int64]) -> Floats:
+    """Return for each count the ms of the first one of the curve that is no smaller, else of the last."""
+    return np.asarray(curve[1][np.searchsorted(curve[0][:-1], counts)])
+
+
+def _interpolate(curve: Curve, counts: Any) -> Floats:
+    """Return ms that are proportional beyond the last count."""
+    return np.asarray(np.interp(counts, *curve) * np.maximum(1.0, np.asarray(counts) / max(curve[0][-1], 1.0)))

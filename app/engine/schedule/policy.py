@@ -1,6 +1,6 @@
 """Numbers of drafts that a step verifies of each sequence, and the width of draft blocks.
 
-Verification emits the target's own tokens whatever is decided here, so the policy changes speed alone. It maximises the
+Verification emits the target's own tokens whatever is decided here, so the policy changes speed only. It maximises the
 tokens per second of the whole batch: a step of S sequences that verifies N drafts out of D blocks of W rows emits S +
 (accepted drafts) tokens in `CostTable.step_ms(S, D, W, N)`. Acceptance is estimated from earlier steps, so nothing is
 read from the device before the target runs. No torch, no clock.
@@ -12,34 +12,27 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from app.engine.schedule.costs import CostTable
-
-Floats = NDArray[np.float64]
+from app.engine.schedule.costs import CostTable, Floats
 
 # The values below were chosen by replays of recorded acceptance (tests/exhaustive/test_policy_loads.py).
 _MEMORY, _OWN_MEMORY = 0.99, 0.9
-"""Weight that an outcome keeps after the next outcome of any sequence, and after the next one of its own."""
-_PRIOR_DRAFTS = 11.0
-"""Drafts of all sequences that weigh as much as `_OPTIMISM`."""
+"""Weight that an outcome keeps after the next outcome of any sequence, and after the next one of the same sequence."""
+_OPTIMISM, _PRIOR_DRAFTS = 0.86, 11.0
+"""Acceptance before anything is known, and the drafts that weigh as much. It is high, because only drafting shows what
+drafts are worth."""
 _OWN_PRIOR_DRAFTS = np.array([1.0, 3.0, 20.0, 100.0])
 """Drafts of one sequence that weigh as much as the prior from all: few if texts differ, many if they are alike. The
 number that has predicted the last outcomes best is used."""
-_OPTIMISM = 0.86
-"""Acceptance before anything is known: high, because only drafting shows what drafts are worth."""
 _RAREST = 1e-3
 """Chances stay this far from 0 and 1, so that odds are finite."""
 _WORTH_DRAFTING = 1.03
 """Expected gain below which plain decoding is kept, because its speed is known."""
-_WHOLE_BLOCKS = 1.02
-"""Preference of whole blocks: equal widths run faster than ragged ones."""
 _PROBE_SHARE, _PROBE_DRAFTS = 0.012, 5
 """Share of the time spent on probes of plain sequences, and the drafts that one probe verifies."""
-_SURPRISE = 0.1
-"""A probe that is accepted whole although that was less likely than this shows that the text has changed."""
-_KEPT_AT_SURPRISE = 0.3
-"""Weight that older outcomes of all sequences keep then, because other texts may have changed too."""
+_SURPRISE, _KEPT_AT_SURPRISE = 0.1, 0.3
+"""A probe that is accepted whole although that was less likely than the first shows that the text has changed. The
+outcomes of all sequences then keep the second as their weight, because other texts may have changed too."""
 _MAX_STEPS = 16
 """Steps that a decision holds for, because deciding costs more than a plain step's other host work."""
 _DISAPPOINTING = 4
@@ -53,30 +46,12 @@ class Widths(NamedTuple):
     block: int
 
 
-class Acceptance:
-    """Outcomes of drafts by position `[b - 1]` over all sequences, older ones fading.
-
-    `tried` counts the drafts whose predecessors in the block were accepted, `accepted` those accepted themselves.
-    """
-
-    def __init__(self, num_drafts: int) -> None:
-        self.tried, self.accepted = np.zeros(num_drafts), np.zeros(num_drafts)
-
-    def fade(self, weight: float) -> None:
-        self.tried *= weight
-        self.accepted *= weight
-
-    def record(self, verified: int, accepted: int) -> None:
-        self.tried[: min(accepted + 1, verified)] += 1
-        self.accepted[:accepted] += 1
-
-
 @dataclass(slots=True)
 class History:
-    """One sequence: its own fading outcomes, and the last decision about it.
+    """One sequence: its fading outcomes, and the last decision about it.
 
-    `expected` is how many of `tried` the prior expected to be accepted. `chances` `[W, b - 1]` are the estimates of
-    acceptance by position, once all predecessors are accepted, under each of the W `_OWN_PRIOR_DRAFTS`.
+    `expected` is the number of `tried` drafts that the prior expected to be accepted. `chances` `[W, b - 1]` are the
+    estimates of acceptance by position, once all predecessors are accepted, under each of the W `_OWN_PRIOR_DRAFTS`.
     """
 
     first_step: int
@@ -90,17 +65,17 @@ class History:
     is_probed: bool = False
 
 
-def priors(first: Acceptance, later: Acceptance) -> tuple[float, Floats]:
+def priors(tried: Floats, accepted: Floats) -> tuple[float, Floats]:
     """Return mean acceptance, and by position for first and later blocks of a sequence, `[2, b - 1]`.
 
-    Later positions are harder in like manner everywhere, so all blocks share one curve. Later blocks mostly begin where
-    a draft was refused, so each kind shifts the curve by its own odds.
+    `tried` `[2, b - 1]` counts the drafts whose predecessors in the block were accepted, `accepted` those accepted
+    themselves. Both kinds of blocks share one curve, because later positions are harder in like manner. Later blocks
+    mostly begin where a draft was refused, so each kind shifts the odds of the curve.
     """
-    tried, accepted = first.tried + later.tried, first.accepted + later.accepted
     mean = float((accepted.sum() + _PRIOR_DRAFTS * _OPTIMISM) / (tried.sum() + _PRIOR_DRAFTS))
-    curve = (accepted + _PRIOR_DRAFTS * mean) / (tried + _PRIOR_DRAFTS)
-    own = [(kind.tried.sum(), kind.accepted.sum(), (kind.tried * curve).sum()) for kind in (first, later)]
-    return mean, shifted(np.stack((curve, curve)), np.array(own), mean, _PRIOR_DRAFTS)
+    curve = (accepted.sum(axis=0) + _PRIOR_DRAFTS * mean) / (tried.sum(axis=0) + _PRIOR_DRAFTS)
+    own = np.stack([tried.sum(axis=1), accepted.sum(axis=1), (tried * curve).sum(axis=1)], axis=1)
+    return mean, shifted(np.stack((curve, curve)), own, mean, _PRIOR_DRAFTS)
 
 
 def shifted(curves: Floats, own: Floats, mean: float, prior_drafts: float) -> Floats:
@@ -129,14 +104,13 @@ def best_widths(survival: Floats, costs: CostTable) -> list[int]:
     plain = [0] * len(survival)
     if not (survival > 0).any():
         return plain
-    _, rate, drafts = max(
-        (_best_of_block(survival[:, : rows - 1], rows, costs) for rows in costs.widths), key=itemgetter(0)
-    )
+    best = (_best_of_block(survival[:, : rows - 1], rows, costs) for rows in costs.widths)
+    rate, drafts = max(best, key=itemgetter(0))
     return drafts if rate > _WORTH_DRAFTING * len(plain) / float(costs.step_ms(len(plain), 0, 0, 0)) else plain
 
 
-def _best_of_block(survival: Floats, rows: int, costs: CostTable) -> tuple[float, float, list[int]]:
-    """Return (preference, tokens per ms, drafts) of the best choice with blocks of `rows` rows."""
+def _best_of_block(survival: Floats, rows: int, costs: CostTable) -> tuple[float, list[int]]:
+    """Return (tokens per ms, drafts) of the best choice with blocks of `rows` rows."""
     num_seqs, num_drafts = survival.shape
     order = np.argsort(-survival.sum(axis=1), kind="stable")
     most = int((survival[:, 0] > 0).sum())
@@ -146,15 +120,12 @@ def _best_of_block(survival: Floats, rows: int, costs: CostTable) -> tuple[float
     tokens = num_seqs + np.cumsum(likeliest, axis=1)
     rates = tokens / costs.step_ms(num_seqs, drafting[:, None], rows, np.arange(1, num_seqs * num_drafts + 1))
     # Equally likely drafts are verified together, so a choice between them would cost more than its rate says.
-    ends = np.diff(likeliest, axis=1, append=-1.0) < 0
-    preference = np.where(ends, rates, 0.0)
-    whole = np.arange(len(drafting)), drafting * num_drafts - 1
-    preference[whole] *= np.where((drafting > 1) | (rows == costs.widths[-1]), _WHOLE_BLOCKS, 1.0)
-    size, last = np.unravel_index(preference.argmax(), rates.shape)
+    rates[np.diff(likeliest, axis=1, append=-1.0) == 0] = 0.0
+    size, last = np.unravel_index(rates.argmax(), rates.shape)
     drafts = np.zeros(num_seqs, dtype=np.int64)
     chosen = order[: drafting[size]]
     drafts[chosen] = (survival[chosen] >= likeliest[size, last]).sum(axis=1)
-    return float(preference[size, last]), float(rates[size, last]), drafts.tolist()
+    return float(rates[size, last]), drafts.tolist()
 
 
 class Policy:
@@ -170,14 +141,15 @@ class Policy:
         self.fixed_block = width or block_size
         self.histories: dict[Hashable, History] = {}
         self.num_decisions = 0
-        self._first, self._later = Acceptance(block_size - 1), Acceptance(block_size - 1)
-        self._mean, self._priors = priors(self._first, self._later)
+        self._outcomes = np.zeros((2, 2, block_size - 1))  # tried and accepted, of first and later blocks, by position
+        self._curves = priors(*self._outcomes)[1]
+        self._surprise = np.zeros(len(_OWN_PRIOR_DRAFTS))  # of the last outcomes, under each prior
         self._decided_for: set[Hashable] = set()
-        self._surprise = np.zeros(len(_OWN_PRIOR_DRAFTS))
+        self._steps = self._steps_left = 0
+        probe = min(_PROBE_DRAFTS, block_size - 1)
+        # Time of one probe at most is saved up, so no two follow each other.
+        self._probe_ms = self._max_probe_ms = float(costs.step_ms(1, 1, probe + 1, probe)) if costs else 0.0
         self._probes_all = False
-        self._steps = 0
-        self._steps_left = 0
-        self._probe_ms = self._max_probe_ms
 
     def choose(self, wanted: Sequence[tuple[Hashable, int]]) -> Widths:
         """Return the widths of a step for (sequence, most drafts that it may verify)."""
@@ -188,9 +160,10 @@ class Policy:
         if self._steps_left < 0 or {sequence for sequence, _ in wanted} != self._decided_for:
             self._decide(wanted, self.costs)
         histories = [self.histories[sequence] for sequence, _ in wanted]
-        drafts = [min(history.drafts, limit) for history, (_, limit) in zip(histories, wanted, strict=True)]
+        limits = [limit for _, limit in wanted]
+        drafts = [min(history.drafts, limit) for history, limit in zip(histories, limits, strict=True)]
         block = 1 + max((history.drafts for history in histories), default=0)
-        return self._probe(histories, [limit for _, limit in wanted], Widths(drafts, block), self.costs)
+        return self._probe(histories, limits, Widths(drafts, block), self.costs)
 
     def record_acceptance(self, sequence: Hashable, verified: int, accepted: int) -> None:
         """Learn how many of a sequence's verified drafts were accepted."""
@@ -201,27 +174,22 @@ class Policy:
         if accepted < verified:
             likelihood *= 1 - history.chances[:, accepted]
         self._surprise = _MEMORY * self._surprise - np.log(likelihood)
-        if history.is_probed:
-            history.is_probed = False
+        if history.is_probed or _DISAPPOINTING * accepted < verified:
             self._steps_left = 0
-            if accepted == verified and likelihood[self._surprise.argmin()] < _SURPRISE:
-                history.tried = history.accepted = history.expected = 0.0
-                history.has_drafted = False
-                self._probes_all = True
-                self._surprise[:] = 0.0
-                for kind in (self._first, self._later):
-                    kind.fade(_KEPT_AT_SURPRISE)
-        elif _DISAPPOINTING * accepted < verified:
-            self._steps_left = 0
-        is_later = self._is_later(history)
-        for kind in (self._first, self._later):
-            kind.fade(_MEMORY)
-        (self._later if is_later else self._first).record(verified, accepted)
-        tried = min(accepted + 1, verified)
+        if history.is_probed and accepted == verified and likelihood[self._surprise.argmin()] < _SURPRISE:
+            history.tried = history.accepted = history.expected = 0.0
+            history.has_drafted = False
+            self._surprise[:] = 0.0
+            self._outcomes *= _KEPT_AT_SURPRISE
+            self._probes_all = True
+        kind, tried = self._kind(history), min(accepted + 1, verified)
+        self._outcomes *= _MEMORY
+        self._outcomes[0, kind, :tried] += 1
+        self._outcomes[1, kind, :accepted] += 1
         history.tried = _OWN_MEMORY * history.tried + tried
         history.accepted = _OWN_MEMORY * history.accepted + accepted
-        history.expected = _OWN_MEMORY * history.expected + float(self._priors[int(is_later), :tried].sum())
-        history.has_drafted = True
+        history.expected = _OWN_MEMORY * history.expected + float(self._curves[kind, :tried].sum())
+        history.has_drafted, history.is_probed = True, False
 
     def record_time(
         self, seqs: int, blocks: int, rows: int, drafts: int, ms: float, *, prefilled: bool = False
@@ -239,25 +207,19 @@ class Policy:
             self._decided_for.discard(sequence)
             self._steps_left = 0
 
-    @property
-    def _max_probe_ms(self) -> float:
-        """Time of one probe, so that no run of probes is saved up for."""
-        drafts = min(_PROBE_DRAFTS, self.block_size - 1)
-        return float(self.costs.step_ms(1, 1, drafts + 1, drafts)) if self.costs else 0.0
-
-    def _is_later(self, history: History) -> bool:
-        """Return True if the next block follows a drafted one or stands a block's length into the answer."""
-        return history.has_drafted or self._steps - history.first_step >= self.block_size
+    def _kind(self, history: History) -> int:
+        """Return 1 if the next block follows a drafted one or is a block's length into the answer, else 0."""
+        return int(history.has_drafted or self._steps - history.first_step >= self.block_size)
 
     def _decide(self, wanted: Sequence[tuple[Hashable, int]], costs: CostTable) -> None:
-        self._mean, self._priors = priors(self._first, self._later)
+        mean, self._curves = priors(*self._outcomes)
         for sequence, _ in wanted:
             if sequence not in self.histories:
-                self.histories[sequence] = History(self._steps, self._priors)
+                self.histories[sequence] = History(self._steps, self._curves)
         histories = [self.histories[sequence] for sequence, _ in wanted]
-        curves = self._priors[[int(self._is_later(history)) for history in histories]]
+        curves = self._curves[[self._kind(history) for history in histories]]
         own = np.array([(history.tried, history.accepted, history.expected) for history in histories]).reshape(-1, 3)
-        chances = np.stack([shifted(curves, own, self._mean, drafts) for drafts in _OWN_PRIOR_DRAFTS], axis=1)
+        chances = np.stack([shifted(curves, own, mean, drafts) for drafts in _OWN_PRIOR_DRAFTS], axis=1)
         survival = chances[:, self._surprise.argmin()].cumprod(axis=1)
         # Sequences near their end draft on although they gain little, because slow ones keep others waiting.
         may_draft = np.array([limit > 0 for _, limit in wanted], dtype=bool).reshape(-1, 1)

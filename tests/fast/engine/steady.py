@@ -7,9 +7,8 @@ import pytest
 
 from app.engine import core
 from app.engine.load import engine as build
-from app.engine.load.cost_table import cost_table, shapes
 from app.engine.load.sizes import Sizes
-from app.engine.schedule.costs import CostTable
+from app.engine.schedule.costs import CostTable, shapes
 from app.engine.step.runner import ModelRunner
 
 
@@ -23,7 +22,7 @@ def steady_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         runner: ModelRunner, sizes: Sizes, num_pages: int, on_progress: object = None, *, overlap: bool = False
     ) -> CostTable:
         timed = [shape for seqs in (1, sizes.max_num_seqs) for shape in shapes(seqs, sizes.block_size)]
-        return cost_table({s: 9.0 + s.seqs + s.drafting * (0.05 * s.block + 0.1 * s.rows) for s in timed})
+        return CostTable({s: 9.0 + s.seqs + s.drafting * (0.05 * s.block + 0.1 * s.rows) for s in timed})
 
     ticks = count()
     monkeypatch.setattr(build, "measure_costs", costs)

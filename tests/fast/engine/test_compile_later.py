@@ -22,7 +22,6 @@ from app.engine.load import compile as building
 from app.engine.load import compile_later
 from app.engine.load.compile import compile_missing, is_compiled, load_kept
 from app.engine.load.compile_later import COMMAND, Compiling
-from app.engine.schedule.costs import CostTable
 from app.engine_config import EngineConfig
 
 PATIENCE = 600.0
@@ -30,16 +29,13 @@ PATIENCE = 600.0
 
 def engine(free: int = 1 << 40) -> Any:
     """An engine with a KV pool of 8 GiB, whose memory is not written."""
-    costs = CostTable([(1, 2.0)], {2: [(1, 1.0)]}, [[(0, 0.0), (1, 0.5)]])
     part = torch.empty(1 << 30, device="meta")
     runner = SimpleNamespace(
         forward="forward",
         backend=SimpleNamespace(memory=lambda: (free, free)),
         pools=[SimpleNamespace(all_layers=LayerKv(part, part))],
     )
-    core = SimpleNamespace(runner=runner, scheduler=SimpleNamespace(policy=None))
-    core.scheduler.policy = SimpleNamespace(costs=costs)
-    return SimpleNamespace(core=core)
+    return SimpleNamespace(core=SimpleNamespace(runner=runner))
 
 
 def ended(compiling: Compiling) -> None:
@@ -85,20 +81,16 @@ def test_a_process_that_fails_costs_one_line_and_the_engine_goes_on(
 
 
 def test_what_was_compiled_is_taken_up_by_the_thread_that_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The costs of steps are learnt anew. Their process gets the settings, and the number of threads."""
+    """The process gets the settings, and the number of threads."""
     taken: list[Any] = []
     monkeypatch.setattr(compile_later, "load_kept", lambda forward: [forward])
     monkeypatch.setattr(compile_later, "take_up", lambda runner, compiled: taken.append(compiled))
     command = "import sys; assert sys.stdin.readline() == '{}\\n' and int(sys.argv[1]) > 0"
     with compiling(command) as found:
-        costs = found._engine.core.scheduler.policy.costs
-        for _ in range(200):
-            costs.refine(1, 0, 2, 0, 2.0)
-        settled = costs._scales[0]._covariance[0, 0]
         found._thread.join(PATIENCE)
         assert not taken
         ended(found)
-    assert taken == [["forward"]] and costs._scales[0]._covariance[0, 0] > 2 * settled
+    assert taken == [["forward"]]
 
 
 def test_closing_ends_the_process_and_what_it_has_started(tmp_path: Path) -> None:

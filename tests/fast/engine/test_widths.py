@@ -150,7 +150,7 @@ def test_sizes_that_the_pages_do_not_hold_are_not_timed(tmp_path: Path) -> None:
     config = {"target": pair.target, "draft": pair.draft, "page_size": 8, "max_num_batched_tokens": 64}
     built = build_engine(EngineConfig(device="cpu", max_num_seqs=8, **UNTIMED | config))
     timed = measure_costs(built.core.runner, built.sizes, num_pages=3)
-    assert timed._plain[-1, 0] == 2, "8 rows a page: two sequences on three pages, the next size has four"
+    assert timed.seqs == [1, 2], "8 rows a page: two sequences on three pages, the next size has four"
 
 
 def test_what_held_a_step_up_while_it_was_timed_is_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
