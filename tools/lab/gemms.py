@@ -125,9 +125,9 @@ def ours(shape: tuple[int, int], num_rows: int) -> dict[str, Multiply]:
     """Return the ways of our kernel of few rows that take such a product."""
     from app.engine.cuda import products
 
-    ways = [way for way in products.WAYS if num_rows <= products.MAX_ROWS]
+    ways = [way for way in products.VARIANTS if num_rows <= products.MAX_ROWS]
     fit = [way for way in ways if products.fits(way, *shape, num_rows, gated=False)]
-    return {str(way): partial(products.linear, way=way) for way in fit}
+    return {str(way): partial(products.linear, variant=way) for way in fit}
 
 
 def expected_seconds(size: float, operations: float) -> float:

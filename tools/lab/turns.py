@@ -24,11 +24,9 @@ from tools.report.part import Part, Result
 ANSWER = 256
 ROUNDS = 6
 FIRST = "DFlash"
-NOTHING_TUNED: dict[str, Any] = {"_tiles": {}, "_products": {}, "_choices": {}, "_prompts": {}, "_joined": {}}
-NOTHING_TUNED |= {"_chained_rows": False}
+NOTHING_TUNED: dict[str, Any] = {"tiles": {}, "products": {}, "chained": False}
 """Attributes of a CudaBackend that has chosen no launch by timing."""
 ATTENTION: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "attention's chaining the other way": lambda at: {"chained": not at.chained},
     "half of attention's splits": lambda at: {"splits": max(1, at.splits // 2)},
     "twice attention's splits": lambda at: {"splits": min(MOST_SPLITS, 2 * at.splits)},
 }
@@ -84,25 +82,14 @@ def others(engine: Engine, concurrency: int) -> dict[str, Way]:
     if any(chosen != "default" for chosen in engine.tuned.values()):
         with patch.multiple(own.backend, **NOTHING_TUNED):
             found[f"{FIRST}, launches by default"] = Way(captured(engine, own, concurrency))
-    for name, changed in chained_otherwise(own.backend).items():
-        with patch.multiple(own.backend, **changed):
-            found[f"{FIRST}, {name}"] = Way(captured(engine, own, concurrency))
+    if hasattr(own.backend, "chained"):
+        with patch.object(own.backend, "chained", not own.backend.chained):
+            found[f"{FIRST}, chaining the other way"] = Way(captured(engine, own, concurrency))
     for name, change in ATTENTION.items() if hasattr(own.backend, "geometry") else ():
         with changed_attention(own.backend, change) as differs:
             runner = captured(engine, own, concurrency)
         if differs:
             found[f"{FIRST}, {name}"] = Way(runner)
-    return found
-
-
-def chained_otherwise(backend: Any) -> dict[str, dict[str, Any]]:
-    """Return attributes that chain what a CudaBackend does not, and do not chain what it does."""
-    found: dict[str, dict[str, Any]] = {}
-    if hasattr(backend, "_chained_rows"):
-        found["norms' chaining the other way"] = {"_chained_rows": not backend._chained_rows}
-    if chosen := getattr(backend, "_products", {}):
-        ways = {key: way._replace(chained=1 - way.chained) for key, way in chosen.items()}
-        found["products' chaining the other way"] = {"_products": ways}
     return found
 
 

@@ -1,8 +1,6 @@
-"""Backend on CUDA GPUs: kernels in Triton and cuBLAS, and graphs. docs/cuda.md describes each kernel.
+"""Backend on CUDA GPUs: kernels in Triton and cuBLAS, and graphs. docs/cuda.md describes each kernel."""
 
-Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
-"""
-
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,11 +13,10 @@ from app.engine.cuda import experts, gated_delta, integers, prefill, products, r
 from app.engine.cuda import tune as tuning
 from app.engine.cuda.attention import TILE_ROWS, Geometry, Tile, geometry, paged_attention
 from app.engine.cuda.graph import CudaGraph
-from app.engine.cuda.prefill import Ragged
+from app.engine.cuda.prefill import Packed
 from app.engine.cuda.products import Product
-from app.engine.cuda.timed_launches import Questions
 from app.engine.cuda.torch_backend import TorchCudaBackend
-from app.engine.cuda.tune import Seconds, Way
+from app.engine.cuda.tune import Measure, Question
 from app.engine.device.base import (
     AttentionMask,
     AttentionMetadata,
@@ -34,6 +31,8 @@ from app.engine.device.graph import Graph
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.errors import UnsupportedError
 
+logger = logging.getLogger(__name__)
+
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FEW_ROWS = 16
 """Rows an expert, on average, up to which our kernel is used: those of its tile, so each weight is read about once."""
@@ -43,7 +42,10 @@ class CudaBackend(TorchCudaBackend):
     """Backend with kernels in Triton.
 
     Groups of at most TILE_ROWS rows a sequence, on average, go through our attention, which reads all lengths on the
-    device. Prompts go through PyTorch's, unless `tune` chose ours. On a CPU the kernels run in Triton's interpreter.
+    device. Prompts go through PyTorch's. On a CPU the kernels run in Triton's interpreter.
+
+    `tiles`, `products` and `chained` are what `tune` chose: variants of attention by heads, those of products by their
+    key, and whether launches begin before the previous kernel ends.
     """
 
     captures = True
@@ -51,18 +53,16 @@ class CudaBackend(TorchCudaBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
-        self._tiles: dict[tuple[bool, int, int], Tile] = {}
-        self._products: dict[tuple[int, int, bool, int], Product] = {}
-        self._choices: dict[tuple[int, int, int], Product] = {}
-        self._prompts: dict[bool, Way] = {}
-        self._has_sinks = False
-        self._joined: dict[tuple[bool, int, int], set[int]] = {}
-        self._chained_rows = False
+        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 4
+        self.tiles: dict[Heads, Tile] = {}
+        self.products: dict[products.Key, Product] = {}
+        self.chained = False
+        self.packs_prompts = self.on_gpu
+        """True if `varlen_attn` reads prompts, which `check` tries."""
         self._graph_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         # PyTorch's default stream for captures is shared, and the end of another engine's graph frees the cuBLAS
-        # workspace of that stream.
-        self._capture_stream = torch.cuda.Stream(device) if self.on_gpu else None
+        # workspace of that stream. Streams are handed out in turn from 32 of each priority, and timings take others.
+        self._capture_stream = torch.cuda.Stream(device, priority=-1) if self.on_gpu else None
 
     def check(self, head_dim: int, block_size: int, page_size: int, dtype: torch.dtype) -> None:
         if head_dim not in HEAD_DIMS:
@@ -72,30 +72,28 @@ class CudaBackend(TorchCudaBackend):
                 f"a block of {block_size} rows: a GPU verifies {TILE_ROWS} at most; "
                 f"give --num-speculative-tokens {TILE_ROWS - 1}"
             )
+        if self.packs_prompts and (reason := prefill.why_not(self.device, dtype, head_dim)):
+            self.packs_prompts = False
+            logger.info("prompts go through attention with masks and not through varlen_attn: %s", reason)
 
     def pack_sinks(self, sinks: Tensor) -> Tensor:
-        self._has_sinks = True
+        self.packs_prompts = False  # `varlen_attn` has no sinks
         return super().pack_sinks(sinks)
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return None for our attention, else the plan of PyTorch's."""
         if sum(meta.query_lens) <= TILE_ROWS * len(meta.query_lens):
             return None
-        return self._prompt_plan(meta, mask, self._prompts.get(max(meta.host_seq_lens) > timed_launches.LONG), group)
-
-    def _prompt_plan(self, meta: AttentionMetadata, mask: AttentionMask, way: Way | None, group: int) -> Any:
-        if way == timed_launches.OURS:
-            return None
-        if way == timed_launches.RAGGED and mask.causal and sum(meta.host_seq_lens) <= self.max_gathered_tokens:
-            return prefill.ragged(meta, mask.window)
+        if self.packs_prompts and mask.causal and sum(meta.host_seq_lens) <= self.max_gathered_tokens:
+            return prefill.pack(meta, mask.window)
         return super().plan_attention(meta, mask, group)
 
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
         plan = meta.plans[mask]
-        if isinstance(plan, Ragged):
-            assert sinks is None, "no other way to read their prompts was timed"
+        if isinstance(plan, Packed):
+            assert sinks is None
             return prefill.attention(q_thd, kv, plan)
         if plan is not None:
             return super().attention(q_thd, kv, meta, mask, sinks)
@@ -103,48 +101,43 @@ class CudaBackend(TorchCudaBackend):
 
     def geometry(self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata) -> Geometry:
         """Return the shape of the launch. A graph holds that of its capture."""
-        kv_heads, dim = kv.k.shape[2:]
-        group = q_thd.shape[1] // kv_heads
-        kind = max(meta.query_lens) <= 1 and not self.batch_invariant, group, dim
+        heads = Heads(q_thd.shape[1], *kv.k.shape[2:])
+        plain = max(meta.query_lens) <= 1 and not self.batch_invariant
         return geometry(
             meta.query_lens,
-            group,
-            kv_heads,
+            heads.num_heads // heads.num_kv_heads,
+            heads.num_kv_heads,
             kv.k.dtype,
-            self._multiprocessors,
-            dim,
-            self._tiles.get(kind),
+            self.multiprocessors,
+            heads.head_dim,
+            self.tiles.get(heads) if plain else None,
             fixed=self.batch_invariant,
-            joined=self._joined.get(kind, ()),
+            chained=self.chained,
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rows.rms_norm(x, weight, eps, chained=self._chained_rows)
+        return rows.rms_norm(x, weight, eps, chained=self.chained)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rows.add_rms_norm(x, residual, weight, eps, chained=self._chained_rows)
+        return rows.add_rms_norm(x, residual, weight, eps, chained=self.chained)
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        way = self._product(x, gate_up, gated=True)
-        if way is None:
-            return self.linear(rows.silu_mul(F.linear(x, gate_up), chained=self._chained_rows), down)
-        return self.linear(products.linear(x, gate_up, way, gated=True), down)
+        variant = self._variant(x, gate_up, gated=True)
+        if variant is None:
+            return self.linear(rows.silu_mul(F.linear(x, gate_up), chained=self.chained), down)
+        return self.linear(products.linear(x, gate_up, variant, gated=True, chained=self.chained), down)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        way = self._product(x, weight) if bias is None else None
-        return super().linear(x, weight, bias) if way is None else products.linear(x, weight, way)
+        variant = self._variant(x, weight) if bias is None else None
+        if variant is None:
+            return super().linear(x, weight, bias)
+        return products.linear(x, weight, variant, chained=self.chained)
 
-    def choose(self, hidden: Tensor, lm_head: Tensor, lost: int) -> Tensor | None:
-        if not self._choices or not 0 < len(hidden) <= products.MAX_ROWS:
+    def _variant(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> Product | None:
+        """Return the variant that was chosen for this product, or None for PyTorch's."""
+        if not self.products or len(x) > products.MAX_ROWS:
             return None
-        way = self._choices.get((*lm_head.shape, products.rows_up_to(len(hidden))))
-        return None if way is None else products.choose(hidden, lm_head, way, lost)
-
-    def _product(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> Product | None:
-        """Return the way that was chosen for this product, or None for PyTorch's."""
-        if not self._products or len(x) > products.MAX_ROWS:
-            return None
-        return self._products.get((*weight.shape, gated, products.rows_up_to(len(x))))
+        return self.products.get(products.key(weight, len(x), gated=gated))
 
     def tune(
         self,
@@ -152,48 +145,30 @@ class CudaBackend(TorchCudaBackend):
         weights: Mapping[str, Sequence[Tensor]],
         max_num_seqs: int,
         page_size: int,
-        seconds: Seconds | None = None,
+        measure: Measure | None = None,
     ) -> dict[str, str]:
-        """Choose how attention and products of few rows are launched, in 16 bits; `seconds` is a clock for tests."""
-        if seconds is None and not self.on_gpu:
+        """Choose variants of launches in 16 bits; `measure` is a clock for tests."""
+        if measure is None and not self.on_gpu:
             return {}
-        found = self.questions(decoders, weights, max_num_seqs, page_size)
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
-        clock = seconds or partial(tuning.seconds_in_a_graph, self.capture_apart)
-        chosen = tuning.tune(list(found.values()), clock, name, is_fatal=self.is_fatal)
-        shown = dict.fromkeys(chosen, "default")
-        for key, question in found.items():
-            way = chosen.get(question.name)
-            if way is not None and isinstance(key, timed_launches.OfAttention) and key.joining:
-                self._joined.setdefault(key[:3], set()).add(key.joining)
-                shown[question.name] = "added by the last program"
-            elif way is not None and isinstance(key, timed_launches.OfAttention):
-                self._tiles[key[:3]] = Tile(*way)
-                shown[question.name] = str(Tile(*way))
-            elif way is not None and isinstance(key, timed_launches.OfPrompts):
-                self._prompts[key.is_long], shown[question.name] = way, timed_launches.PROMPT_WAYS[way]
-            elif way is not None and isinstance(key, timed_launches.OfProduct):
-                self._products[key] = Product(*way)
-                shown[question.name] = str(self._products[key])
-            elif way is not None and isinstance(key, timed_launches.OfChoice):
-                self._choices[key] = Product(*way)
-                shown[question.name] = str(self._choices[key])
-            elif way is not None:
-                self._chained_rows, shown[question.name] = True, "chained"
-        return shown
+        questions = self.questions(decoders, weights, max_num_seqs, page_size)
+        measure = measure or partial(tuning.seconds_in_a_graph, self.capture_apart)
+        return tuning.tune(questions, measure, name, is_fatal=self.is_fatal)
 
     def questions(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
-    ) -> Questions:
-        """Return the launches that `tune` chooses."""
-        found = timed_launches.of_engine(decoders, weights, max_num_seqs, page_size, self._multiprocessors)
-        if not found or self._has_sinks:  # `varlen_attn` has no sinks
-            return found
-        target, (some, *_) = decoders[0], next(iter(weights.values()))
-        planned = partial(self._prompt_plan, group=target.num_heads // target.num_kv_heads)
-        for is_long in (False, True):
-            asked = timed_launches.prompts(target, some, page_size, planned, self.attention, is_long=is_long)
-            found[timed_launches.OfPrompts(*target, is_long)] = asked
+    ) -> list[Question]:
+        """Return the launches that `tune` times. Chaining comes last, because it is timed over what was chosen."""
+        if not (first := next(iter(weights.values()), None)) or first[0].dtype.itemsize != 2:
+            return []
+        found = [] if self.batch_invariant else [*timed_launches.of_products(weights, self.products)]
+        for heads in dict.fromkeys(decoders):
+            if heads.head_dim <= 128 and not self.batch_invariant:
+                sizes = max_num_seqs, page_size, self.multiprocessors
+                found.append(timed_launches.of_attention(heads, first[0], *sizes, self.tiles))
+        if "qkv" in weights:
+            switch = partial(setattr, self, "chained")
+            found.append(timed_launches.of_chaining(self, switch, decoders[0], weights, page_size))
         return found
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
@@ -217,7 +192,7 @@ class CudaBackend(TorchCudaBackend):
         return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
 
     def qkv_into_kv(self, projected: ProjectedRows) -> Tensor:
-        return rows.qkv_into_kv(projected, chained=self._chained_rows)
+        return rows.qkv_into_kv(projected, chained=self.chained)
 
     def context_into_kv(self, context: ContextRows) -> None:
         rows.context_into_kv(context)

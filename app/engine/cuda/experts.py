@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+from app.engine.cuda.launch import INTERPRETED, items_per_program
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, by_expert, router_logits
 
 BLOCK_M = 16
@@ -37,7 +37,7 @@ def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
     k = config.num_experts_per_tok
     shares = torch.empty(num_rows, k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
-    lines = lines_of_a_program(num_rows, on_gpu=4)
+    lines = items_per_program(num_rows, on_gpu=4)
     route[triton.cdiv(num_rows, lines),](
         logits,
         shares,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import INTERPRETED, lines_of_a_program
+from app.engine.cuda.launch import INTERPRETED, items_per_program
 from app.engine.device.gated_delta import GatedDeltaStep
 
 MAX_K_HEAD_DIM = 256
@@ -63,7 +63,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         COLUMNS=columns,
         num_warps=4,
     )
-    heads = lines_of_a_program(num_heads, on_gpu=1)
+    heads = items_per_program(num_heads, on_gpu=1)
     block_k, values = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
     if not INTERPRETED:
         values = min(values, STATE_OF_A_PROGRAM // block_k)

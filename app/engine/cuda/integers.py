@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.launch import lines_of_a_program
+from app.engine.cuda.launch import items_per_program
 
 PLACES_BLOCK = 128
 EMBED_BLOCK = 1024
@@ -62,7 +62,7 @@ def embed_blocks(anchors: Tensor, mask_token_id: int, block_size: int, embedding
     """Return `Backend.embed_blocks` `[D * b, H]`: the embedding of each anchor `[D]` and of b - 1 masks behind it."""
     num_rows, size = len(anchors) * block_size, embedding.shape[1]
     out = torch.empty(num_rows, size, dtype=embedding.dtype, device=embedding.device)
-    lines = lines_of_a_program(num_rows, on_gpu=1)
+    lines = items_per_program(num_rows, on_gpu=1)
     embed[triton.cdiv(num_rows, lines), triton.cdiv(size, EMBED_BLOCK)](
         anchors,
         embedding,
@@ -108,7 +108,7 @@ def verify(
     out = torch.empty(num_seqs, width + 1, dtype=choices.dtype, device=choices.device)
     if num_seqs == 0:  # All rows belong to chunks that do not end their prompt.
         return out
-    lines = lines_of_a_program(num_seqs, on_gpu=1)
+    lines = items_per_program(num_seqs, on_gpu=1)
     accept[triton.cdiv(num_seqs, lines),](
         choices,
         choices if drafts is None else drafts,

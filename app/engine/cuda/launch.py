@@ -18,19 +18,17 @@ def _nothing(x_ptr, SIZE: tl.constexpr):
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 """True in the interpreter. It holds bfloat16 as 16 bits, so products are computed in float32 there. A program of any
 size costs it milliseconds."""
-
-
-def lines_of_a_program(total: int, on_gpu: int) -> int:
-    """Return the number of lines that one program takes of `total`, a power of two."""
-    return triton.next_power_of_2(total) if INTERPRETED else on_gpu
-
-
 MAX_TILES = 1 << 14
+
+
+def items_per_program(total: int, on_gpu: int) -> int:
+    """Return how many of `total` items one program takes, a power of two."""
+    return triton.next_power_of_2(total) if INTERPRETED else on_gpu
 
 
 @cache
 def counters(device: torch.device) -> Tensor:
-    """Return a zero for each tile. The last program of a tile leaves a zero again, so every launch finds zeros.
+    """Return a zero for each tile. The last program of a tile resets its zero, so every launch finds zeros.
 
     Launches that share it must follow one another, as those of one stream do.
     """
@@ -39,12 +37,12 @@ def counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def wait_if_chained(CHAINED: tl.constexpr):
-    """Wait for the end of the kernel before, and let the next one begin to be launched. A kernel calls it first."""
+    """Wait for the end of the previous kernel, and allow the next one to be launched. A kernel calls it first."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def chain(*, on: bool) -> dict[str, Any]:
-    """Return options of a launch that may begin before the last kernel ends (programmatic dependent launch)."""
+    """Return options of a launch that may begin before the previous kernel ends (programmatic dependent launch)."""
     return {"CHAINED": on and not INTERPRETED, "launch_pdl": on}

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.cuda.halves import norm_of_halves, rope_of_halves
-from app.engine.cuda.launch import chain, lines_of_a_program, wait_if_chained
+from app.engine.cuda.launch import chain, items_per_program, wait_if_chained
 from app.engine.device.base import ContextRows, ProjectedRows
 
 HEADS_OF_A_PROGRAM = 8
@@ -50,7 +50,7 @@ def _norm(
 ) -> None:
     size = x.shape[-1]
     num_lines, block = x.numel() // size, triton.next_power_of_2(size)
-    lines = lines_of_a_program(num_lines, on_gpu=1)
+    lines = items_per_program(num_lines, on_gpu=1)
     norm[triton.cdiv(num_lines, lines),](
         x,
         residual,
@@ -104,7 +104,7 @@ def silu_mul(gate_up: Tensor, *, chained: bool = False) -> Tensor:
     """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    lines = lines_of_a_program(num_rows, on_gpu=1)
+    lines = items_per_program(num_rows, on_gpu=1)
     gated[triton.cdiv(num_rows, lines), triton.cdiv(size, SILU_BLOCK)](
         gate_up.contiguous(), out, num_rows, SIZE=size, LINES=lines, BLOCK=SILU_BLOCK, num_warps=4, **chain(on=chained)
     )
@@ -140,7 +140,7 @@ def qkv_into_kv(projected: ProjectedRows, *, chained: bool = False) -> Tensor:
     kv_heads = kv.k.shape[2]
     heads = all_heads - 2 * kv_heads
     q = torch.empty(num_rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    lines = lines_of_a_program(num_rows * all_heads, HEADS_OF_A_PROGRAM)
+    lines = items_per_program(num_rows * all_heads, HEADS_OF_A_PROGRAM)
     rope_and_write[triton.cdiv(num_rows * all_heads, lines),](
         qkv.contiguous(),
         q_norm,
@@ -228,7 +228,7 @@ def context_into_kv(context: ContextRows) -> None:
     kv_tl2hd, k_norm, _, eps, rotation, kv, slot_mapping = context
     num_rows, layers, _, kv_heads, dim = kv_tl2hd.shape
     num_lines = num_rows * layers * kv_heads
-    lines = lines_of_a_program(num_lines, HEADS_OF_A_PROGRAM)
+    lines = items_per_program(num_lines, HEADS_OF_A_PROGRAM)
     context_rope_and_write[triton.cdiv(num_lines, lines),](
         kv_tl2hd.contiguous(),
         k_norm.contiguous(),

@@ -36,7 +36,6 @@ class AttentionMetadata:
     `query_start_loc` [S + 1], `seq_lens` [S] and `page_table` [S, P] are int32 on the device. `query_lens` and
     `host_seq_lens` are the same lengths on the host, exact if the backend has `lengths_on_host`. Sequence lengths
     include the rows themselves. `plans` are results of `Backend.plan_attention`, one for all layers of a mask.
-    `of_forward` is what the layers of one forward share. It is empty when a forward begins, also within a capture.
     """
 
     query_start_loc: Tensor
@@ -46,7 +45,6 @@ class AttentionMetadata:
     host_seq_lens: list[int]
     page_size: int
     plans: dict[AttentionMask, Any] = field(default_factory=dict)
-    of_forward: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Heads(NamedTuple):
@@ -341,14 +339,6 @@ class Backend(ABC):
         """Return logits [R, V] of hidden states [R, H]: their sums in fp32 if the device can leave them so, else in the
         engine's dtype."""
         return self.linear(hidden, lm_head)
-
-    def choose(self, hidden: Tensor, lm_head: Tensor, lost: int) -> Tensor | None:
-        """Return the argmax [R] int64 of the logits of hidden states [R, H], without writing the logits.
-
-        Ties go to the lowest id, and a row whose best logit is NaN or infinite gets `lost`. None means that the device
-        has no operator of its own for so many rows.
-        """
-        return None
 
     def tune(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int

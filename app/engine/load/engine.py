@@ -200,8 +200,7 @@ def _load_runner(
     tuned = {}
     if config.tune == "auto" and comm.size == 1:  # ranks must launch alike, and their clocks would not agree
         heads = [Heads(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) for decoder in decoders]
-        of_target = matrices(target) | {"lm_head": [target.lm_head]}
-        tuned = backend.tune(heads, of_target, sizes.max_num_seqs, sizes.page_size)
+        tuned = backend.tune(heads, matrices(target), sizes.max_num_seqs, sizes.page_size)
     vocab = shape.vocab_size
     sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
     counts = TokenCounts(sizes.max_num_seqs, shape.vocab_size, backend)

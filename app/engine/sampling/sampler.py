@@ -54,8 +54,6 @@ class Sampler:
 
         A row whose best logit is NaN or infinite gets NOT_FINITE.
         """
-        if not draws and (found := self._chosen(hidden, lm_head, NOT_FINITE)) is not None:
-            return found
         chunks = []
         max_rows = self.max_rows if draws else self._max_greedy_rows
         for i, part in enumerate(torch.split(hidden, max_rows)):
@@ -71,8 +69,6 @@ class Sampler:
 
     def propose(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
         """Return the argmax [R] int64 for hidden states [R, H]; a row that is not finite gets any token."""
-        if (found := self._chosen(hidden, lm_head, 0)) is not None:
-            return found
         parts = torch.split(hidden, self._max_greedy_rows)
         chunks = [self._best(self._backend.logits(part, lm_head)) for part in parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
@@ -86,9 +82,6 @@ class Sampler:
         """Return the 23 bits of the noise, int32 and the same on every device."""
         token_hash = self._token_hash if tokens is None else self._token_hash[tokens]
         return self._mix(state[:, None] ^ token_hash) & ((1 << NOISE_BITS) - 1)
-
-    def _chosen(self, hidden: Tensor, lm_head: Tensor, lost: int) -> Tensor | None:
-        return self._backend.choose(hidden, lm_head, lost)
 
     def _greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return greedy(logits)

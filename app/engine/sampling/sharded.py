@@ -20,9 +20,6 @@ class ShardedSampler(Sampler):
         super().__init__(vocab_size, backend)
         self._comm = comm
 
-    def _chosen(self, hidden: Tensor, lm_head: Tensor, lost: int) -> None:
-        """Return None, because the best of all ranks needs logits or their values."""
-
     def _greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return `greedy` of all ranks' logits, for the rank's own [R, V / size]."""
         best, choice = logits.max(dim=-1)

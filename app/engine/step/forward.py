@@ -241,7 +241,6 @@ class Forward:
         return AttentionInputs(seq_ids, position_offsets, meta, decoder, (places[0], places[1]) if places else None)
 
     def _positions_and_slots(self, rows: AttentionInputs) -> tuple[Tensor, Tensor]:
-        rows.meta.of_forward.clear()
         if rows.places is not None:
             return rows.places
         row_numbers, meta = self.row_numbers[: len(rows.seq_ids)], rows.meta

@@ -27,9 +27,8 @@ from triton.runtime import driver
 from app.engine.cuda import experts, products
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.invariant import InvariantCudaBackend
-from app.engine.cuda.products import CHOICE_WAYS, FIXED_WAYS, WAYS, Product
-from app.engine.cuda.timed_launches import OF_BLOCKS, OF_ONE_ROW
-from app.engine.device.base import AttentionMask, AttentionMetadata, ContextRows, LayerKv, ProjectedRows
+from app.engine.cuda.timed_launches import ONE_ROW
+from app.engine.device.base import AttentionMask, AttentionMetadata, ContextRows, Heads, LayerKv, ProjectedRows
 from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from tools.lab.random_weights import BLOCK_SIZE, DRAFT_LAYERS, TARGETS
@@ -122,44 +121,26 @@ def launch_all(config: dict[str, Any], backend: CudaBackend) -> None:
         backend.advance_by_accepted(verified, numbers(num_seqs), numbers(rows), *(numbers(num_seqs) for _ in range(3)))
 
 
-def both(ways: list[Product]) -> list[Product]:
-    """Return ways, and the same as chained launches."""
-    return [*ways, *(chained for way in ways for chained in products.chained_ways(way))]
-
-
 def launch_products() -> None:
-    """Every way to multiply, gated and not, at each number of columns of a tile."""
-    for way, rows, gated in product(both(WAYS), (1, 32, 64), (False, True)):
-        if products.fits(way, 4096, 4096, rows, gated=gated):
-            products.linear(empty(rows, 4096), empty(8192, 4096), way, gated=gated)
-
-
-def launch_choices() -> None:
-    """The best logit, from one tile of rows and from tiles of any number."""
-    lm_head = empty(151936, 4096)
-    for way, rows in product(CHOICE_WAYS, (1, 64)):
-        if products.fits(way, *lm_head.shape, rows, gated=False):
-            products.choose(empty(rows, 4096), lm_head, way, -1)
-    for weight in (lm_head, empty(1024, 4096)):  # the head of a small vocabulary is in parts
-        for way in both([products.fixed_way(weight, 132)]):
-            products.fixed_choose(empty(512, 4096), weight, way, -1, 132)
+    """Every variant, gated and not, chained and not, at each number of columns of a tile."""
+    for variant, rows, gated, chained in product(products.VARIANTS, (1, 32, 64), (False, True), (False, True)):
+        if products.fits(variant, 4096, 4096, rows, gated=gated):
+            products.linear(empty(rows, 4096), empty(8192, 4096), variant, gated=gated, chained=chained)
 
 
 def launch_fixed_products() -> None:
-    """Products whose tiles are the same for any rows, in parts of programs and of one, for all types, with biases."""
+    """Products whose tiles are the same for any rows, in splits of programs and of one, for all types, with biases."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         weight, bias = empty(4096, 4096, dtype=dtype), empty(4096, dtype=dtype)
-        own = products.fixed_way(weight, 132)
-        assert own.splits > 1
-        for way in [own, *both(FIXED_WAYS)] if dtype == torch.bfloat16 else [own]:
-            for rows, given in product((16, 512), (None, bias)) if way[:-1] == own[:-1] else ((16, None), (512, None)):
-                products.fixed_linear(empty(rows, 4096, dtype=dtype), weight, given, way, 132)
+        assert products.fixed_variant(weight, 132).splits > 1
+        for rows, some, chained in product((16, 512), (None, bias), (False, True)):
+            products.fixed_linear(empty(rows, 4096, dtype=dtype), weight, some, 132, chained=chained)
 
 
 def launch_fixed_attention() -> None:
     """Attention whose parts have one size, over many programs and in one."""
     backend = InvariantCudaBackend(torch.device("cpu"))
-    backend._multiprocessors = 132
+    backend.multiprocessors = 132
     for heads, kv_heads, dim, dtype in [(32, 8, 128, torch.bfloat16), *MORE_ATTENTION]:
         kv = LayerKv(*(empty(4096, 16, kv_heads, dim, dtype=dtype) for _ in range(2)))
         for rows, mask in product((16, 2048), (*MASKS, *WINDOWED)) if dim <= 128 else ():
@@ -168,26 +149,21 @@ def launch_fixed_attention() -> None:
 
 
 def launch_timed() -> None:
-    """Ways of `--tune` beside other sizes: launches that may begin before the last kernel ends, and maps of tiles.
-
-    In others the last program of a tile adds its parts."""
-    plain, blocks = OF_ONE_ROW[0], OF_BLOCKS[0]
+    """Variants of `--tune`: attention of one row, and launches that may begin before the previous kernel ends."""
     kv = LayerKv(*(empty(4096, 16, 8, 128) for _ in range(2)))
-    kinds = (True, 4, 128), (False, 4, 128)
-    for backend_kind, chained, mapped, joined in product((CudaBackend, InvariantCudaBackend), (0, 1), (0, 1), (0, 1)):
-        backend = backend_kind(torch.device("cpu"))
-        backend._multiprocessors = 132
-        backend._joined = {kind: {2, 4, 8, 16} for kind in kinds} if joined else {}
-        ways = [way._replace(chained=chained, mapped=mapped) for way in (plain, blocks)]
-        backend._tiles, backend._chained_rows = dict(zip(kinds, ways, strict=True)), bool(chained)
-        for rows, mask in product(([1], [16], [1] * 4, [1] * 8, [1] * 32), MASKS):
+    rotation = empty(16, 1, 128), empty(16, 1, 128)
+    for kind, tile, chained in product((CudaBackend, InvariantCudaBackend), (None, *ONE_ROW), (False, True)):
+        backend = kind(torch.device("cpu"))
+        backend.multiprocessors, backend.chained = 132, chained
+        if tile:
+            backend.tiles = {Heads(32, 8, 128): tile}
+        for rows, mask in product(([1], [16], [1] * 32), MASKS):
             seqs = len(rows)
             meta = AttentionMetadata(numbers(seqs + 1), numbers(seqs), numbers(seqs, 100), rows, [], 16, {mask: None})
             backend.attention(empty(sum(rows), 32, 128), kv, meta, mask)
         backend.add_rms_norm(empty(16, 4096), empty(16, 4096), empty(4096), 1e-6)
         backend.rms_norm(empty(16, 4096), empty(4096), 1e-6)
         backend.gated_mlp(empty(16, 4096), empty(24576, 4096), empty(4096, 12288))
-        rotation = empty(16, 1, 128), empty(16, 1, 128)
         norms = empty(128), empty(128)
         backend.qkv_into_kv(ProjectedRows(empty(16, 48, 128), *norms, 1e-6, rotation, kv, numbers(16)))
 
@@ -294,9 +270,9 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 def report(models: list[str]) -> Iterator[dict[str, Any]]:
     compiled, backend = compile_only(), CudaBackend(torch.device("cpu"))
-    backend._multiprocessors = 132
+    backend.multiprocessors = 132
     seen = set()
-    for model in [*models, "others", "sinks", "products", "fixed", "choices", "timed"]:
+    for model in [*models, "others", "sinks", "products", "fixed", "timed"]:
         if model in TARGETS:
             launch_all(TARGETS[model], backend)
         elif model == "sinks":
@@ -305,8 +281,6 @@ def report(models: list[str]) -> Iterator[dict[str, Any]]:
             launch_products()
         elif model == "timed":
             launch_timed()
-        elif model == "choices":
-            launch_choices()
         elif model == "fixed":
             launch_fixed_products()
             launch_fixed_attention()

@@ -27,7 +27,6 @@ from app.engine.cuda import integers
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.launch import counters
 from app.engine.cuda.products import Product
-from app.engine.cuda.timed_launches import OF_BLOCKS
 from app.engine.device.base import AttentionMetadata
 from app.engine.device.graph import Graph, RerunGraph
 from app.engine.step.graph_runner import GraphRunner
@@ -109,12 +108,10 @@ class CountedBackend(CudaBackend):
 
     def __init__(self, *, tuned: bool) -> None:
         super().__init__(torch.device("cpu"))
-        self._multiprocessors = MULTIPROCESSORS
+        self.multiprocessors = MULTIPROCESSORS
         self.captured: list[Counter[str]] = []
         if tuned:
-            self._products = self._choices = Always(Product(64, 32, 1))
-            self._tiles = {(False, 4, 16): next(way for way in OF_BLOCKS if way.mapped)}
-            self._joined = {(True, 4, 16): set(range(2, 17))}
+            self.products = Always(Product(64, 32, 1))
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         counters(self.device)  # on a GPU a first run makes them

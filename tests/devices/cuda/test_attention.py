@@ -42,8 +42,8 @@ def backend() -> CudaBackend:
 
 
 def attended(case: Paged, backend: CudaBackend, **changed: int) -> torch.Tensor:
-    at = replace(backend.geometry(case.q, case.kv, case.meta), **changed)
-    return paged_attention(case.q, case.kv, case.meta, case.mask, at, case.sinks)
+    launched = replace(backend.geometry(case.q, case.kv, case.meta), **changed)
+    return paged_attention(case.q, case.kv, case.meta, case.mask, launched, case.sinks)
 
 
 def check(case: Paged, backend: CudaBackend, **changed: int) -> None:
@@ -71,16 +71,6 @@ def test_a_chained_launch_has_the_same_bits(backend, splits):
     assert torch.equal(attended(case, backend, splits=splits, chained=True), attended(case, backend, splits=splits))
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_tiles_that_read_their_place_from_a_map_have_the_same_bits(backend, lengths):
-    case = Paged(*lengths)
-    own = backend.geometry(case.q, case.kv, case.meta)
-    mapped = replace(own, mapped=own.rows > 1)
-    found, again = (paged_attention(case.q, case.kv, case.meta, case.mask, mapped) for _ in range(2))
-    assert torch.equal(found, again) and torch.equal(found, attended(case, backend))
-    assert len(case.meta.of_forward) == mapped.mapped, "all layers of a forward share one map"
-
-
 ORDERS: dict[str, Callable[[int, int], int]] = {
     "as they come": lambda split, count: split,
     "backwards": lambda split, count: count - 1 - split,
@@ -89,35 +79,34 @@ ORDERS: dict[str, Callable[[int, int], int]] = {
 """The split that a program takes, by the order in which the interpreter runs it."""
 
 
-@pytest.mark.parametrize("lengths", [([16, 2, 0], [90, 40, 0]), ([1, 1], [3, 200])], ids=["blocks", "single rows"])
-def test_whichever_program_of_a_tile_is_last_adds_its_parts_to_the_same_bits(backend, monkeypatch, lengths):
+def test_whichever_program_of_a_tile_is_last_adds_its_partial_results_to_the_same_bits(backend, monkeypatch):
     """A launch leaves the counters that the next one needs."""
     sinks, found = torch.tensor([-30.0, 0.5, 2.0, 4.0]), []
-    for name, order in ORDERS.items():
+    for order in ORDERS.values():
         own = InterpreterBuilder.set_grid_idx
         with monkeypatch.context() as patched:
             patched.setattr(
                 InterpreterBuilder,
                 "set_grid_idx",
-                lambda self, x, y, z, own=own, order=order: own(self, x, y, order(z, self.grid_dim[2])),
+                lambda self, x, y, z, own=own, order=order: own(self, order(x, self.grid_dim[0]), y, z),
             )
-            for window in (None, 20):
-                case = Paged(*lengths, window=window, sinks=sinks)
-                check(case, backend, splits=4, tokens=16, joined=True)
-                found.append((name, window, attended(case, backend, splits=4, tokens=16, joined=True)))
+            cases = [Paged([1, 1], [3, 200], window=window, sinks=sinks) for window in (None, 20)]
+            for case in cases:
+                check(case, backend, splits=4, tokens=16)
+            found.append([attended(case, backend, splits=4, tokens=16) for case in cases])
         assert not launch.counters(CPU).any()
-    for name, window, o in found:
-        assert torch.equal(o, next(first for _, of, first in found if of == window)), name
+    assert all(torch.equal(*pair) for others in found[1:] for pair in zip(others, found[0], strict=True))
 
 
-@pytest.mark.parametrize(("part", "joined"), [(0, False), (0, True), (32, False)])
-def test_a_value_that_is_not_finite_reaches_all_rows_that_see_it_whatever_part_it_is_in(backend, part, joined):
-    """The sequence ends with an error then. Without its part the text would be wrong in silence."""
+@pytest.mark.parametrize("query_lens", [[3, 1], [1, 1]], ids=["blocks", "single rows"])
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_a_value_that_is_not_finite_reaches_all_rows_that_see_it_whatever_split_it_is_in(backend, chunk, query_lens):
+    """The sequence ends with an error then. Without its split the text would be wrong in silence."""
     for token in (3, 60, 89):
-        case = Paged([3, 1], [90, 40], garbage=0.0)
+        case = Paged(query_lens, [90, 40], garbage=0.0)
         case.kv.k[case.meta.page_table[0, token // 16], token % 16] = float("nan")
-        o = attended(case, backend, splits=4, tokens=16, part=part, joined=joined)
-        assert o[2].isnan().all() and o[3].isfinite().all()
+        o = attended(case, backend, splits=4, tokens=16, chunk=chunk)
+        assert o[-2].isnan().all() and o[-1].isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
@@ -228,7 +217,7 @@ def test_blocks_are_split_over_one_tile_a_multiprocessor(num_seqs, splits):
 
 
 def test_eager_steps_find_the_kernels_that_graphs_compiled():
-    """No kernel is compiled while serving: a launch is compiled for its splits, and not for its number of sequences."""
+    """No kernel is compiled while serving: one is compiled for being split, and not for a number of sequences."""
     sizes = settle_graph_sizes(48, 16, 48, draft_graphs=True, spare=0)
     captured = set()
     for seqs, rows in sizes.targets:
@@ -240,7 +229,7 @@ def test_eager_steps_find_the_kernels_that_graphs_compiled():
 
 
 def compiled(at: Geometry) -> tuple[int, ...]:
-    return at.rows, at.splits, at.tokens, at.warps, at.stages
+    return at.rows, at.splits > 1, at.tokens, at.warps, at.stages
 
 
 def test_more_sequences_than_are_searched_at_a_time_find_their_tiles(backend, monkeypatch):

@@ -69,17 +69,15 @@ def assert_rows_alone(run: Any, row: Tensor) -> None:
 @pytest.mark.parametrize("multiprocessors", [1, 4, 1000], ids=["whole", "parts for few rows", "parts"])
 def test_a_product_of_a_row(dtype: torch.dtype, multiprocessors: int) -> None:
     x, weight, bias = (normal(*shape, dtype=dtype) for shape in ((2 * HIDDEN,), (100, 2 * HIDDEN), (100,)))
-    way = products.fixed_way(weight, multiprocessors)
-    assert (way.splits > 1) == (multiprocessors > 1)
+    assert (products.fixed_variant(weight, multiprocessors).splits > 1) == (multiprocessors > 1)
     some = bias if multiprocessors == 4 else None
-    assert_rows_alone(lambda rows: products.fixed_linear(rows, weight, some, way, multiprocessors), x)
+    assert_rows_alone(lambda rows: products.fixed_linear(rows, weight, some, multiprocessors), x)
 
 
 def test_such_a_product_is_pytorchs_and_its_parts_are_rounded_once(backend: InvariantCudaBackend) -> None:
     x, weight, bias = normal(70, 4 * HIDDEN), normal(200, 4 * HIDDEN, seed=1), normal(200, seed=2)
     for multiprocessors in (1, 1000):
-        way = products.fixed_way(weight, multiprocessors)
-        found = products.fixed_linear(x, weight, bias, way, multiprocessors)
+        found = products.fixed_linear(x, weight, bias, multiprocessors)
         torch.testing.assert_close(found, F.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
     assert backend.linear(x[:0], weight).shape == (0, 200)
 
@@ -154,7 +152,7 @@ def test_attention_of_a_row(
 
     Parts of 64 tokens are folded by one program, by one each, and by two that take turns.
     """
-    monkeypatch.setattr(attention, "PART", 64)
+    monkeypatch.setattr(attention, "CHUNK", 64)
     mask = AttentionMask(causal=True, window=None if how == "full" else 34)
     sinks = None if how == "full" else normal(4)
     sequence, other, third = Sequence(150, dtype), Sequence(90, dtype, seed=10), Sequence(33, dtype, seed=20)
@@ -169,22 +167,22 @@ def test_attention_of_a_row(
     ]
     (alone,) = attended(backend, [(sequence, 130, 131)], mask, sinks)
     for multiprocessors, (shares, own, page_size, seed) in zip((1000, 1, 8, 1000, 40, 1, 60), batches, strict=True):
-        monkeypatch.setattr(backend, "_multiprocessors", multiprocessors)
+        monkeypatch.setattr(backend, "multiprocessors", multiprocessors)
         start = shares[own][1]
         found = attended(backend, shares, mask, sinks, page_size, seed)[own]
         assert torch.equal(found[130 - start], alone[0]), seed
     for position in (0, 16, 63, 64, 127, 128):
-        monkeypatch.setattr(backend, "_multiprocessors", 1000)
+        monkeypatch.setattr(backend, "multiprocessors", 1000)
         (single,) = attended(backend, [(sequence, position, position + 1)], mask, sinks)
-        monkeypatch.setattr(backend, "_multiprocessors", 1)
+        monkeypatch.setattr(backend, "multiprocessors", 1)
         (prompt,) = attended(backend, [(sequence, max(0, position - 3), position + 2)], mask, sinks)
         assert torch.equal(prompt[min(3, position)], single[0]), position
 
 
 def test_attention_of_a_row_among_512(backend: InvariantCudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of rows changes the number of programs, and no bit."""
-    monkeypatch.setattr(attention, "PART", 32)
-    monkeypatch.setattr(backend, "_multiprocessors", 132)
+    monkeypatch.setattr(attention, "CHUNK", 32)
+    monkeypatch.setattr(backend, "multiprocessors", 132)
     sequence, other = Sequence(70, torch.float32), Sequence(64, torch.float32, seed=10)
     (alone,) = attended(backend, [(sequence, 69, 70)], AttentionMask(causal=True))
     for count in COUNTS[1:]:
@@ -198,7 +196,7 @@ def test_such_attention_is_a_softmax_over_each_sequences_own_tokens(
     backend: InvariantCudaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts that one program folds, and many, with windows that begin inside of a part, and with sinks."""
-    monkeypatch.setattr(attention, "PART", 32)
+    monkeypatch.setattr(attention, "CHUNK", 32)
     for sinks, window, causal, (rows, lens) in itertools.product(
         (None, torch.tensor([-30.0, 0.5, 2.0, 4.0])), (None, 20), (True, False), (([1, 16, 3, 7], [70, 90, 3, 64]),)
     ):
@@ -225,7 +223,7 @@ def test_a_long_context_is_read_by_many_programs_until_these_fill_the_device_or_
 ) -> None:
     """8 KV heads of 128 and 132 multiprocessors. 16 blocks would keep 336 MB."""
     at = attention.geometry([width] * seqs, 4, 8, torch.bfloat16, 132, fixed=True)
-    assert attention.programs_and_parts(at, seqs * width * 32 * 128, tokens) == (programs, -(-tokens // attention.PART))
+    assert attention.splits_of_chunks(at, seqs * width * 32 * 128, tokens) == (programs, -(-tokens // attention.CHUNK))
 
 
 def test_a_weight_whose_columns_are_no_whole_tiles_is_refused_by_name(backend: InvariantCudaBackend) -> None:

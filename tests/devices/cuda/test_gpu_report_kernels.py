@@ -14,7 +14,6 @@ from app.check import operators
 from app.check.operators import Extent
 from app.engine.cuda import gated_delta, rows
 from app.engine.cuda.backend import CudaBackend
-from app.engine.cuda.products import Product
 from app.engine.cuda.torch_backend import TorchCudaBackend
 from app.engine.device import factory
 from app.engine.device.base import Backend
@@ -210,17 +209,7 @@ def test_prompts_are_timed_through_every_attention(backend: CudaBackend, monkeyp
 
 def test_launches_by_default_are_those_of_a_backend_that_has_timed_nothing() -> None:
     """A choice that `tune` makes, and that is not undone here, would be measured against itself."""
-    not_chosen = {"_multiprocessors", "_graph_pool", "_capture_stream", "_has_sinks"}
-    new = vars(CudaBackend(torch.device("cpu")))
-    own = {name for name in new if name.startswith("_")} - set(vars(TorchCudaBackend(torch.device("cpu")))) - not_chosen
+    new, old = (vars(kind(torch.device("cpu"))) for kind in (CudaBackend, TorchCudaBackend))
+    not_chosen = {"multiprocessors", "packs_prompts"}
+    own = {name for name in new if not name.startswith("_")} - set(old) - not_chosen
     assert {name: new[name] for name in own} == turns.NOTHING_TUNED
-
-
-def test_what_is_chained_is_also_launched_the_other_way() -> None:
-    backend = CudaBackend(torch.device("cpu"))
-    assert turns.chained_otherwise(backend) == {"norms' chaining the other way": {"_chained_rows": True}}
-    assert turns.chained_otherwise(TorchCudaBackend(torch.device("cpu"))) == {}
-    key = (64, 64, False, 16)
-    backend._products = {key: Product(64, 128, 2, chained=1)}
-    changed = turns.chained_otherwise(backend)["products' chaining the other way"]
-    assert changed == {"_products": {key: Product(64, 128, 2)}}
