@@ -50,8 +50,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
             found = _attend(q, k, v, Packed(cu_q, cu_k, cu_k, max(query_lens), max(lens), window)).float()
         except Exception as error:  # an import, an argument, a device: each of another type
             return repr(error)
-        parts = zip(q.split(query_lens), k.split(lens), v.split(lens), strict=True)
-        expected = torch.cat([_dense(*(x.float() for x in part), window) for part in parts])
+        parts = zip(q.float().split(query_lens), k.float().split(lens), v.float().split(lens), strict=True)
+        expected = torch.cat([_dense(q, k, v, window) for q, k, v in parts])
         if not (found - expected).abs().max() < TOLERANCE * expected.abs().max():
             return f"its result is wrong on this device, window {window}"
     return ""

@@ -3,8 +3,7 @@
     python -m tests.devices.cuda.compiled qwen3-8b qwen3-4b qwen3-0.6b
 
 The backend's own calls are made, on tensors without memory; in place of a launch Triton compiles what would have been
-launched, so that block sizes, types and divisibility are those of serving. Ascend's kernel is compiled too, because the
-interpreter takes more than Triton's compiler does. Prints a JSON object a kernel.
+launched, so that block sizes, types and divisibility are those of serving. Prints a JSON object a kernel.
 """
 
 import json

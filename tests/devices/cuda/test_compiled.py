@@ -60,7 +60,7 @@ def test_attention_over_whole_blocks_is_on_the_tensor_cores_own_instructions(ker
 def test_products_of_few_rows_are_on_the_tensor_cores_own_instructions(kernels: list[dict[str, Any]]) -> None:
     """Tiles in flight fill the memory that was counted, so loads are not waited for one by one."""
     products = [kernel for kernel in kernels if kernel["kernel"] == "product" and kernel["model"] == "products"]
-    assert len(products) == 2 * 2 * (3 + 2) and all(kernel["wgmma"] for kernel in products)
+    assert len(products) == 2 * 2 * 2 * 3 and all(kernel["wgmma"] for kernel in products)
     assert all(kernel["shared"] >= 80 << 10 for kernel in products)
 
 

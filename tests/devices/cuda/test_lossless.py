@@ -12,7 +12,6 @@ import torch
 
 import app.engine.load.engine as build
 from app.engine.cuda import attention, integers, rows
-from app.engine.cuda.attention import Tile
 from app.engine.cuda.backend import CudaBackend
 from app.engine.load.engine import Engine
 from app.messages import Request, StepOutput
@@ -109,13 +108,8 @@ def test_nor_does_a_cached_prompt_change_one_or_lose_a_draft(pair: Pair, expecte
 
 
 @pytest.mark.usefixtures("expected", "on_cuda")
-@pytest.mark.parametrize("timed", [False, True], ids=["default launches", "timed launches"])
-def test_nor_does_a_step_that_is_launched_before_the_last_one_is_read(
-    pair: Pair, expected: Texts, monkeypatch: pytest.MonkeyPatch, timed: bool
-) -> None:
-    """One of two sequences ends, and another comes. A map of tiles is made anew in each of its steps."""
-    if timed:
-        monkeypatch.setattr(attention, "own_tile", lambda *_, **__: Tile(16, 4, 3, 2, mapped=1))
+def test_nor_does_a_step_that_is_launched_before_the_previous_one_is_read(pair: Pair, expected: Texts) -> None:
+    """One of two sequences ends, and another comes."""
     on_cuda = engine(pair, **GRAPHS)
     log = Log(on_cuda.core)
     run = run_engine(on_cuda, requests(count=3))
@@ -129,7 +123,7 @@ def test_what_is_compared_launches_every_kernel(pair: Pair, monkeypatch: pytest.
     for module in (attention, integers, rows):
         for name, kernel in vars(module).copy().items():
             if type(kernel).__name__ == "InterpretedFunction" and not name.endswith(
-                ("_of_halves", "over_tokens", "fold", "wait_if_chained", "place_of_tile", "scaled")
+                ("_of_halves", "over_tokens", "fold", "wait_if_chained", "locate_tile", "scaled", "_partial")
             ):
                 monkeypatch.setattr(module, name, Counted(kernel, launched))
     core = engine(pair, enforce_eager=False, max_graphs=2).core
