@@ -108,7 +108,7 @@ class StepStats:
     hybrid target has state slots, and checkpoints of states in the prefix cache. All other numbers count since the
     start. `prefix_cache_queries` are prompt tokens of admitted requests, and `prefix_cache_hits` those found in the
     cache. `num_not_finite` requests ended because of logits that were not finite, and `num_faults` because of
-    exceptions.
+    exceptions. `not_ahead` is why the next step was not launched before this one was read, on engines that do so.
     """
 
     kind: str
@@ -128,6 +128,7 @@ class StepStats:
     num_state_slots: int = 0
     used_state_checkpoints: int = 0
     num_state_checkpoints: int = 0
+    not_ahead: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ TABLE = (
     ),
     Metric("request_refused", "counter", "Requests refused because of a field, by field", ("param",)),
     Metric("unknown_fields", "counter", "Fields of requests that this server does not know"),
+    Metric("steps_not_ahead", "counter", "Steps that were read before the next was launched, by reason", ("reason",)),
     Metric("step_seconds", "histogram", "Engine steps by kind", ("kind",)),
 )
 
@@ -150,6 +151,8 @@ class Metrics:
         if stats.kind != "idle":
             self._labelled("step_seconds", stats.kind).observe(stats.seconds)
         self._count_growth("preemptions", stats.num_preemptions)
+        if stats.not_ahead:
+            self.count("steps_not_ahead", label=stats.not_ahead)
         self._count_growth("requests_not_finite", stats.num_not_finite)
         self._count_growth("requests_dropped", stats.num_faults)
         self.count("generation_tokens", tokens)

@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from app.engine.faults import Faults
 from app.engine.schedule.batch import Batch
 from app.engine.schedule.overlap import schedule_ahead
 from app.engine.schedule.scheduler import Scheduler
-from app.engine.step.runner import ModelRunner, PendingStep
+from app.engine.step.runner import ModelRunner, PendingStep, no_rows
 from app.messages import Request, StepOutput, TokenDelta
 
 
@@ -22,14 +23,16 @@ class EngineCore:
     """One scheduler over one runner. Not thread-safe: its owner calls it from one thread.
 
     With `overlap` the device gets the next step before this one is read, unless that depends on the result. So the
-    device computes while the host commits, takes commands, and builds the step after that.
+    device computes while the host commits, takes commands, and builds the following step.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
+        self.faults = Faults(scheduler)
         self._ahead: Launched | None = None
+        self._not_ahead = ""
         self._started = self._ended = 0.0
 
     @property
@@ -56,47 +59,69 @@ class EngineCore:
         self.scheduler.flush_cache()
 
     def step(self) -> StepOutput:
-        """Run one step for all sequences; call only while `has_work`. `faults.py` has the steps that fail."""
-        step = self._take_ahead() or self._launch(self.scheduler.schedule())
-        self._ahead = self._launch_ahead(step) if self.overlap else None
-        deltas = self._commit(step)
-        return self._output(step.batch, deltas)
+        """Run one step for all sequences; call only while `has_work`. `faults.py` has the steps that fail.
+
+        Raises an error that no sequence is to blame for.
+        """
+        ahead = self._take_ahead()
+        batch = ahead.batch if ahead else self.scheduler.schedule()
+        try:
+            pending = ahead.pending if ahead else self.launch(batch)
+            self._launch_ahead(batch)
+            result = pending.read()
+        except Exception as error:
+            return self._output(batch, self._recover(batch, error), has_failed=True)
+        return self._output(batch, self.scheduler.commit(batch, result))
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Queue a step on the device. The runner gets arrays alone."""
-        return self.runner.launch(self.runner.layout.build(batch))
+        """Queue a step on the device. The runner gets arrays only."""
+        if slots := self.scheduler.pool.to_scrub:
+            self.runner.scrub(slots)
+            slots.clear()
+        return self.runner.launch(self.runner.layout.build(batch)) if batch else no_rows()
 
     def _take_ahead(self) -> Launched | None:
         """Return the step that was launched ahead, if any of its rows still count. It began as the last one ended."""
         ahead, self._ahead = self._ahead, None
         is_live = ahead is not None and ahead.batch.has_live_rows
         self._started = self._ended if is_live else time.perf_counter()
+        self.scheduler.has_progress = False
         return ahead if is_live else None
 
-    def _launch(self, batch: Batch) -> Launched:
-        return Launched(batch, self.launch(batch))
+    def _launch_ahead(self, batch: Batch) -> None:
+        """Launch the step after the one in flight, unless it depends on that one's result."""
+        self._not_ahead = ""
+        if not self.overlap:
+            return
+        try:
+            ahead = schedule_ahead(self.scheduler, batch)
+            if isinstance(ahead, Batch):
+                self._ahead = Launched(ahead, self.launch(ahead))
+            else:
+                self._not_ahead = ahead
+        except Exception as error:
+            self.faults.give_up_ahead(error, self.runner)
+            self._ahead, self._not_ahead = Launched(Batch(), no_rows()), "fault"
 
-    def _launch_ahead(self, step: Launched) -> Launched | None:
-        """Launch the step behind one in flight, unless it depends on that one's result."""
-        behind = schedule_ahead(self.scheduler, step.batch)
-        return self._launch(behind) if behind else None
+    def _recover(self, batch: Batch, error: Exception) -> list[TokenDelta]:
+        """Return the deltas of a step that failed, after its sequences have run again."""
+        ahead, self._ahead = self._ahead, None
+        if ahead and self.scheduler.states.num_slots:
+            self.overlap = False  # then the next failure can be isolated
+            return self.faults.recompute(batch, error, self.runner)
+        return self.faults.isolate(batch, error, self.runner, self.launch)
 
-    def _commit(self, step: Launched) -> list[TokenDelta]:
-        return self.scheduler.commit(step.batch, step.pending.read())
-
-    def _output(self, batch: Batch, deltas: list[TokenDelta]) -> StepOutput:
+    def _output(self, batch: Batch, deltas: list[TokenDelta], *, has_failed: bool = False) -> StepOutput:
+        """Return the step's output. The policy learns the time of a step that did not fail."""
         self._ended = time.perf_counter()
-        seconds, num_seqs = self._ended - self._started, len(batch.decodes)
-        if num_seqs:
-            self._record_time(batch, 1000 * seconds)
-        kind = batch.kind if batch else "idle"
-        stats = self.scheduler.stats(kind, seconds, num_decoding=num_seqs, num_drafting=batch.num_drafting)
-        return StepOutput(deltas, stats, self.scheduler.take_cache_events(), batch.begun)
-
-    def _record_time(self, batch: Batch, ms: float) -> None:
-        """Let the policy learn the time of a decode step."""
-        work = len(batch.decodes), batch.num_drafting, batch.block_rows, batch.num_drafts
-        self.scheduler.policy.record_time(*work, ms, prefilled=bool(batch.prefills))
+        scheduler, seconds = self.scheduler, self._ended - self._started
+        if batch.decodes and not has_failed:
+            work = len(batch.decodes), batch.num_drafting, batch.block_rows, batch.num_drafts
+            scheduler.policy.record_time(*work, 1000 * seconds, prefilled=bool(batch.prefills))
+        if self.faults.error:
+            deltas = self.faults.end_step(deltas)
+        stats = scheduler.stats(batch, seconds, self._not_ahead)
+        return StepOutput(deltas, stats, scheduler.take_cache_events(), batch.begun)
 
     def run(self, requests: list[Request], on_step: Callable[[StepOutput], None] | None = None) -> dict[str, list[int]]:
         """Run requests to their end, without a server. Return {request id: emitted tokens}.

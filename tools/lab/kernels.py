@@ -17,8 +17,9 @@ from app.engine.device.graph import Graph
 from app.engine.load.engine import Engine
 from app.engine.load.time_steps import made_up
 from app.engine.schedule.costs import Shape
-from app.engine.step.graph_runner import GraphRunner
+from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import StepInputs
+from app.engine.step.runner import ModelRunner
 from tools.lab import expected, simulated, stages
 from tools.lab.floors import Load, step_seconds
 from tools.lab.speeds import TAU, random_engine
@@ -61,9 +62,13 @@ class Stairs:
     replayed: Replayed
 
     @property
-    def runner(self) -> GraphRunner:
-        assert isinstance(self.engine.core.runner, GraphRunner)
+    def runner(self) -> ModelRunner:
         return self.engine.core.runner
+
+    @property
+    def graphs(self) -> StepGraphs:
+        assert self.runner.graphs
+        return self.runner.graphs
 
     def inputs(self, count: int, width: int) -> StepInputs:
         shape = Shape(count, count if width > 1 else 0, width, width)
@@ -102,12 +107,12 @@ def graph_parts_of(model: str, concurrency: int, device: str, context: int, repl
 def staircase(stairs: Stairs, model: str) -> Result:
     """Time every target graph. The table is the staircase that `--verify auto` decides by."""
     engine, runner, cases = stairs.engine, stairs.runner, list[Result]()
-    for seqs, rows in runner.padded_to.targets:
+    for seqs, rows in stairs.graphs.sizes.targets:
         whole = max(1, rows // engine.sizes.block_size)
         count = min(seqs, rows) if rows % min(seqs, rows) == 0 else min(seqs, whole)
         width = rows // count
-        runner.graphs.target(stairs.inputs(count, width).target)
-        case = stairs.case(count, width, runner.graphs.target_graph(seqs, rows))
+        stairs.graphs.target(stairs.inputs(count, width).target)
+        case = stairs.case(count, width, stairs.graphs.target_graph(seqs, rows))
         floor = step_seconds(engine.target, None, Load(count, stairs.context, 0))
         step = expected.of_rows(model, count, width)
         sizes = {"sequences of the graph": seqs, "rows": rows}
@@ -129,12 +134,12 @@ def pool_mb(backend: Backend) -> float | None:
 @torch.inference_mode()
 def of_drafts(stairs: Stairs, model: str) -> Result:
     """Time every draft graph: the blocks, the head and the choices."""
-    runner, cases = stairs.runner, list[Result]()
-    for blocks, width in runner.padded_to.drafts:
+    cases = list[Result]()
+    for blocks, width in stairs.graphs.sizes.drafts:
         inputs = stairs.inputs(blocks, width).draft
         assert inputs is not None
-        runner.graphs.draft(inputs)
-        case = stairs.case(blocks, width, runner.graphs.draft_graph(blocks, width))
+        stairs.graphs.draft(inputs)
+        case = stairs.case(blocks, width, stairs.graphs.draft_graph(blocks, width))
         step = expected.of_rows(model, blocks, width)
         cases.append({"rows": blocks * width} | case | {"expected ms": step and step.draft})
     return {"cases": cases, "found": f"{len(cases)} draft graphs"}

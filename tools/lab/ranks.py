@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from app.engine.ranks.leader import Followers
-from app.engine.ranks.runner import Sender
+from app.engine.ranks.runner import teller
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step.inputs import Layout, StepInputs
@@ -89,10 +89,10 @@ def cost(step: StepInputs, send: Callable[[bytes], None], num_steps: int) -> tup
         lengths.append(len(message))
         send(message)
 
-    sender, times = Sender(counted), []
+    tell, times = teller(counted), []
     for _ in range(num_steps):
         start = time.perf_counter()
-        sender.launch(step)
+        tell(step)
         times.append(time.perf_counter() - start)
         time.sleep(0.001)  # the step itself, in which followers read
     return 1000 * median(times), lengths[0]

@@ -20,7 +20,6 @@ from app.config.error import ConfigError
 from app.engine.core import EngineCore
 from app.engine.device.transfer import Packed
 from app.engine.schedule.batch import StepResult
-from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 
@@ -119,7 +118,7 @@ class SimulatedRunner:
     @torch.inference_mode()
     def _overwrite(self, accepted: list[int]) -> None:
         """Overwrite the step's result on the device; the host's copy is on its way."""
-        assert isinstance(self._runner, GraphRunner)
+        assert self._runner.graphs
         (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self._runner.forward.backend).tensors
         self._runner.graphs.verified[: len(accepted), -1] = numbers
 

@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 from app.engine.load.engine import Engine
-from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.runner import ModelRunner
 from tools.bench.paired import ratio
@@ -74,7 +73,7 @@ def parts_of(model: str, concurrency: Sequence[int], device: str, prompt: int, e
 def others(engine: Engine, concurrency: int) -> dict[str, Way]:
     """Return ways that need a runner of their own: without graphs, and from graphs with other launches."""
     own = engine.core.runner
-    if not isinstance(own, GraphRunner):
+    if not own.graphs:
         return {}
     layout = replace(own.layout, draft_columns=None, graph_sizes=None)
     eager = ModelRunner(own.forward, own.backend, own._counts, layout, own.pools)
@@ -108,8 +107,9 @@ def changed_attention(backend: Any, change: Callable[[Any], dict[str, Any]]) -> 
         yield differs
 
 
-def captured(engine: Engine, own: GraphRunner, concurrency: int) -> GraphRunner:
+def captured(engine: Engine, own: ModelRunner, concurrency: int) -> ModelRunner:
     """Return a runner with graphs of their own for steps in which `concurrency` sequences verify whole blocks."""
+    assert own.padded_to
     sizes, block = own.padded_to, engine.sizes.block_size
     most = sizes.target(concurrency, concurrency * block)
     wide = [(seqs, rows) for seqs, rows in sizes.targets if concurrency * block < 2 * rows <= 2 * most[1]]
@@ -123,7 +123,7 @@ def captured(engine: Engine, own: GraphRunner, concurrency: int) -> GraphRunner:
         scratch_pages=engine.sizes.scratch_pages,
         on_graph=lambda done, total: None,
     )
-    return GraphRunner(own.forward, own.backend, own._counts, own.layout, own.pools, graphs)
+    return ModelRunner(own.forward, own.backend, own._counts, own.layout, own.pools, graphs)
 
 
 def by_turns(engine: Engine, ways: Mapping[str, Way], model: str, load: Load, ends: float) -> Result:

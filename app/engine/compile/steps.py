@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from app.engine.compile.aot import Compiled, Function
-from app.engine.device.base import AttentionMetadata, LayerKv, Rotation
+from app.engine.device.base import AttentionMetadata, LayerKv
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.models.kv_pool import KvPool
 from app.engine.models.layers import StepRows
@@ -19,29 +19,25 @@ from app.engine.sequence import NOT_FINITE
 from app.engine.step.forward import DraftTensors, Forward, TargetOutput, TargetTensors
 
 
-class CompiledForward(Forward):
-    """Forward that runs by operators until `take_up`, and by compiled functions from then on."""
+class CompiledForward:
+    """The compiled `functions` of a forward, in the place of operators. No step may be between its plan and its end."""
 
-    target_step: Compiled | None = None
-    draft_step: Compiled | None = None
-
-    def take_up(self, compiled: Sequence[Compiled]) -> None:
-        """Run the compiled `functions` from now on. No step may be between its plan and its end."""
-        self._numbers = torch.arange(len(self.rotary.tables[0]), dtype=torch.int32)
+    def __init__(self, forward: Forward, compiled: Sequence[Compiled]) -> None:
+        self._numbers = torch.arange(len(forward.rotary.tables[0]), dtype=torch.int32)
+        self._max_rows = forward.sampler.max_rows
         self.target_step, *of_draft = compiled
-        if isinstance(self.drafter, CompiledDrafter):
-            self.draft_step, self.drafter.context_step = of_draft
+        self.draft_step: Compiled | None = None
+        if forward.drafter:
+            self._first_draft_row = forward.drafter.model.config.first_draft_row
+            self.draft_step, forward.drafter.context_step = of_draft
 
     def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
-        rows = inputs.groups[0]
-        meta = rows.meta
-        if self.target_step is None:
-            return super().run_target(token_ids, inputs, greedy=greedy)
         assert len(inputs.groups) == 1
-        numbers = self._numbers
+        rows, numbers = inputs.groups[0], self._numbers
+        meta = rows.meta
         logits_indices = numbers[: len(token_ids)] if inputs.logits_indices is None else inputs.logits_indices
         num_logits = len(logits_indices)
-        greedy = greedy and 0 < num_logits <= self.sampler.max_rows
+        greedy = greedy and 0 < num_logits <= self._max_rows
         step = _TargetInputs(
             token_ids=token_ids,
             logits_indices=logits_indices if num_logits else numbers[:1],  # an exported size is at least 1
@@ -56,30 +52,15 @@ class CompiledForward(Forward):
         chosen = choices if greedy else None
         return TargetOutput(hidden[:num_logits], chosen, features[0] if features else None, positions, slot_mapping)
 
-    def draft(self, inputs: DraftTensors) -> Tensor:
+    def draft(self, inputs: DraftTensors) -> Tensor | None:
         rows, meta, block = inputs.rows, inputs.rows.meta, inputs.rows.meta.query_lens[0]
-        drafts_of_block = block - self._drafter.model.config.first_draft_row
-        if self.draft_step is None or len(inputs.anchors) * drafts_of_block > self.sampler.max_rows:
-            return super().draft(inputs)
+        if self.draft_step is None or len(inputs.anchors) * (block - self._first_draft_row) > self._max_rows:
+            return None
         step = _DraftInputs(
             inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, self._numbers[:block]
         )
         (drafts,) = self.draft_step(*step)
         return drafts
-
-
-class CompiledDrafter(DFlashDrafter):
-    """Drafter whose context KV is written by a compiled function, once there is one."""
-
-    context_step: Compiled | None = None
-
-    def write_context(
-        self, features: Tensor, positions: Tensor, slot_mapping: Tensor, rotation: Rotation | None = None
-    ) -> None:
-        if self.context_step is None:
-            super().write_context(features, positions, slot_mapping, rotation)
-        else:
-            self.context_step(features, positions, slot_mapping)
 
 
 def functions(forward: Forward) -> list[Function]:

@@ -120,8 +120,7 @@ def compile_missing(traced: Forward, folder: Path, on_compiled: Callable[[int, i
 
 def take_up(runner: ModelRunner, compiled: Sequence[Compiled]) -> None:
     """Let the runner's next step be one of compiled functions. No step may be in flight, nor be built."""
-    assert isinstance(runner.forward, CompiledForward)
-    runner.forward.take_up(compiled)
+    runner.forward.compiled = CompiledForward(runner.forward, compiled)
     runner.layout = replace(runner.layout, separate_prefill=False)
 
 

@@ -16,14 +16,12 @@ from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.compile.backend import TracedBackend
 from app.engine.compile.cache import compile_cache
-from app.engine.compile.steps import CompiledDrafter, CompiledForward
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend, Heads
 from app.engine.device.factory import make_backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
-from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.load.compile import (
     compile_missing,
     is_compiled,
@@ -51,9 +49,10 @@ from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
 from app.engine.schedule.cache_events import CacheEvents
+from app.engine.schedule.page_pool import PagePool
 from app.engine.schedule.policy import Policy
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.forward import Forward
-from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout
@@ -84,20 +83,20 @@ class Engine:
     target: DecoderConfig
     draft: DFlashConfig | None
     states: StatePool | None
+    compiles: bool
+    """True if forwards are to be compiled."""
     tuned: dict[str, str]
     """Ways in which the device's operators are launched, if it has chosen some."""
 
     @property
     def can_be_compiled(self) -> bool:
         """Return True if forwards run by operators that could be compiled functions."""
-        forward = self.core.runner.forward
-        return isinstance(forward, CompiledForward) and forward.target_step is None
+        return self.compiles and self.core.runner.forward.compiled is None
 
     @property
     def forwards(self) -> str:
         """Return how the forwards run, for people."""
-        is_compiled = isinstance(self.core.runner.forward, CompiledForward) and not self.can_be_compiled
-        return "compiled" if is_compiled else "by operators"
+        return "compiled" if self.core.runner.forward.compiled else "by operators"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,7 @@ class Loaded:
     target: DecoderConfig
     draft: DFlashConfig | None
     states: StatePool | None
+    compiles: bool
     tuned: dict[str, str]
 
 
@@ -217,10 +217,9 @@ def _load_runner(
         rotaries = [tables[d.rope, d.head_dim] for d in decoders]  # one lookup serves a target and its draft's context
         memory = sizes.page_size, dtype, backend
         pools = [KvPool(d, num_pages, *memory, states if d is shape else None) for d in decoders]
-        kind, drafter_kind = (CompiledForward, CompiledDrafter) if compiles else (Forward, DFlashDrafter)
-        drafter = drafter_kind(draft, pools[1], rotaries[1], sampler, backend) if draft else None
+        drafter = DFlashDrafter(draft, pools[1], rotaries[1], sampler, backend) if draft else None
         shared = sampler, backend, sizes.page_size, max_rows
-        return kind(target, pools[0], rotaries[0], *shared, drafter), pools
+        return Forward(target, pools[0], rotaries[0], *shared, drafter), pools
 
     def runner_of_all(num_pages: int) -> ModelRunner:
         """Return a runner for a step that every rank makes by itself."""
@@ -240,11 +239,11 @@ def _load_runner(
             sizes.max_model_len,
         )
     forward, pools = forward_over(num_pages)
-    runner = rank.runner_class(forward, backend, counts, layout, pools)
+    graphs = None
     if graph_sizes:
         graphs = _capture(forward, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
-        runner = rank.graph_runner_class(forward, backend, counts, layout, pools, graphs)
-    elif compiles:
+    runner = ModelRunner(forward, backend, counts, layout, pools, graphs, rank.tell)
+    if compiles and not graphs:
         if config.compile == "auto":
             compiled = load_kept(forward)
         else:
@@ -252,7 +251,7 @@ def _load_runner(
             compiled = load_or_compile(forward, traced, partial(on_progress, "compile"))
         if compiled:
             take_up(runner, compiled)
-    return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states, tuned)
+    return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states, compiles, tuned)
 
 
 def compile_packages(config: EngineConfig) -> None:
@@ -272,9 +271,9 @@ def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine
     runner, sizes, num_pages, states = loaded.runner, loaded.sizes, loaded.num_pages, loaded.states
     block_size = sizes.block_size
 
-    def core(policy: Policy) -> FaultTolerantCore:
-        scheduler = FaultTolerantScheduler(
-            QuarantinePagePool(num_pages, sizes.page_size, sizes.scratch_pages),
+    def core(policy: Policy) -> EngineCore:
+        scheduler = Scheduler(
+            PagePool(num_pages, sizes.page_size, sizes.scratch_pages),
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=sizes.max_model_len,
@@ -283,7 +282,7 @@ def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine
             policy=policy,
             states=make_state_slots(states, sizes) if states else None,
         )
-        return FaultTolerantCore(scheduler, runner, overlap=_overlaps(runner))
+        return EngineCore(scheduler, runner, overlap=_overlaps(runner))
 
     _warm_up(core(Policy(block_size)), sizes, on_progress)
     costs = None
@@ -300,7 +299,8 @@ def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine
     if config.cache_events:
         serving.scheduler.pool.events = CacheEvents()
     device = str(runner.backend.device)
-    return Engine(serving, sizes, device, _name(loaded.dtype), loaded.target, loaded.draft, states, loaded.tuned)
+    shapes = loaded.target, loaded.draft, states
+    return Engine(serving, sizes, device, _name(loaded.dtype), *shapes, loaded.compiles, loaded.tuned)
 
 
 def matrices(target: Target) -> dict[str, list[Tensor]]:
@@ -426,7 +426,7 @@ def _capture(
 def _overlaps(runner: ModelRunner) -> bool:
     """Return True if a step may be launched before the last one is read: all of it comes from graphs, which take
     lengths from the device."""
-    if runner.backend.lengths_on_host or not isinstance(runner, GraphRunner):
+    if runner.backend.lengths_on_host or not runner.graphs:
         return False
     return runner.graphs.has_draft or runner.forward.drafter is None
 
@@ -463,7 +463,7 @@ def _kv_bytes(
     return int(total * config.memory_utilization) - (total - free) - step
 
 
-def _warm_up(core: FaultTolerantCore, sizes: Sizes, on_progress: Progress) -> None:
+def _warm_up(core: EngineCore, sizes: Sizes, on_progress: Progress) -> None:
     """Run a short request, because the first client should not pay for lazy initialisation.
 
     `core` is used for nothing else, so its cached pages and counters go with it.
@@ -474,6 +474,6 @@ def _warm_up(core: FaultTolerantCore, sizes: Sizes, on_progress: Progress) -> No
     for done in range(num_steps):
         if core.has_work:
             core.step()
-            if core.scheduler.fault:
-                raise core.scheduler.fault
+            if core.faults.error:
+                raise core.faults.error
         on_progress("warm-up", done + 1, num_steps)

@@ -8,19 +8,17 @@ from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.device.base import Backend
 from app.engine.errors import UnsupportedError
-from app.engine.step.graph_runner import GraphRunner
-from app.engine.step.runner import ModelRunner
+from app.engine.step.runner import Tell
 from app.engine_config import EngineConfig
 
 _VOCAB = "tokens in its vocabulary"
 
 
 class Rank(NamedTuple):
-    """One of the processes that share a model, and the classes of its runner, without graphs and with them."""
+    """One of the processes that share a model. Rank 0 of several has `tell`, which sends its calls to the others."""
 
     comm: Comm = ALONE
-    runner_class: Callable[..., ModelRunner] = ModelRunner
-    graph_runner_class: Callable[..., GraphRunner] = GraphRunner
+    tell: Tell | None = None
 
 
 Join = Callable[[Backend], Rank]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import zmq
@@ -14,7 +13,7 @@ import zmq
 from app.engine.comm.process_group import Meeting
 from app.engine.device.base import Backend
 from app.engine.load.ranks import Rank
-from app.engine.ranks.runner import LeadingGraphRunner, LeadingRunner
+from app.engine.ranks.runner import teller
 
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "app.engine.ranks.follower")
 STORE = "ranks"
@@ -59,7 +58,7 @@ class Followers:
         backend.check_ranks(self._size)
         self.start()
         comm = backend.join(Meeting(0, self._size, self._folder / STORE, self._timeout_seconds))
-        return Rank(comm, partial(LeadingRunner, self.send), partial(LeadingGraphRunner, self.send))
+        return Rank(comm, teller(self.send))
 
     def start(self) -> None:
         """Start the processes."""

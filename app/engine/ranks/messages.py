@@ -13,10 +13,9 @@ _ARRAY = 1
 
 
 class Message(NamedTuple):
-    """Call that all ranks make: `launch` with a step, or `scrub` with slots. Numbers count from 0, without gaps."""
+    """Call that all ranks make: the launch of a step, or the scrub of slots. Numbers count from 0, without gaps."""
 
     number: int
-    call: str
     argument: StepInputs | list[int]
 
 
@@ -26,8 +25,8 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Return a message. Its arrays cannot be written to."""
-    number, call, argument = msgspec.msgpack.decode(data, ext_hook=_array)
-    return Message(number, call, _step(argument) if call == "launch" else argument)
+    number, argument = msgspec.msgpack.decode(data, ext_hook=_array)
+    return Message(number, _step(argument) if isinstance(argument, dict) else argument)
 
 
 def _step(fields: dict[str, Any]) -> StepInputs:

@@ -1,44 +1,62 @@
-"""The step behind one that is in flight. It begins on the device, where the first one will have ended."""
+"""The step after one that is in flight. It begins on the device, where the first one will have ended."""
 
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.scheduler import Scheduler
 
 
-def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | None:
-    """Return the step behind `batch`, in which every sequence goes on, or None if it must wait for the result.
+def schedule_ahead(scheduler: Scheduler, batch: Batch) -> Batch | str:
+    """Return the step after `batch`, in which every sequence goes on, or why it must wait for the result.
 
-    It must wait if a sequence prefills, may be admitted or samples its tokens, if pages are short, or if KV is to be
-    scrubbed. A sequence that is sure to end in the step in flight is left out.
+    A sequence that is sure to end in the step in flight is left out.
     """
     scheduler.in_flight = set()
-    live = [(prev_row, rows) for prev_row, rows in enumerate(batch.decodes) if rows.seq.batch_slot >= 0]
-    if batch.prefills or [rows.seq for _, rows in live] != scheduler.running or not scheduler.may_run_ahead():
-        return None
-    live = [(prev_row, rows) for prev_row, rows in live if rows.seq.num_remaining > 1]
+    live = [(prev_row, share) for prev_row, share in enumerate(batch.decodes) if share.seq.batch_slot >= 0]
+    seqs = [share.seq for _, share in live]
+    if batch.prefills or seqs != scheduler.running or not all(seq.is_decoding for seq in seqs):
+        return "prefill"
+    if scheduler.unclean:
+        return "scrub"
+    if not all(seq.request.sampling.is_argmax for seq in seqs):
+        return "sampling"
+    if scheduler.may_admit_next():
+        return "admission"
+    live = [(prev_row, share) for prev_row, share in live if share.seq.num_remaining > 1]
+    if not live:
+        return "end"
     pool = scheduler.pool
-    lengths = [scheduler.max_length(rows.seq) + rows.count for _, rows in live]
-    owned = [len(rows.seq.pages) for _, rows in live]
+    lengths = [scheduler.max_length(share.seq) + share.count for _, share in live]
+    owned = [len(share.seq.pages) for _, share in live]
     missing = sum(max(0, pool.pages_for(length) - own) for length, own in zip(lengths, owned, strict=True))
-    if not live or missing > pool.num_free:
-        return None
-    scheduler.in_flight = {rows.seq for _, rows in live}
-    widths = scheduler.policy.choose([(rows.seq, scheduler.max_drafts(rows.seq, num_in_flight=1)) for _, rows in live])
-    behind = Batch(block_rows=widths.block)
-    for (prev_row, rows), length, drafts in zip(live, lengths, widths.drafts, strict=True):
-        seq, start, max_accepted = rows.seq, rows.seq.num_computed + 1, rows.count - 1
+    if missing > pool.num_free:
+        return "pages"
+    scheduler.in_flight = {share.seq for _, share in live}
+    widths = scheduler.policy.choose(
+        [(share.seq, scheduler.max_drafts(share.seq, num_in_flight=1)) for _, share in live]
+    )
+    after = Batch(block_rows=widths.block)
+    for (prev_row, share), length, drafts in zip(live, lengths, widths.drafts, strict=True):
+        seq = share.seq
         pool.grow(seq.pages, length)
-        next_slot = _next_slot(scheduler, rows)
-        behind.decodes.append(
-            ScheduledSequence(seq, start, drafts + 1, True, drafts, prev_row, max_accepted, next_slot)
+        after.decodes.append(
+            ScheduledSequence(
+                seq,
+                start=seq.num_computed + 1,
+                count=drafts + 1,
+                needs_logits=True,
+                num_drafts=drafts,
+                prev_row=prev_row,
+                max_accepted=share.count - 1,
+                next_slot=_next_slot(scheduler, share) if scheduler.states.num_slots else 0,
+            )
         )
-    return behind
+    return after
 
 
-def _next_slot(scheduler: Scheduler, rows: ScheduledSequence) -> int:
-    """Return the slot that the rows behind `rows` write. If these may fill a page, their slot stays as it is."""
-    seq, states, page_size = rows.seq, scheduler.states, scheduler.pool.page_size
-    states.commit(rows)  # the device works in order, so the rows behind read what these write
-    start, end = seq.num_computed, seq.num_computed + rows.count
+def _next_slot(scheduler: Scheduler, share: ScheduledSequence) -> int:
+    """Return the slot that the rows after `share` write. If that may fill a page, its slot stays as it is."""
+    seq, states, page_size = share.seq, scheduler.states, scheduler.pool.page_size
+    states.commit(share)  # the device works in order, so later rows read what these write
+    start, end = seq.num_computed, seq.num_computed + share.count
     if states.num_checkpoints and seq.cacheable and end // page_size * page_size >= max(start, 1):
         states.freeze(seq)
     states.prepare(seq)

@@ -19,7 +19,10 @@ class PagePool:
 
     Every page but the scratch pages is either free or owned. A cached page is found by its digest, may have several
     owners, and stays cached when the last one releases it. Free uncached pages are reused first, then cached ones,
-    least-recently-used first. A page that is reused is cached no more, which `on_forget` is told with its digest.
+    least-recently-used first. `on_forget` is called with the digest of a page that is cached no more.
+
+    KV on pages that are released as not sound may not be finite. If such a page is reused before a later owner releases
+    it as sound, its slots are added to `to_scrub`, which are to be zeroed before the next step.
     """
 
     def __init__(self, num_pages: int, page_size: int, scratch_pages: int = SCRATCH_PAGES) -> None:
@@ -34,6 +37,8 @@ class PagePool:
         self.on_forget: Callable[[bytes], None] = lambda _: None
         self.events: CacheEvents | None = None
         """Changes of the cache, if they are wanted."""
+        self.to_scrub: list[int] = []
+        self._suspects: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -88,8 +93,15 @@ class PagePool:
             if page in self._digest_of:
                 self._forget(page)
 
-    def release(self, pages: "array[int]") -> None:
-        """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again."""
+    def release(self, pages: "array[int]", *, sound: bool = True) -> None:
+        """Remove an owner, from the tail on, because a sequence's first pages are the likeliest to be found again.
+
+        The pages are `sound` if all KV on them is known to be finite.
+        """
+        if not sound:
+            self._suspects.update(pages)
+        elif self._suspects:
+            self._suspects.difference_update(pages)
         for page in reversed(pages):
             self._num_owners[page] -= 1
             if self._num_owners[page]:
@@ -115,6 +127,9 @@ class PagePool:
             page, _ = self._free_cached.popitem(last=False)
             self._forget(page)
         self._num_owners[page] = 1
+        if page in self._suspects:
+            self._suspects.discard(page)
+            self.to_scrub += range(page * self.page_size, (page + 1) * self.page_size)
         return page
 
     def _forget(self, page: int) -> None:

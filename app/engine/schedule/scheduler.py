@@ -2,12 +2,13 @@
 
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
 from app.engine.schedule.page_pool import OutOfPages, PagePool
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.state_slots import StateSlots
-from app.engine.sequence import Sequence
+from app.engine.sequence import NOT_FINITE, Sequence
 from app.messages import CacheEvent, FinishReason, Request, SpecStep, StepStats, TokenDelta
 
 
@@ -55,22 +56,31 @@ class Scheduler:
         """Sequences with rows in the step ahead."""
         self.at_hand: Sequence | None = None
         """Sequence that is being scheduled."""
+        self.unclean: set[Sequence] = set()
+        """Sequences with KV after the last token that may not be finite."""
+        self.to_start_over: list[Sequence] = []
+        """Sequences whose KV is recomputed once the step is committed."""
+        self.has_progress = False
+        """True once rows of the step are committed."""
+        self.on_error: Callable[[Sequence, Exception], TokenDelta] = _unhandled
+        """Hook for an exception that only concerns a sequence. It ends the sequence, and returns its last delta."""
+        self.on_not_finite: Callable[[ScheduledSequence, list[int]], TokenDelta | None] = _unhandled
+        """Hook for choices of a sequence with NOT_FINITE among those that it would emit."""
         self.num_preemptions = self.num_not_finite = self.num_faults = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self._free_batch_slots = list(reversed(range(max_num_seqs)))
         self._num_arrivals = 0
+        self._dropped: list[TokenDelta] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def stats(
-        self, kind: str = "idle", seconds: float = 0.0, *, num_decoding: int = 0, num_drafting: int = 0
-    ) -> StepStats:
-        """Return the state after a step of this kind."""
+    def stats(self, batch: Batch | None = None, seconds: float = 0.0, not_ahead: str = "") -> StepStats:
+        """Return the state after the step of a batch, or after none."""
         return StepStats(
-            kind=kind,
+            kind=batch.kind if batch else "idle",
             seconds=seconds,
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -79,14 +89,15 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,
-            num_decoding=num_decoding,
-            num_drafting=num_drafting,
+            num_decoding=len(batch.decodes) if batch else 0,
+            num_drafting=batch.num_drafting if batch else 0,
             num_not_finite=self.num_not_finite,
             num_faults=self.num_faults,
             used_state_slots=self.states.num_used,
             num_state_slots=self.states.num_slots,
             used_state_checkpoints=self.states.num_used_checkpoints,
             num_state_checkpoints=self.states.num_checkpoints,
+            not_ahead=not_ahead,
         )
 
     def take_cache_events(self) -> list[CacheEvent]:
@@ -108,7 +119,7 @@ class Scheduler:
         """End a request and free its pages. An unknown id belongs to a request that has just finished."""
         for seq in (*self.running, *self.waiting):
             if seq.request.request_id == request_id:
-                self._end(seq)
+                self.end(seq)
                 return
 
     def flush_cache(self) -> None:
@@ -119,7 +130,23 @@ class Scheduler:
             seq.cacheable = False
 
     def schedule(self) -> Batch:
-        """Return the rows of the next step, with nothing in flight."""
+        """Return the rows of the next step, with nothing in flight. It is empty if all that could run are dropped."""
+        self.pool.to_scrub += [slot for seq in self.unclean for slot in self._slots_after(seq)]
+        self.unclean.clear()
+        while True:
+            try:
+                return self._next_batch()
+            except Exception as error:
+                if self.at_hand is None:
+                    raise
+                self._dropped.append(self.on_error(self.at_hand, error))
+
+    def take_dropped(self) -> list[TokenDelta]:
+        """Return the last deltas of sequences that could not be scheduled, once."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def _next_batch(self) -> Batch:
         self.in_flight, self.at_hand = set(), None
         decoding = self._decoding_with_pages()
         self.at_hand = None
@@ -153,10 +180,23 @@ class Scheduler:
         """Take the step's tokens into the sequences, and the pages that it filled into the cache."""
         results = zip(result.tokens, result.num_accepted, strict=True)
         deltas = []
-        for rows in batch.rows:
-            tokens, num_accepted = next(results) if rows.needs_logits else ([], 0)
-            if rows.resolve_start() and (delta := self._commit_rows(rows, tokens, num_accepted)):
+        for share in batch.rows:
+            tokens, num_accepted = next(results) if share.needs_logits else ([], 0)
+            if not share.resolve_start():
+                continue
+            try:
+                delta = self._commit_share(share, tokens, num_accepted)
+                self.has_progress = True
+            except Exception as error:
+                delta = self.on_error(share.seq, error)
+            if delta:
                 deltas.append(delta)
+        for seq in self.to_start_over:
+            if seq.batch_slot >= 0:
+                self._start_over(seq)
+            else:  # another sequence's recomputation has preempted it
+                seq.cacheable = False
+        self.to_start_over.clear()
         return deltas
 
     def max_drafts(self, seq: Sequence, num_in_flight: int = 0) -> int:
@@ -167,12 +207,11 @@ class Scheduler:
         """Return how many tokens a sequence owns pages for. KV of a whole block lies past the last token."""
         return seq.num_tokens + self.block_size - 1
 
-    def may_run_ahead(self) -> bool:
-        """Return True if every running sequence goes on greedily, and the next `schedule` admits none."""
-        seats = len(self.running) < self.max_num_seqs
-        if self.waiting and seats and self._has_room(self.waiting[0], self._find(self.waiting[0])):
+    def may_admit_next(self) -> bool:
+        """Return True if the next `schedule` may admit a waiting sequence."""
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
             return False
-        return all(seq.is_decoding and seq.request.sampling.is_argmax for seq in self.running)
+        return self._has_room(self.waiting[0], self._find(self.waiting[0]))
 
     def _decoding_with_pages(self) -> list[Sequence]:
         """Return decoding sequences that own pages for this step, taken from the newest sequences if need be."""
@@ -189,7 +228,7 @@ class Scheduler:
     def _grow_or_preempt(self, seq: Sequence) -> bool:
         """Give pages to a running sequence. Return False if it was itself preempted because it is the newest."""
         while not self._grow(seq):
-            self._preempt(newest := self.running[-1])
+            self.preempt(newest := self.running[-1])
             if newest is seq:
                 return False
         return True
@@ -282,23 +321,29 @@ class Scheduler:
         last = self._last_full_page(seq)
         return min(self._next_cut(seq), last) if seq.num_computed < last else 0
 
-    def _commit_rows(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
-        """Take the rows' tokens into their sequence. A prefill chunk before the last yields none."""
-        self.states.commit(rows)
-        if not rows.needs_logits:
-            rows.seq.num_computed = rows.end
-            self._publish(rows)
+    def _commit_share(self, share: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta | None:
+        """Take the tokens of a share into its sequence. A prefill chunk before the last yields none."""
+        seq, is_finite = share.seq, NOT_FINITE not in tokens
+        if not is_finite:  # also after the last token, where refused drafts leave KV
+            self.unclean.add(seq)
+        seq.is_sound = share.needs_logits and seq not in self.unclean
+        if not is_finite and NOT_FINITE in tokens[: min(num_accepted + 1, seq.num_remaining)]:
+            return self.on_not_finite(share, tokens)
+        self.states.commit(share)
+        if not share.needs_logits:
+            seq.num_computed = share.end
+            self._publish(share)
             return None
-        delta = self._accept(rows, tokens, num_accepted)
-        self._publish(rows)
+        delta = self.accept(share, tokens, num_accepted)
+        self._publish(share)
         if delta.finish_reason:
-            self._end(rows.seq)
+            self.end(seq)
         return delta
 
-    def _accept(self, rows: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta:
+    def accept(self, share: ScheduledSequence, tokens: list[int], num_accepted: int) -> TokenDelta:
         """Append tokens up to the first stop, in order. Later tokens are neither emitted nor counted."""
-        seq, request = rows.seq, rows.seq.request
-        num_verified = rows.num_drafts
+        seq, request = share.seq, share.seq.request
+        num_verified = share.num_drafts
         emitted = tokens[: min(num_accepted + 1, seq.num_remaining)]
         finish_reason: FinishReason | None = "length" if len(emitted) == seq.num_remaining else None
         for index, token in enumerate(emitted):
@@ -309,7 +354,7 @@ class Scheduler:
             num_accepted = min(num_accepted, len(emitted))
             num_verified = min(num_verified, len(emitted))
         # Drafts past a stop were as useless as refused ones, so the policy learns of all of them.
-        self.policy.record_acceptance(seq, rows.num_drafts, num_accepted)
+        self.policy.record_acceptance(seq, share.num_drafts, num_accepted)
         seq.token_ids.extend(emitted)
         seq.num_computed = seq.num_tokens - 1
         steps = [SpecStep(len(emitted), num_verified, num_accepted)]
@@ -347,14 +392,14 @@ class Scheduler:
         is_new = states.publish(seq, digest, is_final=seq not in self.in_flight)
         seq.replaceable = digest if is_new and end % states.interval else None
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         seq.num_computed = 0
         seq.cacheable = self.prefix_caching
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
-    def _end(self, seq: Sequence) -> None:
+    def end(self, seq: Sequence) -> None:
         self._leave(seq)
         self.policy.forget(seq)
 
@@ -369,6 +414,39 @@ class Scheduler:
         self._free_pages(seq)
 
     def _free_pages(self, seq: Sequence) -> None:
-        self.pool.release(seq.pages)
+        """Release the pages of a sequence. Those that a step in flight writes count as not sound."""
+        known = seq.num_computed // self.pool.page_size if seq in self.in_flight else len(seq.pages)
+        self.pool.release(seq.pages[known:], sound=False)
+        self.pool.release(seq.pages[:known], sound=seq.is_sound)
+        self.unclean.discard(seq)
         seq.pages = array("i")
         seq.num_found = 0
+        seq.is_sound = False
+
+    def forget_pages(self, seq: Sequence) -> None:
+        """Let the pages and checkpoints of a sequence, some of which may not be finite, be found no more."""
+        self.pool.forget(seq.pages)
+        for page in range(len(seq.pages) if self.states.num_checkpoints else 0):
+            if (page + 1) * self.pool.page_size <= seq.num_tokens:
+                self.states.forget(seq.digest(page, self.pool.page_size))
+
+    def _start_over(self, seq: Sequence) -> None:
+        """Recompute a sequence on pages that no other sequence has filled."""
+        self._free_pages(seq)
+        self.states.release(seq)
+        seq.num_computed = 0
+        seq.cacheable = False
+        self._take_state(seq)
+        self._grow_or_preempt(seq)
+
+    def _slots_after(self, seq: Sequence) -> Iterator[int]:
+        """Yield the slots after the sequence's computed tokens."""
+        page_size = self.pool.page_size
+        for place in range(seq.num_computed, len(seq.pages) * page_size):
+            yield seq.pages[place // page_size] * page_size + place % page_size
+
+
+def _unhandled(of: object, error: object) -> TokenDelta:
+    if isinstance(error, Exception):
+        raise error
+    raise AssertionError("logits are not finite")

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -89,8 +89,20 @@ class TargetOutput(NamedTuple):
     rotation: Rotation | None = None
 
 
+class CompiledSteps(Protocol):
+    """Forwards that run in the place of those by operators."""
+
+    def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
+        """Return `Forward.run_target`."""
+
+    def draft(self, inputs: DraftTensors) -> Tensor | None:
+        """Return `Forward.draft`, or None if these inputs run by operators."""
+
+
 class Forward:
     """Draft, and target with context KV and verify. A group has at most `max_rows` rows."""
+
+    compiled: CompiledSteps | None = None
 
     def __init__(
         self,
@@ -161,6 +173,8 @@ class Forward:
 
     def draft(self, inputs: DraftTensors) -> Tensor:
         """Return drafts [D, w - first_draft_row], integers, of the tokens after each anchor, of blocks of w rows."""
+        if self.compiled and (drafts := self.compiled.draft(inputs)) is not None:
+            return drafts
         positions, slot_mapping = self._positions_and_slots(inputs.rows)
         return self._drafter.propose(inputs.request_ids, inputs.anchors, positions, slot_mapping, inputs.rows.meta)
 
@@ -186,6 +200,8 @@ class Forward:
 
     def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
         """Run token ids [T] through the target's layers. If all choices are `greedy`, they may be made here."""
+        if self.compiled:
+            return self.compiled.run_target(token_ids, inputs, greedy=greedy)
         parts = [self._positions_and_slots(rows) for rows in inputs.groups]
         positions, slot_mapping = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         recurrent = None if inputs.recurrent is None else self._recurrent_rows(inputs.recurrent, inputs.groups)

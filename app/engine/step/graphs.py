@@ -1,7 +1,8 @@
 """A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from app.engine.device.base import AttentionMetadata, Backend
 from app.engine.device.graph import Graph
 from app.engine.device.transfer import Packed
 from app.engine.errors import UnsupportedError, last_words
+from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.step import padding
 from app.engine.step.forward import AttentionInputs, Forward, TargetTensors
 from app.engine.step.graph_sizes import GraphSizes, Size
@@ -26,18 +28,6 @@ class _Captured(NamedTuple):
     graph: Graph
     packed: Packed
     rows: AttentionInputs
-
-
-class GraphOutput(NamedTuple):
-    """Result of a target graph, with padding: hidden states [T, H], greedy choices [T], and their verification.
-
-    The inputs are there to verify other choices. All graphs write hidden states to the same place.
-    """
-
-    hidden: Tensor
-    choices: Tensor
-    verified: Tensor
-    inputs: TargetTensors
 
 
 class StepGraphs:
@@ -112,15 +102,26 @@ class StepGraphs:
         assert self.drafts is not None
         return self.drafts[: len(inputs.anchors)]
 
-    def target(self, inputs: TargetInputs) -> GraphOutput:
-        """Verify the drafts that were made or kept last. All results stay until the next replay."""
+    def target(self, inputs: TargetInputs, draws: Sequence[SamplingMetadata] = ()) -> Tensor:
+        """Return `engine.verify` of the drafts that were made or kept last, with padding, until the next replay.
+
+        The graph chooses greedily. Rows of `draws` are chosen again from the hidden states, which all graphs write to
+        the same place.
+        """
         (group,) = inputs.groups
         size = self.sizes.target(len(group.query_lens), len(inputs.token_ids))
         captured, tensors = self._target_graphs[size]
         self._send(captured, self._pad_target(inputs, *size))
         captured.graph.replay()
         choices, verified = captured.graph.outputs
-        return GraphOutput(self._hidden[: len(choices)], choices, verified, tensors)
+        if not draws:
+            return verified
+        forward = self._forward
+        for kind in draws:
+            rows = forward.row_numbers[: len(kind.host_rows)]
+            own = replace(kind, host_rows=list(range(len(rows))), rows=rows)
+            choices[kind.rows] = forward.sampler.choose(self._hidden[kind.rows], forward.target.lm_head, [own])
+        return forward.verify(tensors, choices, self.drafts)
 
     def _capture(self, run: Callable[[], tuple[Tensor, ...]], meta: AttentionMetadata, what: str) -> Graph | None:
         """Return the graph of `run` after its first replay, or None if a rank cannot capture it.

@@ -121,6 +121,11 @@ class StepInputs:
     sequence_keys: list[tuple[str, int]]
     has_prefill: bool
 
+    @property
+    def plain_sequences(self) -> list[tuple[str, int]] | None:
+        """Return the keys of the sequences of a step without drafts and prefill, whose context KV may be pending."""
+        return None if self.has_prefill or self.draft else self.sequence_keys
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -198,9 +203,13 @@ def build(
         groups=[_group(part, [share.count for share in part], page_size) for part in parts if part],
     )
     draft = _draft_inputs(batch, page_size, block_rows - 1 + first_draft_row) if any(num_drafts) else None
-    sampled = [SampledSequence(*each) for each in zip(sampling, logits_start, draft_index, strict=True)]
+    sampled = [
+        SampledSequence(*each)
+        for each in zip(sampling, logits_start, draft_index, strict=True)
+        if not each[0].seq.request.sampling.is_argmax
+    ]
     keys = [share.seq.key for share in batch.decodes]
-    return StepInputs(target, draft, sampling_rows(sampled), keys, bool(batch.prefills))
+    return StepInputs(target, draft, sampling_rows(sampled) if sampled else [], keys, bool(batch.prefills))
 
 
 def _recurrent_inputs(batch: Batch) -> RecurrentInputs:

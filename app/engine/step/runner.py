@@ -1,6 +1,7 @@
 """The device side of a step: draft, target, context KV, verify. A few copies in, one copy out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,14 +15,18 @@ from app.engine.sampling.penalties import TokenCounts
 from app.engine.schedule.batch import StepResult
 from app.engine.step.forward import Forward
 from app.engine.step.graph_sizes import GraphSizes
+from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import DraftInputs, Layout, StepInputs
+
+Tell = Callable[[StepInputs | list[int]], None]
+"""Function that lets the other ranks launch a step too, or scrub slots."""
 
 
 class PendingStep:
-    """A step in flight. `verified` [S, w + 1] is the result of `engine.verify`, on its way to the host."""
+    """A step in flight. `wait` returns `engine.verify` [S, w + 1] on the host once the step has ended."""
 
-    def __init__(self, verified: Tensor, backend: Backend) -> None:
-        self._wait = backend.start_download(verified)
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self._wait = wait
 
     def read(self) -> StepResult:
         """Return the step's result in its one device-to-host copy. Wait for nothing that was launched after it."""
@@ -29,33 +34,61 @@ class PendingStep:
         return StepResult(tokens=[row[:-1] for row in rows], num_accepted=[row[-1] for row in rows])
 
 
+def no_rows() -> PendingStep:
+    """Return a step without rows."""
+    return PendingStep(lambda: torch.empty(0, 1))
+
+
 class ModelRunner:
-    """Runs steps operator by operator. `pools` hold the KV of the target and of the draft, if there is one."""
+    """Runs steps. `pools` hold the KV of the target and of the draft, if there is one.
+
+    Drafts, and targets of steps without prefill, run from `graphs` if there are some. All else runs operator by
+    operator. Rank 0 of several has `tell`, which sends every call to the other ranks.
+    """
 
     def __init__(
-        self, forward: Forward, backend: Backend, counts: TokenCounts, layout: Layout, pools: Sequence[KvPool] = ()
+        self,
+        forward: Forward,
+        backend: Backend,
+        counts: TokenCounts,
+        layout: Layout,
+        pools: Sequence[KvPool] = (),
+        graphs: StepGraphs | None = None,
+        tell: Tell | None = None,
     ) -> None:
         """`layout` is the arrangement of arrays that `launch` takes."""
         self.forward = forward
         self.backend = backend
         self.layout = layout
         self.pools = pools
+        self.graphs = graphs
         self._counts = counts
+        self._tell = tell
+        if graphs:
+            self.layout = replace(layout, draft_columns=graphs.draft_columns, graph_sizes=graphs.sizes)
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> PendingStep:
         """Queue the whole step on the device without reading anything back."""
+        if self._tell:
+            self._tell(inputs)
         with self.backend.step(len(inputs.target.token_ids)):
-            self.forward.pending_context.begin_step(self._plain_sequences(inputs))
+            if not self.graphs:  # a graph writes its step's context KV
+                self.forward.pending_context.begin_step(inputs.plain_sequences)
             drafts = self._draft(inputs.draft) if inputs.draft else None
-            draws = sampling_metadata(inputs.sampling, drafts, self._counts, self.backend)
-            verified = self._target(inputs, drafts, draws)
-        return PendingStep(verified[: len(inputs.target.logits_start)], self.backend)
+            draws: list[SamplingMetadata] = []
+            if inputs.sampling:
+                draws = sampling_metadata(inputs.sampling, drafts, self._counts, self.backend)
+            if self.graphs and not inputs.has_prefill:
+                verified = self.graphs.target(inputs.target, draws)
+            else:
+                verified = self._target(inputs, drafts, draws)
+        return PendingStep(self.backend.start_download(verified[: len(inputs.target.logits_start)]))
 
     @property
     def padded_to(self) -> GraphSizes | None:
         """Return the sizes that decode steps are padded to, or None if they are not."""
-        return None
+        return self.graphs.sizes if self.graphs else None
 
     def rollback(self) -> None:
         """Undo a step that failed anywhere, so that it may be launched again, whole or in parts."""
@@ -63,28 +96,29 @@ class ModelRunner:
         self._counts.forget()
 
     def is_fatal(self, error: BaseException) -> bool:
-        """Return True if no step can run after `error`."""
-        return self.backend.is_fatal(error)
+        """Return True if no step can run after `error`. One that other ranks have begun cannot run again in parts."""
+        return self._tell is not None or self.backend.is_fatal(error)
 
     @torch.inference_mode()
     def scrub(self, slot_mapping: list[int]) -> None:
         """Zero slots of all models' KV, after pending context KV is written."""
+        if self._tell:
+            self._tell(slot_mapping)
         self.forward.pending_context.write()
         (slots,) = Packed([np.array(slot_mapping, dtype=np.int32)], self.backend).tensors
         for pool in self.pools:
             pool.clear(slots)
 
-    def _plain_sequences(self, inputs: StepInputs) -> list[tuple[str, int]] | None:
-        """Return the keys of the sequences of a step without drafts and prefill, whose context KV may be pending."""
-        return None if inputs.has_prefill or inputs.draft else inputs.sequence_keys
-
     def _draft(self, inputs: DraftInputs) -> Tensor:
-        """Return drafts [D, w - 1], integers."""
+        """Return drafts [D, columns], integers: those of one block, or with graphs of the widest."""
+        if self.graphs and self.graphs.has_draft:
+            return self.graphs.draft(inputs)
         tensors = self.forward.draft_tensors(inputs, Packed(self.forward.arrays(inputs), self.backend))
         self.forward.plan(tensors.rows, inputs.group)
-        return self.forward.draft(tensors)
+        drafts = self.forward.draft(tensors)
+        return self.graphs.keep(drafts) if self.graphs else drafts
 
-    def _target(self, inputs: StepInputs, drafts: Tensor | None, draws: list[SamplingMetadata]) -> Tensor:
+    def _target(self, inputs: StepInputs, drafts: Tensor | None, draws: Sequence[SamplingMetadata]) -> Tensor:
         """Return the result of `engine.verify` [S, w + 1]."""
         tensors = self.forward.target_tensors(inputs.target, Packed(self.forward.arrays(inputs.target), self.backend))
         for rows, group in zip(tensors.groups, inputs.target.groups, strict=True):

@@ -36,12 +36,12 @@ class SampledSequence(NamedTuple):
 
 
 def sampling_rows(sampled: Sequence[SampledSequence]) -> list[SamplingRows]:
-    """Return the rows that need more than argmax. Rows with filters or penalties cost more, so they are kept apart."""
+    """Return the rows of sequences that need more than argmax. Those with filters or penalties are kept apart, because
+    they cost more."""
     kinds: dict[tuple[bool, bool], list[SampledSequence]] = {}
     for one in sampled:
         params = one.share.seq.request.sampling
-        if not params.is_argmax:
-            kinds.setdefault((params.is_filtered, params.is_penalised), []).append(one)
+        kinds.setdefault((params.is_filtered, params.is_penalised), []).append(one)
     return [_rows(of_kind) for of_kind in kinds.values()]
 
 

@@ -91,7 +91,7 @@ def requests(count: int = 6) -> list[Request]:
 def by_operators(core: EngineCore) -> EngineCore:
     """The same engine before compiled code was taken up."""
     forward = core.runner.forward
-    forward.target_step = forward.draft_step = forward.drafter.context_step = None
+    forward.compiled = forward.drafter.context_step = None
     core.runner.layout = replace(core.runner.layout, separate_prefill=True)
     return core
 
@@ -189,7 +189,7 @@ def test_texts_and_drafts_do_not_change_when_code_is_taken_up_behind_some_steps(
             accepted.extend((delta.request_id, delta.num_accepted) for delta in output.deltas)
             if len(outputs) == steps:
                 compiled = load_kept(core.runner.forward)
-                assert compiled is not None and core.runner.forward.target_step is None
+                assert compiled is not None and core.runner.forward.compiled is None
                 take_up(core.runner, compiled)
 
         return core.run(requests(), on_step), accepted

@@ -15,7 +15,6 @@ from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.check import SCRATCH_BLOCK, Checked
-from app.engine.step.graph_runner import GraphRunner
 from app.engine_config import EngineConfig
 from app.messages import Request
 from tests import UNTIMED
@@ -123,8 +122,8 @@ def test_draft_and_target_calls_keep_to_their_own_layers(monkeypatch: pytest.Mon
 
 def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
     core = engine(pair)
-    assert isinstance(core.runner, GraphRunner)
     graphs = core.runner.graphs
+    assert graphs
 
     def places() -> list[int]:
         captured = [*graphs._draft_graphs.values(), *(graph for graph, _ in graphs._target_graphs.values())]

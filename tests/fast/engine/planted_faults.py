@@ -201,6 +201,6 @@ PHASES: dict[str, Plant] = {
     "behind verify": during("verify", behind=True),
     "counts": in_counts,
     "read": in_read,
-    "accept": of_scheduler("_accept"),
+    "accept": of_scheduler("accept"),
     "publish": of_scheduler("_publish"),
 }

@@ -98,7 +98,7 @@ def test_the_python_that_is_compiled_drafts_the_same(tmp_path, monkeypatch, name
     pair = DIALECTS[name].make(tmp_path)
     engine = engine_of(pair, compile=True)
     blocks = drafted_by(engine, requests_about_the_window(2, 10))
-    assert engine.core.runner.forward.draft_step.was_called
+    assert engine.core.runner.forward.compiled.draft_step.was_called
     assert share_of_right_drafts(blocks, pair) == 1.0
 
 

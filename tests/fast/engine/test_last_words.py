@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from app.engine import process
+from app.engine.core import EngineCore
 from app.engine.device.torch import TorchBackend
-from app.engine.faults import FaultTolerantCore, FaultTolerantScheduler, QuarantinePagePool
 from app.engine.npu.error_codes import explain
+from app.engine.schedule.page_pool import PagePool
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.inputs import Layout
 from app.engine_config import EngineConfig
 from app.messages import Request
@@ -54,11 +56,11 @@ def ended_by(message: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fatal, str]
 
     backend = TorchBackend(torch.device("cpu"))
     monkeypatch.setattr(backend, "explain", lambda error: explain(str(error)))
-    pool = QuarantinePagePool(num_pages=8, page_size=4)
-    scheduler = FaultTolerantScheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
+    pool = PagePool(num_pages=8, page_size=4)
+    scheduler = Scheduler(pool, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=8, block_size=1)
     scheduler.add(Request("r", [1, 2], max_tokens=2))
     runner = SimpleNamespace(backend=backend, layout=Layout(page_size=4), launch=launch, is_fatal=lambda error: True)
-    engine = SimpleNamespace(core=FaultTolerantCore(scheduler, runner), can_be_compiled=False)
+    engine = SimpleNamespace(core=EngineCore(scheduler, runner), can_be_compiled=False)
     monkeypatch.setattr(process, "Link", StandInLink)
     monkeypatch.setattr(process, "leave_with_parent", lambda: None)
     monkeypatch.setattr(process, "decode_config", lambda line: EngineConfig(Path("target")))

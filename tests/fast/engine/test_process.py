@@ -152,7 +152,7 @@ SAMPLING = SamplingParams(0.5, (1 << 63) + 1, 3, 0.75, 0.125, 0.5, -0.25, 1.5, [
 WHOLE: tuple[Any, ...] = (
     Request("r", [1, 2], 7, SAMPLING, [5, 6], speculate=False, cache_salt="salt"),
     TokenDelta("r", [7, 8, 9], [SpecStep(2, 7, 1), SpecStep(1, 0, 0)], 16, "error", "a reason"),
-    StepStats("mixed", 0.5, *range(1, 16)),
+    StepStats("mixed", 0.5, *range(1, 16), not_ahead="pages"),
 )
 """Objects without a field that has its default."""
 

@@ -299,7 +299,7 @@ def test_a_checkpoint_goes_with_its_page(pair: Pair, reference: HybridReference)
     assert set(engine.core.scheduler.states._slot_of) <= set(engine.core.scheduler.pool._page_of)
 
 
-def test_a_preempted_sequence_goes_on_from_a_checkpoint(pair: Pair, reference: HybridReference):
+def test_apreempted_sequence_goes_on_from_a_checkpoint(pair: Pair, reference: HybridReference):
     engine = engine_of(pair)
     watch, scheduler = WatchedStates(engine, reference), engine.core.scheduler
     prompts = {f"r{i}": tokens_of(9 + 6 * i, seed=i) for i in range(2)}
@@ -310,7 +310,7 @@ def test_a_preempted_sequence_goes_on_from_a_checkpoint(pair: Pair, reference: H
         if not engine.core.has_work:
             break
         if number == 5:
-            scheduler._preempt(preempted := scheduler.running[-1])
+            scheduler.preempt(preempted := scheduler.running[-1])
         for delta in engine.core.step().deltas:
             said.setdefault(delta.request_id, []).extend(delta.token_ids)
         watch.check()
@@ -351,7 +351,7 @@ def test_dflash_and_a_cache_change_no_token(lucky: Subject, case: Case, short_in
     assert_lossless(lucky.compare([emitted[request.request_id] for request in requests], case))
     scheduler = engine.core.scheduler
     assert scheduler.prefix_cache_hits > 0 and watch.num_checked > 0
-    assert (scheduler.num_preemptions > 0) == case.preempted
+    assert (scheduler.numpreemptions > 0) == case.preempted
 
 
 @pytest.mark.exhaustive

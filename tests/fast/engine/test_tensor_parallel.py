@@ -55,11 +55,10 @@ from app.engine.models.weights import ExpertLayout, LayerSource, Part
 from app.engine.npu.error_codes import explain
 from app.engine.ranks.leader import Followers
 from app.engine.ranks.messages import Message, decode, encode
-from app.engine.ranks.runner import LeadingRunner, follow
+from app.engine.ranks.runner import follow
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
 from app.engine.sequence import NOT_FINITE
-from app.engine.step.graph_runner import GraphRunner
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import StepInputs
 from app.engine.step.padding import empty_target
@@ -293,8 +292,7 @@ class SharedSubject(Subject):
         """Close the engines, and assert that all ranks verified alike in every step."""
         for ranks in self.ranks:
             ranks.close()
-            assert ranks.verified[0]
-            assert all(verified == ranks.verified[0] for verified in ranks.verified)
+            ranks.check_alike()
         self.ranks.clear()
 
 
@@ -413,12 +411,13 @@ def test_a_follower_gets_no_texts_and_each_message_once(lucky: Pair):
     messages = [decode(message) for message in shared.ranks[0].messages]
     shared.check_and_close()
     assert [message.number for message in messages] == list(range(len(messages)))
-    rows = [rows for message in messages if message.call == "launch" for rows in message.argument.sampling]
+    steps = [message.argument for message in messages if isinstance(message.argument, StepInputs)]
+    rows = [rows for step in steps for rows in step.sampling]
     assert rows and not any(each.counted for each in rows)
 
 
 def test_a_message_that_is_lost_ends_a_follower_by_name():
-    messages = iter([encode(Message(1, "scrub", []))])
+    messages = iter([encode(Message(1, []))])
     with pytest.raises(RuntimeError, match="message 1 of rank 0 came in the place of message 0"):
         follow(Follower(), lambda _: next(messages))
 
@@ -440,12 +439,12 @@ class Follower(ModelRunner):
                 raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
             return torch.zeros(1, 1)
 
-        return PendingStep(torch.empty(0), SimpleNamespace(start_download=lambda _: wait))  # type: ignore[arg-type]
+        return PendingStep(wait)
 
 
 def test_a_follower_whose_device_fails_behind_a_launch_ends_because_it_reads_when_rank_0_is_silent():
     """It reads no step behind which the next one has come, so that steps which are launched ahead stay ahead."""
-    steps = [encode(Message(number, "launch", empty_step(number))) for number in range(4)]
+    steps = [encode(Message(number, empty_step(number))) for number in range(4)]
     messages, waited = iter([steps[0], steps[1], None, steps[2], steps[3], None]), []
 
     def receive(milliseconds: int | None) -> bytes | None:
@@ -500,7 +499,7 @@ def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: p
         core.add(Request(name, (1, 2), max_tokens=3))
     with pytest.raises(ZeroDivisionError):
         core.step()
-    assert isinstance(core.runner, LeadingRunner)
+    assert core.runner.is_fatal(ValueError())
     ranks._meeting.barrier.abort()
     with pytest.raises(threading.BrokenBarrierError):
         ranks.close()
@@ -534,8 +533,8 @@ def test_a_sequence_that_is_nan_on_one_rank_ends_alone_and_leaves_no_page_dirty_
     assert ended == {"good": "length", "bad": "error", "late": "length"}
     assert tokens["good"] == tokens["late"] == said
     assert all(map(NOT_FINITE.__ne__, itertools.chain(*again.values())))
-    assert any(decode(message).call == "scrub" for message in ranks.messages)
-    assert ranks.verified[1] == ranks.verified[0]
+    assert any(isinstance(decode(message).argument, list) for message in ranks.messages)
+    ranks.check_alike()
 
 
 def test_ranks_launch_alike_because_none_times_its_own_ways(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
@@ -731,7 +730,7 @@ def test_a_draft_that_cannot_be_split_as_its_target_can_is_whole_on_each_rank_if
         ranks = ThreadRanks(replace(config, **wishes))
         texts.append(ranks.engine.core.run([Request("a", (7, 1, 2), 16)]))
         ranks.close()
-        assert ranks.verified[1] == ranks.verified[0]
+        ranks.check_alike()
     assert texts[0] == texts[1]
 
 
@@ -821,14 +820,14 @@ def ranked(
     requests = [Request(str(i), (3, 1, 2, i), 12 + i, SamplingParams(0.5 * (i % 2), seed=i)) for i in range(4)]
     texts = ranks.engine.core.run(requests)
     ranks.close()
-    assert all(verified == ranks.verified[0] for verified in ranks.verified)
+    ranks.check_alike()
     return ranks, texts
 
 
 def test_ranks_profile_a_step_each_by_itself_before_the_first_message(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
     ranks, texts = ranked(monkeypatch, lucky)
     assert [decode(message).number for message in ranks.messages] == list(range(len(ranks.messages)))
-    assert isinstance(ranks.engine.core.runner, GraphRunner) and isinstance(ranks.engine.core.runner, LeadingRunner)
+    assert ranks.engine.core.runner.graphs
     assert {len(text) for text in texts.values()} == {12, 13, 14, 15}
 
 

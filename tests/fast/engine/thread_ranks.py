@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 from app.engine.comm.comm import Comm
 from app.engine.load.engine import Engine, build_engine, build_runner
 from app.engine.load.ranks import Rank
-from app.engine.ranks.runner import LeadingGraphRunner, LeadingRunner, follow
-from app.engine.step.graph_runner import GraphRunner
+from app.engine.ranks.runner import follow, teller
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
 from app.engine_config import EngineConfig
@@ -79,7 +77,8 @@ class Ended(Exception):
 
 
 class ThreadRanks:
-    """Engine whose ranks are threads; close it. `verified[rank]` are the results of all steps of a rank.
+    """Engine whose ranks are threads; close it. `verified[rank]` are the results of a rank's steps,
+    of followers those of the warm-up too.
 
     `changed` may replace a message on its way to a follower.
     """
@@ -101,10 +100,16 @@ class ThreadRanks:
             thread.start()
         try:
             self.engine: Engine = build_engine(config, join=lambda backend: self._leader(), **options)
+            _note(self.engine.core.runner, self.verified[0])
         except BaseException as error:
             self._errors.append(error)
             self._meeting.barrier.abort()
             self.close()
+
+    def check_alike(self) -> None:
+        """Assert that all ranks verified alike in every step since the engine was built."""
+        first = self.verified[0]
+        assert first and all(verified[-len(first) :] == first for verified in self.verified)
 
     def close(self) -> None:
         """End the followers. Raises the first error of a rank."""
@@ -116,12 +121,10 @@ class ThreadRanks:
             raise _cause(self._errors)
 
     def _rank(self, rank: int) -> Rank:
-        verified = self.verified[rank]
-        return Rank(self.comm(rank), _noting(ModelRunner, verified), _noting(GraphRunner, verified))
+        return Rank(self.comm(rank))
 
     def _leader(self) -> Rank:
-        classes = (_noting(base, self.verified[0]) for base in (LeadingRunner, LeadingGraphRunner))
-        return Rank(self.comm(0), *(partial(runner_class, self._send) for runner_class in classes))
+        return Rank(self.comm(0), teller(self._send))
 
     def comm(self, rank: int) -> Comm:
         return ThreadComm(rank, self._meeting)
@@ -142,7 +145,9 @@ class ThreadRanks:
             return message
 
         try:
-            follow(build_runner(config, rank, lambda backend: self._rank(rank), **self._options), receive)
+            runner = build_runner(config, rank, lambda backend: self._rank(rank), **self._options)
+            _note(runner, self.verified[rank])
+            follow(runner, receive)
         except Ended:
             return
         except BaseException as error:
@@ -150,14 +155,16 @@ class ThreadRanks:
             self._meeting.barrier.abort()
 
 
-def _noting(base: type[ModelRunner], verified: list[Any]) -> Callable[..., Any]:
-    class Noting(base):  # type: ignore[misc, valid-type]
-        def launch(self, inputs: StepInputs) -> PendingStep:
-            pending: PendingStep = super().launch(inputs)
-            verified.append(pending.read())
-            return pending
+def _note(runner: ModelRunner, verified: list[Any]) -> None:
+    """Note the results of all steps of a runner from now on."""
+    launch = runner.launch
 
-    return Noting
+    def noted(inputs: StepInputs) -> PendingStep:
+        pending = launch(inputs)
+        verified.append(pending.read())
+        return pending
+
+    runner.launch = noted  # type: ignore[method-assign]
 
 
 def _cause(errors: list[BaseException]) -> BaseException:

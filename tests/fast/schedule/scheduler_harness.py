@@ -13,9 +13,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
-from app.engine.faults import FaultTolerantScheduler, QuarantinePagePool
+from app.engine.faults import Faults
 from app.engine.schedule.batch import Batch, ScheduledSequence, StepResult
-from app.engine.schedule.page_pool import SCRATCH_PAGES
+from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.messages import Request, TokenDelta
 
@@ -48,13 +49,13 @@ class Scripted:
         return answer, "length"
 
 
-def protected(scheduler: FaultTolerantScheduler) -> set[int]:
+def protected(scheduler: Scheduler) -> set[int]:
     """Return the pages that no step may write: those with several owners, and those that the cache can find."""
     owners = Counter(page for seq in scheduler.running for page in seq.pages)
     return {*(page for page, count in owners.items() if count > 1), *scheduler.pool._digest_of}
 
 
-def check_pages(scheduler: FaultTolerantScheduler) -> None:
+def check_pages(scheduler: Scheduler) -> None:
     """Every page but the scratch ones is free, or owned by as many sequences as the pool counts: only with a cache by
     more than one. Check that a digest finds its page, that no other digest does, and that no seat is lost."""
     pool = scheduler.pool
@@ -90,8 +91,8 @@ class Harness:
         self.page_size = page_size
         self.budget = max_num_seqs * block_size + spare_rows
         one_sequence = -(-(max_model_len + 2 * block_size) // page_size)
-        self.pool = QuarantinePagePool(SCRATCH_PAGES + one_sequence + spare_pages, page_size)
-        self.scheduler = FaultTolerantScheduler(
+        self.pool = PagePool(SCRATCH_PAGES + one_sequence + spare_pages, page_size)
+        self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
@@ -99,6 +100,7 @@ class Harness:
             block_size=block_size,
             prefix_caching=prefix_caching,
         )
+        Faults(self.scheduler)
         self.prefix_caching = prefix_caching
         self.live: dict[str, Scripted] = {}
         self.done: dict[str, Scripted] = {}

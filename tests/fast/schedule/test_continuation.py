@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from app.engine.faults import FaultTolerantScheduler, QuarantinePagePool
+from app.engine.faults import Faults
 from app.engine.schedule.batch import Batch, StepResult
 from app.engine.schedule.overlap import schedule_ahead
-from app.engine.schedule.page_pool import SCRATCH_PAGES
+from app.engine.schedule.page_pool import SCRATCH_PAGES, PagePool
 from app.engine.schedule.policy import Policy
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE, Sequence
 from app.messages import Request, TokenDelta
 from tests.fast.engine.flat_request import flat_request
@@ -33,8 +34,8 @@ class Flight:
         stop: Collection[int] = (),
         **asked: Any,
     ) -> None:
-        self.pool = QuarantinePagePool(SCRATCH_PAGES + pages, 1)
-        self.scheduler = FaultTolerantScheduler(
+        self.pool = PagePool(SCRATCH_PAGES + pages, 1)
+        self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=40,
@@ -42,6 +43,7 @@ class Flight:
             block_size=BLOCK,
             prefix_caching=prefix_caching,
         )
+        Faults(self.scheduler)
         for name in "abcd"[:count]:
             self.scheduler.add(
                 flat_request(name, (1, 2), max_tokens, stop_token_ids=frozenset(stop), cache_salt=name, **asked)
@@ -54,7 +56,8 @@ class Flight:
         return self.scheduler.running
 
     def behind(self) -> Batch | None:
-        return schedule_ahead(self.scheduler, self.batch)
+        found = schedule_ahead(self.scheduler, self.batch)
+        return found if isinstance(found, Batch) else None
 
     def commit(self, batch: Batch, tokens: list[list[int]], accepted: list[int]) -> list[TokenDelta]:
         deltas = self.scheduler.commit(batch, StepResult(tokens, accepted))
@@ -174,11 +177,11 @@ def test_no_step_is_scheduled_ahead_before_rejected_drafts_are_scrubbed_behind_t
     assert behind is not None
     flight.commit(flight.batch, [[10, 11, NOT_FINITE, NOT_FINITE]], [1])
     (seq,) = flight.seqs
-    assert schedule_ahead(flight.scheduler, behind) is None and not seq.is_sound
+    assert schedule_ahead(flight.scheduler, behind) == "scrub" and not seq.is_sound
     flight.commit(behind, [[20, 21, 22, 23]], [3])
     assert not seq.is_sound
     known = set(seq.pages[: seq.num_computed])
-    batch, scrub = flight.scheduler.schedule(), set(flight.scheduler.take_slots_to_scrub())
+    batch, scrub = flight.scheduler.schedule(), set(flight.pool.to_scrub)
     assert seq.num_computed == 8 and scrub and not known & scrub
     flight.commit(batch, [[30, 31, 32, 33]], [0])
     assert seq.is_sound
@@ -187,12 +190,12 @@ def test_no_step_is_scheduled_ahead_before_rejected_drafts_are_scrubbed_behind_t
 def test_a_step_that_is_forgotten_may_have_written():
     flight = Flight(1)
     flight.behind()
-    flight.scheduler.discard_ahead()
+    flight.scheduler.unclean |= flight.scheduler.in_flight
     (seq,) = flight.seqs
     flight.commit(flight.batch, [[10, 11, 12, 13]], [1])
     assert not seq.is_sound
     flight.scheduler.schedule()
-    assert set(seq.pages[seq.num_computed :]) <= set(flight.scheduler.take_slots_to_scrub())
+    assert set(seq.pages[seq.num_computed :]) <= set(flight.pool.to_scrub)
 
 
 def test_a_flush_lets_nothing_of_the_step_in_flight_be_cached():

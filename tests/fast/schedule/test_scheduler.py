@@ -13,10 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
-from app.engine.faults import FaultTolerantScheduler, QuarantinePagePool
+from app.engine.faults import Faults
 from app.engine.schedule.batch import StepResult
-from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages
+from app.engine.schedule.page_pool import SCRATCH_PAGES, OutOfPages, PagePool
 from app.engine.schedule.policy import Policy
+from app.engine.schedule.scheduler import Scheduler
 from app.engine.sequence import NOT_FINITE
 from app.messages import FinishReason, Request, SpecStep, TokenDelta
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
@@ -156,13 +157,14 @@ class OneDecodeStep:
     """A decoding request (2 tokens of prompt and one more known) and what the target says next."""
 
     def __init__(self, *, max_tokens: int = 20, stop: Collection[int] = (), block_size: int = 4) -> None:
-        self.scheduler = FaultTolerantScheduler(
-            QuarantinePagePool(100, 1),
+        self.scheduler = Scheduler(
+            PagePool(100, 1),
             max_num_seqs=1,
             max_num_batched_tokens=8,
             max_model_len=40,
             block_size=block_size,
         )
+        Faults(self.scheduler)
         self.scheduler.add(Request("r", (1, 2), max_tokens, stop_token_ids=frozenset(stop)))
         self.first = self._commit([3], 0)
 
@@ -322,27 +324,30 @@ def test_what_refused_drafts_have_left_that_is_not_finite_is_scrubbed_before_the
     (seq,) = decode.scheduler.running
     assert seq.num_computed == 4
     decode.scheduler.schedule()
-    scrub = decode.scheduler.take_slots_to_scrub()
+    scrub = decode.scheduler.pool.to_scrub
     assert scrub == list(seq.pages[4:6]), "slots behind its KV that it had in that step; a page has one"
+    scrub.clear()
     decode.scheduler.schedule()
-    assert not decode.scheduler.take_slots_to_scrub()
+    assert not scrub
 
 
 def test_pages_of_who_is_not_sound_are_scrubbed_when_they_are_reused_and_not_before():
-    pool = QuarantinePagePool(SCRATCH_PAGES + 4, page_size=2)
+    pool = PagePool(SCRATCH_PAGES + 4, page_size=2)
     bad, good, again = array("i"), array("i"), array("i")
     pool.grow(bad, 4)
     pool.release(bad, sound=False)
-    assert not pool.pages_to_scrub()
+    assert not pool.to_scrub
     pool.grow(good, 6)
-    assert sorted(pool.pages_to_scrub()) == sorted(set(bad) & set(good)) and not pool.pages_to_scrub()
+    assert sorted(pool.to_scrub) == sorted(slot for page in set(bad) & set(good) for slot in (2 * page, 2 * page + 1))
+    pool.to_scrub.clear()
     pool.release(good)
     pool.grow(again, 8)
-    assert pool.pages_to_scrub() == [page for page in again if page in bad and page not in good]
+    left = [page for page in again if page in bad and page not in good]
+    assert pool.to_scrub == [slot for page in left for slot in (2 * page, 2 * page + 1)]
 
 
 def test_a_cached_page_is_trusted_again_once_a_sound_sequence_has_used_it():
-    pool = QuarantinePagePool(SCRATCH_PAGES + 1, page_size=2)
+    pool = PagePool(SCRATCH_PAGES + 1, page_size=2)
     page = array("i")
     pool.grow(page, 2)
     pool.publish(page[0], b"digest")
@@ -352,7 +357,7 @@ def test_a_cached_page_is_trusted_again_once_a_sound_sequence_has_used_it():
     pool.release(found)
     again = array("i")
     pool.grow(again, 2)
-    assert not pool.pages_to_scrub()
+    assert not pool.to_scrub
 
 
 def test_who_starts_over_preempts_the_newest_if_it_needs_their_pages():
@@ -382,7 +387,7 @@ def test_who_is_preempted_by_anothers_start_does_not_start_over_itself(monkeypat
     scheduler, older, newer = harness.scheduler, harness.sequence(first), harness.sequence(second)
     started = []
     older.num_found = newer.num_found = 1  # so that neither is blamed for its logits
-    monkeypatch.setattr(scheduler, "_start_over", lambda seq: started.append(seq) or scheduler._preempt(newer))
+    monkeypatch.setattr(scheduler, "_start_over", lambda seq: started.append(seq) or scheduler.preempt(newer))
     batch = scheduler.schedule()
     scheduler.commit(batch, StepResult([[NOT_FINITE] * 4] * 2, [0, 0]))
     assert started == [older] and not newer.pages and not newer.cacheable
@@ -446,7 +451,7 @@ def test_a_request_that_could_never_run_is_refused_with_the_limit(prompt, max_to
 
 
 def test_growing_takes_all_pages_or_none():
-    pool = QuarantinePagePool(SCRATCH_PAGES + 5, page_size=4)
+    pool = PagePool(SCRATCH_PAGES + 5, page_size=4)
     mine = array("i")
     pool.grow(mine, 9)
     assert len(mine) == 3 and pool.num_used == 3
@@ -463,7 +468,7 @@ def test_growing_takes_all_pages_or_none():
 
 
 def test_free_pages_are_reused_least_recently_used_first_and_scratch_never():
-    pool = QuarantinePagePool(SCRATCH_PAGES + 4, page_size=2)
+    pool = PagePool(SCRATCH_PAGES + 4, page_size=2)
     first, second, again = array("i"), array("i"), array("i")
     pool.grow(first, 4)
     pool.grow(second, 2)
@@ -477,7 +482,7 @@ def test_free_pages_are_reused_least_recently_used_first_and_scratch_never():
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_pages_for_rounds_up(tokens, pages):
-    assert QuarantinePagePool(10, page_size=16).pages_for(tokens) == pages
+    assert PagePool(10, page_size=16).pages_for(tokens) == pages
 
 
 # Anything goes
