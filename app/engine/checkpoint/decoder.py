@@ -53,15 +53,23 @@ def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> Decoder
     )
 
 
-def layer_windows(kinds: Any, window: Any, num_layers: int) -> list[int | None]:
-    """Return the window of each of `layer_types`, None for full attention. Raises UnsupportedError for other kinds."""
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise UnsupportedError(f"layer_types must name num_hidden_layers = {num_layers} layers, found {kinds!r}")
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise UnsupportedError(f"layer_types has {unknown[0]!r}, which is not supported yet")
+def layer_masks(kinds: Any, window: Any, num_layers: int, causal: bool | None) -> tuple[AttentionMask, ...]:
+    """Return the mask of each of `layer_types`. A layer is `causal`, or for None if it slides."""
+    kinds = layer_kinds(kinds, num_layers, ("full_attention", "sliding_attention"))
     if "sliding_attention" in kinds:
         window = positive({"sliding_window": window}, "sliding_window")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    full = AttentionMask(causal is True)
+    sliding = AttentionMask(causal is not False, window)
+    return tuple(sliding if kind == "sliding_attention" else full for kind in kinds)
+
+
+def layer_kinds(kinds: Any, num_layers: int, known: tuple[str, ...]) -> list[str]:
+    """Return `layer_types`. Raises UnsupportedError unless they are as many as layers, and known."""
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise UnsupportedError(f"layer_types must name num_hidden_layers = {num_layers} layers, found {kinds!r}")
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise UnsupportedError(f"layer_types has {unknown[0]!r}, which is not supported yet; known: {', '.join(known)}")
+    return kinds
 
 
 def _refuse_variants(raw: Raw, experts: bool) -> None:

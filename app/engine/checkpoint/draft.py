@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from app.engine.checkpoint.decoder import decoder_config, layer_windows
-from app.engine.checkpoint.fields import Raw, flag, naming, number, only, positive
-from app.engine.checkpoint.rope import parameters
+from app.engine.checkpoint.decoder import decoder_config, layer_masks
+from app.engine.checkpoint.fields import Raw, fields, flag, naming, number, only, positive, without
 from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
 
@@ -84,7 +83,7 @@ def draft_config(
         only(keys, model_type=("qwen3", "dflash"), architectures=(["DFlashDraftModel"],))
         for field in _LOGIT_KEYS:
             number(keys, field, 1.0)
-        layers = {name: value for name, value in keys.items() if name not in _SLIDING_KEYS | _LOGIT_KEYS}
+        layers = without(keys, _SLIDING_KEYS | _LOGIT_KEYS)
         decoder = decoder_config({"vocab_size": target.vocab_size, **layers}, qk_norm=True, masks=_masks(keys))
         target_hidden_size = positive(keys, "target_hidden_size", decoder.hidden_size)
         draft_vocab_size = positive(keys, "draft_vocab_size", decoder.vocab_size)
@@ -111,22 +110,21 @@ def draft_config(
         )
 
 
-def foreign_tensor(names: Iterable[str], *, biases: bool) -> str | None:
-    """Return the reason why one of a draft's tensors is not run, or None.
+def refuse_foreign_tensors(names: Iterable[str], *, biases: bool) -> None:
+    """Raise UnsupportedError for a draft's tensor that is not run. Left out, it would cost acceptance silently.
 
-    The tensor is of another variant of DFlash, which is named, or a bias while the config names no `biases`. A draft
-    without it would lose its acceptance silently.
+    It is of another variant of DFlash, which is named, or a bias while the config names no `biases`.
     """
     known = (_TENSOR, _BIAS) if biases else (_TENSOR,)
     unknown = sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in known))
     for name in unknown:
         if dialect := next(filter(None, map(_dialect, name.split("."))), None):
-            return f"tensor {name} is of {dialect}, which is not supported yet"
+            raise UnsupportedError(f"draft: tensor {name} is of {dialect}, which is not supported yet")
     if unknown and _BIAS.fullmatch(unknown[0]):
-        return f"tensor {unknown[0]} is a bias, but attention_bias in config.json is not true"
+        raise UnsupportedError(f"draft: tensor {unknown[0]} is a bias, but attention_bias in config.json is not true")
     if unknown:
-        return f"tensor {unknown[0]} (one of {len(unknown)}) is of a variant of DFlash that is not supported yet"
-    return None
+        others = f"tensor {unknown[0]} (one of {len(unknown)})"
+        raise UnsupportedError(f"draft: {others} is of a variant of DFlash that is not supported yet")
 
 
 def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
@@ -149,7 +147,7 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
     ]
     keys = {name: value for name, value in raw.items() if not _INERT.fullmatch(name)}
     for name in ("rope_scaling", "rope_parameters"):
-        keys[name] = {key: value for key, value in parameters(raw, name).items() if not _INERT.fullmatch(key)}
+        keys[name] = {key: value for key, value in fields(raw, name).items() if not _INERT.fullmatch(key)}
     used = {name: value for name, value in inner.items() if name in _IN_EITHER_PLACE and value is not None}
     warnings = [
         f"{name} is {keys[name]!r} in config.json and {value!r} in its dflash_config, which is used"
@@ -172,16 +170,13 @@ def _from_speculators(raw: Raw) -> dict[str, Any]:
             f"speculators_model_type {kind!r} with transformer_layer_config {type(layer).__name__} is not "
             "supported yet; supported: 'dflash' with an object"
         )
-    own = {name: value for name, value in raw.items() if name not in ("model_type", "architectures")}
-    for name in ("speculators_model_type", "transformer_layer_config"):
-        own.pop(name)
+    own = without(raw, ("speculators_model_type", "transformer_layer_config", "model_type", "architectures"))
     ids = own.pop("aux_hidden_state_layer_ids", None)
     if not isinstance(ids, list) or not all(type(i) is int and i > 0 for i in ids):
         raise UnsupportedError(f"aux_hidden_state_layer_ids must be a list of layer numbers from 1 on, found {ids!r}")
     if own.pop("sliding_window_non_causal", False):
         own["is_causal"] = False
-    layer.pop("architectures", None)
-    return {**layer, **own, "dflash_config": {"target_layer_ids": [i - 1 for i in ids]}}
+    return {**without(layer, ("architectures",)), **own, "dflash_config": {"target_layer_ids": [i - 1 for i in ids]}}
 
 
 def _is_noise(name: str, value: Any) -> bool:
@@ -214,9 +209,8 @@ def _masks(keys: Raw) -> tuple[AttentionMask, ...]:
         if keys.get("swa_window_size") or (window and keys.get("use_sliding_window") is None):
             raise UnsupportedError(f"sliding_window is {window!r}, but neither layer_types nor use_swa says where")
         kinds = ["full_attention"] * num_layers
-    stated = flag(keys, "is_causal", flag(keys, "causal"))
-    windows = layer_windows(kinds, window, num_layers)
-    return tuple(AttentionMask(window is not None if stated is None else stated, window) for window in windows)
+    stated, causal = flag(keys, "is_causal"), flag(keys, "causal")
+    return layer_masks(kinds, window, num_layers, causal if stated is None else stated)
 
 
 def _block_size(keys: Raw, wanted: int | None, first_draft_row: int) -> int:

@@ -4,12 +4,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from app.engine.checkpoint.decoder import decoder_config, layer_windows
-from app.engine.checkpoint.fields import Raw, naming, number, only, positive
-from app.engine.checkpoint.rope import parameters
-from app.engine.checkpoint.shapes import SWIGLU_ALPHA, AttentionMask, DecoderConfig, GatedDeltaConfig
+from app.engine.checkpoint.decoder import decoder_config, layer_kinds, layer_masks
+from app.engine.checkpoint.fields import Raw, fields, naming, number, only, positive, without
+from app.engine.checkpoint.shapes import SWIGLU_ALPHA, DecoderConfig, GatedDeltaConfig
 from app.engine.errors import UnsupportedError
 
 _PARTIAL_ROTARY_FACTOR = 0.25
@@ -43,31 +41,23 @@ def family_of(raw: Raw) -> Family:
 
 
 def _gpt_oss(raw: Raw) -> DecoderConfig:
-    quantization = raw.get("quantization_config") or {}
-    if isinstance(quantization, Mapping):
-        quantization = quantization.get("quant_method")
-    only({"quant_method": quantization, **raw}, quant_method=("mxfp4",), swiglu_alpha=(SWIGLU_ALPHA,))
-    rope = parameters(raw, "rope_parameters") or parameters(raw, "rope_scaling")
-    given = {
-        **raw,
-        **rope,
-        "rope_scaling": rope or None,
+    method = raw.get("quantization_config") or {}
+    method = method.get("quant_method") if isinstance(method, Mapping) else method
+    only({**raw, "quant_method": method}, quant_method=("mxfp4",), swiglu_alpha=(SWIGLU_ALPHA,))
+    rope = fields(raw, "rope_parameters") or fields(raw, "rope_scaling")
+    for field, value in {
         "num_local_experts": raw.get("num_experts") or raw.get("num_local_experts"),
-    }
-    for field in ("rms_norm_eps", "attention_bias", "rope_theta", "rope_scaling", "num_local_experts"):
-        if given.get(field) is None:  # gpt-oss has other defaults than other families
-            raise UnsupportedError(f"{field} is missing, which gpt_oss needs")
+        "rope_scaling": rope or None,
+        "rope_theta": rope.get("rope_theta", raw.get("rope_theta")),
+        **{name: raw.get(name) for name in ("rms_norm_eps", "attention_bias")},
+    }.items():
+        if value is None:
+            raise UnsupportedError(f"{field} is missing, whose default gpt-oss does not share with other families")
     num_layers = positive(raw, "num_hidden_layers")
     kinds = raw.get("layer_types") or (["sliding_attention", "full_attention"] * num_layers)[:num_layers]
-    windows = layer_windows(kinds, raw.get("sliding_window", 128), num_layers)
-    others = {
-        name: value
-        for name, value in raw.items()
-        if name not in ("layer_types", "sliding_window", "quantization_config")
-    }
-    config = decoder_config(
-        others, experts=True, sinks=True, masks=tuple(AttentionMask(True, window) for window in windows)
-    )
+    masks = layer_masks(kinds, raw.get("sliding_window", 128), num_layers, causal=True)
+    shared = without(raw, ("layer_types", "sliding_window", "quantization_config"))
+    config = decoder_config(shared, experts=True, sinks=True, masks=masks)
     assert config.moe is not None
     limit = number(raw, "swiglu_limit", 7.0) if raw.get("swiglu_limit", 7.0) is not None else math.inf
     # Weights of experts are a softmax over the chosen ones.
@@ -78,17 +68,16 @@ def _hybrid(raw: Raw, *, experts: bool = False) -> DecoderConfig:
     """Return the shape of Qwen3.5's family, whose fields are at the top or in `text_config`."""
     text = _text_part(raw)
     only(text, attn_output_gate=(True,), attention_bias=(False,))
-    rope = parameters(text, "rope_parameters")
+    rope = fields(text, "rope_parameters")
     fallback = number(text, "partial_rotary_factor", _PARTIAL_ROTARY_FACTOR)
     share = number(rope, "partial_rotary_factor", fallback)
     if share > 1:
         raise UnsupportedError(f"partial_rotary_factor is the share of a head that turns, found {share:g}")
     # Positions of text are equal in all three parts of multimodal RoPE, so its sections do not matter here.
     noise = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
-    plain: dict[str, Any] = {name: value for name, value in text.items() if name not in ("layer_types", *noise)}
     head_dim = positive(text, "head_dim", positive(text, "hidden_size") // positive(text, "num_attention_heads"))
-    turning = {"rope_dim": int(head_dim * share)}
-    plain["rope_parameters"] = {name: value for name, value in rope.items() if name not in noise} | turning
+    rope = without(rope, noise) | {"rope_dim": int(head_dim * share)}
+    plain = without(text, ("layer_types", *noise)) | {"rope_parameters": rope}
     if text.get("num_experts"):  # in every layer, with weights that always sum to 1
         only(text, mlp_only_layers=([],), decoder_sparse_step=(1,), norm_topk_prob=(True,))
         plain |= {"norm_topk_prob": True, "intermediate_size": text.get("moe_intermediate_size")}
@@ -103,7 +92,7 @@ def _text_part(raw: Raw) -> Raw:
     """Return the config of the text part: the whole, or `text_config` with what it shares with the other parts."""
     if raw.get("text_config") is None:
         return raw
-    text = parameters(raw, "text_config")
+    text = fields(raw, "text_config")
     for field in _SHARED:
         if field in text and field in raw and text[field] != raw[field]:
             raise UnsupportedError(f"{field} is {raw[field]!r} in config.json and {text[field]!r} in its text_config")
@@ -115,11 +104,9 @@ def _gated_delta(text: Raw) -> GatedDeltaConfig:
     kinds = text.get("layer_types")
     if kinds is None:
         kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise UnsupportedError(f"layer_types must name {num_layers} layers, found {kinds!r}")
-    if sorted(set(map(str, kinds))) != ["full_attention", "linear_attention"]:
-        found = sorted(set(map(str, kinds)))
-        raise UnsupportedError(f"layer_types must be linear_attention and full_attention, both of them, found {found}")
+    kinds = layer_kinds(kinds, num_layers, ("linear_attention", "full_attention"))
+    if len(set(kinds)) < 2:
+        raise UnsupportedError(f"layer_types must be linear_attention and full_attention, both, found {kinds[0]}")
     sizes = GatedDeltaConfig(
         layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
         conv_kernel=positive(text, "linear_conv_kernel_dim", 4),

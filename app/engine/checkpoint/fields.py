@@ -1,7 +1,7 @@
 """Values of a config.json, checked. Messages name the field, and `naming` puts the checkpoint before it."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,9 @@ def naming(checkpoint: str) -> Iterator[None]:
 
 def number(raw: Raw, field: str, default: float | None = None) -> float:
     """Return a positive number, or the default if the field is missing or null. Raises UnsupportedError."""
-    value: Any = default if raw.get(field) is None else raw[field]
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise _wrong(raw, field, "a positive number")
+    value = default if raw.get(field) is None else raw[field]
+    if value is None or type(value) not in (int, float) or not 0 < value < math.inf:
+        raise _wrong(field, value, "a positive number")
     return float(value)
 
 
@@ -31,16 +31,29 @@ def positive(raw: Raw, field: str, default: int | None = None) -> int:
     """Return a whole number of at least 1, or the default if the field is missing or null. Raises UnsupportedError."""
     value = default if raw.get(field) is None else raw[field]
     if type(value) is not int or value < 1:
-        raise _wrong(raw, field, "a positive whole number")
+        raise _wrong(field, value, "a positive whole number")
     return value
 
 
-def flag(raw: Raw, field: str, default: bool | None = None) -> bool | None:
-    """Return true or false, or the default if the field is missing or null. Raises UnsupportedError."""
-    value = default if raw.get(field) is None else raw[field]
+def flag(raw: Raw, field: str) -> bool | None:
+    """Return true or false, or None if the field is missing or null. Raises UnsupportedError."""
+    value = raw.get(field)
     if value is not None and type(value) is not bool:
-        raise _wrong(raw, field, "true or false")
+        raise _wrong(field, value, "true or false")
     return value
+
+
+def fields(raw: Raw, field: str) -> dict[str, Any]:
+    """Return the object of a field, empty if the field is missing or null. Raises UnsupportedError."""
+    value = raw.get(field) or {}
+    if not isinstance(value, Mapping):
+        raise _wrong(field, value, "an object")
+    return dict(value)
+
+
+def without(raw: Raw, names: Collection[str]) -> dict[str, Any]:
+    """Return the fields whose names are not among these."""
+    return {name: value for name, value in raw.items() if name not in names}
 
 
 def only(raw: Raw, **supported: tuple[Any, ...]) -> None:
@@ -51,7 +64,5 @@ def only(raw: Raw, **supported: tuple[Any, ...]) -> None:
             raise UnsupportedError(f"{field} = {raw[field]!r} is not supported yet{choice}")
 
 
-def _wrong(raw: Raw, field: str, wanted: str) -> UnsupportedError:
-    if raw.get(field) is None:
-        return UnsupportedError(f"{field} is missing: it must be {wanted}")
-    return UnsupportedError(f"{field} must be {wanted}, found {raw[field]!r}")
+def _wrong(field: str, value: Any, wanted: str) -> UnsupportedError:
+    return UnsupportedError(f"{field} is missing" if value is None else f"{field} must be {wanted}, found {value!r}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from app.engine.checkpoint.draft import draft_config, foreign_tensor, is_draft
+from app.engine.checkpoint.draft import draft_config, is_draft, refuse_foreign_tensors
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import TOKENIZER_FILES, find_folder, read_config, read_tensors, token_id
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
@@ -70,8 +70,7 @@ def check_checkpoints(config: EngineConfig) -> None:
     _compare(config.target, wanted)
     if config.draft and models.draft:
         decoder, hidden = models.draft.decoder, models.draft.decoder.hidden_size
-        if reason := foreign_tensor(read_tensors(config.draft), biases=decoder.qkv_bias):
-            raise UnsupportedError(f"draft: {reason}")
+        refuse_foreign_tensors(read_tensors(config.draft), biases=decoder.qkv_bias)
         taps = len(models.draft.target_layer_ids) * models.draft.target_hidden_size
         _compare(config.draft, dict(_layers(decoder)) | {"hidden_norm.weight": [hidden], "fc.weight": [hidden, taps]})
 

@@ -2,7 +2,7 @@
 
 import math
 
-from app.engine.checkpoint.fields import Raw, flag, number, positive
+from app.engine.checkpoint.fields import Raw, fields, flag, number, positive
 from app.engine.checkpoint.shapes import Llama3Scaling, RopeConfig, YarnScaling
 from app.engine.errors import UnsupportedError
 
@@ -22,7 +22,7 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
 
     Raises UnsupportedError naming a type or a parameter that is not computed here.
     """
-    rope = parameters(raw, "rope_scaling") | parameters(raw, "rope_parameters")
+    rope = fields(raw, "rope_scaling") | fields(raw, "rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _SCALING_KEYS:
         supported = ", ".join(_SCALING_KEYS)
@@ -51,22 +51,9 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
             truncate=flag(rope, "truncate") is not False,
         )
         longest = max(longest, int(factor * original))
-    theta = number({"rope_theta": raw.get("rope_theta"), **rope}, "rope_theta", 10000.0)
-    turning = None if dim == head_dim else dim
-    return RopeConfig(theta, scaling, turning, _has_adjacent_pairs(raw, rope)), longest
-
-
-def parameters(raw: Raw, field: str) -> dict[str, object]:
-    """Return the object of a field, empty if the field is missing or null. Raises UnsupportedError."""
-    value = raw.get(field) or {}
-    if not isinstance(value, dict):
-        raise UnsupportedError(f"{field} must be an object, found {value!r}")
-    return dict(value)
-
-
-def _has_adjacent_pairs(raw: Raw, rope: Raw) -> bool:
-    """Return True if a key says that the dims that turn together are neighbours."""
     styles = {flag(part, key) for key in _PAIR_KEYS for part in (raw, rope)} - {None}
     if len(styles) > 1:
         raise UnsupportedError(f"{' and '.join(_PAIR_KEYS)} disagree, in config.json or its RoPE parameters")
-    return False in styles
+    theta = number({"rope_theta": raw.get("rope_theta"), **rope}, "rope_theta", 10000.0)
+    turning = None if dim == head_dim else dim
+    return RopeConfig(theta, scaling, turning, adjacent_pairs=False in styles), longest

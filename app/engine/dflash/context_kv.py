@@ -18,7 +18,7 @@ class ContextKv(nn.Module):
     """Features -> fc -> hidden_norm -> K and V of all draft layers in one projection -> k_norm -> RoPE -> pool.
 
     Context rows never pass through a draft layer (DFlash, arXiv 2602.06036), so their K and V depend on the feature and
-    the position alone.
+    the position only.
     """
 
     def __init__(self, model: DFlashModel, backend: Backend) -> None:
@@ -29,7 +29,7 @@ class ContextKv(nn.Module):
         attentions = [cast(Attention, layer.attention) for layer in model.layers]
         self.kv = frozen(backend.pack_weight(torch.cat([attention.kv_weight for attention in attentions])))
         biases = [attention.kv_bias for attention in attentions if attention.kv_bias is not None]
-        self.register_parameter("kv_bias", frozen(torch.cat(biases)) if biases else None)
+        self.kv_bias = frozen(torch.cat(biases)) if biases else None
         self.k_norm = frozen(torch.stack([cast(Tensor, attention.k_norm) for attention in attentions]))
         self.ones = frozen(torch.ones_like(self.k_norm[0]))
         self._shape = (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim)
@@ -44,7 +44,7 @@ class ContextKv(nn.Module):
         backend = self._backend
         context = backend.rms_norm(backend.linear(features, self.fc), self.hidden_norm, self._eps)
         context = context.nan_to_num(0.0, 0.0, 0.0)
-        kv_tl2hd = backend.linear(context, self.kv, self._parameters["kv_bias"]).view(-1, *self._shape)
+        kv_tl2hd = backend.linear(context, self.kv, self.kv_bias).view(-1, *self._shape)
         norms = self.k_norm, self.ones, self._eps
         backend.context_into_kv(ContextRows(kv_tl2hd, *norms, rotation, all_layers, slot_mapping))
 

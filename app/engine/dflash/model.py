@@ -53,19 +53,14 @@ class DFlashModel(nn.Module):
         elif has_head or hidden != config.target_hidden_size:
             own_rows = own_part(weights.get, "lm_head.weight", (config.draft_vocab_size // comm.size, hidden), comm, 0)
             self.lm_head = frozen(backend.pack_weight(own_rows))
-        self.register_parameter("target_ids", None)
-        if "d2t" in weights or config.draft_vocab_size != vocab:
-            ids = _target_ids(weights.get_indices("d2t", config.draft_vocab_size), vocab)
-            if "t2d" in weights and not _marks(weights.get_indices("t2d", vocab), ids):
-                raise UnsupportedError("draft: d2t and t2d name other tokens; d2t must hold distances, not tokens")
-            self.target_ids = frozen(ids)
+        is_reduced = "d2t" in weights or config.draft_vocab_size != vocab
+        self.target_ids = frozen(_target_ids(weights, config.draft_vocab_size, vocab)) if is_reduced else None
         weights.skip("t2d")
         self._backend = backend
 
     def in_target_vocabulary(self, drafts: Tensor) -> Tensor:
         """Return the target's tokens for those of the draft."""
-        target_ids = self._parameters["target_ids"]
-        return drafts if target_ids is None else target_ids[drafts]
+        return drafts if self.target_ids is None else self.target_ids[drafts]
 
     def forward(self, embedded: Tensor, rows: StepRows, pool: KvPool) -> Tensor:
         """Return the hidden states after the final norm [D * b, H] of embedded blocks [D * b, H].
@@ -78,16 +73,13 @@ class DFlashModel(nn.Module):
         return add_norm(self._backend, hidden, residual, self.norm, self.config.decoder.rms_norm_eps)[0]
 
 
-def _target_ids(offsets: Tensor, vocab: int) -> Tensor:
-    """Return the target's tokens [Vd] int32. `offsets` [Vd] are the distances from the draft's own."""
-    ids = torch.arange(len(offsets), device=offsets.device) + offsets
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise UnsupportedError(
-            f"draft: d2t leads to tokens {int(ids.min())} to {int(ids.max())}, and the target has {vocab}"
-        )
+def _target_ids(weights: Weights, draft_vocab: int, vocab: int) -> Tensor:
+    """Return the target's tokens [Vd] int32 of the draft's, by their distances `d2t`. `t2d` [V] marks the same."""
+    distances = weights.get_indices("d2t", draft_vocab)
+    ids = torch.arange(draft_vocab, device=distances.device) + distances
+    first, last = int(ids.min()), int(ids.max())
+    if first < 0 or last >= vocab:
+        raise UnsupportedError(f"draft: d2t leads to tokens {first} to {last}, and the target has {vocab}")
+    if "t2d" in weights and not torch.equal(weights.get_indices("t2d", vocab).nonzero().flatten(), ids.sort().values):
+        raise UnsupportedError("draft: d2t and t2d name other tokens; d2t must hold distances, not tokens")
     return ids.to(torch.int32)
-
-
-def _marks(known: Tensor, ids: Tensor) -> bool:
-    """Return True if `known` [V] is 1 at these tokens of the target [Vd] alone."""
-    return torch.equal(known.nonzero().flatten(), ids.sort().values)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app.engine.checkpoint.draft import foreign_tensor
+from app.engine.checkpoint.draft import refuse_foreign_tensors
 from app.engine.checkpoint.read import read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
@@ -326,8 +326,8 @@ def _load(
     target_weights = opened(config.target, "target")
     draft_weights = opened(config.draft, "draft") if config.draft else None
     biases = draft_shape is not None and draft_shape.decoder.qkv_bias
-    if draft_weights and (reason := foreign_tensor(draft_weights.names, biases=biases)):
-        raise UnsupportedError(f"draft: {reason}")
+    if draft_weights:
+        refuse_foreign_tensors(draft_weights.names, biases=biases)
     _check_memory(config, backend, target_weights, draft_weights, comm)
     backend.retain_allocator_memory()
     target_layer_ids = draft_shape.target_layer_ids if draft_shape else ()

@@ -8,7 +8,7 @@ from app.engine.checkpoint.shapes import GatedDeltaConfig
 from app.engine.device.base import Backend
 from app.engine.device.delta_rule import delta_rule, last_rows, short_conv
 from app.engine.device.gated_delta import GatedDeltaStep
-from app.engine.models.layers import StepRows, frozen, parameters_of
+from app.engine.models.layers import StepRows, frozen
 from app.engine.models.state_pool import LayerState, SequenceRows, State
 from app.engine.models.weights import LayerSource
 
@@ -46,9 +46,9 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, rows: StepRows, memory: LayerState) -> Tensor:
         """Return the output projection [T, H] of normed rows x [T, H]."""
-        backend, weights, recurrent = self._backend, parameters_of(self), rows.recurrent
+        backend, recurrent = self._backend, rows.recurrent
         assert recurrent is not None, "a step of a hybrid target has recurrent rows"
-        inputs, z = backend.linear(x, weights["in_proj"]).tensor_split([self._input_width], dim=1)
+        inputs, z = backend.linear(x, self.in_proj).tensor_split([self._input_width], dim=1)
         parts, done = [], 0
         if recurrent.decodes is not None:
             done = len(recurrent.decodes.places)
@@ -56,10 +56,9 @@ class GatedDeltaNet(nn.Module):
         for chunk in recurrent.chunks:
             first, done = done, done + len(chunk.places)
             parts.append(self.recurrence.prefill(inputs[first:done], chunk, memory))
-        o = torch.cat(parts)
-        o = backend.rms_norm(o, weights["norm"], self._eps)
+        o = backend.rms_norm(torch.cat(parts), self.norm, self._eps)
         gated = o.flatten(1) * F.silu(z.float())
-        return self._project(gated.to(x.dtype), weights["out_proj"])
+        return self._project(gated.to(x.dtype), self.out_proj)
 
 
 class Recurrence:

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import LayerKv
 from app.engine.models.gated_delta_net import GatedDeltaNet
-from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, load_mlp, parameters_of
+from app.engine.models.layers import Attention, DecoderLayer, StepRows, frozen, load_mlp
 from app.engine.models.target import Target
 from app.engine.models.weights import LayerSource, Part, Weights
 
 logger = logging.getLogger(__name__)
 
 _OTHER_PARTS = ("visual.", "mtp.")
-"""Tensors of the vision tower and of the checkpoint's own drafter. Text alone needs neither."""
+"""Tensors of the vision tower and of the checkpoint's own drafter, which text does not need."""
 
 
 class HybridLayer(DecoderLayer):
@@ -35,9 +35,8 @@ class HybridLayer(DecoderLayer):
         out = super().feed_forward(normed)
         if not self._has_shared_expert:
             return out
-        backend, weights = self._backend, parameters_of(self)
-        shared = backend.gated_mlp(normed, weights["shared_gate_up"], weights["shared_down"])
-        return out + torch.sigmoid(backend.linear(normed, weights["shared_gate"])) * shared
+        shared = self._backend.gated_mlp(normed, self.shared_gate_up, self.shared_down)
+        return out + torch.sigmoid(self._backend.linear(normed, self.shared_gate)) * shared
 
     def make_attention(self, layer: LayerSource) -> nn.Module:
         assert layer.config.gated_delta is not None
@@ -54,7 +53,7 @@ class GatedAttention(Attention):
         self.gate = frozen(layer.backend.pack_weight(gate))
 
     def attend(self, x: Tensor, rows: StepRows, kv: LayerKv) -> Tensor:
-        gate = self._backend.linear(x, parameters_of(self)["gate"])
+        gate = self._backend.linear(x, self.gate)
         return super().attend(x, rows, kv) * torch.sigmoid(gate)
 
 
