@@ -11,8 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLUG_INS = ("engine/cpu", "engine/cuda", "engine/npu", "engine/compile")
-OFF_THE_PATH = ("engine/sampling", "engine/device", "engine/load", "engine/faults.py", "engine/schedule/overlap.py")
-OFF_THE_PATH += ("engine/step/graphs.py", "engine/schedule/policy.py", "engine/schedule/costs.py")
+OFF_THE_PATH: tuple[str, ...] = (
+    *("engine/sampling", "engine/device", "engine/load", "engine/faults.py", "engine/schedule/overlap.py"),
+    *("engine/step/graphs.py", "engine/schedule/policy.py", "engine/schedule/costs.py"),
+)
 """Rooms and files that serve a step and are one hop away from its path."""
 
 

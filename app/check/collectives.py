@@ -27,8 +27,7 @@ COMMAND = (sys.executable, "-P", "-m", "app.check.collectives")
 ROWS = (1, 16, 64, 512, 4096)
 """Rows of a sum: one decoding sequence, blocks of 1, 4 and 32, and a chunk of a prompt."""
 FEW_ROWS = ROWS[:3]
-HIDDEN = 4096
-"""Hidden size of Qwen3-8B."""
+HIDDEN = 4096  # of Qwen3-8B
 TOLERANCE = 2e-2
 """Largest error of a bfloat16 sum as a share of the largest value; each addition rounds by 2^-9."""
 
@@ -43,21 +42,16 @@ def measured(device: str, size: int, seconds: float, command: Sequence[str] = CO
     """
     ends = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "ranks")
+        numbers = str(Path(folder) / "ranks"), str(max(1, int(seconds)))
         processes = [
-            subprocess.Popen(
-                [*command, device, str(size), str(rank), store, str(max(1, int(seconds)))],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            subprocess.Popen([*command, device, str(size), str(rank), *numbers], stdout=subprocess.PIPE, text=True)
             for rank in range(size)
         ]
         try:
-            while any(process.poll() is None for process in processes) and time.monotonic() < ends:
-                if any(process.poll() for process in processes):
-                    break
-                time.sleep(0.05)
             codes = [process.poll() for process in processes]
+            while None in codes and not any(codes) and time.monotonic() < ends:
+                time.sleep(0.05)
+                codes = [process.poll() for process in processes]
         finally:
             for process in processes:
                 process.kill()
@@ -120,13 +114,12 @@ def _error(said: str) -> str:
 
 
 def main(arguments: Sequence[str], measure: Measure = measure) -> int:
-    device, *numbers = arguments
-    size, rank, store, seconds = int(numbers[0]), int(numbers[1]), Path(numbers[2]), int(numbers[3])
+    device, size, rank, store, seconds = arguments
     with os.fdopen(os.dup(1), "w") as lines:
         os.dup2(2, 1)
         try:
-            backend = make_backend(device, rank=rank)
-            comm = backend.join(Meeting(rank, size, store, seconds))
+            backend = make_backend(device, rank=int(rank))
+            comm = backend.join(Meeting(int(rank), int(size), Path(store), int(seconds)))
             answer: dict[str, Any] = {"cases": measure(backend, comm, FEW_ROWS if backend.memory_is_host else ROWS)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}

@@ -31,7 +31,7 @@ def report(
     as_json: bool,
     ranks: int = 1,
     command: Sequence[str] = COMMAND,
-    probe_seconds: float = PROBE_SECONDS,
+    limit: float = PROBE_SECONDS,
 ) -> int:
     """Print a line for every probe as it comes, or all of them as one JSON object. Return 1 if one failed, else 0.
 
@@ -43,7 +43,7 @@ def report(
             print(text(result, max(map(len, names))), flush=True)
 
     try:
-        results = asyncio.run(ask([*command, device, str(ranks)], probe_seconds, tell))
+        results = asyncio.run(ask([*command, device, str(ranks)], limit, tell))
     except KeyboardInterrupt:
         return INTERRUPTED
     failures = sum(result["status"] == "failed" for result in results)

@@ -32,7 +32,6 @@ FLOAT32_BYTES = 4
 WINDOW = 100
 """Tokens that a row of sliding attention sees. It is no multiple of a page, so pages are cut."""
 HINT = "do not serve on it; with versions that belong together, report this output"
-
 EXPERTS = MoeConfig(16, 4, intermediate_size=256, norm_topk_prob=True)
 
 Call = Callable[[], Any]
@@ -43,10 +42,9 @@ Lens = Sequence[tuple[int, int]]
 
 @dataclass(slots=True)
 class Inputs:
-    """Random values of one case on a backend's device, rounded to `rounded` and held in `dtype`.
+    """Random values of one case on a backend's device, rounded to `rounded` and held in `dtype`: the same on each.
 
-    Equal seeds give every backend the same values. `past` fills the slots behind a request's last token; None leaves
-    random numbers there.
+    `past` fills the slots after a request's last token; None leaves random numbers there.
     """
 
     backend: Backend
@@ -168,8 +166,7 @@ def cases(extent: Extent) -> dict[str, list[Case]]:
         add("add_rms_norm", _add_rms_norm, n, hidden, tolerance=rounding, moved=4 * n * row_bytes)
         add("linear", _linear, n, hidden, inner, tolerance=rounding, moved=weight_bytes)
         add("gated_mlp", _gated_mlp, n, hidden, inner, tolerance=loose, moved=3 * weight_bytes)
-        moe = partial(_moe, moe=extent.experts)
-        add("moe", moe, n, hidden, tolerance=loose)
+        add("moe", partial(_moe, moe=extent.experts), n, hidden, tolerance=loose)
         for _, kv, d in extent.heads:
             add("write_kv", _write_kv, n, kv, d, page)
         for h, d in sorted({(heads, dim) for heads, _, dim in extent.heads}):
@@ -400,32 +397,22 @@ def difference(
     call = operator(Inputs(backend, dtype, dtype, past))
     reference = Inputs(TorchBackend(torch.device("cpu")), dtype, torch.float32, None if past is None else 0.0)
     absolute, relative = [0.0], [0.0]
-    for got, want in zip(_tensors(call()), _tensors((against or operator)(reference)()), strict=True):
-        if want.numel():
+    results = (tree_leaves(made()) for made in (call, (against or operator)(reference)))
+    for got, want in zip(*results, strict=True):
+        if isinstance(want, Tensor) and want.numel():
             largest = float(want.double().abs().max())
             absolute.append(float((got.cpu().double() - want.double()).abs().max()))
             relative.append(absolute[-1] / largest if largest else absolute[-1])
     return float(np.max(absolute)), float(np.max(relative)), call
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-def compare(backend: Backend, case: Case, past: float | None = None) -> tuple[dict[str, Any], Call]:
-    """Return the numbers of one case, None where the result is not all numbers, and the call to time."""
-    absolute, relative, call = difference(backend, case.operator, past=past)
-    numbers = (None, None) if isnan(relative) else (absolute, relative)
-    row = {"shape": case.shape, "absolute": numbers[0], "relative": numbers[1], "tolerance": case.tolerance}
-    return row | {"passed": relative <= case.tolerance}, call
-
-
 def find(backend: Backend, name: str) -> Finding:
     """Return what `check` says of one operator."""
-    rows = [compare(backend, case)[0] for case in cases(replace(SMALL, page=backend.defaults.page_size))[name]]
-    if any(row["relative"] is None for row in rows):
+    compared = cases(replace(SMALL, page=backend.defaults.page_size))[name]
+    found = [difference(backend, case.operator)[1] for case in compared]
+    largest = float(np.max(found))
+    if isnan(largest):
         return failed("the result is not all numbers", HINT)
-    largest = max(row["relative"] for row in rows)
-    if not all(row["passed"] for row in rows):
+    if any(relative > case.tolerance for relative, case in zip(found, compared, strict=True)):
         return failed(f"differs from the CPU by up to {largest:.1%} of the largest value", HINT)
     return ok(f"as on the CPU, to {largest:.1%} of the largest value" if largest else "exactly as on the CPU")

@@ -28,19 +28,16 @@ OPERATORS = (
 MEMORY_SHARE = 0.9
 """The default of --memory-utilization."""
 GIB = 1 << 30
-RANKS_SECONDS = 240.0
-"""Time for all ranks to meet and add up, less than a probe has."""
+RANKS_SECONDS = 240.0  # for all ranks to meet and add up, less than a probe has
 
 
-def main() -> int:
-    device, *ranks = sys.argv[1:]
+def main(device: str, *ranks: str) -> None:
     with os.fdopen(os.dup(1), "w") as lines:
         os.dup2(2, 1)
         asked = probes(device, *map(int, ranks))
         print(json.dumps([probe.name for probe in asked]), file=lines, flush=True)
         for name, finding in run(asked):
             print(json.dumps({"name": name} | asdict(finding)), file=lines, flush=True)
-    return 0
 
 
 def run(asked: Iterable[Probe]) -> Iterator[tuple[str, Finding]]:
@@ -63,14 +60,20 @@ def _ask(probe: Probe) -> Finding:
 
 
 def probes(device: str, ranks: int = 1) -> list[Probe]:
-    """Return the probes of a device, each behind those that it needs. "auto" is the device that `serve` would take.
+    """Return the probes of a device, each after those that it needs. "auto" is the device that `serve` would take.
 
     Several `ranks` have a device each, from this one on, and a collective is tried between them.
     """
     settled = _settle(device)
     kind = settled.partition(":")[0]
     host = [] if kind == "cpu" else importlib.import_module(f"app.engine.{kind}.host_probes").probes(settled)
-    opened = cache(lambda: _open(settled))
+
+    @cache
+    def opened() -> "Backend":
+        from app.engine.device.factory import make_backend
+
+        return make_backend(settled)
+
     return [
         *([Probe("device", lambda: ok(f"auto is {settled} here"))] if device == "auto" else []),
         Probe("torch", partial(torch_build, kind), without="torch cannot be used"),
@@ -91,10 +94,8 @@ def torch_build(kind: str) -> Finding:
     found = f"torch {torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU'} build"
     base = torch.__version__.partition("+")[0]
     if kind == "npu" and torch.version.cuda:
-        return failed(
-            f"{found}: torch_npu works with a CPU build only",
-            f"pip install --index-url https://download.pytorch.org/whl/cpu torch=={base}",
-        )
+        hint = f"pip install --index-url https://download.pytorch.org/whl/cpu torch=={base}"
+        return failed(f"{found}: torch_npu works with a CPU build only", hint)
     if kind == "cuda" and not torch.version.cuda:
         return failed(f"{found}: it knows no GPUs", f"pip install torch=={base} from PyPI, which is a CUDA build")
     return ok(found)
@@ -120,9 +121,8 @@ def memory(opened: "Backend") -> Finding:
     if held >= MEMORY_SHARE * total:
         return failed(found, "others hold the device: end them, or choose another with --device")
     if held > (1 - MEMORY_SHARE) * total:
-        return warning(
-            found, f"{held / GIB:.1f} GiB are held by others and will be missing: end them, or see --memory-utilization"
-        )
+        hint = f"{held / GIB:.1f} GiB are held by others and will be missing: end them, or see --memory-utilization"
+        return warning(found, hint)
     return ok(found)
 
 
@@ -145,12 +145,6 @@ def _operator(opened: Callable[[], "Backend"], name: str) -> Finding:
     return operators.find(opened(), name)
 
 
-def _open(device: str) -> "Backend":
-    from app.engine.device.factory import make_backend
-
-    return make_backend(device)
-
-
 def _settle(device: str) -> str:
     if device != "auto":
         return device
@@ -165,4 +159,4 @@ def _settle(device: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

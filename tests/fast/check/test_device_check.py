@@ -92,7 +92,7 @@ def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def broken_off(program: str, capsys: pytest.CaptureFixture[str], seconds: float = 600.0) -> dict[str, dict[str, str]]:
     """Results of probes that are this program, and have so many seconds each."""
     command = [sys.executable, "-c", f'import os, time\nprint(\'["one", "two", "three"]\', flush=True)\n{program}']
-    assert check_command.report("npu", as_json=True, command=command, probe_seconds=seconds) == 1
+    assert check_command.report("npu", as_json=True, command=command, limit=seconds) == 1
     return {result["name"]: result for result in json.loads(capsys.readouterr().out)["results"]}
 
 

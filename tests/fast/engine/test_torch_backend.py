@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.engine.checkpoint.shapes import DecoderConfig, RopeConfig
 from app.engine.cpu import attention, library
 from app.engine.cpu.backend import CpuBackend
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, ContextRows, LayerKv, ProjectedRows
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, LayerKv, ProjectedRows
 from app.engine.device.factory import make_backend
 from app.engine.device.torch import Call, TorchBackend
 from app.engine.errors import UnsupportedError
@@ -427,21 +427,6 @@ class Called(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operators.append(func)
         return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fused_context_of_all_layers_is_what_its_operators_give_one_by_one(backend, dtype):
-    rows, slot_mapping = normal(2, 3, 2, 2, 8).to(dtype), torch.tensor([3, 17, 4, 8, 0, 19], dtype=torch.int32)
-    norms = (1 + normal(3, 8, seed=1)).to(dtype)
-    results = []
-    for way, kind in ((backend.context_into_kv, dtype), (Backend.context_into_kv.__get__(backend), torch.float32)):
-        rotation = RotaryTable(RopeConfig(1e4), 8, 50, kind, backend).at(torch.tensor([49, 3]))
-        kv = LayerKv(*(torch.zeros(5, 4, 2, 8, dtype=kind) for _ in range(2)))
-        ones = torch.ones(8, dtype=kind)
-        way(ContextRows(rows.to(kind, copy=True), norms.to(kind), ones, 1e-6, rotation, kv, slot_mapping))
-        results.append((kv.k, kv.v))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found.float(), expected, **rounded(backend, dtype))
 
 
 def _is_own(backend: Backend, dtype: torch.dtype) -> bool:
