@@ -72,7 +72,7 @@ def serve(arguments: Sequence[str]) -> int:
     target, draft = find_models(config.model, config.draft_model, speculation=config.speculation)
     check_checkpoints(config.for_engine(target, draft))
 
-    from app.api.server import run
+    from app.api.process import run
 
     return run(config, target, draft)
 

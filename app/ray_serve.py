@@ -16,7 +16,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from app import log
-from app.api.service import Service
+from app.api.server import Server
 from app.config.error import ConfigError
 from app.config.requirements import check_settings
 from app.config.settings import Config
@@ -143,32 +143,32 @@ class Replica:
         check_torch_build(config.engine.device)
         check_settings(config)
         target, draft = await asyncio.to_thread(checked_models, config)
-        self._service = Service(config, target, draft, hold_seconds=hold_seconds)
+        self._server = Server(config, target, draft, hold_seconds=hold_seconds)
         try:
-            self._service.bind()
-            self._service.start()
-            await self._service.ready()
+            self._server.bind()
+            self._server.start()
+            await self._server.ready()
         except BaseException:
-            await self._service.stop()
+            await self._server.stop()
             raise
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._service.app
+        return self._server.app
 
     def check_health(self) -> None:
         """Raise if the engine cannot be started again. One that is being started is no fault of the replica."""
-        state = self._service.engine.state
+        state = self._server.engine.state
         if state.phase == "dead":
             raise RuntimeError(f"the engine is dead: {state.reason}")
 
     def record_routing_stats(self) -> dict[str, float]:
         """Return the load, which Ray's request routers may read."""
-        stats, running = self._service.engine.stats, self._service.engine.num_running
+        stats, running = self._server.engine.stats, self._server.engine.num_running
         usage = stats.used_pages / max(1, stats.num_pages) if stats else 0.0
         return {"num_running": running, "num_waiting": stats.num_waiting if stats else 0, "kv_usage": usage}
 
     async def __del__(self) -> None:
         """Drain, and end the engine process. Ray calls it once no request is left, or after its own time limit."""
-        if service := getattr(self, "_service", None):
-            await service.drain()
-            await service.stop()
+        if server := getattr(self, "_server", None):
+            await server.drain()
+            await server.stop()

@@ -134,7 +134,7 @@ def _requests(
     stop_token_ids = sorted({*(body.stop_token_ids or []), *eos_ids})
     request_id = secrets.token_hex(16)
     for index, (prompt, max_tokens) in enumerate(zip(given, budgets, strict=True)):
-        if call.services.log_prompts:
+        if call.services.config.log_prompts:
             logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
         seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
         for number in range(body.num_choices):

@@ -15,7 +15,7 @@ router = APIRouter()
 @router.get("/v1/models", **openapi.MODELS)
 async def models(request: Request) -> Response:
     services = services_of(request)
-    return json_response({"object": "list", "data": [_card(services, name) for name in services.model_names]})
+    return json_response({"object": "list", "data": [_card(services, name) for name in services.config.model_names]})
 
 
 @router.get("/v1/models/{name:path}", **openapi.MODEL)
@@ -36,6 +36,6 @@ def _card(services: Services, name: str) -> dict[str, Any]:
         "object": "model",
         "created": services.created,
         "owned_by": "dflash-server",
-        "root": services.model_names[0],
+        "root": services.config.model_names[0],
         "max_model_len": info.max_model_len if info else None,
     }

@@ -50,7 +50,7 @@ async def server_info(request: Request) -> Response:
     state, info = services.engine.state, services.engine.state.info
     if info is None:
         return _described(state, 503)
-    named = {"model_path": info.target, "served_model_name": services.model_names[0]}
+    named = {"model_path": info.target, "served_model_name": services.config.model_names[0]}
     return json_response(asdict(info) | named | {"tp_size": info.tensor_parallel_size, "dp_size": 1})
 
 
@@ -90,8 +90,8 @@ async def metrics(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget all cached prefixes. Needs an admin key if the server has any."""
     services = services_of(request)
-    if services.admin_keys:
-        Keys(services.admin_keys).check(request.headers, "An admin key")
+    if services.config.admin_key:
+        Keys(services.config.admin_key).check(request.headers, "An admin key")
     services.engine.flush_cache()
     return json_response({"success": True})
 

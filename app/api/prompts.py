@@ -46,7 +46,7 @@ async def render_and_encode(
     check_template(body, template, family)
     if num_strict := sum(bool(tool.function.strict) for tool in body.tools or []):
         logger.info("strict is a wish here: %d tools have it, and their calls are not checked", num_strict)
-    switches = {**services.template_kwargs, **body.switches(template.switches)}
+    switches = {**services.config.default_chat_template_kwargs, **body.switches(template.switches)}
     if body.forces_call and "enable_thinking" in template.switches:
         switches["enable_thinking"] = False
     try:

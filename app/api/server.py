@@ -1,181 +1,129 @@
-"""The life of the server process: bind, start the engine, serve while it loads, drain on a signal, stop."""
+"""One server without HTTP's sockets: tokenizer, engine, application. A process or Ray Serve hosts it."""
 
 import asyncio
-import contextlib
 import logging
-import resource
-import signal
-import socket
-from collections.abc import Coroutine, Iterator, Sequence
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import uvicorn
-import uvloop
-import zmq
-
-from app import log
-from app.api import connection
-from app.api.display import print_error, show_start
-from app.api.service import ENGINE_COMMAND, Service
+from app.api.app import create_app
+from app.api.services import Services
 from app.config.settings import Config
-from app.text.chat_template import ChatTemplateError
-from app.text.tokenizer import TokenizerError
+from app.engine_client.admission import Admission
+from app.engine_client.client import EngineClient
+from app.engine_client.kv_events import KvEventPublisher
+from app.engine_client.supervisor import EngineUnavailable, Supervisor
+from app.metrics import metrics_for
+from app.text.tokenizer import Tokenizer
+from app.wire import encode_config
+
+if TYPE_CHECKING:
+    from app.api.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
-_MIN_OPEN_FILES = 128
-"""Open files that no start exceeds: an engine of 8 ranks has 116, because it has 18 and 14 for each further rank."""
-_GRACEFUL_SECONDS = 5
-"""Time in which uvicorn may write the last bytes of its answers."""
-
-
-def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve until a signal comes, and return the exit code.
-
-    It is 0 after a drain, and 2 if the tokenizer's files cannot be used. It is 1 if the port is taken or too few files
-    may be open. An engine that cannot be used makes it 1 too, and so does a second signal.
-    """
-    log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
-    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_OPEN_FILES:
-        print_error(
-            f"only {limit} files may be open: the server needs {_MIN_OPEN_FILES}, and one for each connection. "
-            "Raise the limit: ulimit -n 65536"
-        )
-        return 1
-    try:
-        service = Service(config, target, draft, engine_command)
-    except (TokenizerError, ChatTemplateError) as error:
-        print_error(str(error))
-        return 2
-    try:
-        listener = _bind(config.host, config.port)
-    except OSError as error:
-        print_error(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another with --host, --port."
-        )
-        return 1
-    with contextlib.closing(listener):
-        try:
-            service.bind()
-        except zmq.ZMQError as error:
-            print_error(f"--kv-events-config: an endpoint cannot be bound: {error}")
-            return 1
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(Server(service, listener).serve())
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "app.engine.process")
+_LOG_METRICS_SECONDS = 10.0
 
 
 class Server:
-    """One run of the server, from the first signal handler to the exit code."""
+    """Engine and application of one model. `target` and `draft` are the checkpoints' folders.
 
-    def __init__(self, service: Service, listener: socket.socket) -> None:
-        self._service = service
-        self._engine = service.engine
-        self._listener = listener
-        self._http = _Http(
-            uvicorn.Config(service.app, **connection.SETTINGS, timeout_graceful_shutdown=_GRACEFUL_SECONDS)
-        )
-        self._display: asyncio.Task[None] | None = None
-        self._should_exit = asyncio.Event()
-        self._force_exit = asyncio.Event()
+    Requests wait for an engine that is loading, for `hold_seconds` at most.
+    The constructor raises TokenizerError or ChatTemplateError for files that cannot be used, and ConfigError for
+    settings that exclude each other. It opens no socket.
+    """
 
-    async def serve(self) -> int:
-        """Run the server to its end, and return the exit code."""
-        serving = self.startup()
-        await self.main_loop(serving)
-        await self.shutdown(serving)
-        if self._engine.state.phase == "dead":
-            print_error(self._engine.state.reason or "the engine died")
-            return 1
-        return 1 if self._force_exit.is_set() else 0
+    def __init__(
+        self,
+        config: Config,
+        target: Path,
+        draft: Path | None,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+        hold_seconds: float = 0.0,
+    ) -> None:
+        tracer = _tracer(config)
+        tokenizer = Tokenizer(target)
+        _warn(tokenizer, config)
+        settings = encode_config(config.for_engine(target, draft))
+        metrics = metrics_for(config.metrics_prefix, config.model_names[0])
+        supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
+        admission = Admission(config.max_queue, config.max_concurrency_per_key)
+        events = config.kv_events_config
+        self._publisher = KvEventPublisher(events) if events is not None and events.is_on else None
+        self.config = config
+        self.engine = EngineClient(supervisor, admission, metrics, self._publisher)
+        self.services = Services(config, self.engine, tokenizer, metrics, tracer)
+        self.app = create_app(self.services, hold_seconds)
+        self._logging: asyncio.Task[None] | None = None
 
-    def startup(self) -> "asyncio.Task[None]":
-        """Start the engine and HTTP beside it. Return the task of HTTP."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._handle_exit)
-        logger.info("listening on %s%s", self._url(), " and on every other address" if self._on_all_addresses() else "")
-        self._service.start()
-        serving = asyncio.create_task(self._http.serve([self._listener]))
-        name = self._service.services.model_names[0]
-        self._display = asyncio.create_task(show_start(self._engine, self._url(), name))
-        return serving
+    def bind(self) -> None:
+        """Bind the addresses of KV events. Raises zmq.ZMQError for one that cannot be bound."""
+        if self._publisher is not None:
+            self._publisher.bind()
 
-    async def main_loop(self, serving: "asyncio.Task[None]") -> None:
-        """Serve until a signal comes, the engine is dead, or HTTP ends. After a signal, leave and drain."""
-        await _wait_for_first(self._should_exit.wait(), self._service.death(), asyncio.wait({serving}))
-        if not self._should_exit.is_set():
-            return
-        await self._leave()
-        if not self._force_exit.is_set():
-            await _wait_for_first(self._service.drain(), self._force_exit.wait())
+    def start(self) -> None:
+        """Start the engine process and return. `bind` comes before."""
+        defaults = asdict(self.services.tokenizer.defaults).items()
+        sampling = ", ".join(f"{name} {value:g}" for name, value in defaults)
+        logger.info("sampling where a request says nothing: %s", sampling)
+        self.engine.start()
+        self._logging = asyncio.create_task(self._log_metrics())
 
-    async def _leave(self) -> None:
-        """Say 503 on /ready for the drain delay while requests are taken, so that proxies go elsewhere first.
+    async def ready(self) -> None:
+        """Wait until the engine takes requests. Raises EngineUnavailable, with the reason, if it is dead or drains."""
+        await self.engine.loaded()
+        if self.engine.state.phase != "ready":
+            raise EngineUnavailable(self.engine.state.reason or "the engine ended", self.engine.state.phase)
 
-        A second signal and the engine's death end it. A server that was never ready has no proxy to tell.
+    async def death(self) -> None:
+        """Wait until the engine is dead."""
+        while self.engine.state.phase != "dead":
+            await self.engine.supervisor.next_state()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and give the running ones `shutdown_timeout` seconds."""
+        logger.info("stopping: running requests get %g s", self.config.shutdown_timeout)
+        await self.engine.drain(self.config.shutdown_timeout)
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """End the engine process, which gets `grace` seconds to do that itself, and so has each receiver. Idempotent.
+
+        Receivers are those of KV events and of spans.
         """
-        delay = self._service.config.drain_delay
-        if delay and self._engine.state.phase == "ready":
-            self._service.services.is_leaving = True
-            logger.info("leaving: /ready says 503, and requests are taken for %g s more", delay)
-            await _wait_for_first(asyncio.sleep(delay), self._force_exit.wait(), self._service.death())
+        await self.engine.shutdown(grace)
+        if self._logging is not None:
+            self._logging.cancel()
+            await asyncio.wait([self._logging])
+        if self.services.tracer is not None:
+            await self.services.tracer.close(grace)
+            self.services.tracer = None
 
-    async def shutdown(self, serving: "asyncio.Task[None]") -> None:
-        """End HTTP, the engine and the display."""
-        self._http.should_exit = True
-        if self._force_exit.is_set():
-            self._http.force_exit = True
-            await self._service.stop(grace=0)
-        await serving
-        await self._service.stop()
-        if self._display is not None:
-            self._display.cancel()
-            await asyncio.wait([self._display])
-
-    def _handle_exit(self) -> None:
-        """Begin to drain at the first signal. Force the end at the second."""
-        if self._should_exit.is_set():
-            self._force_exit.set()
-            self._http.force_exit = True
-        self._should_exit.set()
-
-    def _on_all_addresses(self) -> bool:
-        return self._listener.getsockname()[0] in ("0.0.0.0", "::")
-
-    def _url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        if self._on_all_addresses():
-            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    async def _log_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(_LOG_METRICS_SECONDS)
+            self.services.metrics.log_line()
 
 
-class _Http(uvicorn.Server):
-    """uvicorn without its signal handlers, because they close the port at once, and a drain still answers 503."""
+def _tracer(config: Config) -> "Tracer | None":
+    if config.otlp_traces_endpoint is None:
+        return None
+    from app.api.tracing import tracer_to
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OSError if the address is taken or does not belong to this machine."""
-    is_v6 = ":" in host
-    listener = socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
-        backlog=2048,
-        dualstack_ipv6=is_v6 and socket.has_dualstack_ipv6(),
-    )
-    connection.set_stall_timeout(listener)
-    listener.setblocking(False)
-    return listener
+    return tracer_to(config.otlp_traces_endpoint)
 
 
-async def _wait_for_first(*works: Coroutine[Any, Any, Any]) -> None:
-    """Wait for the first of the coroutines to end, and cancel the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+def _warn(tokenizer: Tokenizer, config: Config) -> None:
+    """Log settings and tokenizer files that this server cannot honour."""
+    for name in config.default_chat_template_kwargs:
+        if name not in tokenizer.chat_template.switches:
+            logger.warning("--default-chat-template-kwargs: this model's chat template does not know %s", name)
+    if tokenizer.model_vocab_size is not None and tokenizer.max_id >= tokenizer.model_vocab_size:
+        logger.warning(
+            "tokenizer.json makes token ids up to %d, but by config.json the vocabulary of the model ends at %d: "
+            "a text that has such a token will be refused",
+            tokenizer.max_id,
+            tokenizer.model_vocab_size - 1,
+        )

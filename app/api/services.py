@@ -1,18 +1,17 @@
-"""Parts of one server, which its handlers share."""
+"""What the handlers of one server share: settings, engine, tokenizer, metrics."""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 
 from app.api.errors import bad_request, clip, model_not_found
 from app.api.middleware import sent_key
+from app.config.settings import Config
 from app.engine_client.client import EngineClient
 from app.metrics import Metrics
-from app.text.parsers import Family, Reasoning
+from app.text.parsers import family_for, reasoning_for
 from app.text.parsers.reasoning import ReasoningParser
 from app.text.tokenizer import Tokenizer
 
@@ -22,40 +21,39 @@ if TYPE_CHECKING:
 TIMEOUT_HEADER = "X-Request-Timeout"
 
 
-@dataclass
 class Services:
-    """Parts of one server. `model_names` are the values that `model` may have; answers bear the first.
+    """What the handlers of one server share. `api_keys` are those of the settings and of their file.
 
-    `reasoning` (by `reasoning_parser`) and the tool calls of `tool_family` are parsed out of chat answers.
-    `template_kwargs` are chat_template_kwargs of requests without their own. `log_prompts` lets prompts into the log. A
-    request gets `request_timeout` seconds; 0 is no end. With
-    `api_keys`, a request outside OPEN_PATHS must have one of all keys, and clients are known by their keys, not by
-    their addresses. With `admin_keys`, a request that changes the server must have one of these. `allowed_origins` are
-    for CORS.
-    `num_unread_bytes` counts the bytes of the bodies that have not arrived whole. While the server `is_leaving`, /ready
-    says 503, and requests are still taken. `tracer` makes a span of each request. A request of an
-    engine that is loading waits for it, for `hold_seconds` at most.
+    `reasoning` (by `reasoning_parser`) and the calls of `tool_family` are parsed out of chat answers. A parser set to
+    `auto` follows the chat template, which follows a named family. While the server `is_leaving`, /ready
+    answers 503, and requests are still served. `num_unread_bytes` counts the bytes of bodies that have not arrived
+    whole. `tracer` makes a span of each request.
     """
 
-    engine: EngineClient
-    tokenizer: Tokenizer
-    model_names: list[str]
-    metrics: Metrics
-    reasoning: bool = False
-    reasoning_parser: Callable[[bool], Reasoning] = ReasoningParser
-    tool_family: Family | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    log_prompts: bool = False
-    request_timeout: float = 0.0
-    api_keys: Sequence[str] = ()
-    admin_keys: Sequence[str] = ()
-    allowed_origins: Sequence[str] = ()
-    root_path: str = ""
-    num_unread_bytes: int = 0
-    is_leaving: bool = False
-    hold_seconds: float = 0.0
-    tracer: "Tracer | None" = None
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(
+        self,
+        config: Config,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        tracer: "Tracer | None" = None,
+    ) -> None:
+        source = tokenizer.chat_template.source or ""
+        self.config = config
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.tracer = tracer
+        self.api_keys = config.api_keys()
+        reasoning = reasoning_for(config.reasoning_parser, source)
+        self.reasoning = reasoning is not None
+        self.reasoning_parser = reasoning or ReasoningParser
+        self.tool_family = family_for(config.tool_call_parser, source)
+        if self.tool_family is not None:
+            tokenizer.chat_template.family = self.tool_family
+        self.num_unread_bytes = 0
+        self.is_leaving = False
+        self.created = int(time.time())
 
     def client_id(self, request: Request) -> str:
         """Return the client that --max-concurrency-per-key counts the request for."""
@@ -68,7 +66,7 @@ class Services:
 
         Raise ApiError 400 for a header that is no number of seconds.
         """
-        seconds = self.request_timeout or math.inf
+        seconds = self.config.request_timeout or math.inf
         if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
             try:
                 limit = float(text)
@@ -82,10 +80,11 @@ class Services:
 
     def served_name(self, name: str | None) -> str:
         """Return the name to answer with. Raise ApiError 404 for a model that is not here."""
+        names = self.config.model_names
         if name is None:
-            return self.model_names[0]
-        if name not in self.model_names:
-            raise model_not_found(name, self.model_names)
+            return names[0]
+        if name not in names:
+            raise model_not_found(name, names)
         return name
 
 

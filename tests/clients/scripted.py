@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from app.text.parsers import qwen3
 from tests.fast.api.served import Server, serving
 from tests.fast.api.templates import QWEN
 
@@ -42,7 +41,7 @@ def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("frameworks") / "qwen"
     shutil.copytree(model_folder, folder)
     (folder / "chat_template.jinja").write_text(template)
-    with serving(folder, tool_family=qwen3.FAMILY) as server:
+    with serving(folder, tool_call_parser="qwen3") as server:
         server.script.ready(max_model_len=2**17)
         server.reach("ready")
         yield server

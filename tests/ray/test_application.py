@@ -51,8 +51,8 @@ def test_devices_scaling_bounds_and_the_drain_follow_the_settings():
     assert {"num_cpus": 1, "resources": {"NPU": 2}}.items() <= on_npus["actor"].items()
     assert (on_npus["replicas"], on_npus["stop"]) == (3, 95)
     assert {"num_cpus": 4, "num_gpus": 1}.items() <= on_gpus["actor"].items() and "resources" not in on_gpus["actor"]
-    assert on_gpus["ongoing"] >= 8 + 4 * 8
-    assert 8 + 2 <= scaled["ongoing"] < 8 + 4 * 8
+    assert on_gpus["ongoing"] > 8 + 4 * 8, "room for probes and refusals"
+    assert 8 + 2 < scaled["ongoing"] < 8 + 4 * 8
     wanted = {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 6}
     assert wanted.items() <= scaled["scaling"].items()
 

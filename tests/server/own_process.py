@@ -1,4 +1,4 @@
-"""`run` of app/api/server.py in a process of its own, with a scripted engine."""
+"""`run` of app/api/process.py in a process of its own, with a scripted engine."""
 
 import os
 import re
@@ -16,10 +16,10 @@ MAIN = f"""
 import sys
 from pathlib import Path
 from app.engine_client import supervisor
-from app.api import connection, server
-from app.api.server import run
+from app.api import connection, process
+from app.api.process import run
 from app.config.settings import Config
-connection.HEAD_SECONDS = server._GRACEFUL_SECONDS = supervisor.DEATHS_WINDOW_SECONDS = {PATIENCE}
+connection.HEAD_SECONDS = process._GRACEFUL_SECONDS = supervisor.DEATHS_WINDOW_SECONDS = {PATIENCE}
 port, shutdown_timeout, step_timeout, folder, *engine = sys.argv[1:]
 config = Config(model="tiny", port=port, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout)
 sys.exit(run(config, Path(folder), None, engine))

@@ -101,7 +101,7 @@ def _exit_with_parent() -> None:
 
 
 def server(cores: str, engine_arguments: str, _: str, *flags: str) -> int:
-    from app.api.server import run
+    from app.api.process import run
     from app.config.flags import parse_flags
     from app.config.sources import load_config
     from app.engine.checkpoint.files import DEMO

@@ -28,6 +28,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from app.api import body, connection
 from app.api.app import create_app
 from app.api.services import Services
+from app.config.settings import Config
 from app.engine_client.admission import Admission
 from app.engine_client.client import EngineClient
 from app.engine_client.request_stream import RequestStream
@@ -141,15 +142,18 @@ class Server:
         self,
         script: Script,
         model_folder: Path,
-        names: list[str],
         supervisor: dict[str, Any],
         admission: dict[str, Any] | None = None,
-        **services: Any,
+        hold_seconds: float = 0.0,
+        tracer: Any = None,
+        **settings: Any,
     ) -> None:
         self.script = script
         self._supervisor_options = supervisor
         self._admission_options = admission or {}
-        self._services_options = services
+        self._config = Config.of(**{"reasoning_parser": "none", "tool_call_parser": "none"} | settings)
+        self._hold_seconds = hold_seconds
+        self._tracer = tracer
         self.tokenizer = Tokenizer(model_folder)
         self.metrics = Metrics()
         listener = socket.create_server(("127.0.0.1", 0))
@@ -158,7 +162,6 @@ class Server:
         listener.setblocking(False)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._listener = listener
-        self._names = names
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()), daemon=True)
         self._thread.start()
@@ -177,10 +180,8 @@ class Server:
         settings = json.dumps({"engine": {}, "target": "tiny", "draft": None})
         supervisor = Supervisor(self.script.command, settings, self.metrics, **self._supervisor_options)
         self.engine = EngineClient(supervisor, Admission(**self._admission_options), self.metrics)
-        services = self.services = Services(
-            self.engine, self.tokenizer, self._names, self.metrics, **self._services_options
-        )
-        app = create_app(services)
+        self.services = Services(self._config, self.engine, self.tokenizer, self.metrics, self._tracer)
+        app = create_app(self.services, self._hold_seconds)
         http = self.uvicorn = uvicorn.Server(uvicorn.Config(app, **connection.SETTINGS, timeout_graceful_shutdown=1))
         self.engine.start()
         serving = asyncio.create_task(http.serve([self._listener]))
@@ -340,14 +341,15 @@ def serving(
     step_timeout: float = 120.0,
     supervisor: dict[str, Any] | None = None,
     admission: dict[str, Any] | None = None,
-    **services: Any,
+    **settings: Any,
 ) -> Iterator[Server]:
     """Yield a server whose engine has not said that it is ready. `supervisor` has the options of Supervisor,
-    `admission` those of Admission, and `services` those of Services."""
+    `admission` those of Admission; `settings` are those of its user, and `hold_seconds` and `tracer`."""
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:  # Short enough for sockets.
         script = Script(Path(folder))
         options = {"step_timeout": step_timeout, "backoff": 0.01} | (supervisor or {})
-        server = Server(script, model_folder, ["tiny", "also-tiny"], options, admission, **services)
+        settings = {"served_model_name": ["tiny", "also-tiny"]} | settings
+        server = Server(script, model_folder, options, admission, **settings)
         try:
             yield server
         finally:

@@ -41,7 +41,7 @@ def test_as_many_wait_as_max_queue_says(model_folder, background, max_queue, all
 @pytest.fixture
 def keyed(model_folder):
     """Yield a server that admits two requests of one key at a time."""
-    with serving(model_folder, api_keys=KEYS, admission={"max_per_client": 2}) as server:
+    with serving(model_folder, api_key=KEYS, admission={"max_per_client": 2}) as server:
         server.script.ready()
         server.reach("ready")
         yield server

@@ -39,14 +39,14 @@ def rest_of(choice: Any) -> str:
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("plain") / "qwen"
-    with serving_template(model_folder, folder, PLAIN, tool_family=qwen3.FAMILY) as server:
+    with serving_template(model_folder, folder, PLAIN, tool_call_parser="qwen3") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def thinking_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("thinking") / "qwen"
-    with serving_template(model_folder, folder, reasoning=True, tool_family=qwen3.FAMILY) as server:
+    with serving_template(model_folder, folder, reasoning_parser="qwen3", tool_call_parser="qwen3") as server:
         yield server
 
 
@@ -157,7 +157,7 @@ def test_responses_force_a_call_as_chat_does(server, choice):
 
 def test_llama_has_its_own_opening(start):
     template = CHATML + "{% if tools %}{% endif %}"
-    server = start(template, tool_family=llama3_json.FAMILY)
+    server = start(template, tool_call_parser="llama3_json")
     for choice, prefix, rest in [
         ("required", '{"name": "', 'weather", "parameters": {"city": "Bern"}}'),
         (NAMED, '{"name": "weather", "parameters":', ' {"city": "Bern"}}'),
@@ -200,7 +200,11 @@ def test_a_forced_call_has_no_reasoning(thinking, choice, prefix, stream):
 
 @pytest.mark.parametrize("reasoning", [True, False])
 def test_reasoning_that_the_prompt_opens_is_closed_before_a_forced_call(start, reasoning):
-    server = start(CHATML + "<think>\n{% if tools %}{% endif %}", reasoning=reasoning, tool_family=qwen3.FAMILY)
+    server = start(
+        CHATML + "<think>\n{% if tools %}{% endif %}",
+        reasoning_parser="qwen3" if reasoning else "none",
+        tool_call_parser="qwen3",
+    )
     server.script.plan(*steps_of(server, ANSWER))
     (only,) = whole(server, tool_choice=NAMED)["choices"]
     prompt = shown(server, server.script.see("Submit")["token_ids"])
@@ -295,7 +299,9 @@ def test_without_parallel_calls_the_first_call_ends_the_generation(server, backg
     ids=["qwen", "llama", "llama with two calls"],
 )
 def test_text_that_a_stop_string_held_back_ends_with_the_only_call(start, family, call, more, stream, seed):
-    server = start(PLAIN if family is qwen3 else CHATML + "{% if tools %}{% endif %}", tool_family=family.FAMILY)
+    server = start(
+        PLAIN if family is qwen3 else CHATML + "{% if tools %}{% endif %}", tool_call_parser=family.FAMILY.name
+    )
     server.script.plan(*steps_of(server, f"{call}{more} {call}", seed))
     stop = f"{call[-3:]}{more} {call}X"
     answer = (streamed if stream else whole)(server, parallel_tool_calls=False, stop=[stop])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from app.text.parsers.harmony import FAMILY, HarmonyReasoning
 from tests.fast.api.served import Server
 from tests.fast.api.templates import HELLO, WEATHER, prompt_of, refusal, serving_template
 
@@ -48,14 +47,14 @@ def called(*names: str, **fields: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def published(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    services = {"reasoning": True, "reasoning_parser": HarmonyReasoning, "tool_family": FAMILY}
+    services = {"reasoning_parser": "harmony", "tool_call_parser": "harmony"}
     with serving_template(model_folder, tmp_path_factory.mktemp("own") / "own", LIKE_PUBLISHED, **services) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    services = {"reasoning": True, "reasoning_parser": HarmonyReasoning, "tool_family": FAMILY}
+    services = {"reasoning_parser": "harmony", "tool_call_parser": "harmony"}
     with serving_template(model_folder, tmp_path_factory.mktemp("harmony") / "own", TEMPLATE, **services) as server:
         yield server
 

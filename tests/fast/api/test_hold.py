@@ -10,7 +10,7 @@ BEARER = {"Authorization": "Bearer key"}
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_a_request_waits_until_the_engine_is_ready_and_its_key_is_checked_before(model_folder, background, path):
-    with serving(model_folder, hold_seconds=PATIENCE, api_keys=["key"]) as server:
+    with serving(model_folder, hold_seconds=PATIENCE, api_key=["key"]) as server:
         held = background.submit(lambda: server.http.post(path, json=TEXT, headers=BEARER))
         assert server.http.post(path, json=TEXT).status_code == 401
         assert server.http.get("/v1/models", headers=BEARER).status_code in (200, 503)

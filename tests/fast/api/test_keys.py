@@ -48,7 +48,7 @@ CLOSED = [
 RUN = """
 import sys
 from pathlib import Path
-from app.api.server import run
+from app.api.process import run
 from app.config.settings import Config
 sys.exit(run(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]), None, sys.argv[3:]))
 """
@@ -56,7 +56,7 @@ sys.exit(run(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]), None, s
 
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path) -> Iterator[Server]:
-    with serving(model_folder, api_keys=KEYS, allowed_origins=[ORIGIN["Origin"]]) as server:
+    with serving(model_folder, api_key=KEYS, allowed_origins=[ORIGIN["Origin"]]) as server:
         server.script.ready()
         server.reach("ready")
         yield server
@@ -65,7 +65,7 @@ def shared_server(model_folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def proxied_server(model_folder: Path) -> Iterator[Server]:
     """A server behind a proxy that puts /llm before every path."""
-    with serving(model_folder, root_path="/llm", api_keys=KEYS) as server:
+    with serving(model_folder, root_path="/llm", api_key=KEYS) as server:
         server.script.ready()
         server.reach("ready")
         yield server

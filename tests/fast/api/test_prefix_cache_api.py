@@ -19,9 +19,9 @@ def guarded(model_folder: Path) -> Iterator[dict[str, Server]]:
     """Ready servers by what keys they have."""
     keys = {
         "none": {},
-        "api": {"api_keys": ["user"]},
-        "admin": {"admin_keys": ["root", "toor"]},
-        "both": {"api_keys": ["user"], "admin_keys": ["root"], "root_path": "/llm"},
+        "api": {"api_key": ["user"]},
+        "admin": {"admin_key": ["root", "toor"]},
+        "both": {"api_key": ["user"], "admin_key": ["root"], "root_path": "/llm"},
     }
     servers = {}
     managers = {name: serving(model_folder, **options) for name, options in keys.items()}

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.api.app import services_for
+from app.api.services import Services
 from app.config.settings import Config
-from app.text.parsers import qwen3
 from tests.fast.api.served import CHATML, Server
 from tests.fast.api.templates import CALL, HEAD, HELLO, NO_THINKING, QWEN, TURN, WEATHER, prompt_of, serving_template
 
@@ -26,14 +25,16 @@ NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("reasoning") / "qwen"
-    with serving_template(model_folder, folder, reasoning=True, tool_family=qwen3.FAMILY) as server:
+    with serving_template(model_folder, folder, reasoning_parser="qwen3", tool_call_parser="qwen3") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def opening_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose template opens the reasoning itself."""
-    with serving_template(model_folder, tmp_path_factory.mktemp("opens") / "qwen", OPENS, reasoning=True) as server:
+    with serving_template(
+        model_folder, tmp_path_factory.mktemp("opens") / "qwen", OPENS, reasoning_parser="qwen3"
+    ) as server:
         yield server
 
 
@@ -158,7 +159,7 @@ def test_with_the_parser_off_all_is_content(start, template, stream):
 def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, tmp_path, said, template, on):
     with serving_template(model_folder, tmp_path / "own", template) as server:
         config = Config(reasoning_parser=said)
-        assert services_for(config, server.engine, server.tokenizer, server.metrics).reasoning is on
+        assert Services(config, server.engine, server.tokenizer, server.metrics).reasoning is on
 
 
 def test_reasoning_that_is_sent_back_is_accepted_and_left_to_the_template(server):

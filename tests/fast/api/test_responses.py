@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.text.parsers import FAMILIES, OutputParser, Parsed, qwen3
+from app.text.parsers import FAMILIES, OutputParser, Parsed
 from tests.fast.api.connections import connect
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import PATIENCE, Server
@@ -65,7 +65,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("responses") / "qwen"
-    with serving_template(model_folder, folder, reasoning=True, tool_family=qwen3.FAMILY) as server:
+    with serving_template(model_folder, folder, reasoning_parser="qwen3", tool_call_parser="qwen3") as server:
         yield server
 
 

@@ -10,7 +10,6 @@ import pytest
 from app.api.refusals import RESPONSES, refusals_of
 from app.api.responses_schemas import ResponsesRequest
 from app.api.schemas import ChatCompletionRequest
-from app.text.parsers import qwen3
 from tests.fast.api.errors import error_of
 from tests.fast.api.served import CHATML, Server
 from tests.fast.api.templates import HELLO, serving_template
@@ -35,7 +34,7 @@ def said(text: str, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("responses-fields") / "qwen"
-    with serving_template(model_folder, folder, reasoning=True, tool_family=qwen3.FAMILY) as server:
+    with serving_template(model_folder, folder, reasoning_parser="qwen3", tool_call_parser="qwen3") as server:
         yield server
 
 

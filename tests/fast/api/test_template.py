@@ -49,7 +49,7 @@ def test_chat_template_kwargs_must_be_an_object(server, value):
 
 
 def test_what_the_server_says_to_the_template_holds_until_a_request_says_otherwise(start):
-    server = start(template_kwargs={"enable_thinking": False})
+    server = start(default_chat_template_kwargs={"enable_thinking": False})
     assert prompt_of(server) == HEAD + TURN + NO_THINKING
     assert prompt_of(server, chat_template_kwargs={}) == HEAD + TURN + NO_THINKING
     assert prompt_of(server, chat_template_kwargs={"enable_thinking": False}) == HEAD + TURN + NO_THINKING
@@ -57,12 +57,12 @@ def test_what_the_server_says_to_the_template_holds_until_a_request_says_otherwi
 
 
 def test_a_null_says_nothing_so_the_servers_own_value_stays(start):
-    server = start(template_kwargs={"enable_thinking": False})
+    server = start(default_chat_template_kwargs={"enable_thinking": False})
     assert prompt_of(server, chat_template_kwargs={"enable_thinking": None}) == HEAD + TURN + NO_THINKING
 
 
 def test_a_servers_own_name_that_the_template_does_not_know_refuses_no_request(start):
-    assert prompt_of(start(template_kwargs={"thinking": True})) == HEAD + TURN
+    assert prompt_of(start(default_chat_template_kwargs={"thinking": True})) == HEAD + TURN
 
 
 def test_the_names_that_may_be_set_are_those_that_the_template_reads_and_the_server_does_not_set(server):

@@ -18,7 +18,7 @@ KWARGS = "chat_template_kwargs"
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("thinking") / "qwen"
-    with serving_template(model_folder, folder, reasoning=True) as server:
+    with serving_template(model_folder, folder, reasoning_parser="qwen3") as server:
         yield server
 
 
@@ -32,7 +32,7 @@ def test_thinking_is_turned_off(server, fields):
 
 @pytest.mark.parametrize("fields", [*ON, *({"reasoning_effort": effort} for effort in EFFORTS)], ids=str)
 def test_thinking_is_turned_on_although_the_server_turns_it_off(start, fields):
-    server = start(template_kwargs={"enable_thinking": False})
+    server = start(default_chat_template_kwargs={"enable_thinking": False})
     assert prompt_of(server, **fields) == HEAD + TURN
     assert prompt_of(server, reasoning_effort=None, enable_thinking=None) == HEAD + TURN + NO_THINKING
 

@@ -200,7 +200,7 @@ def slash_server(model_folder: Path) -> Iterator[Server]:
     """A server of a model whose name has a slash."""
     with tempfile.TemporaryDirectory(prefix="dft-") as folder:
         script = Script(Path(folder))
-        server = Server(script, model_folder, ["org/tiny", "tiny"], {"step_timeout": 120.0})
+        server = Server(script, model_folder, {"step_timeout": 120.0}, served_model_name=["org/tiny", "tiny"])
         try:
             script.ready()
             server.reach("ready")

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.api.app import services_for
+from app.api.services import Services
 from app.config.settings import Config
-from app.text.parsers import qwen3
 from tests.fast.api.served import CHATML, Server
 from tests.fast.api.templates import HEAD, HELLO, QWEN, TURN, prompt_of, refusal, serving_template
 
@@ -65,7 +64,7 @@ OUTPUTS = {
 
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_template(model_folder, tmp_path_factory.mktemp("tools") / "qwen", tool_family=qwen3.FAMILY) as server:
+    with serving_template(model_folder, tmp_path_factory.mktemp("tools") / "qwen", tool_call_parser="qwen3") as server:
         yield server
 
 
@@ -357,7 +356,7 @@ def test_parameters_are_offered_or_refused_however_deep_they_are(start, template
 
 
 def test_a_template_without_a_place_for_tools_refuses_them(start):
-    server = start(CHATML, tool_family=qwen3.FAMILY)
+    server = start(CHATML, tool_call_parser="qwen3")
     error = refusal(server, tools=[CLOCK])
     assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
     assert "template" in error["message"]
@@ -392,7 +391,7 @@ def test_with_the_parser_off_a_call_is_content(start):
 def test_the_parser_is_chosen_by_its_setting_or_from_the_template(model_folder, tmp_path, said, template, name):
     with serving_template(model_folder, tmp_path / "own", template) as server:
         config = Config(tool_call_parser=said)
-        family = services_for(config, server.engine, server.tokenizer, server.metrics).tool_family
+        family = Services(config, server.engine, server.tokenizer, server.metrics).tool_family
         assert (family and family.name) == name
         by_template = server.tokenizer.chat_template.family
         assert by_template is family or said == "none"

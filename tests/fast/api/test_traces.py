@@ -182,5 +182,5 @@ def test_without_grace_the_end_waits_for_no_collector():
 def test_without_the_flag_neither_the_sdk_nor_an_exporter_is_imported():
     """FastAPI itself imports OpenTelemetry's interface where that is installed, which records nothing."""
     unwanted = ("opentelemetry.sdk", "opentelemetry.exporter", "grpc", "app.api.tracing")
-    code = f"import sys, app.api.server; print([name for name in sys.modules if name.startswith({unwanted})])"
+    code = f"import sys, app.api.process; print([name for name in sys.modules if name.startswith({unwanted})])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from app.text.parsers import qwen3
 from tests.fast.api.served import Server
 from tests.fast.api.templates import ASK, serving_template
 
@@ -20,7 +19,7 @@ THOUGHT = "<think>hm</think>"
 @pytest.fixture(scope="module")
 def shared_server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("usage") / "qwen"
-    with serving_template(model_folder, folder, reasoning=True, tool_family=qwen3.FAMILY) as server:
+    with serving_template(model_folder, folder, reasoning_parser="qwen3", tool_call_parser="qwen3") as server:
         yield server
 
 

@@ -55,9 +55,9 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     stand_in = Served()
-    module = ModuleType("app.api.server")
+    module = ModuleType("app.api.process")
     module.run = stand_in.run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "app.api.server", module)
+    monkeypatch.setitem(sys.modules, "app.api.process", module)
     monkeypatch.setattr("app.engine.checkpoint.read.check_checkpoints", lambda config: None)
     return stand_in
 
@@ -92,7 +92,7 @@ def test_another_target_takes_the_draft_it_is_given(served: Served, tmp_path: Pa
 def test_a_broken_checkpoint_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "app.api.server", None)
+    monkeypatch.setitem(sys.modules, "app.api.process", None)
     assert cli.main(["serve", str(tmp_path)]) == 2
     assert "config.json is missing" in capsys.readouterr().err
 

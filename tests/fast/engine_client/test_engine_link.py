@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from app.api.service import ENGINE_COMMAND
+from app.api.server import ENGINE_COMMAND
 from app.config.settings import env_name
 from app.engine_client import link as engine_link
 from app.engine_client.child_process import KEYS, engine_environment

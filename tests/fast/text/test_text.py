@@ -37,7 +37,7 @@ def folder(model_folder, tmp_path):
 
 def test_neither_torch_nor_transformers_is_imported_by_the_api_process(model_folder):
     code = (
-        "import sys; from pathlib import Path; import app.api.server; from app.text.tokenizer import Tokenizer\n"
+        "import sys; from pathlib import Path; import app.api.process; from app.text.tokenizer import Tokenizer\n"
         "Tokenizer(Path(sys.argv[1])).chat_template.render([{'role': 'user', 'content': 'hi'}])\n"
         "print(sorted({'torch', 'transformers', 'app.engine'} & set(sys.modules)))"
     )

@@ -1,0 +1,181 @@
+"""The server process: bind, start the engine, serve while it loads, drain on a signal, stop."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+import zmq
+
+from app import log
+from app.api import connection
+from app.api.display import print_error, show_start
+from app.api.server import ENGINE_COMMAND, Server
+from app.config.settings import Config
+from app.text.chat_template import ChatTemplateError
+from app.text.tokenizer import TokenizerError
+
+logger = logging.getLogger(__name__)
+
+_MIN_OPEN_FILES = 128
+"""Open files that no start exceeds: an engine of 8 ranks has 116, because it has 18 and 14 for each further rank."""
+_GRACEFUL_SECONDS = 5
+"""Time in which uvicorn may write the last bytes of its answers."""
+
+
+def run(config: Config, target: Path, draft: Path | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Serve until a signal comes, and return the exit code.
+
+    It is 0 after a drain, and 2 if the tokenizer's files cannot be used. It is 1 if the port is taken or too few files
+    may be open. An engine that cannot be used makes it 1 too, and so does a second signal.
+    """
+    log.set_up(config.engine.log_level, config.engine.log_format, [*config.api_keys(), *config.admin_key])
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _MIN_OPEN_FILES:
+        print_error(
+            f"only {limit} files may be open: the server needs {_MIN_OPEN_FILES}, and one for each connection. "
+            "Raise the limit: ulimit -n 65536"
+        )
+        return 1
+    try:
+        server = Server(config, target, draft, engine_command)
+    except (TokenizerError, ChatTemplateError) as error:
+        print_error(str(error))
+        return 2
+    try:
+        listener = _bind(config.host, config.port)
+    except OSError as error:
+        print_error(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another with --host, --port."
+        )
+        return 1
+    with contextlib.closing(listener):
+        try:
+            server.bind()
+        except zmq.ZMQError as error:
+            print_error(f"--kv-events-config: an endpoint cannot be bound: {error}")
+            return 1
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(Process(server, listener).serve())
+
+
+class Process:
+    """One run of a server, from the first signal handler to the exit code."""
+
+    def __init__(self, server: Server, listener: socket.socket) -> None:
+        self._server = server
+        self._engine = server.engine
+        self._listener = listener
+        self._http = _Http(
+            uvicorn.Config(server.app, **connection.SETTINGS, timeout_graceful_shutdown=_GRACEFUL_SECONDS)
+        )
+        self._display: asyncio.Task[None] | None = None
+        self._should_exit = asyncio.Event()
+        self._force_exit = asyncio.Event()
+
+    async def serve(self) -> int:
+        """Run the server to its end, and return the exit code."""
+        serving = self.startup()
+        await self.main_loop(serving)
+        await self.shutdown(serving)
+        if self._engine.state.phase == "dead":
+            print_error(self._engine.state.reason or "the engine died")
+            return 1
+        return 1 if self._force_exit.is_set() else 0
+
+    def startup(self) -> "asyncio.Task[None]":
+        """Start the engine and HTTP beside it. Return the task of HTTP."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._handle_exit)
+        logger.info("listening on %s%s", self._url(), " and on every other address" if self._on_all_addresses() else "")
+        self._server.start()
+        serving = asyncio.create_task(self._http.serve([self._listener]))
+        name = self._server.config.model_names[0]
+        self._display = asyncio.create_task(show_start(self._engine, self._url(), name))
+        return serving
+
+    async def main_loop(self, serving: "asyncio.Task[None]") -> None:
+        """Serve until a signal comes, the engine is dead, or HTTP ends. After a signal, leave and drain."""
+        await _wait_for_first(self._should_exit.wait(), self._server.death(), asyncio.wait({serving}))
+        if not self._should_exit.is_set():
+            return
+        await self._leave()
+        if not self._force_exit.is_set():
+            await _wait_for_first(self._server.drain(), self._force_exit.wait())
+
+    async def _leave(self) -> None:
+        """Say 503 on /ready for the drain delay while requests are taken, so that proxies go elsewhere first.
+
+        A second signal and the engine's death end it. A server that was never ready has no proxy to tell.
+        """
+        delay = self._server.config.drain_delay
+        if delay and self._engine.state.phase == "ready":
+            self._server.services.is_leaving = True
+            logger.info("leaving: /ready says 503, and requests are taken for %g s more", delay)
+            await _wait_for_first(asyncio.sleep(delay), self._force_exit.wait(), self._server.death())
+
+    async def shutdown(self, serving: "asyncio.Task[None]") -> None:
+        """End HTTP, the engine and the display."""
+        self._http.should_exit = True
+        if self._force_exit.is_set():
+            self._http.force_exit = True
+            await self._server.stop(grace=0)
+        await serving
+        await self._server.stop()
+        if self._display is not None:
+            self._display.cancel()
+            await asyncio.wait([self._display])
+
+    def _handle_exit(self) -> None:
+        """Begin to drain at the first signal. Force the end at the second."""
+        if self._should_exit.is_set():
+            self._force_exit.set()
+            self._http.force_exit = True
+        self._should_exit.set()
+
+    def _on_all_addresses(self) -> bool:
+        return self._listener.getsockname()[0] in ("0.0.0.0", "::")
+
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        if self._on_all_addresses():
+            host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its signal handlers, because they close the port at once, and a drain still answers 503."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises OSError if the address is taken or does not belong to this machine."""
+    is_v6 = ":" in host
+    listener = socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        backlog=2048,
+        dualstack_ipv6=is_v6 and socket.has_dualstack_ipv6(),
+    )
+    connection.set_stall_timeout(listener)
+    listener.setblocking(False)
+    return listener
+
+
+async def _wait_for_first(*works: Coroutine[Any, Any, Any]) -> None:
+    """Wait for the first of the coroutines to end, and cancel the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
