@@ -364,7 +364,7 @@ def test_replicas_are_known_to_the_proxy_and_to_prometheus_and_models_over_cards
         assert devices == [f"/dev/davinci{first + card}" for card in range(cards)]
         for variable, value in known[name]["environment"].items():
             monkeypatch.setenv(variable, value)
-        assert load_config().tensor_parallel_size == cards
+        assert load_config().engine.tensor_parallel_size == cards
 
 
 def test_files_that_compose_mounts_exist() -> None:
@@ -405,7 +405,7 @@ def test_a_pod_gets_as_many_npus_as_the_model_is_shared_by() -> None:
     for cards in (1, 2, 4):
         text, places = re.subn(r'1("?) (?=# cards)', rf"{cards}\1 ", MANIFEST)
         container = yaml.safe_load(text.partition("---")[0])["spec"]["template"]["spec"]["containers"][0]
-        assert places == 3 and load_config(parse_flags(container["args"][1:])).tensor_parallel_size == cards
+        assert places == 3 and load_config(parse_flags(container["args"][1:])).engine.tensor_parallel_size == cards
         assert {container["resources"][kind]["huawei.com/Ascend910"] for kind in ("requests", "limits")} == {cards}
 
 
