@@ -46,18 +46,6 @@ def test_without_an_npu_it_says_so_in_a_line_and_writes_what_it_found(tmp_path: 
     assert "no NPU can be used here" in (tmp_path / "new" / "npu-report.md").read_text()
 
 
-@pytest.mark.parametrize("arguments", ["--device cpu", "--device npu:x", "--device npu --outt x", "here", ""])
-def test_wrong_usage_is_exit_code_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments.split()) == 2
-    assert "hint:" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written_to_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert main(["--device", "npu", "--out", str(tmp_path / "file")]) == 2
-    assert "--out" in capsys.readouterr().err
-
-
 def test_device_and_folder_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, Path, str]] = []
     monkeypatch.setattr(
@@ -118,30 +106,6 @@ def test_all_parts_of_a_section_that_is_well_share_a_process(tmp_path: Path) -> 
     parts = sections[FINE]["parts"]
     assert code == 0 and [p["name"] for p in parts] == ["one", "two", "three"]
     assert len({p["result"]["process"] for p in parts}) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (KILLED, "its process was killed by SIGABRT"),
-        (HANGS, "did not answer in time"),
-        (RAISES, "RuntimeError: 507015"),
-    ],
-)
-def test_what_goes_wrong_costs_its_own_part_alone(tmp_path: Path, name: str, said: str) -> None:
-    code, sections = run(tmp_path, name, FINE)
-    one, two, three = sections[name]["parts"]
-    assert code == 1 and [p["status"] for p in (one, two, three)] == ["ok", "failed", "ok"]
-    assert said in two["error"]["says"] and one["result"]["process"] != three["result"]["process"]
-    assert [p["status"] for p in sections[FINE]["parts"]] == ["ok"] * 3
-    assert said in (tmp_path / "npu-report.md").read_text()
-
-
-def test_a_section_whose_process_never_starts_leaves_the_others(tmp_path: Path) -> None:
-    code, sections = run(tmp_path, KILLED, FINE, section="if sys.argv[1] == 'step': sys.exit(3)\n" + SECTION)
-    assert code == 1 and [p["status"] for p in sections[KILLED]["parts"]] == ["failed"]
-    assert sections[KILLED]["parts"][0]["error"]["says"] == "its process ended with exit code 3"
-    assert [p["status"] for p in sections[FINE]["parts"]] == ["ok"] * 3
 
 
 def test_a_process_that_cannot_be_started_again_leaves_its_parts_untried(tmp_path: Path) -> None:

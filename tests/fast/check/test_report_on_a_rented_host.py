@@ -70,6 +70,9 @@ def no_room(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         ("--seconds -5", "--seconds: "),
         ("--model qwen3-8c", "--model qwen3-8c: there is neither such a name nor such a file"),
         ("--device gpu", "--device gpu: a report is on npu or cuda"),
+        ("--device npu:x", "--device npu:x: a report is on npu or cuda"),
+        ("--device npu:1 --model qwen3-4b --rounds 1", "--model, --rounds: only a report on a GPU takes this"),
+        ("here", "here"),
         ("--bogus", "--bogus"),
     ],
 )
@@ -82,6 +85,11 @@ def test_a_wrong_flag_is_refused_before_anything_is_measured(
     told = capsys.readouterr()
     assert told.err.startswith("error: ") and said in told.err and "\nhint: " in told.err and told.out == ""
     assert not (tmp_path / "out").exists()
+
+
+def test_a_report_asks_for_its_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([]) == 2 and "--device" in capsys.readouterr().err
+    assert command.parse(["--device", "npu:1"])[0].device == "npu:1"
 
 
 def test_an_unknown_section_is_refused_with_the_list_and_spaces_are_no_names() -> None:

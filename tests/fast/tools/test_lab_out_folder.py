@@ -1,10 +1,11 @@
-"""`--out` is a folder in every part: JSON of what was measured."""
+"""`--out` is a folder in every part of the laboratory and of the bench: JSON of what was measured."""
 
 import json
 from argparse import Namespace
 
 import pytest
 
+from tools.bench import __main__ as bench
 from tools.bench.paired import Comparison
 from tools.lab import api, cpu, widths
 from tools.lab.__main__ import PARTS, main
@@ -37,18 +38,17 @@ def test_a_folder_gets_json_of_the_table(part, rows, tmp_path, capsys, monkeypat
     assert {path.name for path in folder.iterdir()} == {f"{name}.json"}
 
 
-@pytest.mark.parametrize("part", list(PARTS))
-def test_a_file_is_no_folder_and_that_is_said_before_anything_is_measured(part, tmp_path, capsys):
+EVERY_PART = [*((main, part) for part in PARTS), *((bench.main, part) for part in bench.PARTS)]
+
+
+@pytest.mark.parametrize(("command", "part"), EVERY_PART, ids=lambda given: given if isinstance(given, str) else "")
+def test_every_part_says_that_it_takes_a_folder_and_refuses_a_file_before_it_measures(command, part, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        command([part, "--help"])
+    assert "--out FOLDER" in capsys.readouterr().out
     (tmp_path / "results.json").write_text("")
-    assert main([part, "--out", str(tmp_path / "results.json")]) == 2
+    assert command([part, "--out", str(tmp_path / "results.json")]) == 2
     assert "results.json: File exists" in capsys.readouterr().err
-
-
-def test_every_part_says_that_it_takes_a_folder(capsys):
-    for part in PARTS:
-        with pytest.raises(SystemExit, match="0"):
-            main([part, "--help"])
-        assert "--out FOLDER" in capsys.readouterr().out, part
 
 
 def test_a_start_has_a_row_for_the_command_and_the_server(monkeypatch):
