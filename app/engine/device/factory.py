@@ -19,25 +19,21 @@ _INVARIANT = {
 """Backends for --batch-invariant, by those that they stand in for."""
 
 
-def make_backend(
-    device: str, *, rank: int = 0, compiled: bool = False, batch_invariant: bool = False, **of_npu: bool
-) -> Backend:
+def found_device(device: str) -> str:
+    """Return the device, where "auto" is CUDA if torch sees a GPU, else an NPU that torch_npu can use, else the CPU."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "npu" if _can_use_npu() else "cpu"
+    return device
+
+
+def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False, **of_npu: bool) -> Backend:
     """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]". Each `rank` has the next device of an accelerator.
 
-    "auto" is CUDA if torch sees a GPU. Otherwise it is an NPU if the host has one and torch_npu is installed, else the
-    CPU. `compiled` is a CPU's backend for `--compile`, and `of_npu` are the options of NpuBackend. One that is
-    `batch_invariant` gives a row the same bits in every batch. Raises UnsupportedError if there is none like that here.
+    `of_npu` are the options of NpuBackend. A backend that is `batch_invariant` gives a row the same bits in every
+    batch. Raises UnsupportedError if there is none like that here.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "npu" if _can_use_npu() else "cpu"
+    device = found_device(device)
     kind, _, number = device.partition(":")
-    if compiled and kind != "cpu":
-        raise UnsupportedError(f"--compile: it is for CPUs, and --device {device} captures graphs instead")
-    if of_npu.get("check_calls") and kind != "npu":
-        raise UnsupportedError(f"--npu-check: --device {device} is no NPU")
-    if batch_invariant and (compiled or kind == "npu"):
-        where = "--compile has g++ choose the order of sums" if compiled else "an NPU's operators choose how they sum"
-        raise UnsupportedError(f"--batch-invariant: {where}; it is for --device cpu and cuda, without --compile")
     index = int(number or 0) + rank
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise UnsupportedError(

@@ -18,7 +18,7 @@ from app.engine.compile.backend import TracedBackend
 from app.engine.compile.cache import compile_cache
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend, Heads
-from app.engine.device.factory import make_backend
+from app.engine.device.factory import found_device, make_backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
@@ -31,12 +31,12 @@ from app.engine.load.compile import (
     take_up,
     traced_config,
 )
-from app.engine.load.invariant import check_batch_invariant
 from app.engine.load.loader import OpenWeights, SafetensorsWeights
-from app.engine.load.ranks import Join, alone, check_shards
+from app.engine.load.ranks import Join, alone
+from app.engine.load.refusals import Facts, check
 from app.engine.load.self_test import check_attention
 from app.engine.load.sizes import Sizes, bytes_per_token, settle_pages, settle_sizes
-from app.engine.load.states import check_no_states, check_recurrent, make_state_slots, make_states
+from app.engine.load.states import make_state_slots, make_states
 from app.engine.load.step_memory import step_memory
 from app.engine.load.time_steps import measure_costs
 from app.engine.models.kv_pool import KvPool
@@ -146,8 +146,8 @@ def build_runner(
 def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     """Yield the backend of a rank. Errors of its device get a note with their meaning."""
     of_npu = {"check_calls": config.npu_check}
-    kind = {"compiled": config.compile is True, "batch_invariant": config.batch_invariant}
-    backend = make_backend(config.device, rank=rank, **kind, **of_npu)
+    check(Facts(config, _kind(config)))
+    backend = make_backend(config.device, rank=rank, batch_invariant=config.batch_invariant, **of_npu)
     try:
         yield backend
     except Exception as error:
@@ -155,25 +155,21 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
         raise
 
 
+def _kind(config: EngineConfig) -> str:
+    return found_device(config.device).partition(":")[0]
+
+
 def _load_runner(
     config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Join
 ) -> Loaded:
     models = read_checkpoints(config)
     shape, draft_shape = models.target, models.draft
-    if config.batch_invariant:
-        check_batch_invariant(config, shape)
     dtype = _dtype(config, shape, backend)
+    check(Facts(config, _kind(config), shape, draft_shape, _name(dtype)))
     compiles = is_compiled(config, backend, shape, dtype)
-    if shape.gated_delta:
-        check_recurrent(config, dtype)
-        delta = shape.gated_delta
+    if delta := shape.gated_delta:
         backend.check_gated_delta(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
-    else:
-        check_no_states(config)
     block_size = draft_shape.block_size if draft_shape else 1
-    if isinstance(config.verify, int) and not 1 <= config.verify <= block_size:
-        raise UnsupportedError(f"--verify {config.verify}: a block has {block_size} rows, so 1 to {block_size} of them")
-    check_shards(config, backend, shape, draft_shape)
     sizes = settle_sizes(config, block_size, shape.max_position_embeddings, backend.defaults)
     graph_sizes = _graph_sizes(config, sizes, backend)
     if graph_sizes:

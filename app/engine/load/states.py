@@ -1,4 +1,4 @@
-"""Recurrent state of a hybrid target: where it can run, and its memory."""
+"""Memory for the recurrent state of a hybrid target."""
 
 import logging
 import math
@@ -26,20 +26,6 @@ PER_SEQUENCE = 2
 """Checkpoints for each sequence that may run, if the user gives no number: behind its prompt and behind its answer."""
 DEFAULT_SHARE = 4
 """Checkpoints take at most this part of free memory if the user gives no number, because KV needs the most."""
-
-
-def check_recurrent(config: EngineConfig, dtype: torch.dtype) -> None:
-    """Raise UnsupportedError if a hybrid target cannot run as the user wishes, with the flag to change."""
-    if dtype == torch.float16:
-        raise UnsupportedError(f"--dtype float16: a target with recurrent layers was not tried in it ({config.target})")
-    if config.state_cache_memory and not config.prefix_caching:
-        raise UnsupportedError("--state-cache-memory is for the prefix cache, which --no-prefix-caching turns off")
-
-
-def check_no_states(config: EngineConfig) -> None:
-    """Raise UnsupportedError if something is wished for states of a target that has none."""
-    if config.state_cache_memory:
-        raise UnsupportedError(f"--state-cache-memory: the target has no recurrent layers ({config.target})")
 
 
 def make_states(

@@ -12,6 +12,7 @@ from app.api import body, connection, middleware, schemas
 from app.config.aliases import PEER_FLAGS
 from app.config.settings import flag_name
 from app.config.sources import SETTINGS
+from app.engine.load.refusals import REFUSALS
 from app.engine.load.sizes import bytes_per_token
 from app.engine_config import EngineInfo
 from app.metrics import TABLE
@@ -93,3 +94,12 @@ def test_the_limits_that_are_told_are_the_codes_own() -> None:
     ):
         assert told in SECURITY, told
     assert f"Idle connections are kept for {connection.SETTINGS['timeout_keep_alive']} s" in PAGE
+
+
+def test_the_table_of_settings_that_do_not_go_together_is_the_codes_own() -> None:
+    rows = [
+        (f"`{row.flag.partition(' {')[0]}`", row.other, re.sub(r"{.*?}", "N", row.why.replace("{found}", "")))
+        for row in REFUSALS
+    ]
+    table = "\n".join(f"| {flag} | {other} | {why or 'each rank has an equal share'} |" for flag, other, why in rows)
+    assert f"|---|---|---|\n{table}\n" in PAGE, f"put this into docs/operations.md:\n{table}"

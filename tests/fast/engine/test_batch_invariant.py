@@ -1,7 +1,6 @@
 """--batch-invariant on a CPU: a row's bits depend on its own sequence alone. Refusals name what cannot keep that."""
 
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,6 @@ from app.engine.cpu.invariant import InvariantCpuBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
-from app.engine.load.engine import build_engine
-from app.engine_config import EngineConfig
-from tests import UNTIMED
-from tests.fast.engine.hybrid_pairs import make_hybrid_pair
-from tests.fast.engine.pairs import make_pair
 
 COUNTS = (1, 3, 16, 64, 512)
 HIDDEN = 96
@@ -126,28 +120,6 @@ def test_a_processor_whose_products_depend_on_the_place_is_refused(
     monkeypatch.setattr(invariant.F, "linear", placed)
     with pytest.raises(UnsupportedError, match="this processor's product of 16 rows by a weight of 7 x 96"):
         backend.pack_weight(normal(7, HIDDEN))
-
-
-def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
-    pair = make_hybrid_pair(tmp_path)
-    with pytest.raises(UnsupportedError, match="its recurrent layers commit rows in groups"):
-        build_engine(EngineConfig(pair.target, device="cpu", batch_invariant=True, **UNTIMED))
-
-
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "experts": ({"experts": 4}, {}, "its experts are computed in groups"),
-    "ranks": ({}, {"tensor_parallel_size": 2}, "not with --tensor-parallel-size 2"),
-    "compiled": ({}, {"compile": True}, "--compile has g[+][+] choose"),
-    "an NPU": ({}, {"device": "npu"}, "an NPU's operators choose"),
-}
-
-
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_cannot_keep_the_promise_is_refused_by_name(tmp_path: Path, how: str) -> None:
-    shape, wishes, message = REFUSED[how]
-    pair = make_pair(tmp_path, **shape)
-    with pytest.raises(UnsupportedError, match=f"--batch-invariant: .*{message}"):
-        build_engine(EngineConfig(pair.target, **UNTIMED | {"device": "cpu", "batch_invariant": True} | wishes))
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

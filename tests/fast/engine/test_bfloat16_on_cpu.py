@@ -44,7 +44,7 @@ def chosen(checkpoint: str, hidden_size: int = 1024, **wishes: Any) -> str:
     demo = target_config(read_config(DEMO / "target"))
     shape = replace(demo, dtype=checkpoint, hidden_size=hidden_size, intermediate_size=2 * hidden_size)
     config = EngineConfig(DEMO / "target", device="cpu", **UNTIMED | wishes)
-    backend = make_backend("cpu", compiled=config.compile, batch_invariant=config.batch_invariant)
+    backend = make_backend("cpu", batch_invariant=config.batch_invariant)
     return str(_dtype(config, shape, backend)).removeprefix("torch.")
 
 

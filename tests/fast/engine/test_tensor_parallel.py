@@ -749,12 +749,6 @@ def test_a_hybrid_whose_heads_do_not_divide_is_refused_with_the_number(
         build_engine(EngineConfig(pair.target, pair.draft, device="cpu", tensor_parallel_size=2, **UNTIMED))
 
 
-def test_a_device_without_collectives_is_refused_by_name(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(type(BACKEND), "collectives", None)
-    with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2: cpu has no collectives here"):
-        build_engine(EngineConfig(lucky.target, device="cpu", tensor_parallel_size=2, **UNTIMED))
-
-
 def test_ranks_without_devices_of_their_own_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     four = SimpleNamespace(device_count=lambda: 4)
     check_ranks(torch.device("cuda:2"), 2, four, "CUDA_VISIBLE_DEVICES")

@@ -507,11 +507,6 @@ def test_a_device_that_is_not_here_is_refused_by_name(monkeypatch):
     assert make_backend("auto").device == make_backend("cpu").device == CPU
 
 
-def test_a_check_of_an_npus_calls_is_refused_elsewhere():
-    with pytest.raises(UnsupportedError, match="--npu-check: --device cpu is no NPU"):
-        make_backend("cpu", check_calls=True)
-
-
 # The target's own choice
 
 VOCAB = 97

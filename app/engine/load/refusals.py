@@ -1,0 +1,175 @@
+"""Settings that do not go together, or not with a model. docs/operations.md prints the table.
+
+A limit of a device, of memory or of a tensor is refused where it is known.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from app.engine.checkpoint.decoder import EXPERTS_ALIGNMENT
+from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
+from app.engine.errors import UnsupportedError
+from app.engine_config import EngineConfig
+
+_VOCAB = "tokens in its vocabulary"
+
+
+class Facts(NamedTuple):
+    """What decides: the settings, the device's kind ("cpu", "cuda" or "npu"), and once known the models and dtype."""
+
+    config: EngineConfig
+    kind: str
+    target: DecoderConfig | None = None
+    draft: DFlashConfig | None = None
+    dtype: str = ""
+
+    @property
+    def block_size(self) -> int:
+        return self.draft.block_size if self.draft else 1
+
+
+class Refusal(NamedTuple):
+    """A setting that is refused in combination with `other` if `applies`. Facts, and what it found, fill the texts."""
+
+    flag: str
+    other: str
+    applies: Callable[[Facts], Any]
+    why: str
+    instead: str
+
+
+def _indivisible(facts: Facts) -> str:
+    """Return the first number of a model that the ranks cannot share, or ""."""
+    size, whole_draft = facts.config.tensor_parallel_size, facts.config.draft_tensor_parallel_size == 1
+    numbers: list[tuple[str, str, int]] = []
+    if facts.target:
+        numbers += [("the target", *one) for one in _divided(facts.target, facts.target.vocab_size)]
+    if facts.draft:
+        of_draft = _divided(facts.draft.decoder, facts.draft.draft_vocab_size)
+        numbers += [("the draft", *one) for one in of_draft if one[0] == _VOCAB or not whole_draft]
+    for model, what, number in numbers:
+        if number % size:
+            could_be_whole = model == "the draft" and what != _VOCAB
+            hint = "; --draft-tensor-parallel-size 1 leaves its layers whole" if could_be_whole else ""
+            return f"{model} has {number} {what}, which {size} does not divide{hint}"
+    return ""
+
+
+def _divided(decoder: DecoderConfig, vocab_size: int) -> list[tuple[str, int]]:
+    numbers = [("attention heads", decoder.num_heads), ("KV heads", decoder.num_kv_heads), (_VOCAB, vocab_size)]
+    if decoder.moe is None or decoder.moe.dense_layers:
+        numbers.append(("columns in its MLP", decoder.intermediate_size))
+    if decoder.moe:
+        groups = decoder.moe.intermediate_size // EXPERTS_ALIGNMENT
+        numbers.append((f"groups of {EXPERTS_ALIGNMENT} columns in each expert", groups))
+        numbers.append(("columns in its shared expert", decoder.moe.shared_size))
+    if decoder.gated_delta:
+        numbers.append(("key heads in its recurrent layers", decoder.gated_delta.num_k_heads))
+    return numbers
+
+
+REFUSALS = (
+    Refusal(
+        "--compile",
+        "a GPU or an NPU",
+        lambda facts: facts.config.compile is True and facts.kind != "cpu",
+        "it is for CPUs, and --device {kind} captures graphs instead",
+        "leave it out",
+    ),
+    Refusal(
+        "--npu-check",
+        "a CPU or a GPU",
+        lambda facts: facts.config.npu_check and facts.kind != "npu",
+        "--device {kind} is no NPU",
+        "leave it out",
+    ),
+    Refusal(
+        "--batch-invariant",
+        "`--compile`",
+        lambda facts: facts.config.batch_invariant and facts.config.compile is True,
+        "--compile has g++ choose the order of sums",
+        "leave one of the two out",
+    ),
+    Refusal(
+        "--batch-invariant",
+        "an NPU",
+        lambda facts: facts.config.batch_invariant and facts.kind == "npu",
+        "an NPU's operators choose how they sum",
+        "it is for --device cpu and cuda",
+    ),
+    Refusal(
+        "--batch-invariant",
+        "`--tensor-parallel-size` above 1",
+        lambda facts: facts.config.batch_invariant and facts.config.tensor_parallel_size > 1,
+        "the library of --tensor-parallel-size {config.tensor_parallel_size} chooses the order of a sum over ranks",
+        "leave one of the two out",
+    ),
+    Refusal(
+        "--batch-invariant",
+        "a target with experts",
+        lambda facts: facts.config.batch_invariant and facts.target and facts.target.moe,
+        "its experts are computed in groups of rows",
+        "leave it out",
+    ),
+    Refusal(
+        "--batch-invariant",
+        "a target with recurrent layers",
+        lambda facts: facts.config.batch_invariant and facts.target and facts.target.gated_delta,
+        "its recurrent layers commit rows in groups",
+        "leave it out",
+    ),
+    Refusal(
+        "--dtype float16",
+        "a target with recurrent layers",
+        lambda facts: facts.dtype == "float16" and facts.target and facts.target.gated_delta,
+        "a target with recurrent layers was not tried in it",
+        "give bfloat16 or float32",
+    ),
+    Refusal(
+        "--state-cache-memory",
+        "`--no-prefix-caching`",
+        lambda facts: facts.config.state_cache_memory and not facts.config.prefix_caching,
+        "it is for the prefix cache, which --no-prefix-caching turns off",
+        "leave one of the two out",
+    ),
+    Refusal(
+        "--state-cache-memory",
+        "a target without recurrent layers",
+        lambda facts: facts.config.state_cache_memory and facts.target and not facts.target.gated_delta,
+        "the target has no recurrent layers",
+        "leave it out",
+    ),
+    Refusal(
+        "--verify {config.verify}",
+        "a draft with blocks of fewer rows",
+        lambda facts: (
+            facts.target and isinstance(facts.config.verify, int) and not 1 <= facts.config.verify <= facts.block_size
+        ),
+        "a block has {block_size} rows",
+        "give 1 to {block_size}",
+    ),
+    Refusal(
+        "--draft-tensor-parallel-size {config.draft_tensor_parallel_size}",
+        "another `--tensor-parallel-size`",
+        lambda facts: facts.config.draft_tensor_parallel_size not in (None, 1, facts.config.tensor_parallel_size),
+        "the draft is split like the target, or not at all",
+        "give 1 or --tensor-parallel-size, which is {config.tensor_parallel_size}",
+    ),
+    Refusal(
+        "--tensor-parallel-size {config.tensor_parallel_size}",
+        "heads, experts or a vocabulary that it does not divide",
+        _indivisible,
+        "{found}",
+        "give a divisor",
+    ),
+)
+
+
+def check(facts: Facts) -> None:
+    """Raise UnsupportedError for the first combination that is refused."""
+    for refusal in REFUSALS:
+        if found := refusal.applies(facts):
+            text = f"{refusal.flag}: {refusal.why}; {refusal.instead}"
+            raise UnsupportedError(
+                text.format(config=facts.config, kind=facts.kind, block_size=facts.block_size, found=found)
+            )

@@ -1,0 +1,55 @@
+"""Every combination of the table is refused before weights are read, with its setting named first."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.engine.errors import UnsupportedError
+from app.engine.load.engine import build_engine
+from app.engine.load.refusals import REFUSALS, Facts, Refusal, check
+from app.engine_config import EngineConfig
+from tests.fast.engine.hybrid_pairs import make_hybrid_pair
+from tests.fast.engine.pairs import make_pair
+
+EXAMPLES: list[tuple[str, dict[str, Any]]] = [  # a target and wishes for each row of the table
+    ("dense", {"compile": True, "device": "cuda"}),
+    ("dense", {"npu_check": True}),
+    ("dense", {"batch_invariant": True, "compile": True}),
+    ("dense", {"batch_invariant": True, "device": "npu"}),
+    ("dense", {"batch_invariant": True, "tensor_parallel_size": 2}),
+    ("experts", {"batch_invariant": True}),
+    ("hybrid", {"batch_invariant": True}),
+    ("hybrid", {"dtype": "float16"}),
+    ("hybrid", {"state_cache_memory": 1 << 20, "prefix_caching": False}),
+    ("dense", {"state_cache_memory": 1 << 20}),
+    ("dense", {"verify": 99}),
+    ("dense", {"draft_tensor_parallel_size": 4, "tensor_parallel_size": 2}),
+    ("dense", {"tensor_parallel_size": 3}),
+]
+
+
+@pytest.mark.parametrize(("row", "example"), [*zip(REFUSALS, EXAMPLES, strict=True)], ids=lambda value: str(value[:2]))
+def test_a_combination_is_refused_by_name_before_weights_are_read(
+    row: Refusal, example: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    model, wishes = example
+    if model == "hybrid":
+        pair = make_hybrid_pair(tmp_path)
+    else:
+        pair = make_pair(tmp_path, **({"experts": 4} if model == "experts" else {}))
+    config = EngineConfig(pair.target, pair.draft, **{"device": "cpu", "verify": "full"} | wishes)
+
+    def opened(*args: Any) -> Any:
+        raise AssertionError("weights were opened")
+
+    with pytest.raises(UnsupportedError) as refused:
+        build_engine(config, open_weights=opened)
+    flag, why, _ = (text.partition("{")[0] for text in (row.flag, row.why, row.instead))
+    assert str(refused.value).startswith(flag) and why in str(refused.value)
+    assert row.instead.partition(" {")[0] in str(refused.value)
+
+
+def test_the_defaults_are_refused_nowhere() -> None:
+    for kind in ("cpu", "cuda", "npu"):
+        check(Facts(EngineConfig(Path("target"), compile=False), kind))
