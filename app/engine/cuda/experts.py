@@ -3,8 +3,6 @@
 Pairs of a row and an expert are sorted by expert. A tile has up to BLOCK_M pairs of one expert, so a weight is read
 once for all of them. The number of tiles follows from tensor shapes, so a graph can hold a launch. A spare tile ends
 at once.
-
-Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
 """
 
 import torch
@@ -32,13 +30,13 @@ def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
 
 
 def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
-    """Return (weights fp32, experts int32), each [T, k], like `backend.moe.route`. The first of equal ones is taken."""
+    """Return (weights fp32, experts int32), each [T, k], like `device.moe.route`. The first of equal ones is taken."""
     num_rows, num_experts = logits.shape
     k = config.num_experts_per_tok
     shares = torch.empty(num_rows, k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_rows, k, dtype=torch.int32, device=logits.device)
-    lines = items_per_program(num_rows, on_gpu=4)
-    route[triton.cdiv(num_rows, lines),](
+    rows = items_per_program(num_rows, on_gpu=4)
+    route[triton.cdiv(num_rows, rows),](
         logits,
         shares,
         chosen,
@@ -46,7 +44,7 @@ def routed(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
         EXPERTS=num_experts,
         TOP_K=k,
         NORMED=config.norm_topk_prob,
-        LINES=lines,
+        ROWS=rows,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_K=triton.next_power_of_2(k),
         num_warps=4,
@@ -96,29 +94,29 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit(do_not_specialize=["num_rows"])
 def route(
     logits_ptr,
     share_ptr,
     chosen_ptr,
-    num_lines,
+    num_rows,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMED: tl.constexpr,
-    LINES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Find the TOP_K largest of EXPERTS logits, and their softmax, for LINES rows."""
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    """Find the TOP_K largest of EXPERTS logits, and their softmax, for ROWS rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts, slots = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
-    inside = (line < num_lines)[:, None] & (experts < EXPERTS)
-    left = tl.load(logits_ptr + line.to(tl.int64)[:, None] * EXPERTS + experts, mask=inside, other=float("-inf"))
+    inside = (row < num_rows)[:, None] & (experts < EXPERTS)
+    left = tl.load(logits_ptr + row.to(tl.int64)[:, None] * EXPERTS + experts, mask=inside, other=float("-inf"))
     is_lost = tl.sum((left != left).to(tl.int32), 1) > 0
-    highest = tl.where((line < num_lines) & (is_lost == 0), tl.max(left, 1), 0.0)
+    highest = tl.where((row < num_rows) & (is_lost == 0), tl.max(left, 1), 0.0)
     total = tl.sum(tl.exp(left - highest[:, None]), 1)
-    shares = tl.zeros([LINES, BLOCK_K], tl.float32)
-    chosen = tl.zeros([LINES, BLOCK_K], tl.int32)
+    shares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    chosen = tl.zeros([ROWS, BLOCK_K], tl.int32)
     for i in tl.static_range(TOP_K):
         best = tl.max(left, 1)
         first = tl.min(tl.where(left == best[:, None], experts, BLOCK_E), 1)
@@ -128,10 +126,10 @@ def route(
         left = tl.where(experts == first[:, None], float("-inf"), left)
     if NORMED:
         total = tl.sum(shares, 1)
-    total = tl.where(line < num_lines, tl.where(is_lost, float("nan"), total), 1.0)
-    at, kept = line.to(tl.int64)[:, None] * TOP_K + slots, (line < num_lines)[:, None] & (slots < TOP_K)
-    tl.store(share_ptr + at, shares / total[:, None], mask=kept)
-    tl.store(chosen_ptr + at, chosen, mask=kept)
+    total = tl.where(row < num_rows, tl.where(is_lost, float("nan"), total), 1.0)
+    offset, inside = row.to(tl.int64)[:, None] * TOP_K + slots, (row < num_rows)[:, None] & (slots < TOP_K)
+    tl.store(share_ptr + offset, shares / total[:, None], mask=inside)
+    tl.store(chosen_ptr + offset, chosen, mask=inside)
 
 
 @triton.jit
@@ -159,8 +157,8 @@ def expert_rows(
 ):
     """Compute BLOCK_N columns of a tile of pairs.
 
-    With GATE a pair reads the row that it is of, and its place among the sorted pairs gets the SwiGLU. Without, a pair
-    reads its place, and its output times its weight goes to the pair's own row, [T, TOP_K] in order.
+    With GATE a pair reads its row of x, and the SwiGLU goes to the pair's index in sorted order. Without, a pair reads
+    that index, and its output times its weight goes to the pair's own row, [T, TOP_K] in order.
     """
     tile = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
@@ -175,10 +173,10 @@ def expert_rows(
     start = tl.sum(tl.where(own, starts, 0), 0)
     end = tl.sum(tl.where(own, ends, 0), 0)
     first = start + (tile - tl.sum(tl.where(own, last_tiles - tiles, 0), 0)) * BLOCK_M
-    place = first + tl.arange(0, BLOCK_M)
-    is_row = place < end
-    pair = tl.load(order_ptr + place, mask=is_row, other=0)
-    source = pair // TOP_K if GATE else place.to(tl.int64)
+    index = first + tl.arange(0, BLOCK_M)
+    is_row = index < end
+    pair = tl.load(order_ptr + index, mask=is_row, other=0)
+    source = pair // TOP_K if GATE else index.to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < OUT
     rows = expert.to(tl.int64) * (2 * OUT if GATE else OUT) + columns
@@ -188,14 +186,14 @@ def expert_rows(
         dims = block + tl.arange(0, BLOCK_K)
         inside = dims < IN
         x = tl.load(x_ptr + source[:, None] * IN + dims[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
-        at, kept = rows[None, :] * IN + dims[:, None], is_column[None, :] & inside[:, None]
-        weight = tl.load(weight_ptr + at, mask=kept, other=0.0)
+        offset, is_weight = rows[None, :] * IN + dims[:, None], is_column[None, :] & inside[:, None]
+        weight = tl.load(weight_ptr + offset, mask=is_weight, other=0.0)
         if UPCAST:
             x = x.to(tl.float32)
             weight = weight.to(tl.float32)
         acc += tl.dot(x, weight, input_precision="tf32x3")
         if GATE:
-            weight = tl.load(weight_ptr + at + OUT * IN, mask=kept, other=0.0)
+            weight = tl.load(weight_ptr + offset + OUT * IN, mask=is_weight, other=0.0)
             if UPCAST:
                 weight = weight.to(tl.float32)
             up += tl.dot(x, weight, input_precision="tf32x3")
@@ -210,9 +208,9 @@ def expert_rows(
             acc = acc / (1.0 + tl.exp(-ALPHA * acc)) * up
         else:
             acc = acc / (1.0 + tl.exp(-acc)) * up
-        to = place.to(tl.int64)
+        target = index.to(tl.int64)
     else:
         acc *= tl.load(share_ptr + pair, mask=is_row, other=0.0)[:, None]
-        to = pair
-    kept = is_row[:, None] & is_column[None, :]
-    tl.store(out_ptr + to[:, None] * OUT + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)
+        target = pair
+    inside = is_row[:, None] & is_column[None, :]
+    tl.store(out_ptr + target[:, None] * OUT + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)

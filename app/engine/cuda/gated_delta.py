@@ -1,11 +1,9 @@
 """Decoding rows of a Gated DeltaNet layer in Triton: the last step's accepted rows are committed, this step's verified.
 
-The layer's inputs of a sequence stand in order: those that the convolution still sees, the accepted ones of the last
+The layer's inputs of a sequence are in order: those that the convolution still sees, the accepted ones of the last
 step, and those of this step. `mix` takes them through the convolution and the gates, and `recur` through the delta
-rule, one after the other. It writes the state behind the accepted ones, and none behind this step's. A row's result
-does not depend on the number of rows beside it. All counts are read on the device.
-
-Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
+rule, one after the other. It writes the state after the accepted ones, and none after this step's. A row's result
+does not depend on the number of other rows. All counts are read on the device.
 """
 
 import torch
@@ -31,8 +29,8 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     keys = (channels - num_heads * v_dim) // 2
     device = step.inputs.device
     # A sequence has as many rows as a block at most, and no more than there are.
-    places = block + min(block, num_rows)
-    mixed = torch.empty(num_seqs, places, width, dtype=torch.float32, device=device)
+    max_inputs = block + min(block, num_rows)
+    mixed = torch.empty(num_seqs, max_inputs, width, dtype=torch.float32, device=device)
     accepted = torch.empty(num_seqs, dtype=torch.int32, device=device)
     o = torch.zeros(num_rows, num_heads, v_dim, dtype=torch.float32, device=device)
     columns = triton.next_power_of_2(width) if INTERPRETED else COLUMNS_OF_A_PROGRAM
@@ -53,13 +51,13 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         step.num_tokens,
         mixed,
         accepted,
-        places,
+        max_inputs,
         CHANNELS=channels,
         HEADS=num_heads,
         BLOCK=block,
         TAPS=before + 1,
-        ROWS=triton.next_power_of_2(places),
-        KEPT=triton.next_power_of_2(before),
+        ROWS=triton.next_power_of_2(max_inputs),
+        BEFORE=triton.next_power_of_2(before),
         COLUMNS=columns,
         num_warps=4,
     )
@@ -79,7 +77,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
         step.matrix,
         step.num_tokens,
         o,
-        places,
+        max_inputs,
         k_dim**-0.5,
         KEYS=keys,
         CHANNELS=channels,
@@ -95,7 +93,7 @@ def commit_and_verify(step: GatedDeltaStep) -> Tensor:
     return o
 
 
-@triton.jit(do_not_specialize=["first_stride", "places"])
+@triton.jit(do_not_specialize=["first_stride", "max_inputs"])
 def mix(
     input_ptr,
     input_stride,
@@ -113,18 +111,18 @@ def mix(
     num_tokens_ptr,
     mixed_ptr,
     accepted_ptr,
-    places,
+    max_inputs,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
+    BEFORE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write COLUMNS columns of `mixed` for one sequence, the inputs that its convolution sees, and its pending rows.
 
-    A line of `mixed` has what enters the delta rule: q, k and v, and for each head beta and the factor of the decay.
+    A row of `mixed` has what enters the delta rule: q, k and v, and for each head beta and the factor of the decay.
     """
     seq = tl.program_id(0)
     slot, next_slot = tl.load(slot_ptr + seq).to(tl.int64), tl.load(next_slot_ptr + seq).to(tl.int64)
@@ -163,27 +161,27 @@ def mix(
     softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
     decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head, mask=is_gate, other=0.0))[None, :] * softplus)
     gates = tl.where((column < CHANNELS + HEADS)[None, :], 1.0 / (1.0 + tl.exp(-x)), decay)
-    out = tl.where(is_channel[None, :], total / (1.0 + tl.exp(-total)), gates)
-    to = mixed_ptr + (seq.to(tl.int64) * places + row)[:, None] * WIDTH + column[None, :]
-    tl.store(to, out, mask=(row < accepted + count)[:, None] & inside[None, :])
+    mixed = tl.where(is_channel[None, :], total / (1.0 + tl.exp(-total)), gates)
+    out = mixed_ptr + (seq.to(tl.int64) * max_inputs + row)[:, None] * WIDTH + column[None, :]
+    tl.store(out, mixed, mask=(row < accepted + count)[:, None] & inside[None, :])
 
-    kept = tl.arange(0, KEPT)
-    behind = inputs_at(
-        accepted + kept, before_ptr, rows_ptr, new_ptr, input_stride, accepted, count, column, sees_before, CHANNELS,
+    before = tl.arange(0, BEFORE)
+    last_inputs = inputs_at(
+        accepted + before, before_ptr, rows_ptr, new_ptr, input_stride, accepted, count, column, sees_before, CHANNELS,
         WIDTH, TAPS,
     )  # fmt: skip
-    is_kept = (row < count)[:, None] & inside[None, :]
-    new = tl.load(new_ptr + row[:, None] * input_stride + column[None, :], mask=is_kept, other=0.0)
+    is_new_row = (row < count)[:, None] & inside[None, :]
+    new = tl.load(new_ptr + row[:, None] * input_stride + column[None, :], mask=is_new_row, other=0.0)
     tl.debug_barrier()  # other threads of this program read what is overwritten here
-    to = conv_ptr + (next_slot * (TAPS - 1) + kept)[:, None] * CHANNELS + column[None, :]
-    tl.store(to, behind.to(conv_ptr.dtype.element_ty), mask=(kept < TAPS - 1)[:, None] & is_channel[None, :])
-    to = pending_ptr + (next_slot * BLOCK + row)[:, None] * WIDTH + column[None, :]
-    tl.store(to, new, mask=is_kept)
+    out = conv_ptr + (next_slot * (TAPS - 1) + before)[:, None] * CHANNELS + column[None, :]
+    tl.store(out, last_inputs.to(conv_ptr.dtype.element_ty), mask=(before < TAPS - 1)[:, None] & is_channel[None, :])
+    out = pending_ptr + (next_slot * BLOCK + row)[:, None] * WIDTH + column[None, :]
+    tl.store(out, new, mask=is_new_row)
 
 
 @triton.jit
 def inputs_at(
-    place,
+    index,
     before_ptr,
     pending_ptr,
     new_ptr,
@@ -196,19 +194,19 @@ def inputs_at(
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """Return columns of the inputs at `place` in order, in fp32. The TAPS - 1 before the accepted ones come first."""
-    row = place - (TAPS - 1)
+    """Return columns of the inputs at `index` in order, in fp32. The TAPS - 1 before the accepted ones come first."""
+    row = index - (TAPS - 1)
     inside = column < WIDTH
     is_before = (row < 0)[:, None] & sees_before[None, :]
     is_accepted = ((row >= 0) & (row < accepted))[:, None] & inside[None, :]
     is_new = ((row >= accepted) & (row < accepted + count))[:, None] & inside[None, :]
-    x = tl.load(before_ptr + place[:, None] * CHANNELS + column[None, :], mask=is_before, other=0.0).to(tl.float32)
+    x = tl.load(before_ptr + index[:, None] * CHANNELS + column[None, :], mask=is_before, other=0.0).to(tl.float32)
     x += tl.load(pending_ptr + row[:, None] * WIDTH + column[None, :], mask=is_accepted, other=0.0).to(tl.float32)
     new = new_ptr + (row - accepted)[:, None] * new_stride + column[None, :]
     return x + tl.load(new, mask=is_new, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["first_stride", "places"])
+@triton.jit(do_not_specialize=["first_stride", "max_inputs"])
 def recur(
     mixed_ptr,
     accepted_ptr,
@@ -221,7 +219,7 @@ def recur(
     matrix_ptr,
     num_tokens_ptr,
     o_ptr,
-    places,
+    max_inputs,
     scale,
     KEYS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -251,28 +249,28 @@ def recur(
     is_head = head < HEADS
     is_key, is_value = is_head[:, None] & (k_dim < K_DIM)[None, :], is_head[:, None] & (v_dim < V_DIM)[None, :]
     inside = is_key[:, :, None] & is_value[:, None, :]
-    at = (head[:, None, None] * K_DIM + k_dim[None, :, None]) * V_DIM + v_dim[None, None, :]
+    entry = (head[:, None, None] * K_DIM + k_dim[None, :, None]) * V_DIM + v_dim[None, None, :]
     size: tl.constexpr = HEADS * K_DIM * V_DIM
-    state = tl.load(matrix_ptr + slot * size + at, mask=inside & (is_new == 0), other=0.0)
+    state = tl.load(matrix_ptr + slot * size + entry, mask=inside & (is_new == 0), other=0.0)
 
     WIDTH: tl.constexpr = CHANNELS + 2 * HEADS
-    line = mixed_ptr + seq.to(tl.int64) * places * WIDTH
-    q_at = (head // GROUP)[:, None] * K_DIM + k_dim[None, :]
-    v_at = head[:, None] * V_DIM + v_dim[None, :]
-    to = o_ptr + first * (HEADS * V_DIM) + v_at
+    mixed = mixed_ptr + seq.to(tl.int64) * max_inputs * WIDTH
+    key = (head // GROUP)[:, None] * K_DIM + k_dim[None, :]
+    value = head[:, None] * V_DIM + v_dim[None, :]
+    out = o_ptr + first * (HEADS * V_DIM) + value
     for row in range(accepted + count):
         if row == accepted:
-            tl.store(matrix_ptr + next_slot * size + at, state, mask=inside)
-        k = tl.load(line + KEYS + q_at, mask=is_key, other=0.0)
+            tl.store(matrix_ptr + next_slot * size + entry, state, mask=inside)
+        k = tl.load(mixed + KEYS + key, mask=is_key, other=0.0)
         k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
-        v = tl.load(line + 2 * KEYS + v_at, mask=is_value, other=0.0)
-        beta = tl.load(line + CHANNELS + head, mask=is_head, other=0.0)
-        decay = tl.load(line + CHANNELS + HEADS + head, mask=is_head, other=0.0)
+        v = tl.load(mixed + 2 * KEYS + value, mask=is_value, other=0.0)
+        beta = tl.load(mixed + CHANNELS + head, mask=is_head, other=0.0)
+        decay = tl.load(mixed + CHANNELS + HEADS + head, mask=is_head, other=0.0)
         state *= decay[:, None, None]
         d = beta[:, None] * (v - tl.sum(state * k[:, :, None], 1))
         state += k[:, :, None] * d[:, None, :]
         if row >= accepted:
-            q = tl.load(line + q_at, mask=is_key, other=0.0)
+            q = tl.load(mixed + key, mask=is_key, other=0.0)
             q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
-            tl.store(to + (row - accepted) * (HEADS * V_DIM), tl.sum(state * q[:, :, None], 1), mask=is_value)
-        line += WIDTH
+            tl.store(out + (row - accepted) * (HEADS * V_DIM), tl.sum(state * q[:, :, None], 1), mask=is_value)
+        mixed += WIDTH

@@ -1,4 +1,4 @@
-"""Work on a GPU, recorded once as a CUDA graph. Not run on a GPU."""
+"""Work on a GPU, recorded once as a CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,4 @@
-"""Integer work around the forwards of a step, each in one launch of Triton.
-
-Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
-"""
+"""Integer work around the forwards of a step, each in one launch of Triton."""
 
 import torch
 import triton
@@ -10,9 +7,9 @@ from torch import Tensor
 
 from app.engine.cuda.launch import items_per_program
 
-PLACES_BLOCK = 128
+ROWS_BLOCK = 128
 EMBED_BLOCK = 1024
-FOLLOW_BLOCK = 32
+SEQS_BLOCK = 32
 
 
 def positions_and_slots(
@@ -21,7 +18,7 @@ def positions_and_slots(
     """Return `Backend.positions_and_slots`."""
     num_rows = len(row_numbers)
     positions, slot_mapping = (torch.empty(num_rows, dtype=torch.int32, device=seq_ids.device) for _ in range(2))
-    place[triton.cdiv(num_rows, PLACES_BLOCK),](
+    locate_rows[triton.cdiv(num_rows, ROWS_BLOCK),](
         seq_ids,
         position_offsets,
         page_table,
@@ -30,15 +27,15 @@ def positions_and_slots(
         num_rows,
         page_table.shape[1],
         PAGE=page_size,
-        BLOCK=PLACES_BLOCK,
+        BLOCK=ROWS_BLOCK,
         num_warps=4,
     )
     return positions, slot_mapping
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_width"])
-def place(
-    owner_ptr,
+def locate_rows(
+    seq_ptr,
     offset_ptr,
     table_ptr,
     position_ptr,
@@ -51,27 +48,27 @@ def place(
     """Compute positions and slots of BLOCK rows."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
-    owner = tl.load(owner_ptr + rows, mask=inside, other=0)
-    position = tl.load(offset_ptr + owner, mask=inside, other=0) + rows
-    page = tl.load(table_ptr + owner.to(tl.int64) * table_width + position // PAGE, mask=inside, other=0)
+    seq = tl.load(seq_ptr + rows, mask=inside, other=0)
+    position = tl.load(offset_ptr + seq, mask=inside, other=0) + rows
+    page = tl.load(table_ptr + seq.to(tl.int64) * table_width + position // PAGE, mask=inside, other=0)
     tl.store(position_ptr + rows, position, mask=inside)
     tl.store(slot_ptr + rows, page * PAGE + position % PAGE, mask=inside)
 
 
 def embed_blocks(anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
-    """Return `Backend.embed_blocks` `[D * b, H]`: the embedding of each anchor `[D]` and of b - 1 masks behind it."""
+    """Return `Backend.embed_blocks` `[D * b, H]`: the embedding of each anchor `[D]` and of b - 1 masks after it."""
     num_rows, size = len(anchors) * block_size, embedding.shape[1]
     out = torch.empty(num_rows, size, dtype=embedding.dtype, device=embedding.device)
-    lines = items_per_program(num_rows, on_gpu=1)
-    embed[triton.cdiv(num_rows, lines), triton.cdiv(size, EMBED_BLOCK)](
+    rows = items_per_program(num_rows, on_gpu=1)
+    embed[triton.cdiv(num_rows, rows), triton.cdiv(size, EMBED_BLOCK)](
         anchors,
         embedding,
         out,
         num_rows,
         mask_token_id,
-        ROWS=block_size,
+        BLOCK_SIZE=block_size,
         SIZE=size,
-        LINES=lines,
+        ROWS=rows,
         BLOCK=EMBED_BLOCK,
         num_warps=4,
     )
@@ -85,17 +82,17 @@ def embed(
     out_ptr,
     num_rows,
     mask_token,
-    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
-    LINES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy BLOCK columns of LINES rows."""
-    row = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    """Copy BLOCK columns of ROWS rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows)[:, None] & (columns < SIZE)
-    anchor = tl.load(anchor_ptr + row // ROWS, mask=row < num_rows, other=0)
-    token = tl.where(row % ROWS == 0, anchor, mask_token).to(tl.int64)
+    anchor = tl.load(anchor_ptr + row // BLOCK_SIZE, mask=row < num_rows, other=0)
+    token = tl.where(row % BLOCK_SIZE == 0, anchor, mask_token).to(tl.int64)
     x = tl.load(embedding_ptr + token[:, None] * SIZE + columns, mask=inside, other=0.0)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * SIZE + columns, x, mask=inside)
 
@@ -108,8 +105,8 @@ def verify(
     out = torch.empty(num_seqs, width + 1, dtype=choices.dtype, device=choices.device)
     if num_seqs == 0:  # All rows belong to chunks that do not end their prompt.
         return out
-    lines = items_per_program(num_seqs, on_gpu=1)
-    accept[triton.cdiv(num_seqs, lines),](
+    seqs = items_per_program(num_seqs, on_gpu=1)
+    accept[triton.cdiv(num_seqs, seqs),](
         choices,
         choices if drafts is None else drafts,
         logits_start,
@@ -118,7 +115,7 @@ def verify(
         out,
         num_seqs,
         WIDTH=width,
-        LINES=lines,
+        SEQS=seqs,
         BLOCK=triton.next_power_of_2(width),
         num_warps=1,
     )
@@ -135,11 +132,11 @@ def accept(
     out_ptr,
     num_seqs,
     WIDTH: tl.constexpr,
-    LINES: tl.constexpr,
+    SEQS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Verify LINES sequences."""
-    seq = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    """Verify SEQS sequences."""
+    seq = tl.program_id(0) * SEQS + tl.arange(0, SEQS)
     inside = seq < num_seqs
     columns = tl.arange(0, BLOCK)[None, :]
     first = tl.load(first_ptr + seq, mask=inside, other=0)[:, None]
@@ -149,11 +146,11 @@ def accept(
     tokens = tl.load(choice_ptr + first + tl.minimum(columns, num_drafts), mask=is_token, other=0)
     drafted = inside[:, None] & (columns < num_drafts) & (columns < WIDTH - 1)
     drafts = tl.load(draft_ptr + draft_row * (WIDTH - 1) + columns, mask=drafted, other=0)
-    kept = (tokens == drafts) & drafted
-    accepted = tl.min(tl.where(kept, WIDTH - 1, tl.minimum(columns, WIDTH - 1)), 1)
-    to = out_ptr + seq.to(tl.int64) * (WIDTH + 1)
-    tl.store(to[:, None] + columns, tokens, mask=is_token)
-    tl.store(to + WIDTH, accepted.to(out_ptr.dtype.element_ty), mask=inside)
+    is_accepted = (tokens == drafts) & drafted
+    accepted = tl.min(tl.where(is_accepted, WIDTH - 1, tl.minimum(columns, WIDTH - 1)), 1)
+    out = out_ptr + seq.to(tl.int64) * (WIDTH + 1)
+    tl.store(out[:, None] + columns, tokens, mask=is_token)
+    tl.store(out + WIDTH, accepted.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def advance_by_accepted(
@@ -166,7 +163,7 @@ def advance_by_accepted(
 ) -> None:
     """Apply `Backend.advance_by_accepted`."""
     num_seqs = len(prev_row)
-    begin[triton.cdiv(num_seqs, FOLLOW_BLOCK),](
+    advance[triton.cdiv(num_seqs, SEQS_BLOCK),](
         verified,
         prev_row,
         token_ids,
@@ -175,17 +172,17 @@ def advance_by_accepted(
         seq_lens,
         num_seqs,
         WIDTH=verified.shape[1] - 1,
-        BLOCK=FOLLOW_BLOCK,
+        BLOCK=SEQS_BLOCK,
         num_warps=1,
     )
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
-def begin(
+def advance(
     verified_ptr,
-    line_ptr,
+    prev_row_ptr,
     token_ptr,
-    place_ptr,
+    anchor_row_ptr,
     offset_ptr,
     kv_len_ptr,
     num_seqs,
@@ -194,13 +191,13 @@ def begin(
 ):
     """Advance BLOCK sequences."""
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    line = tl.load(line_ptr + seq, mask=seq < num_seqs, other=-1).to(tl.int64)
-    follows = line >= 0
-    result = verified_ptr + line * (WIDTH + 1)
+    prev_row = tl.load(prev_row_ptr + seq, mask=seq < num_seqs, other=-1).to(tl.int64)
+    follows = prev_row >= 0
+    result = verified_ptr + prev_row * (WIDTH + 1)
     accepted = tl.load(result + WIDTH, mask=follows, other=0)
     bonus = tl.maximum(tl.load(result + accepted, mask=follows, other=0), 0)  # NOT_FINITE is no token
-    place = tl.load(place_ptr + seq, mask=follows, other=0)
-    tl.store(token_ptr + place, bonus.to(tl.int32), mask=follows)
+    anchor_row = tl.load(anchor_row_ptr + seq, mask=follows, other=0)
+    tl.store(token_ptr + anchor_row, bonus.to(tl.int32), mask=follows)
     offset = tl.load(offset_ptr + seq, mask=follows, other=0)
     tl.store(offset_ptr + seq, offset + accepted.to(tl.int32), mask=follows)
     seq_lens = tl.load(kv_len_ptr + seq, mask=follows, other=0)

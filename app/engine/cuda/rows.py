@@ -1,9 +1,6 @@
 """Work on every row between matrix products, each in one launch of Triton.
 
-Sums are in fp32, and a result is rounded once. A *line* is the unit of a reduction: a row, or one head of a row. A
-program takes a number of lines.
-
-Checked in Triton's interpreter and compiled for sm_90; not run on a GPU.
+Sums are in fp32, and a result is rounded once. A *vector* is the unit of a reduction: a row, or one head of a row.
 """
 
 import torch
@@ -11,11 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.cuda.halves import norm_of_halves, rope_of_halves
 from app.engine.cuda.launch import chain, items_per_program, wait_if_chained
-from app.engine.device.base import ContextRows, ProjectedRows
+from app.engine.device.base import ContextRows, LayerKv, ProjectedRows, Rotation
 
-HEADS_OF_A_PROGRAM = 8
+VECTORS_PER_PROGRAM = 8
 SILU_BLOCK = 1024
 
 
@@ -49,18 +45,18 @@ def _norm(
     chained: bool,
 ) -> None:
     size = x.shape[-1]
-    num_lines, block = x.numel() // size, triton.next_power_of_2(size)
-    lines = items_per_program(num_lines, on_gpu=1)
-    norm[triton.cdiv(num_lines, lines),](
+    num_vectors, block = x.numel() // size, triton.next_power_of_2(size)
+    vectors = items_per_program(num_vectors, on_gpu=1)
+    norm[triton.cdiv(num_vectors, vectors),](
         x,
         residual,
         weight,
         out,
         total,
-        num_lines,
+        num_vectors,
         eps,
         SIZE=size,
-        LINES=lines,
+        VECTORS=vectors,
         BLOCK=block,
         HAS_RESIDUAL=has_residual,
         num_warps=min(16, max(1, block // 512)),
@@ -68,65 +64,65 @@ def _norm(
     )
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit(do_not_specialize=["num_vectors"])
 def norm(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
     total_ptr,
-    num_lines,
+    num_vectors,
     eps,
     SIZE: tl.constexpr,
-    LINES: tl.constexpr,
+    VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Normalise LINES lines of SIZE numbers."""
+    """Normalise VECTORS vectors of SIZE numbers."""
     wait_if_chained(CHAINED)
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     columns = tl.arange(0, BLOCK)[None, :]
-    inside = (line < num_lines)[:, None] & (columns < SIZE)
-    at = line.to(tl.int64)[:, None] * SIZE + columns
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    inside = (vector < num_vectors)[:, None] & (columns < SIZE)
+    offset = vector.to(tl.int64)[:, None] * SIZE + columns
+    x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + at, total, mask=inside)
+        tl.store(total_ptr + offset, total, mask=inside)
         x = total.to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None] * weight
-    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor, *, chained: bool = False) -> Tensor:
     """Return silu(gate) * up `[T, I]` of `[T, 2I]`, gate first."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    lines = items_per_program(num_rows, on_gpu=1)
-    gated[triton.cdiv(num_rows, lines), triton.cdiv(size, SILU_BLOCK)](
-        gate_up.contiguous(), out, num_rows, SIZE=size, LINES=lines, BLOCK=SILU_BLOCK, num_warps=4, **chain(on=chained)
+    rows = items_per_program(num_rows, on_gpu=1)
+    gated[triton.cdiv(num_rows, rows), triton.cdiv(size, SILU_BLOCK)](
+        gate_up.contiguous(), out, num_rows, SIZE=size, ROWS=rows, BLOCK=SILU_BLOCK, num_warps=4, **chain(on=chained)
     )
     return out
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit(do_not_specialize=["num_rows"])
 def gated(
     x_ptr,
     out_ptr,
-    num_lines,
+    num_rows,
     SIZE: tl.constexpr,
-    LINES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Compute BLOCK columns of LINES rows."""
+    """Compute BLOCK columns of ROWS rows."""
     wait_if_chained(CHAINED)
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (line < num_lines)[:, None] & (columns < SIZE)
-    row = line.to(tl.int64)[:, None]
+    inside = (row < num_rows)[:, None] & (columns < SIZE)
+    row = row.to(tl.int64)[:, None]
     gate = tl.load(x_ptr + row * (2 * SIZE) + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     out = gate / (1.0 + tl.exp(-gate)) * up
@@ -137,37 +133,56 @@ def qkv_into_kv(projected: ProjectedRows, *, chained: bool = False) -> Tensor:
     """Return `Backend.qkv_into_kv`."""
     qkv, q_norm, k_norm, eps, rotation, kv, slot_mapping = projected
     num_rows, all_heads, dim = qkv.shape
-    kv_heads = kv.k.shape[2]
-    heads = all_heads - 2 * kv_heads
-    q = torch.empty(num_rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    lines = items_per_program(num_rows * all_heads, HEADS_OF_A_PROGRAM)
-    rope_and_write[triton.cdiv(num_rows * all_heads, lines),](
+    q = torch.empty(num_rows, all_heads - 2 * kv.k.shape[2], dim, dtype=qkv.dtype, device=qkv.device)
+    _rope_and_write(qkv, q, q_norm, k_norm, eps, rotation, kv, slot_mapping, layers=1, chained=chained)
+    return q
+
+
+def context_into_kv(context: ContextRows) -> None:
+    """Apply `Backend.context_into_kv`. A row of a layer has no heads of q."""
+    kv_tl2hd, k_norm, _, eps, rotation, kv, slot_mapping = context
+    heads = kv_tl2hd.flatten(2, 3).flatten(0, 1)
+    _rope_and_write(heads, None, None, k_norm.contiguous(), eps, rotation, kv, slot_mapping, layers=len(k_norm))
+
+
+def _rope_and_write(
+    qkv: Tensor,
+    q: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    rotation: Rotation,
+    kv: LayerKv,
+    slot_mapping: Tensor,
+    *,
+    layers: int,
+    chained: bool = False,
+) -> None:
+    num_vectors, dim = qkv.shape[0] * qkv.shape[1], qkv.shape[2]
+    vectors = items_per_program(num_vectors, VECTORS_PER_PROGRAM)
+    rope_and_write[triton.cdiv(num_vectors, vectors),](
         qkv.contiguous(),
         q_norm,
         k_norm,
         *(x.contiguous() for x in rotation),
         slot_mapping,
-        q,
+        kv.k if q is None else q,
         kv.k,
         kv.v,
-        num_rows * all_heads,
+        num_vectors,
         eps,
-        NORMS=q_norm is not None,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
+        NORMS=k_norm is not None,
+        HEADS=0 if q is None else q.shape[1],
+        KV_HEADS=kv.k.shape[2],
+        LAYERS=layers,
         HALF=dim // 2,
-        LINES=lines,
-        num_warps=_warps(dim),
+        VECTORS=vectors,
+        num_warps=min(4, max(1, VECTORS_PER_PROGRAM * dim // 256)),
         **chain(on=chained),
     )
-    return q
 
 
-def _warps(dim: int) -> int:
-    return min(4, max(1, HEADS_OF_A_PROGRAM * dim // 256))
-
-
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit(do_not_specialize=["num_vectors"])
 def rope_and_write(
     qkv_ptr,
     q_norm_ptr,
@@ -178,110 +193,54 @@ def rope_and_write(
     q_ptr,
     k_ptr,
     v_ptr,
-    num_lines,
+    num_vectors,
     eps,
     NORMS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
     HALF: tl.constexpr,
-    LINES: tl.constexpr,
+    VECTORS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Normalise (with NORMS) and rotate LINES heads of q and k. K and the unchanged V go to the row's slot."""
+    """Normalise (with NORMS) and rotate VECTORS heads of q and k. K and the unchanged V go to the row's slot.
+
+    A row is of one of LAYERS layers, each with its own norm of k. The rows of a token's layers share its rotation.
+    """
     wait_if_chained(CHAINED)
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    inside = line < num_lines
-    row = (line // (HEADS + 2 * KV_HEADS)).to(tl.int64)
-    head = line % (HEADS + 2 * KV_HEADS)
+    vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
+    inside = vector < num_vectors
+    row = (vector // (HEADS + 2 * KV_HEADS)).to(tl.int64)
+    head = vector % (HEADS + 2 * KV_HEADS)
     is_q, is_v = inside & (head < HEADS), inside & (head >= HEADS + KV_HEADS)
     is_k = inside & (head >= HEADS) & (head < HEADS + KV_HEADS)
     dims = tl.arange(0, HALF)[None, :]
-    at = line.to(tl.int64)[:, None] * (2 * HALF) + dims
-    low = tl.load(qkv_ptr + at, mask=inside[:, None], other=0.0)
-    high = tl.load(qkv_ptr + at + HALF, mask=inside[:, None], other=0.0)
+    source = qkv_ptr + vector.to(tl.int64)[:, None] * (2 * HALF) + dims
+    low = tl.load(source, mask=inside[:, None], other=0.0)
+    high = tl.load(source + HALF, mask=inside[:, None], other=0.0)
 
-    turn, turns = row[:, None] * (2 * HALF) + dims, (is_q | is_k)[:, None]
-    cos = tl.load(cos_ptr + turn, mask=turns, other=0.0)
-    sin = tl.load(sin_ptr + turn, mask=turns, other=0.0)
+    turned, angle = (is_q | is_k)[:, None], (row // LAYERS)[:, None] * (2 * HALF) + dims
+    cos = tl.load(cos_ptr + angle, mask=turned, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(tl.float32)
     a, b = low.to(tl.float32), high.to(tl.float32)
     if NORMS:
-        weight_low = tl.where(is_q[:, None], tl.load(q_norm_ptr + dims), tl.load(k_norm_ptr + dims))
-        weight_high = tl.where(is_q[:, None], tl.load(q_norm_ptr + HALF + dims), tl.load(k_norm_ptr + HALF + dims))
-        a, b = norm_of_halves(a, b, weight_low, weight_high, eps, HALF)
-    turned_low, turned_high = rope_of_halves(a, b, cos, sin)
-    turned_low, turned_high = turned_low.to(q_ptr.dtype.element_ty), turned_high.to(q_ptr.dtype.element_ty)
+        k_norm = k_norm_ptr + ((row % LAYERS)[:, None] * (2 * HALF) if LAYERS > 1 else 0) + dims
+        weight_low, weight_high = tl.load(k_norm), tl.load(k_norm + HALF)
+        if HEADS > 0:
+            weight_low = tl.where(is_q[:, None], tl.load(q_norm_ptr + dims), weight_low)
+            weight_high = tl.where(is_q[:, None], tl.load(q_norm_ptr + HALF + dims), weight_high)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        a, b = a * scale * weight_low.to(tl.float32), b * scale * weight_high.to(tl.float32)
+    turned_low, turned_high = a * cos - b * sin, b * cos + a * sin
 
-    to_q = q_ptr + (row * HEADS + head)[:, None] * (2 * HALF) + dims
-    tl.store(to_q, turned_low, mask=is_q[:, None])
-    tl.store(to_q + HALF, turned_high, mask=is_q[:, None])
+    if HEADS > 0:
+        to_q = q_ptr + (row * HEADS + head)[:, None] * (2 * HALF) + dims
+        tl.store(to_q, turned_low.to(q_ptr.dtype.element_ty), mask=is_q[:, None])
+        tl.store(to_q + HALF, turned_high.to(q_ptr.dtype.element_ty), mask=is_q[:, None])
     slot = tl.load(slot_ptr + row, mask=is_k | is_v, other=0).to(tl.int64)
     to_k = k_ptr + (slot * KV_HEADS + head - HEADS)[:, None] * (2 * HALF) + dims
-    tl.store(to_k, turned_low, mask=is_k[:, None])
-    tl.store(to_k + HALF, turned_high, mask=is_k[:, None])
+    tl.store(to_k, turned_low.to(k_ptr.dtype.element_ty), mask=is_k[:, None])
+    tl.store(to_k + HALF, turned_high.to(k_ptr.dtype.element_ty), mask=is_k[:, None])
     to_v = v_ptr + (slot * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * (2 * HALF) + dims
     tl.store(to_v, low, mask=is_v[:, None])
     tl.store(to_v + HALF, high, mask=is_v[:, None])
-
-
-def context_into_kv(context: ContextRows) -> None:
-    """Apply `Backend.context_into_kv`."""
-    kv_tl2hd, k_norm, _, eps, rotation, kv, slot_mapping = context
-    num_rows, layers, _, kv_heads, dim = kv_tl2hd.shape
-    num_lines = num_rows * layers * kv_heads
-    lines = items_per_program(num_lines, HEADS_OF_A_PROGRAM)
-    context_rope_and_write[triton.cdiv(num_lines, lines),](
-        kv_tl2hd.contiguous(),
-        k_norm.contiguous(),
-        *(x.contiguous() for x in rotation),
-        slot_mapping,
-        kv.k,
-        kv.v,
-        num_lines,
-        eps,
-        LAYERS=layers,
-        KV_HEADS=kv_heads,
-        HALF=dim // 2,
-        LINES=lines,
-        num_warps=_warps(dim),
-    )
-
-
-@triton.jit(do_not_specialize=["num_lines"])
-def context_rope_and_write(
-    kv_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    slot_ptr,
-    k_ptr,
-    v_ptr,
-    num_lines,
-    eps,
-    LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Write LINES KV heads into the row's slot of the layer: K after RMSNorm and RoPE, V unchanged."""
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    inside = (line < num_lines)[:, None]
-    place, head = (line // KV_HEADS).to(tl.int64), line % KV_HEADS
-    dims = tl.arange(0, HALF)[None, :]
-    k_at = (place * (2 * KV_HEADS) + head)[:, None] * (2 * HALF) + dims
-    v_at = k_at + KV_HEADS * (2 * HALF)
-    slot = tl.load(slot_ptr + place, mask=line < num_lines, other=0).to(tl.int64)
-    to = (slot * KV_HEADS + head)[:, None] * (2 * HALF) + dims
-    tl.store(v_ptr + to, tl.load(kv_ptr + v_at, mask=inside, other=0.0), mask=inside)
-    tl.store(v_ptr + to + HALF, tl.load(kv_ptr + v_at + HALF, mask=inside, other=0.0), mask=inside)
-    low = tl.load(kv_ptr + k_at, mask=inside, other=0.0)
-    high = tl.load(kv_ptr + k_at + HALF, mask=inside, other=0.0)
-    own = (place % LAYERS)[:, None] * (2 * HALF) + dims
-    weight_low = tl.load(k_norm_ptr + own, mask=inside, other=0.0)
-    weight_high = tl.load(k_norm_ptr + own + HALF, mask=inside, other=0.0)
-    turn = (place // LAYERS)[:, None] * (2 * HALF) + dims
-    cos = tl.load(cos_ptr + turn, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + turn, mask=inside, other=0.0)
-    a, b = norm_of_halves(low.to(tl.float32), high.to(tl.float32), weight_low, weight_high, eps, HALF)
-    turned_low, turned_high = rope_of_halves(a, b, cos, sin)
-    tl.store(k_ptr + to, turned_low.to(k_ptr.dtype.element_ty), mask=inside)
-    tl.store(k_ptr + to + HALF, turned_high.to(k_ptr.dtype.element_ty), mask=inside)

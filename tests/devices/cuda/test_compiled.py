@@ -18,8 +18,7 @@ REGISTERS = 65536
 WEIGHT = 1
 """Number of the weight among the arguments of `product`."""
 KERNELS = (
-    "attend combine norm gated rope_and_write context_rope_and_write place embed accept begin "
-    "route expert_rows mix recur product"
+    "attend combine norm gated rope_and_write locate_rows embed accept advance route expert_rows mix recur product"
 ).split()
 
 
