@@ -93,9 +93,6 @@ class EngineConfig:
         False,
         "sum in the same order in every batch: texts do not depend on the batch, in 16 bits too, but steps are slower",
     )
-    npu_check: bool = _setting(
-        ENGINE, False, "check every operator call on an NPU against docs/npu-contract.md; eager and slow"
-    )
     tensor_parallel_size: int = _setting(
         ENGINE,
         1,

@@ -26,11 +26,10 @@ def found_device(device: str) -> str:
     return device
 
 
-def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False, **of_npu: bool) -> Backend:
+def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -> Backend:
     """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]". Each `rank` has the next device of an accelerator.
 
-    `of_npu` are the options of NpuBackend. A backend that is `batch_invariant` gives a row the same bits in every
-    batch. Raises UnsupportedError if there is none like that here.
+    A backend that is `batch_invariant` gives a row the same bits in every batch. Raises UnsupportedError if there is none like that here.
     """
     device = found_device(device)
     kind, _, number = device.partition(":")
@@ -40,7 +39,7 @@ def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False, *
             f"--device {device}: this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
         )
     if kind == "npu":
-        return _npu_backend(device, index, **of_npu)
+        return _npu_backend(device, index)
     name = "cpu.backend.CpuBackend" if kind == "cpu" else _on_cuda()
     if batch_invariant:
         name = _INVARIANT.get(name, "")
@@ -66,7 +65,7 @@ def _can_use_npu() -> bool:
     return has_npu() and importlib.util.find_spec("torch_npu") is not None
 
 
-def _npu_backend(device: str, index: int, **options: bool) -> Backend:
+def _npu_backend(device: str, index: int) -> Backend:
     try:
         module = importlib.import_module("app.engine.npu.backend")
     except (ImportError, RuntimeError, OSError) as error:
@@ -74,5 +73,5 @@ def _npu_backend(device: str, index: int, **options: bool) -> Backend:
         raise UnsupportedError(
             f"--device {device}: torch_npu cannot be loaded: {reason}. Is CANN's set_env.sh sourced?"
         ) from None
-    backend: Backend = module.NpuBackend(torch.device("npu", index), **options)
+    backend: Backend = module.NpuBackend(torch.device("npu", index))
     return backend

@@ -145,9 +145,8 @@ def build_runner(
 @contextmanager
 def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     """Yield the backend of a rank. Errors of its device get a note with their meaning."""
-    of_npu = {"check_calls": config.npu_check}
     check(Facts(config, _kind(config)))
-    backend = make_backend(config.device, rank=rank, batch_invariant=config.batch_invariant, **of_npu)
+    backend = make_backend(config.device, rank=rank, batch_invariant=config.batch_invariant)
     try:
         yield backend
     except Exception as error:
@@ -379,7 +378,7 @@ def _name(dtype: torch.dtype) -> str:
 def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:
     """Return the sizes to capture, or None to run eagerly."""
     eager = not backend.captures if config.enforce_eager is None else config.enforce_eager
-    if eager or config.npu_check:  # tensors of a graph cannot be read while it is captured or updated
+    if eager:
         return None
     max_graphs, limit = config.max_graphs, backend.max_graphs(config.tensor_parallel_size)
     if limit is not None and limit < max_graphs:

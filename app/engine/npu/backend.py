@@ -22,7 +22,6 @@ from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, De
 from app.engine.device.gated_delta import GatedDeltaStep, commit_and_verify
 from app.engine.device.moe import SWIGLU_ALPHA, ExpertWeights, MoeConfig, router_logits
 from app.engine.errors import UnsupportedError
-from app.engine.npu.check import Checked, ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.npu.gated_delta import l2norm
 from app.engine.npu.graph import Attended, AttentionPlan, NpuGraph
@@ -43,14 +42,15 @@ from app.engine.npu.rules import (
 
 logger = logging.getLogger(__name__)
 
+_LACKING = "GetWorkspaceSize not in "
+"""Part of torch_npu's error for an operator that the installed CANN does not have."""
 _ROW, _PAGE = (1, 1, HEAD_DIMS[1]), (1, PAGE_SIZE, 1, HEAD_DIMS[1])
 
 
 class NpuBackend(Backend):
     """Backend with torch_npu's operators.
 
-    Attention computes in one of `dtypes`, because no other is taken by all versions of the operator. With `check_calls`
-    every operator call is checked first.
+    Attention computes in one of `dtypes`, because no other is taken by all versions of the operator.
     Raises UnsupportedError if there is no such NPU.
     """
 
@@ -58,14 +58,12 @@ class NpuBackend(Backend):
     captures = True
     separate_prefill = False
 
-    def __init__(self, device: torch.device, *, check_calls: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         count = torch_npu.npu.device_count()
         if (device.index or 0) >= count:
             raise UnsupportedError(f"--device {device}: torch_npu {torch_npu.__version__} sees {count} NPUs")
         torch_npu.npu.set_device(device)
-        if check_calls:
-            Checked().__enter__()
         self.defaults = Defaults(dtype=torch.bfloat16, page_size=PAGE_SIZE, max_num_seqs=256)
         self._mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu_(1).to(device)
         self._writes_pages = self._can_write_pages()
@@ -200,7 +198,10 @@ class NpuBackend(Backend):
         slot = torch.zeros(1, dtype=torch.int32, device=self.device)
         try:
             torch_npu.npu_scatter_pa_kv_cache(rows, rows, pages, pages.clone(), slot, cache_mode="Norm")
-        except RuntimeError:
+        except RuntimeError as error:
+            if _LACKING not in str(error):
+                raise
+            logger.warning("this CANN cannot write pages, so K and V are scattered by row: %s", error)
             return False
         return True
 
@@ -303,9 +304,6 @@ class NpuBackend(Backend):
 
     def explain(self, error: BaseException) -> str | None:
         return explain(str(error))
-
-    def is_fatal(self, error: BaseException) -> bool:
-        return isinstance(error, ContractError) or super().is_fatal(error)
 
     def upload(self, host: Tensor, to: Tensor) -> None:
         accelerator.upload(host, to)

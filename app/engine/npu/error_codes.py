@@ -21,8 +21,8 @@ _RANKS = (
     "why; the engine process is restarted"
 )
 _FAULT = (
-    "usually a page id, slot or length outside the KV memory; DFLASH_NPU_CHECK=1 finds the call. The engine process is "
-    "restarted"
+    "usually a page id, slot or length outside the KV memory; `python -m tools.npu_contract` finds the call. The "
+    "engine process is restarted"
 )
 _DEVICE = "`npu-smi info` and the host's log (dmesg) tell more; the engine process is restarted"
 
@@ -75,8 +75,8 @@ MEANINGS = {
     507899: f"the driver failed: {_DEVICE}",
     507901: f"host and device lost their connection: {_DEVICE}",
     507903: f"a graph capture was broken off by an earlier error, which stands above in the log: {_STREAMS}",
-    561002: "an operator's tiling on the host refused shapes, lengths or parameters; DFLASH_NPU_CHECK=1 names the rule "
-    "of docs/npu-contract.md that was broken",
+    561002: "an operator's tiling on the host refused shapes, lengths or parameters; `python -m tools.npu_contract` "
+    "names the rule of docs/npu-contract.md that was broken",
     561003: "CANN has no kernel for this operator here: install the ops package of this chip, of the toolkit's version",
     561103: f"CANN met a null pointer while it prepared an operator: {_OURS}",
     561107: "ASCEND_OPP_PATH is not set: source CANN's set_env.sh in the shell that starts the server",

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from app.engine.device.base import AttentionMask, AttentionMetadata
 from app.engine.device.graph import Graph
-from app.engine.npu.check import check_update
 from app.engine.npu.rules import EVERY_TOKEN
 
 
@@ -54,6 +53,9 @@ class NpuGraph(Graph):
         self._graph = torch_npu.npu.NPUGraph()
         with torch_npu.npu.graph(self._graph, pool=pool, auto_dispatch_capture=True):
             self.outputs = run()
+        recorded = len(self._graph.graph_dispatch_mode.graph_dispatch_records)
+        if recorded != len(attended):  # torch_npu would give a single entry to all calls
+            raise RuntimeError(f"N22: {len(attended)} attention calls are updated, and {recorded} were recorded")
         self._attended = attended
 
     @property
@@ -65,6 +67,4 @@ class NpuGraph(Graph):
     def replay(self) -> None:
         """Launch, then update the lengths of every attention call. The device begins before the first call (N27)."""
         self._graph.replay()
-        entries = [meta.plans[mask].lengths(sinks=sinks) for meta, mask, sinks in self._attended]
-        check_update(entries, recorded=len(self._graph.graph_dispatch_mode.graph_dispatch_records))
-        self._graph.update(entries)
+        self._graph.update([meta.plans[mask].lengths(sinks=sinks) for meta, mask, sinks in self._attended])

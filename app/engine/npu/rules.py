@@ -1,6 +1,5 @@
-"""Limits of the NPU operators that the backend and the contract checker share. docs/npu-contract.md has the sources."""
+"""Limits of an NPU's operators and graphs. docs/npu-contract.md has the sources."""
 
-MAX_REQUESTS = 4096
 MAX_BLOCK_ROWS = 16
 MASK_SIZE = 2048
 EVERY_TOKEN = 2**31 - 1
@@ -10,12 +9,8 @@ MAX_TOP_K = 1024
 MAX_AXIS = 65535
 """Numbers in a row of an expert's weights."""
 HEAD_DIMS = (64, 128, 256)
-MAX_SINK_DIM = 128
-"""Head size up to which attention takes sinks."""
 ROTARY_PAIR_DIMS = (64, 128)
 """Head sizes whose q and k one call rotates."""
-SCRATCH_BLOCK = 0
-"""First block of padding requests, which may have more rows than a DFlash block."""
 EXPANSION_MODE, AIV = "HCCL_OP_EXPANSION_MODE", "AIV"
 """Variable that says who unrolls a collective's tasks, and the device's vector cores, which all recipes of vllm-ascend
 give. CANN's own default is the host on A2 and AI_CPU on A3 (CANN 8.5, envref_07_0096)."""

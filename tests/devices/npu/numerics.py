@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from app.engine.npu import check
 from tests.devices.npu import kernels, null_device
+from tools.npu_contract import check
 
 CPU = torch.device("cpu")
 HOST_ONLY = {"aten::_local_scalar_dense", "aten::record_stream", "aten::resize_", "aten::set_", "aten::_pin_memory"}

@@ -10,10 +10,10 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from app.engine.npu.check import ContractError
 from tests.devices.npu.calls import BLOCK, Sequences, normal
 from tests.devices.npu.null_device import traced
 from tests.devices.npu.numerics import Numerics
+from tools.npu_contract.check import ContractError
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -1,5 +1,6 @@
 """The engine's graphs on the null device have the right updates, fixed addresses and waits of the host."""
 
+import contextlib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,6 @@ from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
-from app.engine.npu.check import SCRATCH_BLOCK, Checked
 from app.engine_config import EngineConfig
 from app.messages import Request
 from tests import UNTIMED
@@ -22,6 +22,8 @@ from tests.devices.npu import demo
 from tests.devices.npu.null_device import traced
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
+from tools.npu_contract.__main__ import main as contract
+from tools.npu_contract.check import SCRATCH_BLOCK
 
 pytestmark = pytest.mark.usefixtures("numerics")
 
@@ -202,17 +204,35 @@ def test_a_meta_that_was_not_planned_for_its_step_is_found_out(pair: Pair, monke
     assert core.run(requests()) != expected
 
 
-def test_every_operator_call_can_be_checked_in_production_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check holds for the whole process, so this test, which shares its own, ends it."""
-    checks: list[Checked] = []
-    enter = Checked.__enter__
-    monkeypatch.setattr(Checked, "__enter__", lambda check: checks.append(check) or enter(check))
-    expected = engine(pair).run(requests())
-    try:
-        assert engine(pair, npu_check=True).run(requests()) == expected
-    finally:
-        (check,) = checks
-        check.__exit__(None, None, None)
+def test_an_engines_operator_calls_can_be_checked_on_a_card(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = ["--target", str(pair.target), "--draft", str(pair.draft)]
+    assert contract(["--tokens", "8", "--sequences", "2", "--kv-cache-memory", str(8 << 20), *folders]) == 0
+    checked, _, rest = capsys.readouterr().out.partition(" ")
+    assert int(checked) > 100 and rest.startswith("operator calls kept the rules")
+
+
+class Unread(list[int]):
+    """Lengths whose items no one may read one by one."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a replay reads each length")
+
+
+def test_a_replay_hands_lengths_over_without_a_look_at_each(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 256 sequences of a 36-layer target a look at each took 1.5 ms a step."""
+    core = engine(pair)
+    core.run(requests())
+    updated: list[Any] = []
+    monkeypatch.setattr(torch_npu.npu.NPUGraph, "update", lambda graph, entries: updated.extend(entries))
+    monkeypatch.setattr(
+        npu_graph.AttentionPlan, "lengths", lambda plan, sinks: {"actual_seq_lengths": Unread(plan.q_ends)}
+    )
+    for request in requests():
+        core.add(request)
+    with contextlib.suppress(RuntimeError):  # without updates the null device ends the stream
+        while not updated:
+            core.step()
+    assert updated and all(type(entry["actual_seq_lengths"]) is Unread for entry in updated)
 
 
 def test_padding_finds_slots_and_positions_where_the_context_is_shorter_than_it() -> None:
@@ -224,12 +244,17 @@ def test_padding_finds_slots_and_positions_where_the_context_is_shorter_than_it(
     assert (found.texts, found.accepted) == (expected.texts, expected.accepted)
 
 
-def test_a_single_entry_for_all_calls_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = engine(pair)
-    check = npu_graph.check_update
-    monkeypatch.setattr(npu_graph, "check_update", lambda entries, recorded: check(entries[:1], recorded))
-    with pytest.raises(ValueError, match="N22"):
-        core.run(requests())
+def test_a_call_that_no_update_reaches_is_refused_at_capture(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = torch_npu.npu_fused_infer_attention_score
+
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        attend(*args, **kwargs)
+        return attend(*args, **kwargs)
+
+    twice.out = attend.out  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", twice)
+    with pytest.raises(RuntimeError, match="N22"):
+        engine(pair)
 
 
 def test_graphs_that_do_not_fit_beside_the_kv_are_refused_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

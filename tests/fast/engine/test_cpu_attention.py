@@ -241,6 +241,18 @@ def test_large_scores_overflow_nowhere(score):
     torch.testing.assert_close(found.double(), batch.expected(CAUSAL), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("gap", [86.0, 88.0, 92.0, 97.0, 103.0, 110.0])
+def test_a_token_whose_score_is_far_below_the_largest_counts_for_nothing(gap):
+    """exp(-gap) is the smallest normal number of float32 at 87.3, and its smallest of all at 103.3."""
+    batch = Batch([2], [20], heads=2, kv_heads=1, dim=16)
+    k = torch.zeros(20, 1, 16)
+    k[7:, :, 0] = 4 * gap  # scores are divided by 4
+    batch.filled(torch.eye(16)[:1].repeat(2, 2, 1), k, batch.v[0])
+    found = batch.run()
+    assert found.isfinite().all()
+    torch.testing.assert_close(found.double(), batch.expected(CAUSAL), atol=1e-5, rtol=1e-5)
+
+
 def test_its_shape_is_known_without_numbers_and_wrong_tensors_are_refused():
     batch = Batch([3], [20])
     q, kv = torch.cat(batch.q), batch.kv

@@ -280,6 +280,10 @@ def test_a_library_is_compiled_once_and_anew_if_it_is_broken_or_its_source_is_an
     source.write_text("two")
     library.load_operators(source)
     assert compiled[-1] != compiled[0]
+    made_before = len(compiled)
+    (tmp_path / "vectors.h").write_text("a header counts as well")
+    library.load_operators(source)
+    assert len(compiled) == made_before + 1
     for number in range(library.MAX_KEPT + 2):
         source.write_text(f"more {number}")
         library.load_operators(source)

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.engine.device.base import Backend
 from app.engine.load.engine import Engine
-from app.engine.npu.check import ContractError
 from app.engine.npu.error_codes import explain
 from app.engine.step import inputs as step_inputs
 from app.messages import Request, SamplingParams
@@ -282,7 +280,6 @@ def test_an_exception_that_everyone_raises_ends_the_engine(pair: Pair, count: in
         torch.OutOfMemoryError("CUDA out of memory"),
         torch.AcceleratorError("CUDA error: device-side assert triggered"),
         MemoryError(),
-        ContractError("N22", "NPUGraph.update", "one entry for three calls"),
         RuntimeError("NPU function error: AclrtSynchronizeDevice, error code is 507015"),
     ],
     ids=lambda error: type(error).__name__,
@@ -291,7 +288,6 @@ def test_an_error_of_the_device_ends_the_engine_at_once(pair: Pair, error: Excep
     engine = engine_of(pair)
     backend = engine.core.runner.backend
     monkeypatch.setattr(backend, "explain", lambda error: explain(str(error)))
-    monkeypatch.setattr(backend, "is_fatal", lambda e: isinstance(e, ContractError) or Backend.is_fatal(backend, e))
     launches = []
 
     def broken(batch: Any, *_: Any, **settings: Any) -> Any:
