@@ -29,7 +29,8 @@ def found_device(device: str) -> str:
 def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -> Backend:
     """Return the backend of "auto", "cpu", "cuda[:N]" or "npu[:N]". Each `rank` has the next device of an accelerator.
 
-    A backend that is `batch_invariant` gives a row the same bits in every batch. Raises UnsupportedError if there is none like that here.
+    A backend that is `batch_invariant` gives a row the same bits in every batch. Raises UnsupportedError if there
+    is none like that here.
     """
     device = found_device(device)
     kind, _, number = device.partition(":")

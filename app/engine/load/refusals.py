@@ -77,13 +77,6 @@ REFUSALS = (
         "leave it out",
     ),
     Refusal(
-        "--npu-check",
-        "a CPU or a GPU",
-        lambda facts: facts.config.npu_check and facts.kind != "npu",
-        "--device {kind} is no NPU",
-        "leave it out",
-    ),
-    Refusal(
         "--batch-invariant",
         "`--compile`",
         lambda facts: facts.config.batch_invariant and facts.config.compile is True,

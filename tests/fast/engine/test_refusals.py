@@ -14,7 +14,6 @@ from tests.fast.engine.pairs import make_pair
 
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [  # a target and wishes for each row of the table
     ("dense", {"compile": True, "device": "cuda"}),
-    ("dense", {"npu_check": True}),
     ("dense", {"batch_invariant": True, "compile": True}),
     ("dense", {"batch_invariant": True, "device": "npu"}),
     ("dense", {"batch_invariant": True, "tensor_parallel_size": 2}),
