@@ -14,7 +14,7 @@ An OpenAI-compatible server that decodes with DFlash block-diffusion speculative
 
 commands:
   serve [MODEL]   serve a model; without MODEL the small demo pair that is shipped
-  check           tell whether the server can run on this machine's device, and what to do if not
+  check           check whether the server can run on this machine's device, and what to do if not
 
 options:
   -h, --help      show this help; `dflash-server COMMAND --help` lists the flags of a command
@@ -23,7 +23,7 @@ options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 2 for a user's mistake, told in one line and a hint."""
+    """Run the command line. Returns the exit code: 2 for a user's mistake, which is one line and a hint."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
     if command in ("-h", "--help", "help"):

@@ -1,6 +1,6 @@
 """Nouns that the API process and the engine process share. `app.wire` carries them from one to the other.
 
-The standard library alone, because device reports run the engine in bare images.
+Only the standard library, because device reports run the engine in bare images.
 """
 
 from collections.abc import Collection, Sequence
@@ -136,7 +136,7 @@ class CacheEvent:
     """Change of the prefix cache: pages are found from now on, are found no more, or all were forgotten.
 
     `digests` name pages. Those that are stored follow one another, `parent` is the page before them, and `token_ids`
-    are their tokens. `cache_salt` is that of a salted prompt, with its first page alone.
+    are their tokens. `cache_salt` is that of a salted prompt, with its first page only.
     """
 
     kind: Literal["stored", "removed", "cleared"]
@@ -151,7 +151,7 @@ class CacheEvent:
 class StepOutput:
     """Result of one engine step for the whole batch. `cache_events` are empty unless they were asked for.
 
-    `scheduled` are the ids of requests whose prompts began in the step, or began again behind a preemption.
+    `scheduled` are the ids of requests whose prompts began in the step, or began again after a preemption.
     """
 
     deltas: list[TokenDelta]

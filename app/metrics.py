@@ -64,9 +64,9 @@ TABLE = (
     Metric("spec_decode_num_accepted_tokens_per_pos", "counter", "Accepted draft tokens by position", ("position",)),
     Metric("spec_decode_num_verified_tokens_per_pos", "counter", "Verified draft tokens by position", ("position",)),
     Metric("preemptions", "counter", "Requests preempted for want of KV pages"),
-    Metric("engine_restarts", "counter", "Engine processes started because the one before had ended or hung"),
+    Metric("engine_restarts", "counter", "Engine processes started because the previous one had ended or hung"),
     Metric("requests_not_finite", "counter", "Requests ended because the target's logits were NaN or infinite"),
-    Metric("requests_dropped", "counter", "Requests ended because a step failed on them alone"),
+    Metric("requests_dropped", "counter", "Requests ended because a step failed on them"),
     Metric(
         "requests_turned_away", "counter", "Requests answered 429 or 503 before any work was done, by code", ("code",)
     ),
@@ -78,7 +78,7 @@ TABLE = (
 
 
 class Metrics:
-    """Every metric of one server. `prefix` stands before each name ("dflash:", "vllm:"). Each sample has `labels`."""
+    """Every metric of one server. Each name begins with `prefix` ("dflash:", "vllm:"). Each sample has `labels`."""
 
     def __init__(self, prefix: str = "dflash:", labels: Mapping[str, str] | None = None) -> None:
         self._registry = CollectorRegistry()

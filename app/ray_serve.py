@@ -1,6 +1,6 @@
 """Replicas on a Ray cluster: `serve run app.ray_serve:application model=Qwen/Qwen3-8B device=npu num_replicas=2`.
 
-This file alone imports Ray. Each replica is a whole server without a socket of its own: Ray's HTTP server and the proxy
+Only this file imports Ray. Each replica is a whole server without its own socket: Ray's HTTP server and the proxy
 in front of it take the place of ours. Arguments are those of REPLICAS, and the settings of `dflash-server serve` with
 `_` for `-`. They are settled once, before a replica starts.
 """
@@ -36,7 +36,7 @@ _MIN_SHUTDOWN_SECONDS = 35.0
 _HOLD_SECONDS = 60.0
 """Longest wait of a request for an engine that is being started again."""
 _MARGIN = 16
-"""Probes and requests that are refused, beside those that the server admits."""
+"""Room for probes and refused requests, in addition to those that the server admits."""
 
 
 class Replicas(BaseModel):
@@ -85,7 +85,7 @@ def _replicas(given: Mapping[str, Any]) -> Replicas:
         raise ConfigError(f"{first['loc'][0]}={first['input']}: {first['msg']}") from None
     if replicas.max_replicas is None:
         for name in given.keys() & {"min_replicas", "target_ongoing_requests"}:
-            raise ConfigError(f"{name} is read with max_replicas alone: give that too, or num_replicas")
+            raise ConfigError(f"{name} is read only with max_replicas: give that too, or num_replicas")
     elif "num_replicas" in given:
         raise ConfigError("num_replicas is not read with max_replicas, by which the number follows the load: give one")
     elif replicas.max_replicas < replicas.min_replicas:
@@ -122,7 +122,7 @@ def options(config: Config, replicas: Replicas) -> dict[str, Any]:
 
 
 def _resources(config: Config, replicas: Replicas) -> dict[str, Any]:
-    """Return what a replica takes of its node. Ray shows it these devices alone, from number 0 on."""
+    """Return what a replica takes of its node. Ray shows it only these devices, from number 0 on."""
     count = config.engine.tensor_parallel_size
     if config.engine.device == "npu":
         return {"num_cpus": replicas.num_cpus, "resources": {"NPU": count}}

@@ -39,7 +39,7 @@ async def show_start(engine: EngineClient, url: str, model: str) -> None:
 
 
 async def _show_loading(engine: EngineClient, console: Console) -> EngineState:
-    """Show a progress bar on a terminal, else log a line for every stage. Return the state behind loading."""
+    """Show a progress bar on a terminal, else log a line for every stage. Return the state after loading."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
     shown: AbstractContextManager[object] = bar if console.is_terminal else nullcontext()

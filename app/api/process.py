@@ -90,7 +90,7 @@ class Process:
         return 1 if self._force_exit.is_set() else 0
 
     def startup(self) -> "asyncio.Task[None]":
-        """Start the engine and HTTP beside it. Return the task of HTTP."""
+        """Start the engine and HTTP. Return the task of HTTP."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_exit)

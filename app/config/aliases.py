@@ -11,7 +11,7 @@ class PeerFlag(NamedTuple):
 
     `value` says how to read the value. "same" is the setting's own value. "block" is a DFlash block, so its drafts are
     one fewer. "on" and "off" take no value and set true and false. "ignored" takes no value and sets nothing. "only"
-    sets nothing and takes the value `allowed` alone. "refused" stops the start. `note` says why.
+    sets nothing and takes only the value `allowed`. "refused" stops the start. `note` says why.
     """
 
     flag: str
@@ -50,7 +50,7 @@ class PeerFlag(NamedTuple):
 
 
 BLOCK_NOTE = "the block with its anchor row: 16 here is --num-speculative-tokens 15"
-REPLICAS_NOTE = "1 alone, because a model is on one host; run replicas behind a router"
+REPLICAS_NOTE = "only 1, because a model is on one host; run replicas behind a router"
 
 PEER_FLAGS = (
     PeerFlag("--model", "model", "vLLM"),

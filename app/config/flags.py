@@ -65,12 +65,12 @@ def _dashed(argument: str) -> str:
 
 
 def _with_value(arguments: Sequence[str]) -> list[str]:
-    """Return `--compile=on` for a bare `--compile`. A word behind it that is no value of it may be the MODEL."""
+    """Return `--compile=on` for a bare `--compile`. The next word may be the MODEL if it is not one of its values."""
     bare = {flag_name(name) for name in THREE_WAYS}
     following = [*arguments, ""][1:]
     return [
-        f"{argument}=on" if argument in bare and behind not in ("on", "off", "auto") else argument
-        for argument, behind in zip(arguments, following, strict=True)
+        f"{argument}=on" if argument in bare and word not in ("on", "off", "auto") else argument
+        for argument, word in zip(arguments, following, strict=True)
     ]
 
 

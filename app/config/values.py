@@ -24,7 +24,7 @@ PARSERS = dict.fromkeys(
 ) | dict.fromkeys(("openai_gptoss", "openai", "gpt-oss"), "harmony")
 TOOL_PARSERS = PARSERS | dict.fromkeys(("llama3", "llama4_json"), "llama3_json")
 UNREADABLE = (ValueError, LookupError, AttributeError, RecursionError)
-"""Errors of JSON and YAML readers beside their own: numbers of 5,000 digits, endless brackets, odd tags."""
+"""Errors of JSON and YAML readers in addition to their own: numbers of 5,000 digits, endless brackets, odd tags."""
 
 
 def parse_bytes(text: str) -> int:
@@ -57,7 +57,7 @@ def require(holds: Callable[[Any], object], message: str) -> AfterValidator:
 
 
 def _if_text(read: Callable[[str], Any]) -> BeforeValidator:
-    """Return a validator that reads text, and leaves the other values of a YAML file alone."""
+    """Return a validator that reads text, and passes on the other values of a YAML file."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
@@ -71,7 +71,7 @@ def _is_json_list(value: object) -> TypeGuard[str]:
 
 
 def _split_words(value: object) -> object:
-    """Return a list of words. Text is split at blanks, and a JSON list stands for its words, like in vLLM."""
+    """Return a list of words. Text is split at blanks, and a JSON list is its words, like in vLLM."""
     if isinstance(value, str):
         value = [value] if _is_json_list(value) else value.split()
     if not isinstance(value, list):

@@ -1,7 +1,8 @@
 """The engine process: `python -m app.engine.process COMMANDS REPLIES`, started by the API process.
 
 The two addresses are ZeroMQ sockets that the parent has bound. The first line of stdin is an EngineConfig. After it
-stdin stays open, and its end means that the parent is gone. This module alone of the engine knows `app.wire`.
+stdin stays open, and its end means that the parent is gone. In the engine, only this module, the compiler and the ranks
+know `app.wire`.
 """
 
 import logging
@@ -112,8 +113,8 @@ def main() -> int:
         engine = build_engine(config, _progress(link), join=followers.join)
         info = _info(engine, config)
         if engine.can_be_compiled:
-            told = partial(_tell_forwards, link, engine, info)
-            compiling = Compiling(engine, encode_config(config), told)
+            on_change = partial(_send_forwards, link, engine, info)
+            compiling = Compiling(engine, encode_config(config), on_change)
             info = replace(info, forwards=BEING_COMPILED)
         link.send(Ready(info))
         serve(link, engine, compiling)
@@ -159,7 +160,7 @@ def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> Non
                     link.send(_idle(link, engine, refusal))
                 case Abort():
                     core.abort(command.request_id)
-                    if not core.has_work:  # no step will tell that the pages are free
+                    if not core.has_work:  # no step will report that the pages are free
                         link.send(_idle(link, engine))
                 case FlushCache():
                     core.flush_cache()
@@ -170,8 +171,8 @@ def serve(link: Link, engine: Engine, compiling: Compiling | None = None) -> Non
             link.send(Stepped(core.step()))
 
 
-def _tell_forwards(link: Link, engine: Engine, info: EngineInfo) -> None:
-    """Tell again that the engine is ready, and how its forwards run from here on."""
+def _send_forwards(link: Link, engine: Engine, info: EngineInfo) -> None:
+    """Report again that the engine is ready, and how its forwards run from here on."""
     link.send(Ready(replace(info, forwards=engine.forwards)))
 
 

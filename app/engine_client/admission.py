@@ -20,7 +20,7 @@ class ClientBusy(Busy):
 class Admission:
     """Count of the requests in flight, from before their prompts are made until the engine is done with them.
 
-    `max_queue` requests may wait beside the `max_num_seqs` that an engine runs together (None: four for each of these).
+    `max_queue` requests may wait in addition to the `max_num_seqs` that an engine runs (None: four for each of these).
     `max_per_client` requests of one client, a key or an address, may be in flight (None: no bound).
     `num_unacknowledged` counts the aborts and flushes that were sent since the engine's last reply. An abort returns
     its permit at once, but its messages occupy the socket until the engine reads them.
@@ -47,19 +47,19 @@ class Admission:
         limit = self._limit(max_num_seqs)
         if self.num_unacknowledged > max(limit, MIN_UNACKNOWLEDGED):
             raise Busy(
-                f"The engine has said nothing since {self.num_unacknowledged} requests were given up, and no more are "
-                "sent to it before it does. Try again shortly."
+                f"The engine has not answered since {self.num_unacknowledged} requests were cancelled. "
+                "Try again shortly."
             )
         num_of_client = self._num_by_client[client_id]
         if self._max_per_client is not None and num_of_client + count > self._max_per_client:
             raise ClientBusy(
-                f"{num_of_client} requests of yours are in flight, and {count} more would be above the "
-                f"{self._max_per_client} that this server takes of one client at a time. Try again when one has ended."
+                f"{num_of_client} of your requests are in flight, and {count} more would exceed the limit of "
+                f"{self._max_per_client} per client. Try again when one has ended."
             )
         if self.num_in_flight + count > limit:
             raise Busy(
-                f"{self.num_in_flight} requests are in flight, and {count} more would be above the {limit} that this "
-                "server takes. Try again shortly."
+                f"{self.num_in_flight} requests are in flight, and {count} more would exceed this server's limit of "
+                f"{limit}. Try again shortly."
             )
 
     def acquire(self, client_id: str, count: int, max_num_seqs: int) -> "Permits":

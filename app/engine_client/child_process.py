@@ -24,7 +24,7 @@ def engine_environment() -> dict[str, str]:
 
 
 class LineProcess:
-    """Child process, made with `start`; its owner must `end` it. Ctrl-C reaches its parent alone."""
+    """Child process, made with `start`; its owner must `end` it. Ctrl-C reaches only its parent."""
 
     _end_seconds = 2.0
 

@@ -42,7 +42,7 @@ class EngineClient:
         self.supervisor = supervisor
         self.admission = admission
         self.stats: StepStats | None = None
-        """State behind the last step of the engine that runs now."""
+        """State after the last step of the running engine."""
         self._metrics = metrics
         self._kv_events = kv_events
         self._running: dict[str, _Running] = {}

@@ -22,33 +22,9 @@ from app.messages import CacheEvent
 logger = logging.getLogger(__name__)
 
 _END = (-1).to_bytes(8, "big", signed=True)
-"""Sequence number behind the last message of a replay."""
+"""Sequence number after the last message of a replay."""
 _MEDIUM = "GPU"
 """Word for a device's memory, whatever the device. Routers weight a medium that they do not know as slower."""
-
-
-class BlockStored(msgspec.Struct, tag_field="type", tag=True, omit_defaults=True):
-    """Pages that follow one another are cached. `extra_keys` has the salt of the first page of a salted prompt."""
-
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str
-    lora_name: str | None
-    extra_keys: list[list[str] | None] | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag_field="type", tag=True):
-    """Pages are cached no more."""
-
-    block_hashes: list[bytes]
-    medium: str
-
-
-class AllBlocksCleared(msgspec.Struct, tag_field="type", tag=True):
-    """No page is cached."""
 
 
 class KvEventPublisher:
@@ -115,13 +91,13 @@ class KvEventPublisher:
             context.destroy(linger=int(1000 * min(grace, 1.0)))
 
 
-def _vllms(event: CacheEvent) -> Any:
-    """Return vLLM's event of a change."""
+def _vllms(event: CacheEvent) -> dict[str, Any]:
+    """Return vLLM's event of a change. `extra_keys` has an entry for each page, and that of the first has the salt."""
     if event.kind == "cleared":
-        return AllBlocksCleared()
+        return {"type": "AllBlocksCleared"}
+    pages = {"block_hashes": event.digests, "medium": _MEDIUM}
     if event.kind == "removed":
-        return BlockRemoved(event.digests, _MEDIUM)
-    extra = [[event.cache_salt], *([None] * (len(event.digests) - 1))] if event.cache_salt else None
-    return BlockStored(
-        event.digests, event.parent, event.token_ids, event.page_size, None, _MEDIUM, None, extra_keys=extra
-    )
+        return {"type": "BlockRemoved", **pages}
+    stored = {"parent_block_hash": event.parent, "token_ids": event.token_ids, "block_size": event.page_size}
+    salt = {"extra_keys": [[event.cache_salt], *([None] * (len(event.digests) - 1))]} if event.cache_salt else {}
+    return {"type": "BlockStored", **pages, **stored, "lora_id": None, "lora_name": None, **salt}

@@ -18,7 +18,7 @@ from app.wire import Command, Reply
 # A reply that was sent just before the process ended may arrive after its end.
 _LAST_WORDS_SECONDS = 0.2
 _TERMINATE_SECONDS = 2.0
-# The event loop serves clients between so many replies, however many have arrived.
+# The event loop serves clients after this many replies, however many have arrived.
 _MAX_REPLIES_A_TURN = 32
 # A Unix socket's path has at most 107 bytes; 27 of them are for names in the folder.
 _MAX_FOLDER_BYTES = 80
@@ -28,7 +28,7 @@ _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 class EngineLink:
     """Running engine process. Made with `open`; its owner must `close` it.
 
-    The engine is a session of its own. Ctrl-C in a terminal therefore reaches the API process alone, which then drains.
+    The engine has its own session, so Ctrl-C in a terminal reaches only the API process, which then drains.
     The engine's stdin stays open as long as this process lives, and its end tells the engine that the parent is gone.
     """
 
@@ -70,7 +70,7 @@ class EngineLink:
         return link
 
     def send(self, command: Command) -> None:
-        """Send without waiting. To a dead engine nothing is sent, because the end of `replies` tells its death."""
+        """Send without waiting. To a dead engine nothing is sent, because the end of `replies` reports its death."""
         with contextlib.suppress(zmq.Again):
             self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
 

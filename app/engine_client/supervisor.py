@@ -154,7 +154,7 @@ class Supervisor:
     async def _run_engine(self) -> Fatal:
         """Run one engine process from start to end, and return why it ended.
 
-        Clients are told before the process is waited for, because one that gives back a device may take a while.
+        Clients get the reason before the process is waited for, because one that gives back a device may take a while.
         """
         self._num_failed_starts += 1
         self._has_work.clear()

@@ -1,4 +1,4 @@
-"""Times and counts of one request, which its span tells."""
+"""Times and counts of one request, for its span."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Timeline:
     error: str | None = None
 
     def begin(self, moment: float) -> None:
-        """Take the moment of the first step, and not that of a step behind a preemption."""
+        """Take the moment of the first step, not of one after a preemption."""
         if self.scheduled is None:
             self.scheduled = max(moment, self.arrived)
 

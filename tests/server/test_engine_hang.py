@@ -282,7 +282,7 @@ def test_who_comes_and_leaves_while_an_engine_hangs_leaves_no_more_than_a_bound(
             for path in ("/v1/completions", "/reset_prefix_cache"):
                 response = server.http.post(path, json=ASK)
                 error = error_of(response, 429)
-                assert error["code"] == "server_busy" and "said nothing since 6 requests" in error["message"]
+                assert error["code"] == "server_busy" and "has not answered since 6 requests" in error["message"]
                 assert int(response.headers["retry-after"]) > 0
         for _ in range(6):
             assert server.script.see("Abort")["request_id"] == server.script.see("Submit")["request_id"]

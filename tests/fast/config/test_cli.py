@@ -135,7 +135,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         (["--data-parallel-size", "2"], "run replicas behind a router"),
         (["--pipeline-parallel-size=4"], "run replicas behind a router"),
         (["-pp", "2"], "run replicas behind a router"),
-        (["--nnodes", "2"], "--nnodes 2 is refused: 1 alone, because a model is on one host; run replicas"),
+        (["--nnodes", "2"], "--nnodes 2 is refused: only 1, because a model is on one host; run replicas"),
         (["--enable-expert-parallel"], "each expert is split among the ranks"),
         (["--distributed-executor-backend", "ray"], "the engine starts its own ranks"),
     ],
