@@ -64,7 +64,7 @@ def layer_masks(kinds: Any, window: Any, num_layers: int, causal: bool | None) -
 
 
 def layer_kinds(kinds: Any, num_layers: int, known: tuple[str, ...]) -> list[str]:
-    """Return `layer_types`. Raises UnsupportedError unless they are as many as layers, and known."""
+    """Return `layer_types`. Raises UnsupportedError unless there is one for each layer, and all are known."""
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise UnsupportedError(f"layer_types must name num_hidden_layers = {num_layers} layers, found {kinds!r}")
     if unknown := [kind for kind in kinds if kind not in known]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from app.engine.checkpoint.draft import draft_config, is_draft, refuse_foreign_tensors
 from app.engine.checkpoint.families import target_config
-from app.engine.checkpoint.files import TOKENIZER_FILES, find_folder, read_config, read_tensors, token_id
+from app.engine.checkpoint.files import TOKENIZER_FILES, StoredTensor, find_folder, read_config, read_tensors, token_id
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
 from app.engine_config import EngineConfig
@@ -67,12 +67,14 @@ def check_checkpoints(config: EngineConfig) -> None:
     wanted = dict(_layers(target)) | {"embed_tokens.weight": [target.vocab_size, target.hidden_size]}
     if not target.tie_word_embeddings:
         wanted["lm_head.weight"] = [target.vocab_size, target.hidden_size]
-    _compare(config.target, wanted)
+    _compare(config.target, read_tensors(config.target), wanted)
     if config.draft and models.draft:
         decoder, hidden = models.draft.decoder, models.draft.decoder.hidden_size
-        refuse_foreign_tensors(read_tensors(config.draft), biases=decoder.qkv_bias)
+        stored = read_tensors(config.draft)
+        refuse_foreign_tensors(stored, biases=decoder.qkv_bias)
         taps = len(models.draft.target_layer_ids) * models.draft.target_hidden_size
-        _compare(config.draft, dict(_layers(decoder)) | {"hidden_norm.weight": [hidden], "fc.weight": [hidden, taps]})
+        wanted = dict(_layers(decoder)) | {"hidden_norm.weight": [hidden], "fc.weight": [hidden, taps]}
+        _compare(config.draft, stored, wanted)
 
 
 def _layers(config: DecoderConfig) -> Iterator[tuple[str, list[int]]]:
@@ -95,8 +97,7 @@ def _layers(config: DecoderConfig) -> Iterator[tuple[str, list[int]]]:
     yield "norm.weight", [hidden]
 
 
-def _compare(folder: Path, wanted: Mapping[str, list[int]]) -> None:
-    stored = read_tensors(folder)
+def _compare(folder: Path, stored: Mapping[str, StoredTensor], wanted: Mapping[str, list[int]]) -> None:
     if missing := [name for name in wanted if name not in stored]:
         raise UnsupportedError(
             f"{folder}: tensor {missing[0]} is missing, one of {len(missing)} that config.json wants; download it again"

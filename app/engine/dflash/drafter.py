@@ -16,7 +16,7 @@ from app.engine.sampling.sampler import Sampler
 class DFlashDrafter:
     """Blocks of an anchor and masks over the context KV, each layer under its mask (DFlash, arXiv 2602.06036).
 
-    Row k of a block predicts the k-th token behind the anchor, or the next one if `first_draft_row` is 0.
+    Row k of a block predicts the k-th token after the anchor, or the next one if `first_draft_row` is 0.
     `context_step`, if it was compiled, writes context KV in the place of operators.
     """
 

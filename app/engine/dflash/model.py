@@ -15,7 +15,7 @@ from app.engine.models.weights import LayerSource, Weights, own_part
 class DFlashModel(nn.Module):
     """Layers with q and k norms over a block, plus `fc` and `hidden_norm` that turn features into context.
 
-    A draft with an embedding or an lm_head of its own keeps it; otherwise those of the target serve (DFlash, arXiv
+    A draft that has its own embedding or lm_head keeps it; otherwise those of the target serve (DFlash, arXiv
     2602.06036). With `tie_word_embeddings` its own embedding is its lm_head, if the checkpoint has no other.
     `target_ids` [Vd] int32 are the target's tokens of the draft's, or None if both have one vocabulary.
     Ranks of `layers_comm` share the layers and ranks of `comm` the lm_head, like those of the target.

@@ -77,7 +77,7 @@ class SafetensorsWeights:
         return tensor.to(self._device, torch.int64)
 
     def _stored(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        """Return a tensor of `shape` as it is in the file, or the `part` that alone is read."""
+        """Return a tensor of `shape` as it is in the file, or only the `part` of it."""
         if name not in self._files:
             raise UnsupportedError(f"{self._folder}: tensor {name} is missing")
         path, stored_name, stored_shape = self._files[name]

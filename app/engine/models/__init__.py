@@ -1,1 +1,5 @@
-"""Target models. `registry` finds the class of a family; `layers` has what targets and drafts share."""
+"""Target models, and what drafts share with them: layers, RoPE, experts, KV and recurrent states.
+
+`registry.py` finds the class of a family. Shapes are read from config.json in `engine/checkpoint`, operators are in
+`engine/device`, and the draft model is in `engine/dflash`.
+"""

@@ -64,9 +64,9 @@ class GatedDeltaNet(nn.Module):
 class Recurrence:
     """Short convolution, gates and delta rule of a layer, in fp32.
 
-    A step of decoding commits the accepted rows of the step before, and verifies its own without a change of the state.
-    Of a verified row the layer keeps its inputs in the engine's dtype: what enters the convolution, and both gates. To
-    commit them it runs them again, because they take a fraction of the memory of a state for each row.
+    A decoding step commits the accepted rows of the previous step, and verifies its own without changing the state.
+    Of a verified row the layer keeps the inputs in the engine's dtype: what enters the convolution, and both gates. To
+    commit rows it runs them again, because their inputs take a fraction of the memory of a state for each row.
     """
 
     def __init__(self, shape: GatedDeltaConfig, backend: Backend, conv: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
@@ -98,7 +98,7 @@ class Recurrence:
         return self.advance(pending, counts, state)[1]
 
     def advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state behind the first `counts` [S] rows.
+        """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state after the first `counts` [S] rows.
 
         The other rows may hold anything, and their outputs have no meaning.
         """

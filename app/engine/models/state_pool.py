@@ -43,7 +43,7 @@ class SequenceRows:
 class RecurrentRows(NamedTuple):
     """Rows of a step as recurrent layers see them: those of decoding sequences first, then chunks of prompts.
 
-    A chunk may begin in the slot that the one before it has written.
+    A chunk may begin in the slot that the previous one has written.
     """
 
     decodes: SequenceRows | None
@@ -54,8 +54,8 @@ class RecurrentRows(NamedTuple):
 class LayerState:
     """Slots of one recurrent layer.
 
-    `matrix` [slots, Nv, Dk, Dv] fp32 and `conv` [slots, K - 1, C] are the state behind the first `num_tokens` [slots]
-    int32 tokens of a sequence. `pending` [slots, b, C + 2 Nv] are the layer's inputs at the rows behind these, which
+    `matrix` [slots, Nv, Dk, Dv] fp32 and `conv` [slots, K - 1, C] are the state after the first `num_tokens` [slots]
+    int32 tokens of a sequence. `pending` [slots, b, C + 2 Nv] are the layer's inputs at the rows after these, which
     the last step has verified. The next step begins at the first token that was refused. So the number of pending
     rows to commit is its position less `num_tokens`, and a step that is repeated commits none twice.
     """
@@ -75,7 +75,7 @@ class LayerState:
         return State(matrix, conv), self.pending[slots], counts
 
     def write(self, slots: Tensor, state: State, num_tokens: Tensor) -> None:
-        """Replace the state of slots [S] by the one behind `num_tokens` [S] tokens. Nothing is allocated on the way, so
+        """Replace the state of slots [S] by the one after `num_tokens` [S] tokens. Nothing is allocated on the way, so
         no failure comes between."""
         num_tokens = num_tokens.to(torch.int32)
         self.matrix.index_copy_(0, slots, state.matrix)
@@ -84,7 +84,7 @@ class LayerState:
 
 
 class StatePool:
-    """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, and `num_slots` are behind it.
+    """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, and `num_slots` follow it.
 
     They include `num_checkpoints` of the prefix cache. `block_size` is the most rows that a step verifies, and `zeros`
     makes tensors of a shape and a dtype.

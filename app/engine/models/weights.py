@@ -14,7 +14,7 @@ from app.engine.device.base import Backend
 
 
 class Part(NamedTuple):
-    """Part of a tensor: `ranges` of an axis, put behind each other."""
+    """Part of a tensor: `ranges` of an axis, concatenated."""
 
     axis: int
     ranges: tuple[range, ...]
@@ -123,7 +123,7 @@ def own_part(
 ) -> Tensor:
     """Return this rank's part `shape` of a tensor that ranks share along the axis `split`, or all of it for None.
 
-    If that axis is made of blocks, like those of q, k and v, each is split alone. `blocks` are their sizes in `shape`.
+    If that axis is made of blocks, like q, k and v, each is split separately. `blocks` are their sizes in `shape`.
     """
     if split is None or comm.size == 1:
         return get(name, *shape)
