@@ -31,8 +31,8 @@ ON, OFF = "dflash", "plain"
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: evaluate(options, shlex.join(["dflash-server", "bench", "eval", *arguments])))
+    options = parser().parse_args(arguments)
+    return guarded(lambda: evaluate(options, f"python -m tools.bench eval {shlex.join(arguments)}"))
 
 
 def evaluate(options: argparse.Namespace, command: str) -> int:
@@ -106,7 +106,7 @@ def _unexpected(cells: Sequence[Cell], expected: float | None) -> Iterator[str]:
             yield f"{where}: the acceptance length is {length:.2f}, not {expected:g} ({away})"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

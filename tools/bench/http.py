@@ -34,13 +34,13 @@ SYNTHETIC_LEN = 128
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    made = parser()
+    options = made.parse_args(arguments)
     by_mean = options.input_len or options.output_len
     if bool(options.dataset) + bool(by_mean) + bool(options.lengths) > 1:
-        parser.error("--dataset, --lengths, and --input-len or --output-len exclude each other")
+        made.error("--dataset, --lengths, and --input-len or --output-len exclude each other")
     if options.len_spread and not by_mean:
-        parser.error("--len-spread is of --input-len and --output-len")
+        made.error("--len-spread is of --input-len and --output-len")
     return guarded(lambda: bench(options, f"python -m tools.bench http {shlex.join(arguments)}"))
 
 
@@ -162,7 +162,7 @@ def _synthetic(runner: asyncio.Runner, server: Server, options: argparse.Namespa
     return prompts.synthetic(lengths, per_word, options.seed, runner.run(positions(server)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -4,6 +4,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from tools.bench.command import guarded
+
 PARTS = {
     "step": "the cost of a decode step and of its parts, against sequences and against context",
     "api": "the cost of the way through HTTP by token, the share of a run's CPU time, and start-up",
@@ -31,7 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     if part not in PARTS:
         print(f"python -m tools.lab: no part {part}\n\n{USAGE}", end="", file=sys.stderr)
         return 2
-    return int(importlib.import_module(f"tools.lab.{part}").main(rest))
+    module = importlib.import_module(f"tools.lab.{part}")
+    options = module.parser().parse_args(rest)
+    return guarded(lambda: int(module.bench(options, rest)))
 
 
 if __name__ == "__main__":

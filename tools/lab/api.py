@@ -22,7 +22,7 @@ from app.config.error import ConfigError
 from app.engine_client.child_process import engine_environment
 from tools.bench import prompts, traffic
 from tools.bench.client import Server, ServerError, first_model
-from tools.bench.command import guarded, out_folder, progress
+from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts, listed
 from tools.bench.own_server import OwnServer
 from tools.bench.table import Row, Table
@@ -139,11 +139,6 @@ def only_child(pid: int) -> int:
 PARTS = {"streaming": streaming.measure, "share": share, "start": start}
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
-
-
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     for part in options.parts:
         if part not in PARTS:
@@ -168,22 +163,22 @@ def _tell(update: Callable[..., None], task: int, part: str, text: str) -> None:
     update(task, description=f"{part}: {text}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="python -m tools.lab api", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("--parts", type=listed, default=list(PARTS), metavar="PART,...", help=f"[default: {','.join(PARTS)}]")
     add("--rounds", type=count, default=5, metavar="N", help="of each part [default: 5]")
-    add = parser.add_argument_group("streaming").add_argument
+    add = made.add_argument_group("streaming").add_argument
     add("--connections", type=count, default=64, metavar="N", help="[default: 64]")
     about = "1 is plain decoding [default: 1,4,8]"
     add("--tokens-a-step", type=counts, default=[1, 4, 8], metavar="N,...", help=about)
     add("--steps", type=count, default=256, metavar="N", help="of every answer [default: 256]")
-    add = parser.add_argument_group("share").add_argument
+    add = made.add_argument_group("share").add_argument
     add("--concurrency", type=count, default=16, metavar="N", help="[default: 16]")
     add("--num-prompts", type=count, default=48, metavar="N", help="of each text [default: 48]")
     add("--max-tokens", type=count, default=128, metavar="N", help="[default: 128]")
     add("--dataset", default="demo", metavar="NAME", help="demo, demo:math,prose [default: demo]")
-    add_out_flag(parser, "api.json")
-    return parser
+    add_out_flag(made, "api.json")
+    return made

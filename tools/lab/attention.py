@@ -14,7 +14,7 @@ from app.engine.cpu import attention
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import AttentionMask, AttentionMetadata, LayerKv
 from app.engine.device.torch import TorchBackend
-from tools.bench.command import guarded, out_folder
+from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.table import Row, Table
 from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
@@ -77,20 +77,15 @@ def measured(options: argparse.Namespace, batch: int, context: int, queries: int
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.lab attention", description=__doc__)
-    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
-    parser.add_argument("--rows", type=counts, default=[1, 16], metavar="N,N", help="of a sequence [default: 1,16]")
-    parser.add_argument("--batches", type=counts, default=[1, 16], metavar="N,N", help="[default: 1,16]")
-    parser.add_argument("--contexts", type=counts, default=[256, 4096], metavar="N,N", help="[default: 256,4096]")
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tools.lab attention", description=__doc__)
+    made.add_argument("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
+    made.add_argument("--rows", type=counts, default=[1, 16], metavar="N,N", help="of a sequence [default: 1,16]")
+    made.add_argument("--batches", type=counts, default=[1, 16], metavar="N,N", help="[default: 1,16]")
+    made.add_argument("--contexts", type=counts, default=[256, 4096], metavar="N,N", help="[default: 256,4096]")
     about = "query heads, KV heads and their size [default: Qwen3-0.6B's]"
-    parser.add_argument("--heads", type=count, nargs=3, default=[16, 8, 128], metavar="N", help=about)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(parser, "attention.json")
-    return parser
+    made.add_argument("--heads", type=count, nargs=3, default=[16, 8, 128], metavar="N", help=about)
+    made.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    made.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(made, "attention.json")
+    return made

@@ -17,7 +17,7 @@ from app.config.error import ConfigError
 from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.messages import Request
-from tools.bench.command import guarded, out_folder, progress
+from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count
 from tools.bench.paired import Claim, Comparison, rounds
 from tools.bench.table import Row, Table
@@ -120,23 +120,18 @@ def compare(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
-
-
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     folder = out_folder(options)
     torch.set_num_threads(options.threads)
     return publish("cpu", arguments, [Table("cpu", "A CPU", MEANING, compare(options))], folder)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="python -m tools.lab cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")
-    parser.add_argument("--compile", action="store_true", help="like `serve --compile`")
-    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(parser, "cpu.json")
-    return parser
+    made.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")
+    made.add_argument("--compile", action="store_true", help="like `serve --compile`")
+    made.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(made, "cpu.json")
+    return made

@@ -13,7 +13,7 @@ import torch
 
 from app.engine.core import EngineCore
 from app.messages import Request
-from tools.bench.command import guarded, out_folder, progress
+from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.paired import ratio
 from tools.bench.table import Table
@@ -35,7 +35,7 @@ Timed = Callable[[], float]
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     folder = out_folder(options)
     torch.set_num_threads(options.threads)
-    engines = [step.load(step.parsed(_step_flags(options, dtype)))[0] for dtype in DTYPES]
+    engines = [step.load(step.settled(step.parser().parse_args(_step_flags(options, dtype))))[0] for dtype in DTYPES]
     timed = [_timed(Bench(engine), engine.core, options) for engine in engines]
     times: dict[str, list[list[float]]] = {name: [[], []] for name in timed[0]}
     with progress() as bar:
@@ -98,19 +98,14 @@ def _timed(bench: Bench, core: EngineCore, options: argparse.Namespace) -> dict[
     return timed
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.lab dtypes", description=__doc__)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tools.lab dtypes", description=__doc__)
     about = "sizes, as of `step` [default: qwen3-0.6b]"
-    parser.add_argument("--random-weights", default="qwen3-0.6b", metavar="NAME", help=about)
-    parser.add_argument("--batches", type=counts, default=[1, 4, 16], metavar="N,N", help="[default: 1,4,16]")
-    parser.add_argument("--context", type=count, default=256, metavar="N", help="of decode steps [default: 256]")
-    parser.add_argument("--prompts", type=counts, default=[64, 512], metavar="N,N", help="[default: 64,512]")
-    parser.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")
-    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(parser, "dtypes.json")
-    return parser
+    made.add_argument("--random-weights", default="qwen3-0.6b", metavar="NAME", help=about)
+    made.add_argument("--batches", type=counts, default=[1, 4, 16], metavar="N,N", help="[default: 1,4,16]")
+    made.add_argument("--context", type=count, default=256, metavar="N", help="of decode steps [default: 256]")
+    made.add_argument("--prompts", type=counts, default=[64, 512], metavar="N,N", help="[default: 64,512]")
+    made.add_argument("--rounds", type=count, default=6, metavar="N", help="[default: 6]")
+    made.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(made, "dtypes.json")
+    return made

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.config.error import ConfigError
 from app.engine.cpu import linear
-from tools.bench.command import guarded, out_folder
+from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, count
 from tools.bench.table import Row, Table
 from tools.lab.beside_read import OWN, PYTORCH, READ, rate, ratios, timed
@@ -82,17 +82,12 @@ def measured(multiply: linear.Multiply, name: str, weights: list[Tensor], rows: 
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.lab linear", description=__doc__)
-    parser.add_argument("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
-    parser.add_argument("--rows", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
-    parser.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=list(WEIGHTS))
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(parser, "linear.json")
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tools.lab linear", description=__doc__)
+    made.add_argument("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
+    made.add_argument("--rows", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
+    made.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=list(WEIGHTS))
+    made.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    made.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(made, "linear.json")
+    return made

@@ -26,7 +26,7 @@ from app.engine.checkpoint.files import DEMO
 from app.engine.host_cores import num_own_cores
 from tools.bench.cell import Cell
 from tools.bench.client import Server, first_model
-from tools.bench.command import guarded, out_folder
+from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, amount, count, counts, listed
 from tools.bench.http import measure
 from tools.bench.own_server import OwnServer, ServerProcess, free_port
@@ -211,11 +211,6 @@ class Bench:
         return row(name, way, cell, {server: resident(process.process.pid) for server, process in servers.items()})
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
-
-
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     folder = out_folder(options)
     for wished, known in ((options.pairs, PAIRS), (options.ways, WAYS)):
@@ -234,11 +229,11 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return int(any(row["failed"] for row in rows))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="python -m tools.lab llama_cpp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("--pairs", type=listed, default=list(PAIRS), metavar="A,B", help=f"[default: {','.join(PAIRS)}]")
     add("--ways", type=listed, default=list(WAYS), metavar="A,B", help=f"[default: {','.join(WAYS)}]")
     add("--concurrency", type=counts, default=[1, 4, 16], metavar="N,N", help="[default: 1,4,16]")
@@ -247,5 +242,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--tight", type=amount, default=0.03, help="width of a known ratio's interval [default: 0.03]")
     add("--cache", type=Path, default=CACHE, metavar="FOLDER", help="that keeps llama.cpp [default: build/llama.cpp]")
     add("--serve-args", type=shlex.split, default=[], metavar="'...'", help="more flags of `serve`")
-    add_out_flag(parser, "llama_cpp.json")
-    return parser
+    add_out_flag(made, "llama_cpp.json")
+    return made

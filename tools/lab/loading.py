@@ -16,7 +16,7 @@ from app.engine.checkpoint.families import target_config
 from app.engine.device.factory import make_backend
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.registry import target_class
-from tools.bench.command import guarded, out_folder
+from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag
 from tools.bench.table import Table
 from tools.lab.checkpoints import Kept
@@ -29,12 +29,6 @@ MEANING = (
     "The best of rounds by turns: the engine's own code loads the checkpoint, or one thread copies the files. Seconds "
     "of the CPU are of the copy, and of all threads of the load."
 )
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the checkpoint, then copy and load it by turns, and print each time and the ratio of the best ones."""
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
 
 
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -93,9 +87,9 @@ def _since(start: tuple[float, float]) -> tuple[float, float]:
     return now[0] - start[0], now[1] - start[1]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.lab loading", description=__doc__)
-    parser.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint [4]")
-    parser.add_argument("--rounds", type=int, default=3)
-    add_out_flag(parser, "loading.json")
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tools.lab loading", description=__doc__)
+    made.add_argument("--gb", type=float, default=4.0, help="size of the checkpoint [4]")
+    made.add_argument("--rounds", type=int, default=3)
+    add_out_flag(made, "loading.json")
+    return made

@@ -19,7 +19,7 @@ from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.step.inputs import Layout, StepInputs
 from app.messages import Request, SamplingParams
-from tools.bench.command import guarded, out_folder
+from tools.bench.command import out_folder
 from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.table import Row, Table
 from tools.lab.publish import Verdict, publish
@@ -36,11 +36,6 @@ STEPS = {
 }
 MEANING = "Medians of the time in which rank 0 encodes a step and hands it to its sockets. A follower gets the bytes."
 READER = (sys.executable, "-m", "tools.lab.rank_reader")
-
-
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
 
 
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -102,11 +97,11 @@ def _fail(reason: str) -> None:
     print(f"error: {reason}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.lab ranks", description=__doc__)
-    parser.add_argument("--sizes", type=counts, default=[2, 8], help="numbers of ranks [2,8]")
-    parser.add_argument("--batches", type=counts, default=[1, 32, 128], help="numbers of sequences [1,32,128]")
-    parser.add_argument("--context", type=count, default=2048, help="tokens of each sequence [2048]")
-    parser.add_argument("--steps", type=count, default=300, help="steps of each kind [300]")
-    add_out_flag(parser, "ranks.json")
-    return parser
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tools.lab ranks", description=__doc__)
+    made.add_argument("--sizes", type=counts, default=[2, 8], help="numbers of ranks [2,8]")
+    made.add_argument("--batches", type=counts, default=[1, 32, 128], help="numbers of sequences [1,32,128]")
+    made.add_argument("--context", type=count, default=2048, help="tokens of each sequence [2048]")
+    made.add_argument("--steps", type=count, default=300, help="steps of each kind [300]")
+    add_out_flag(made, "ranks.json")
+    return made

@@ -27,7 +27,7 @@ from app.engine.load.engine import CPU_KV_BYTES, Engine, build_engine
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.load.sizes import bytes_per_token
 from app.engine_config import EngineConfig
-from tools.bench.command import guarded, out_folder, progress
+from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.paired import Ratio, ratio
 from tools.bench.table import Row, Table
@@ -71,24 +71,8 @@ class Series(NamedTuple):
         return f"{self.kind} step against {self.axis} at {self.held}"
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = parsed(arguments)
-    return guarded(lambda: bench(options, arguments))
-
-
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options, with random weights if no model is given."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if not (options.model or options.draft_model):
-        options.random_weights = options.random_weights or random_weights.DEMO_PAIR
-    elif options.random_weights:
-        parser.error("--random-weights and --model or --draft-model exclude each other")
-    return options
-
-
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    folder = out_folder(options)
+    folder = out_folder(settled(options))
     torch.set_num_threads(options.threads)
     banners = [random_weights.BANNER] * bool(options.random_weights)
     banners += [simulated.BANNER] * bool(options.simulate_acceptance)
@@ -118,6 +102,15 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         verdicts=verdicts(all_series, found),
         shapes=as_json(found),
     )
+
+
+def settled(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options, with random weights if no model is given. Raises ConfigError if both are."""
+    if not (options.model or options.draft_model):
+        options.random_weights = options.random_weights or random_weights.DEMO_PAIR
+    elif options.random_weights:
+        raise ConfigError("--random-weights and --model or --draft-model exclude each other", "leave one of them out")
+    return options
 
 
 def load(options: argparse.Namespace) -> tuple[Engine, float | None]:
@@ -361,11 +354,11 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="python -m tools.lab step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument_group("the models").add_argument
+    add = made.add_argument_group("the models").add_argument
     add("--model", metavar="NAME", help="demo, a folder or a Hugging Face id")
     add("--draft-model", metavar="NAME", help="[default: demo for the demo, else none]")
     about = (
@@ -376,7 +369,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "draw the number of accepted drafts: a mean acceptance length, bonus included, or a rate for each position"
     add(FLAG, type=wish, metavar="X", help=about)
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn [default: 0]")
-    add = parser.add_argument_group("their device").add_argument
+    add = made.add_argument_group("their device").add_argument
     add("--device", default="auto", help="auto | cpu | cuda[:N] | npu[:N] [default: auto]")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
     add("--threads", type=count, default=torch.get_num_threads(), metavar="N", help="of a CPU")
@@ -384,14 +377,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-cache-memory", type=float, metavar="GIB", help=about)
     add("--enforce-eager", action="store_true", help="no graphs")
     add("--compile", action="store_true", help="like `serve --compile`")
-    add = parser.add_argument_group("the sizes").add_argument
+    add = made.add_argument_group("the sizes").add_argument
     add("--batches", type=_sizes, default=[1, 2, 4, 8, 16, 32], metavar="N,N", help="[default: 1,2,4,8,16,32]")
     add("--context", type=_length, default=512, metavar="N", help="of these [default: 512]")
     add("--contexts", type=_lengths, default=CONTEXTS, metavar="N,N", help="[default: 256 ... 8192]")
     add("--context-batches", type=_sizes, default=[1, 8], metavar="N,N", help="sequences of these [default: 1,8]")
     add("--rounds", type=count, default=9, metavar="N", help="[default: 9]")
-    add_out_flag(parser, "step.json")
-    return parser
+    add_out_flag(made, "step.json")
+    return made
 
 
 def _sizes(text: str) -> list[int]:

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from app.engine.checkpoint.files import DEMO
-from tools.bench.command import guarded, out_folder, progress
+from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count
 from tools.bench.paired import Claim, Comparison, rounds
 from tools.bench.table import Row, Table
@@ -78,11 +78,6 @@ def row(load: str, concurrency: int, comparison: Comparison, drafting_share: flo
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
-    return guarded(lambda: bench(options, arguments))
-
-
 def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     folder = out_folder(options)
     torch.set_num_threads(options.threads)
@@ -90,13 +85,13 @@ def bench(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return publish("widths", arguments, [table], folder) or int(any(row["missed"] != "-" for row in table.rows))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="python -m tools.lab widths", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--loads", nargs="+", choices=loads.LOADS, default=loads.LOADS, metavar="TEXT")
-    parser.add_argument("--concurrency", nargs="+", type=count, default=[1, 4, 16, 32], metavar="N")
-    parser.add_argument("--max-rounds", type=count, default=40, metavar="N")
-    parser.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
-    add_out_flag(parser, "widths.json")
-    return parser
+    made.add_argument("--loads", nargs="+", choices=loads.LOADS, default=loads.LOADS, metavar="TEXT")
+    made.add_argument("--concurrency", nargs="+", type=count, default=[1, 4, 16, 32], metavar="N")
+    made.add_argument("--max-rounds", type=count, default=40, metavar="N")
+    made.add_argument("--threads", type=count, default=torch.get_num_threads(), metavar="N")
+    add_out_flag(made, "widths.json")
+    return made

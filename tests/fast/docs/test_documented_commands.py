@@ -34,7 +34,7 @@ def parsed(command: str) -> tuple[str, argparse.Namespace]:
     words = shlex.split(command.partition(package)[2], comments=True)
     part, *arguments = words if words and not words[0].startswith("-") else ["http", *words]
     assert part in (LABS if package == "tools.lab" else PARTS)
-    parser = importlib.import_module(f"{package}.{part}")._parser()
+    parser = importlib.import_module(f"{package}.{part}").parser()
     return part, parser.parse_args([STANDS_FOR.get(argument, argument) for argument in arguments])
 
 
