@@ -20,13 +20,11 @@ from app.engine.cuda.tune import Measure, Question
 from app.engine.device.base import (
     AttentionMask,
     AttentionMetadata,
-    ContextRows,
     Heads,
     LayerKv,
     ProjectedRows,
     Rotation,
 )
-from app.engine.device.gated_delta import GatedDeltaStep
 from app.engine.device.graph import Graph
 from app.engine.device.moe import ExpertWeights, MoeConfig
 from app.engine.errors import UnsupportedError
@@ -184,9 +182,6 @@ class CudaBackend(TorchCudaBackend):
                 f"linear_key_head_dim {k_head_dim}: a GPU takes {gated_delta.MAX_K_HEAD_DIM} at most"
             )
 
-    def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
-        return gated_delta.commit_and_verify(step)
-
     def rotation_at(self, tables: Rotation, positions: Tensor) -> Rotation:
         """Return `Backend.rotation_at`. An index by brackets becomes int64 first, in a launch of its own."""
         return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
@@ -194,37 +189,12 @@ class CudaBackend(TorchCudaBackend):
     def qkv_into_kv(self, projected: ProjectedRows) -> Tensor:
         return rows.qkv_into_kv(projected, chained=self.chained)
 
-    def context_into_kv(self, context: ContextRows) -> None:
-        rows.context_into_kv(context)
-
-    def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
-        return integers.embed_blocks(anchors, mask_token_id, block_size, embedding)
-
-    def positions_and_slots(
-        self, seq_ids: Tensor, position_offsets: Tensor, row_numbers: Tensor, page_table: Tensor, page_size: int
-    ) -> tuple[Tensor, Tensor]:
-        return integers.positions_and_slots(seq_ids, position_offsets, row_numbers, page_table, page_size)
-
-    def verify(
-        self,
-        choices: Tensor,
-        drafts: Tensor | None,
-        logits_start: Tensor,
-        num_drafts: Tensor,
-        draft_index: Tensor,
-    ) -> Tensor:
-        return integers.verify(choices, drafts, logits_start, num_drafts, draft_index)
-
-    def advance_by_accepted(
-        self,
-        verified: Tensor,
-        prev_row: Tensor,
-        token_ids: Tensor,
-        anchor_rows: Tensor,
-        position_offsets: Tensor,
-        seq_lens: Tensor,
-    ) -> None:
-        integers.advance_by_accepted(verified, prev_row, token_ids, anchor_rows, position_offsets, seq_lens)
+    commit_and_verify = staticmethod(gated_delta.commit_and_verify)
+    context_into_kv = staticmethod(rows.context_into_kv)
+    embed_blocks = staticmethod(integers.embed_blocks)
+    positions_and_slots = staticmethod(integers.positions_and_slots)
+    verify = staticmethod(integers.verify)
+    advance_by_accepted = staticmethod(integers.advance_by_accepted)
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
         if not self.on_gpu:

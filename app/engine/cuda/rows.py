@@ -138,9 +138,9 @@ def qkv_into_kv(projected: ProjectedRows, *, chained: bool = False) -> Tensor:
     return q
 
 
-def context_into_kv(context: ContextRows) -> None:
+def context_into_kv(rows: ContextRows) -> None:
     """Apply `Backend.context_into_kv`. A row of a layer has no heads of q."""
-    kv_tl2hd, k_norm, _, eps, rotation, kv, slot_mapping = context
+    kv_tl2hd, k_norm, _, eps, rotation, kv, slot_mapping = rows
     heads = kv_tl2hd.flatten(2, 3).flatten(0, 1)
     _rope_and_write(heads, None, None, k_norm.contiguous(), eps, rotation, kv, slot_mapping, layers=len(k_norm))
 

@@ -107,7 +107,7 @@ def test_what_is_compared_runs_our_kernels_for_rows_that_decode_alone(
         seen.append(len(step.inputs))
         return launch(step)
 
-    monkeypatch.setattr(gated_delta, "commit_and_verify", noted)
+    monkeypatch.setattr(CudaBackend, "commit_and_verify", staticmethod(noted))
     run_engine(engine(pair), requests()[:1])
     assert seen and max(seen) <= 16 < len(requests()[0].token_ids)
 
