@@ -3,77 +3,22 @@
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import msgspec
 from fastapi import Response
 
 from app.api.errors import ApiError
 from app.api.schemas import StreamOptions
-from app.messages import FinishReason
+from app.api.stream import Choices, Piece
 from app.text.parsers import Parsed, ToolCall
 
-Reason = FinishReason | Literal["tool_calls"]
 Payload = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
-
-    `parts` is what was parsed, in its order. `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is
-    empty unless the client wants them. A step has its number of drafts `verified` and `accepted`, and the texts of its
-    `tokens`. The last piece of the first choice has the `warnings` about the request. `stop_reason` and `matched_stop`
-    of a last piece are what ended the choice, as vLLM and SGLang name it.
-    """
-
-    index: int
-    parts: Sequence[Parsed] = ()
-    num_earlier_calls: int = 0
-    steps: Sequence[dict[str, Any]] = ()
-    finish_reason: Reason | None = None
-    is_first: bool = False
-    warnings: Sequence[Payload] = ()
-    stop_reason: str | int | None = None
-    matched_stop: str | int | None = None
-
-    @property
-    def content(self) -> str:
-        return "".join(part.content for part in self.parts)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(part.reasoning for part in self.parts)
-
-    @property
-    def tool_calls(self) -> list[ToolCall]:
-        return [call for part in self.parts for call in part.tool_calls]
-
-
-class Answers(ABC):
-    """Writer of one request's answer, whole or as Server-Sent Events."""
-
-    @abstractmethod
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the answer of which each piece is one whole choice."""
-
-    @abstractmethod
-    def events(self, piece: Piece) -> bytes:
-        """Return the events of one piece, b"" if it has nothing to show."""
-
-    @abstractmethod
-    def end(self) -> bytes:
-        """Return the events behind all pieces."""
-
-    @abstractmethod
-    def failure(self, error: ApiError) -> bytes:
-        """Return the last events of a stream that `error` breaks off."""
-
-
-class ChoiceAnswers(Answers):
-    """Answer in choices. `usage(with_speculation)` returns the usage so far.
+class ChoiceAnswers(ABC):
+    """Answer in `choices`, with their usage and their warnings.
 
     `echoed` are the prompts' texts, one for each choice, if the answer begins with them. A chunk carries one choice.
     The payload of a choice is a `message`, a `delta` of one, or a `text`.
@@ -84,23 +29,16 @@ class ChoiceAnswers(Answers):
     id_prefix: ClassVar[str]
     empty: ClassVar[Payload]
 
-    def __init__(
-        self,
-        model: str,
-        usage: Callable[[bool], dict[str, Any]],
-        options: StreamOptions,
-        echoed: Sequence[str] = (),
-    ) -> None:
-        self._usage = usage
+    def __init__(self, model: str, choices: Choices, options: StreamOptions, echoed: Sequence[str] = ()) -> None:
+        self._choices = choices
         self._options = options
         self._echoed = echoed
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        choices = [_last_choice(piece, self._whole_payload(piece)) for piece in pieces]
-        answer = self._head | {"object": self.kind, "choices": choices, "usage": self._usage(False)}
-        warnings = [warning for piece in pieces for warning in piece.warnings]
-        return answer | {"warnings": warnings} if warnings else answer
+        choices = [_choice(piece, self._whole_payload(piece), is_last=True) for piece in pieces]
+        answer = self._head | {"object": self.kind, "choices": choices, "usage": self._choices.usage(False)}
+        return answer | {"warnings": self._choices.warnings} if self._choices.warnings else answer
 
     def events(self, piece: Piece) -> bytes:
         return b"".join(map(event, self.chunks(piece)))
@@ -110,7 +48,7 @@ class ChoiceAnswers(Answers):
         done = b"data: [DONE]\n\n"
         if not self._options.include_usage:
             return done
-        usage = self._usage(bool(self._options.include_speculation))
+        usage = self._choices.usage(bool(self._options.include_speculation))
         return event(self._head | {"object": self.chunk_kind, "choices": [], "usage": usage}) + done
 
     def failure(self, error: ApiError) -> bytes:
@@ -122,26 +60,24 @@ class ChoiceAnswers(Answers):
         payloads = self._payloads(piece)
         if piece.steps and not payloads:
             payloads = [self.empty]
-        choices = [_choice(piece.index, payload) for payload in payloads]
+        choices = [_choice(piece, payload) for payload in payloads]
         if piece.steps:
             choices[0]["speculation"] = {"steps": piece.steps}
-        if piece.finish_reason is not None:
-            choices.append(_last_choice(piece, self.empty))
-        chunks = []
         if piece.is_first and (opening := self._opening(piece.index)) is not None:
-            chunks.append(self._chunk(_choice(piece.index, opening)))
-        chunks += map(self._chunk, choices)
-        if piece.warnings:
-            chunks[-1]["warnings"] = piece.warnings
+            choices.insert(0, _choice(piece, opening))
+        if piece.finish_reason is not None:
+            choices.append(_choice(piece, self.empty, is_last=True))
+        chunks: list[dict[str, Any]] = [
+            self._head | {"object": self.chunk_kind, "choices": [choice]} for choice in choices
+        ]
+        for chunk in chunks:
+            if self._options.wants_continuous_usage:
+                chunk["usage"] = self._choices.usage(False)
+            elif self._options.include_usage:
+                chunk["usage"] = None
+        if piece.finish_reason is not None and piece.index == 0 and self._choices.warnings:
+            chunks[-1]["warnings"] = self._choices.warnings
         return chunks
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._head | {"object": self.chunk_kind, "choices": [choice]}
-        if self._options.wants_continuous_usage:
-            chunk["usage"] = self._usage(False)
-        elif self._options.include_usage:
-            chunk["usage"] = None
-        return chunk
 
     @abstractmethod
     def _whole_payload(self, piece: Piece) -> Payload: ...
@@ -164,23 +100,26 @@ class ChatAnswers(ChoiceAnswers):
     empty: ClassVar[Payload] = {"delta": {}}
 
     def _whole_payload(self, piece: Piece) -> Payload:
-        message: dict[str, Any] = {"role": "assistant", "content": piece.content}
-        if piece.reasoning:
-            message["reasoning_content"] = piece.reasoning
-        if piece.tool_calls:
-            message["content"] = piece.content or None
-            message["tool_calls"] = [_tool_call(call) for call in piece.tool_calls]
+        content, reasoning, calls = Parsed.joined(piece.parts)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [_tool_call(call) for call in calls]
         return {"message": message}
 
     def _opening(self, index: int) -> Payload:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def _payloads(self, piece: Piece) -> list[Payload]:
-        calls = enumerate(piece.tool_calls, piece.num_earlier_calls)
+        content, reasoning, calls = Parsed.joined(piece.parts)
         delta = {
-            "reasoning_content": piece.reasoning,
-            "content": piece.content,
-            "tool_calls": [_tool_call(call) | {"index": index} for index, call in calls],
+            "reasoning_content": reasoning,
+            "content": content,
+            "tool_calls": [
+                _tool_call(call) | {"index": index} for index, call in enumerate(calls, piece.num_earlier_calls)
+            ],
         }
         return [{"delta": {field: value}} for field, value in delta.items() if value]
 
@@ -193,23 +132,23 @@ class CompletionAnswers(ChoiceAnswers):
     empty: ClassVar[Payload] = {"text": ""}
 
     def _whole_payload(self, piece: Piece) -> Payload:
-        return {"text": (self._echoed[piece.index] if self._echoed else "") + piece.content}
+        return {"text": (self._echoed[piece.index] if self._echoed else "") + Parsed.joined(piece.parts).content}
 
     def _opening(self, index: int) -> Payload | None:
         return {"text": self._echoed[index]} if self._echoed else None
 
     def _payloads(self, piece: Piece) -> list[Payload]:
-        return [{"text": piece.content}] if piece.content else []
+        content = Parsed.joined(piece.parts).content
+        return [{"text": content}] if content else []
 
 
-def _choice(index: int, payload: Payload, reason: Reason | None = None) -> dict[str, Any]:
-    return {"index": index, **payload, "logprobs": None, "finish_reason": reason}
-
-
-def _last_choice(piece: Piece, payload: Payload) -> dict[str, Any]:
-    """Return the choice with its end."""
-    stop = {"stop_reason": piece.stop_reason, "matched_stop": piece.matched_stop}
-    return _choice(piece.index, payload, piece.finish_reason) | stop
+def _choice(piece: Piece, payload: Payload, *, is_last: bool = False) -> dict[str, Any]:
+    """Return a choice with this payload, and with its end if it is the last of a stream or whole."""
+    choice = {"index": piece.index, **payload, "logprobs": None, "finish_reason": None}
+    if is_last:
+        choice["finish_reason"] = piece.finish_reason
+        choice |= {"stop_reason": piece.stop_reason, "matched_stop": piece.matched_stop}
+    return choice
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

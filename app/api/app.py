@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from app.api import chat, completions, errors, models, openapi, ops, page, responses, tokenize
-from app.api.middleware import Cors, Gate, Hold, Keys, RequestIds
+from app.api.middleware import Cors, Gate, Hold, RequestIds
 from app.api.services import Services
 
 ROUTERS = (chat.router, completions.router, responses.router, tokenize.router, models.router, ops.router, page.router)
@@ -31,7 +31,7 @@ def create_app(services: Services, hold_seconds: float = 0.0) -> ASGIApp:
         app.include_router(router)
     needed = bool(services.api_keys), bool(config.admin_key)
     app.openapi = functools.cache(functools.partial(openapi.describe, app, *needed))  # type: ignore[method-assign]
-    keys = Keys([*services.api_keys, *config.admin_key] if services.api_keys else [])
+    keys = [*services.api_keys, *config.admin_key] if services.api_keys else []
     held = Hold(app, services.engine, hold_seconds) if hold_seconds else app
     layers: ASGIApp = Gate(held, keys, config.root_path)
     if config.allowed_origins:

@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from app.api.errors import ApiError, bad_request, body_too_large, busy, clip
+from app.api.errors import ApiError, bad_request, body_too_large, busy, clip, unsupported
 from app.api.refusals import find_refusal, refusals_of
 from app.api.schemas import Body
 from app.api.services import services_of
@@ -122,7 +122,7 @@ def parse(raw: dict[str, Any], model: type[BodyT], metrics: Metrics) -> BodyT:
     refusal = find_refusal(raw, refusals_of(model))
     if refusal is not None:
         metrics.count("request_refused", label=refusal.field)
-        raise bad_request(refusal.why, refusal.field, "unsupported_parameter")
+        raise unsupported(refusal.why, refusal.field)
     try:
         body = model.model_validate(raw)
     except ValidationError as error:
@@ -165,7 +165,7 @@ def _param(details: ErrorDetails, raw: Any) -> str:
 def _reason(details: ErrorDetails) -> str:
     if details["type"] == "missing":
         return "is required"
-    if details["loc"][-1] == "[key]":
+    if details["type"] == "string_pattern_mismatch":
         return 'must be named by a token id, such as "42"'
     if details["type"] in ("too_long", "too_short"):
         return details["msg"].partition(" after validation")[0].replace("List should have", "must have")

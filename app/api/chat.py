@@ -4,37 +4,35 @@ from fastapi import APIRouter, Request, Response
 
 from app.api import openapi, prompts
 from app.api.answers import ChatAnswers, json_response
-from app.api.generate import Call, answer, receive, receive_to_render, submit
+from app.api.generate import Received, answer, receive, submit
 from app.api.schemas import ChatCompletionRequest
 from app.api.stream import Choices
-from app.api.validation import check_reasoning, token_budget
+from app.api.validation import token_budget
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions", **openapi.CHAT)
 async def chat_completions(request: Request) -> Response:
-    call = await receive(request, ChatCompletionRequest)
-    choices = await converse(call)
-    return await answer(call, choices, ChatAnswers(call.model_name, choices.usage, call.body.streaming))
+    received = await receive(request, ChatCompletionRequest)
+    choices = await converse(received)
+    return await answer(received, choices, ChatAnswers(received.model_name, choices, received.body.streaming))
 
 
 @router.post("/v1/chat/completions/render", **openapi.RENDER_CHAT)
 async def render_chat(request: Request) -> Response:
     """Return the token ids of a conversation's prompt, and generate nothing."""
-    services, body, info, name = await receive_to_render(request, ChatCompletionRequest)
-    check_reasoning(body, services.reasoning)
-    prompt = await prompts.render_and_encode(services, body, info)
-    return json_response({"model": name, "token_ids": prompt.token_ids})
+    received = await receive(request, ChatCompletionRequest, is_admitted=False)
+    prompt = await prompts.render_and_encode(received.services, received.body, received.info)
+    return json_response({"model": received.model_name, "token_ids": prompt.token_ids})
 
 
-async def converse(call: Call[ChatCompletionRequest]) -> Choices:
+async def converse(received: Received[ChatCompletionRequest]) -> Choices:
     """Submit a conversation. Raises ApiError 400, Busy or EngineUnavailable."""
-    body = call.body
-    check_reasoning(body, call.services.reasoning)
-    with call.acquire() as permits:
-        prompt = await prompts.render_and_encode(call.services, body, call.info)
+    body = received.body
+    with received.acquire() as permits:
+        prompt = await prompts.render_and_encode(received.services, body, received.info)
         limit = body.max_completion_tokens or body.max_tokens
         limit_param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        budget = token_budget("messages", len(prompt.token_ids), limit, None, call.info.max_model_len, limit_param)
-        return submit(call, [prompt], [budget], permits)
+        budget = token_budget("messages", len(prompt.token_ids), limit, None, received.info.max_model_len, limit_param)
+        return submit(received, [prompt], [budget], permits)

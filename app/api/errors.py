@@ -51,6 +51,11 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_val
     return ApiError(400, message, param=param, code=code)
 
 
+def unsupported(message: str, param: str) -> ApiError:
+    """Return the error of a field that this server or this model does not have."""
+    return bad_request(message, param, "unsupported_parameter")
+
+
 def body_too_large(limit: int) -> ApiError:
     message = f"The body is larger than {limit:,} bytes, the most that is read. Send less."
     return ApiError(413, message, code="request_too_large")

@@ -11,14 +11,14 @@ from fastapi import Request, Response
 
 from app import messages
 from app.api import prompts
-from app.api.answers import Answers, json_response
+from app.api.answers import json_response
 from app.api.body import parse, read_json
 from app.api.errors import bad_request
 from app.api.prompts import Prompt
 from app.api.sampling import check_min_tokens, sampling_of, seed_of_choice
 from app.api.schemas import ChatCompletionRequest, GenerationRequest, SamplingRequest
 from app.api.services import Services, services_of
-from app.api.stream import Choice, Choices, EventStream, events, unless_gone
+from app.api.stream import Answers, Choice, Choices, EventStream, events, unless_gone
 from app.api.validation import warn_of_unknown_fields
 from app.engine_client.admission import Permits
 from app.engine_client.request_stream import RequestStream
@@ -34,7 +34,7 @@ BodyT_co = TypeVar("BodyT_co", bound=SamplingRequest, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[BodyT_co]):
+class Received(Generic[BodyT_co]):
     """One generation request whose body is valid.
 
     `arrived` and `deadline` are seconds of time.monotonic(). `info` is the engine that was ready on arrival. `warnings`
@@ -52,70 +52,67 @@ class Call(Generic[BodyT_co]):
 
     def acquire(self) -> Permits:
         """Acquire a permit for every choice. Raises Busy or EngineUnavailable."""
-        return self.services.engine.acquire(self.services.client_id(self.request), self.body.num_sequences)
+        num_sequences = self.body.num_prompts * self.body.num_choices
+        return self.services.engine.acquire(self.services.client_id(self.request), num_sequences)
 
-    def with_body(self, body: BodyT) -> "Call[BodyT]":
-        """Return this call with the body that its own was translated to."""
-        return cast("Call[BodyT]", replace(self, body=body))  # type: ignore[arg-type]
+    def with_body(self, body: BodyT) -> "Received[BodyT]":
+        """Return this request with the body that its own was translated to."""
+        return cast("Received[BodyT]", replace(self, body=body))  # type: ignore[arg-type]
 
 
-async def receive(request: Request, model: type[BodyT]) -> Call[BodyT]:
-    """Read and check the body of a request that would be admitted now. Raises ApiError, Busy or EngineUnavailable."""
+async def receive(request: Request, model: type[BodyT], *, is_admitted: bool = True) -> Received[BodyT]:
+    """Read and check the body of a request. Raises ApiError, Busy or EngineUnavailable.
+
+    Unless `is_admitted` only the prompt is wanted. A full queue refuses none of these requests, because routers ask for
+    prompts of requests that they send elsewhere.
+    """
     arrived = time.monotonic()
     services = services_of(request)
-    info = services.engine.check(services.client_id(request))
+    engine = services.engine
+    info = engine.check(services.client_id(request)) if is_admitted else engine.ready_info()
     deadline = services.deadline(request, arrived)
     body = parse(await read_json(request), model, services.metrics)
     name = services.served_name(body.model)
-    prompts.check_ids("stop_token_ids", body.stop_token_ids, info)
-    _check_num_choices(body, services.engine.admission.max_at_once(info.max_num_seqs))
     warnings = warn_of_unknown_fields(body, services.metrics)
-    return Call(request, services, body, name, info, arrived, deadline, warnings)
-
-
-async def receive_to_render(request: Request, model: type[BodyT]) -> tuple[Services, BodyT, EngineInfo, str]:
-    """Read and check the body of a request whose prompt is wanted alone. Return it with the name of the model.
-
-    Raises ApiError or EngineUnavailable. A full queue refuses none, because routers ask for prompts of requests that
-    they send elsewhere.
-    """
-    services = services_of(request)
-    info = services.engine.ready_info()
-    body = parse(await read_json(request), model, services.metrics)
-    return services, body, info, services.served_name(body.model)
+    if is_admitted:
+        prompts.check_ids("stop_token_ids", body.stop_token_ids, info)
+        _check_num_choices(body, engine.admission.max_at_once(info.max_num_seqs))
+    return Received(request, services, body, name, info, arrived, deadline, warnings)
 
 
 def _check_num_choices(body: SamplingRequest, maximum: int) -> None:
     """Raise ApiError 400 if the request has more choices than the server ever admits at once."""
+    num_sequences = body.num_prompts * body.num_choices
     if body.num_prompts > maximum:
-        raise bad_request(
-            f"`prompt` has {body.num_prompts} prompts; at most {maximum} may come in one request.", "prompt"
-        )
-    if body.num_sequences > maximum:
-        raise bad_request(
-            f"`n` is {body.num_choices}, which makes {body.num_sequences} choices in all; at most {maximum} may come "
-            "in one request.",
-            "n",
-        )
+        given, param = f"`prompt` has {body.num_prompts} prompts", "prompt"
+    elif num_sequences > maximum:
+        given, param = f"`n` is {body.num_choices}, which makes {num_sequences} choices in all", "n"
+    else:
+        return
+    raise bad_request(f"{given}; at most {maximum} may come in one request.", param)
 
 
-def submit(call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequence[int], permits: Permits) -> Choices:
+def submit(
+    received: Received[GenerationRequest], given: Sequence[Prompt], budgets: Sequence[int], permits: Permits
+) -> Choices:
     """Submit every choice of every prompt, or none. `budgets` are the maximum numbers of new tokens, one for a prompt.
 
     Raises ApiError 400 or EngineUnavailable.
     """
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in given)
-    warnings = [*call.warnings, *(warning for prompt in given for warning in prompt.warnings)]
-    choices = Choices(num_prompt_tokens, call.body.num_choices, warnings)
+    warnings = [*received.warnings, *(warning for prompt in given for warning in prompt.warnings)]
+    choices = Choices(num_prompt_tokens, received.body.num_choices, warnings)
     try:
-        for index, (prompt, request) in enumerate(_requests(call, given, budgets)):
-            deltas = call.services.engine.submit(request, arrived=call.arrived, deadline=call.deadline, permits=permits)
-            choices.append(_choice(call, prompt, deltas, index))
-            if (tracer := call.services.tracer) is not None:
-                deltas.timeline = Timeline(call.arrived)
+        for index, (prompt, request) in enumerate(_requests(received, given, budgets)):
+            deltas = received.services.engine.submit(
+                request, arrived=received.arrived, deadline=received.deadline, permits=permits
+            )
+            choices.append(_choice(received, prompt, deltas, index))
+            if (tracer := received.services.tracer) is not None:
+                deltas.timeline = Timeline(received.arrived)
                 if choices.on_close is None:
-                    traced = call.model_name, call.body.num_choices, request, choices
-                    choices.on_close = tracer.begin(call.request.headers, *traced)
+                    traced = received.model_name, received.body.num_choices, request, choices
+                    choices.on_close = tracer.begin(received.request.headers, *traced)
     except Exception:
         choices.close()
         raise
@@ -123,18 +120,18 @@ def submit(call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequ
 
 
 def _requests(
-    call: Call[GenerationRequest], given: Sequence[Prompt], budgets: Sequence[int]
+    received: Received[GenerationRequest], given: Sequence[Prompt], budgets: Sequence[int]
 ) -> Iterator[tuple[Prompt, messages.Request]]:
     """Yield the engine's request for every choice. The choices of a prompt are neighbours."""
-    body, tokenizer = call.body, call.services.tokenizer
+    body, tokenizer = received.body, received.services.tokenizer
     for max_tokens in budgets:
         check_min_tokens(body, max_tokens)
-    sampling = sampling_of(body, tokenizer.defaults, call.info)
+    sampling = sampling_of(body, tokenizer.defaults, received.info)
     eos_ids = [] if body.ignore_eos else tokenizer.eos_ids
     stop_token_ids = sorted({*(body.stop_token_ids or []), *eos_ids})
     request_id = secrets.token_hex(16)
     for index, (prompt, max_tokens) in enumerate(zip(given, budgets, strict=True)):
-        if call.services.config.log_prompts:
+        if received.services.config.log_prompts:
             logger.info("prompt: %r", tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
         seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
         for number in range(body.num_choices):
@@ -150,27 +147,26 @@ def _requests(
             yield prompt, request
 
 
-def _choice(call: Call[GenerationRequest], prompt: Prompt, deltas: RequestStream, index: int) -> Choice:
+def _choice(received: Received[GenerationRequest], prompt: Prompt, deltas: RequestStream, index: int) -> Choice:
     """Return the reader of one choice. A bare completion is text and nothing else, so that nothing is parsed."""
-    body = call.body
+    body = received.body
     detokenizer = Detokenizer(
-        call.services.tokenizer.backend,
+        received.services.tokenizer.backend,
         body.stop_strings,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
     )
     parser = OutputParser()
-    max_calls = None
     if isinstance(body, ChatCompletionRequest):
-        reasons = call.services.reasoning and body.separate_reasoning is not False
-        family = call.services.tool_family if body.offered_tools else None
+        reasons = received.services.reasoning and body.separate_reasoning is not False
+        family = received.services.tool_family if body.offered_tools else None
         parser = OutputParser(
-            call.services.reasoning_parser(prompt.in_reasoning) if reasons else None,
+            received.services.reasoning_parser(prompt.in_reasoning) if reasons else None,
             family.parser() if family else None,
             shows_reasoning=body.include_reasoning is not False,
+            max_calls=1 if body.parallel_tool_calls is False or body.forced_function is not None else None,
         )
-        max_calls = 1 if body.parallel_tool_calls is False or body.forced_function is not None else None
         if prompt.begun_call:
             parser.push(prompt.begun_call)
     with_steps = bool(body.streaming.include_speculation)
@@ -179,18 +175,17 @@ def _choice(call: Call[GenerationRequest], prompt: Prompt, deltas: RequestStream
         deltas,
         detokenizer,
         parser,
-        call.services.engine,
+        received.services.engine,
         with_steps,
-        max_calls,
-        eos_ids=() if body.ignore_eos else call.services.tokenizer.eos_ids,
+        eos_ids=() if body.ignore_eos else received.services.tokenizer.eos_ids,
     )
 
 
-async def answer(call: Call[GenerationRequest], choices: Choices, answers: Answers) -> Response:
+async def answer(received: Received[GenerationRequest], choices: Choices, answers: Answers) -> Response:
     """Return the whole answer, or a stream of its events. The choices are closed in any case."""
-    if call.body.stream:
+    if received.body.stream:
         return EventStream(events(choices, answers), choices.close)
     try:
-        return json_response(answers.whole(await unless_gone(call.request.receive, choices.whole())))
+        return json_response(answers.whole(await unless_gone(received.request.receive, choices.whole())))
     finally:
         choices.close()

@@ -105,27 +105,22 @@ def _routing(headers: Headers) -> str:
     return "".join(f" {name}={quote(text[:128], safe=':,')}" for name, text in found if text)
 
 
-class Keys:
-    """Set of keys. A comparison takes the same time for every key that a client sends."""
+def digests_of(keys: Sequence[str]) -> list[bytes]:
+    """Return what `check_key` compares."""
+    return [_digest(key.encode()) for key in keys]
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
 
-    def __len__(self) -> int:
-        return len(self._digests)
+def check_key(headers: Headers, digests: Sequence[bytes], what: str) -> None:
+    """Raise ApiError 401, which says that `what` is needed, unless the headers have one of the keys.
 
-    def check(self, headers: Headers, what: str) -> None:
-        """Raise ApiError 401, which says that `what` is needed, unless the headers have one of the keys."""
-        kind = headers.get("authorization", "").partition(" ")[0]
-        sent = sent_key(headers)
-        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
-        if kind.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                f"{what} is needed: send the header `Authorization: Bearer KEY`.",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+    A comparison takes the same time for every key that a client sends.
+    """
+    kind = headers.get("authorization", "").partition(" ")[0]
+    sent = sent_key(headers)
+    matches = [hmac.compare_digest(sent, digest) for digest in digests]
+    if kind.lower() != "bearer" or not any(matches):
+        message = f"{what} is needed: send the header `Authorization: Bearer KEY`."
+        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def sent_key(headers: Headers) -> bytes:
@@ -140,9 +135,9 @@ class Gate:
     prefix /llm, GET /llm is redirected to /llm/, because the page's links are relative.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, root_path: str) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str) -> None:
         self._app = app
-        self._keys = keys
+        self._keys = digests_of(keys)
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,7 +162,7 @@ class Gate:
         if not path and scope["method"] in ("GET", "HEAD"):
             return RedirectResponse(f"{self._root_path}/")
         if self._keys and path not in OPEN_PATHS:
-            self._keys.check(Headers(scope=scope), "A valid API key")
+            check_key(Headers(scope=scope), self._keys, "A valid API key")
         return self._app
 
 

@@ -88,11 +88,7 @@ _Warning = _shape(
 )
 _WARNINGS: tuple[Any, Any] = (_list_of(_Warning), Field(default=[], description="absent if there are none"))
 _ChatCompletion = _shape(
-    "ChatCompletion",
-    object=Literal["chat.completion"],
-    choices=_list_of(_ChatChoice),
-    warnings=_WARNINGS,
-    **_Answer,
+    "ChatCompletion", object=Literal["chat.completion"], choices=_list_of(_ChatChoice), warnings=_WARNINGS, **_Answer
 )
 _Completion = _shape(
     "Completion", object=Literal["text_completion"], choices=_list_of(_TextChoice), warnings=_WARNINGS, **_Answer
@@ -175,55 +171,40 @@ def _route(
     return route
 
 
+_CHAT, _TEXT, _RESPONSES = (ChatCompletionRequest,), (CompletionRequest,), (ResponsesRequest,)
+_TOKENIZE, _DETOKENIZE = (TokenizeRequest, TokenizeChatRequest), (DetokenizeRequest,)
+_BODIES: tuple[type[Body], ...] = (*_CHAT, *_TEXT, *_RESPONSES, *_TOKENIZE, *_DETOKENIZE)
 _ALL = tuple(_STATUSES)
 _NO_ENGINE = tuple(status for status in _STATUSES if status not in (500, 504))
-CHAT = _route("Answer a conversation", _ChatCompletion, *_ALL, bodies=(ChatCompletionRequest,), streams=True)
-RESPONSES = _route("Answer a conversation of items", _Response, *_ALL, bodies=(ResponsesRequest,), streams=True)
-COMPLETIONS = _route("Continue a text", _Completion, *_ALL, bodies=(CompletionRequest,), streams=True)
+CHAT = _route("Answer a conversation", _ChatCompletion, *_ALL, bodies=_CHAT, streams=True)
+RESPONSES = _route("Answer a conversation of items", _Response, *_ALL, bodies=_RESPONSES, streams=True)
+COMPLETIONS = _route("Continue a text", _Completion, *_ALL, bodies=_TEXT, streams=True)
 MODELS = _route("The names of the model", _ModelList, 401)
 MODEL = _route("One of them", _ModelCard, 401, 404)
-TOKENIZE = _route("Text to tokens", _Tokens, *_NO_ENGINE, bodies=(TokenizeRequest, TokenizeChatRequest))
-DETOKENIZE = _route("Tokens to text", _Text, *_NO_ENGINE, bodies=(DetokenizeRequest,))
+TOKENIZE = _route("Text to tokens", _Tokens, *_NO_ENGINE, bodies=_TOKENIZE)
+DETOKENIZE = _route("Tokens to text", _Text, *_NO_ENGINE, bodies=_DETOKENIZE)
 VERSION = _route("This server's version", _Version, 401)
 RESET_PREFIX_CACHE = _route("Forget all cached prefixes", _Success, 401, 429, 503)
-READY: dict[str, Any] = {
-    "summary": "Ready for requests",
-    "responses": {200: {"model": _State}, 503: {"model": _State, "description": "Loading, draining or dead"}},
-}
-HEALTH: dict[str, Any] = {
-    "summary": "Health of the engine",
-    "response_class": Response,
-    "responses": {503: {"model": _State, "description": "Loading or dead"}},
-}
-RENDER_CHAT = _route("The prompt of a conversation", _Rendered, *_NO_ENGINE, bodies=(ChatCompletionRequest,))
-RENDER_COMPLETIONS = _route("The tokens of prompts", _list_of(_Rendered), *_NO_ENGINE, bodies=(CompletionRequest,))
+RENDER_CHAT = _route("The prompt of a conversation", _Rendered, *_NO_ENGINE, bodies=_CHAT)
+RENDER_COMPLETIONS = _route("The tokens of prompts", _list_of(_Rendered), *_NO_ENGINE, bodies=_TEXT)
 
 
-def _facts(summary: str, answer: Any) -> dict[str, Any]:
-    """Return keyword arguments for the route of facts that are known once the engine was loaded."""
-    unauthorized = {"model": _ErrorBody, "description": _STATUSES[401]}
-    loading = {"model": _State, "description": "Loading or dead"}
-    return {"summary": summary, "responses": {200: {"model": answer}, 401: unauthorized, 503: loading}}
-
-
-SERVER_INFO = _facts("Sizes of the engine, and what was read from the draft's config.json", _EngineInfo)
-MODEL_INFO = _facts("The target's folder and family", _ModelInfo)
-LOAD = _facts("Requests, and tokens on KV pages", _list_of(_Load))
+_LOADING = {503: {"model": _State, "description": "Loading, draining or dead"}}
+"""What a path that needs a loaded engine answers without one."""
+READY: dict[str, Any] = {"summary": "Ready for requests", "responses": {200: {"model": _State}} | _LOADING}
+HEALTH: dict[str, Any] = {"summary": "Health of the engine", "response_class": Response, "responses": _LOADING}
+SERVER_INFO = _route("Sizes of the engine, and what was read from the draft's config.json", _EngineInfo, 401)
+MODEL_INFO = _route("The target's folder and family", _ModelInfo, 401)
+LOAD = _route("Requests, and tokens on KV pages", _list_of(_Load), 401)
+for _facts in (SERVER_INFO, MODEL_INFO, LOAD):
+    _facts["responses"] |= _LOADING
 METRICS: dict[str, Any] = {"summary": "Metrics for Prometheus", "response_class": PlainTextResponse}
 
 
 def describe(app: FastAPI, keys_needed: bool, admin_keys_needed: bool) -> dict[str, Any]:
     """Return FastAPI's OpenAPI document with the bodies and the keys, and without the 422 that is never sent."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies = (
-        ChatCompletionRequest,
-        CompletionRequest,
-        ResponsesRequest,
-        TokenizeRequest,
-        TokenizeChatRequest,
-        DetokenizeRequest,
-    )
-    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REFS)
+    _, definitions = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_REFS)
     schemas = document["components"]["schemas"]
     schemas.update(definitions["$defs"])
     for name in ("HTTPValidationError", "ValidationError"):

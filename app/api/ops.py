@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from app.api import openapi
 from app.api.answers import json_response
 from app.api.errors import RETRY_AFTER_SECONDS
-from app.api.middleware import Keys
+from app.api.middleware import check_key, digests_of
 from app.api.services import services_of
 from app.engine_client.client import EngineState
 
@@ -90,8 +90,8 @@ async def metrics(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget all cached prefixes. Needs an admin key if the server has any."""
     services = services_of(request)
-    if services.config.admin_key:
-        Keys(services.config.admin_key).check(request.headers, "An admin key")
+    if keys := services.config.admin_key:
+        check_key(request.headers, digests_of(keys), "An admin key")
     services.engine.flush_cache()
     return json_response({"success": True})
 

@@ -9,7 +9,7 @@ from typing import Any
 from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
-from app.api.validation import check_template, warn_of_messages, warn_of_thinking
+from app.api.validation import check_template, warn_of_prompt
 from app.engine_config import EngineInfo
 from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
@@ -43,7 +43,7 @@ async def render_and_encode(
     A forced call begins the answer, so that the model does not reason before it.
     """
     template, family = services.tokenizer.chat_template, services.tool_family
-    check_template(body, template, family)
+    check_template(body, services)
     if num_strict := sum(bool(tool.function.strict) for tool in body.tools or []):
         logger.info("strict is a wish here: %d tools have it, and their calls are not checked", num_strict)
     switches = {**services.config.default_chat_template_kwargs, **body.switches(template.switches)}
@@ -68,7 +68,7 @@ async def render_and_encode(
         in_reasoning = False
     special = bool(body.add_special_tokens)
     token_ids = await encode_text(services, text, "messages", info, add_special_tokens=special, must_fit=must_fit)
-    return Prompt(token_ids, in_reasoning, begun_call, warn_of_messages(body, template) + warn_of_thinking(body))
+    return Prompt(token_ids, in_reasoning, begun_call, warn_of_prompt(body, template))
 
 
 async def encode_text(

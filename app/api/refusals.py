@@ -212,12 +212,6 @@ LABELS = frozenset(("user", "metadata", "service_tier", "safety_identifier", "pr
 """Fields that mean nothing here, and pass without a warning."""
 
 
-def unknown_fields(body: Body) -> list[str]:
-    """Return the unknown fields at the top level that are not null, false or empty."""
-    known = LABELS | {refusal.field for refusal in refusals_of(type(body))}
-    return [name for name, value in (body.model_extra or {}).items() if name not in known and asks(value)]
-
-
 def asks(value: Any) -> bool:
     """Return True unless the value of an unknown field is null, false or empty, which asks for nothing."""
     return value is not None and value is not False and not empty(value)

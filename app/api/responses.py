@@ -40,14 +40,14 @@ _NAMES = {
 
 @router.post("/v1/responses", **openapi.RESPONSES)
 async def responses(request: Request) -> Response:
-    call = await receive(request, ResponsesRequest)
-    conversation = Conversation(call.body)
+    received = await receive(request, ResponsesRequest)
+    conversation = Conversation(received.body)
     with conversation.errors_of_its_fields():
-        chat = call.with_body(parse(conversation.as_chat(), ConversationRequest, call.services.metrics))
+        chat = received.with_body(parse(conversation.as_chat(), ConversationRequest, received.services.metrics))
         choices = await converse(chat)
     choices.warnings = [conversation.warning_of_its_field(warning) for warning in choices.warnings]
-    defaults = call.services.tokenizer.defaults
-    return await answer(chat, choices, ResponseAnswers(call.body, call.model_name, defaults, choices))
+    defaults = received.services.tokenizer.defaults
+    return await answer(chat, choices, ResponseAnswers(received.body, received.model_name, defaults, choices))
 
 
 class Conversation:

@@ -3,21 +3,21 @@
 import itertools
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, Literal
 
-from app.api.answers import Answers, Piece, Reason, event
+from app.api.answers import event
 from app.api.errors import ApiError
 from app.api.responses_schemas import ChosenFunction, ResponsesRequest
-from app.api.stream import Choices
+from app.api.stream import Choices, Piece, Reason
 from app.text.parsers import ToolCall
 from app.text.tokenizer import GenerationDefaults
 
 Event = dict[str, Any]
+Kind = Literal["output_text", "reasoning_text"]
 
 
-class ResponseAnswers(Answers):
+class ResponseAnswers:
     """Answer of /v1/responses. Reasoning, text and calls are items, one after the other as they come."""
 
     def __init__(self, asked: ResponsesRequest, model: str, defaults: GenerationDefaults, choices: Choices) -> None:
@@ -28,7 +28,6 @@ class ResponseAnswers(Answers):
         self._output: list[dict[str, Any]] = []
         self._open: _TextItem | None = None
         self._reason: Reason | None = None
-        self._warnings: Sequence[dict[str, Any]] = ()
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         for piece in pieces:
@@ -58,29 +57,30 @@ class ResponseAnswers(Answers):
             yield {"type": kind, "response": self._response("in_progress") | {"usage": None}}
 
     def _read(self, piece: Piece) -> Iterator[Event]:
-        self._reason, self._warnings = piece.finish_reason, piece.warnings
+        self._reason = piece.finish_reason
         for content, reasoning, calls in piece.parts:
             if reasoning:
-                yield from self._write(_Reasoning, reasoning)
+                yield from self._write("reasoning_text", reasoning)
             if content:
-                yield from self._write(_Message, content)
+                yield from self._write("output_text", content)
             for call in calls:
                 yield from self._close("completed")
                 yield from self._call(call)
 
-    def _write(self, kind: "type[_TextItem]", text: str) -> Iterator[Event]:
+    def _write(self, kind: Kind, text: str) -> Iterator[Event]:
         """Write text to the open item, or to a new one if the open one is of another kind."""
-        if not isinstance(self._open, kind):
+        if self._open is None or self._open.kind != kind:
             yield from self._close("completed")
-            self._open = kind(len(self._output))
+            self._open = _TextItem(kind, len(self._output))
             yield from self._open.begin()
         if text:
             yield self._open.write(text)
 
     def _close(self, status: str) -> Iterator[Event]:
         if self._open is not None:
-            yield from self._open.end(status)
-            self._output.append(self._open.item(status))
+            for ended in self._open.end(status):
+                yield ended
+            self._output.append(ended["item"])
             self._open = None
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
@@ -98,9 +98,10 @@ class ResponseAnswers(Answers):
     def _finish(self) -> Iterator[Event]:
         """End the open item and the response. A complete answer without text and calls has an empty message."""
         status = "incomplete" if self._reason == "length" else "completed"
-        has_answer = isinstance(self._open, _Message) or any(item["type"] != "reasoning" for item in self._output)
+        is_written = self._open is not None and self._open.kind == "output_text"
+        has_answer = is_written or any(item["type"] != "reasoning" for item in self._output)
         if status == "completed" and not has_answer:
-            yield from self._write(_Message, "")
+            yield from self._write("output_text", "")
         yield from self._close(status)
         yield {"type": f"response.{status}", "response": self._response(status)}
 
@@ -113,7 +114,8 @@ class ResponseAnswers(Answers):
             "output": list(self._output),
             "usage": self._usage(),
         }
-        return response | {"warnings": self._warnings} if self._warnings else response
+        warnings = self._choices.warnings if self._reason is not None else ()
+        return response | {"warnings": warnings} if warnings else response
 
     def _usage(self) -> dict[str, Any]:
         usage = self._choices.usage(False)
@@ -126,69 +128,37 @@ class ResponseAnswers(Answers):
         }
 
 
-class _TextItem(ABC):
-    """Item at `index` whose one part is text that is being written."""
+class _TextItem:
+    """Item at `index` whose one part, of a `kind`, is text that is being written: a message, or reasoning."""
 
-    id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-    of_delta: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, index: int) -> None:
-        self.id = _new_id(self.id_prefix)
+    def __init__(self, kind: Kind, index: int) -> None:
+        self.kind = kind
         self._index = index
         self._texts: list[str] = []
-        self._place = {"item_id": self.id, "output_index": index, "content_index": 0}
-
-    @abstractmethod
-    def part(self, text: str) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def with_parts(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the item with these parts."""
-
-    def item(self, status: str) -> dict[str, Any]:
-        return self.with_parts(status, [self.part("".join(self._texts))])
+        if kind == "output_text":
+            self._head: Event = {"id": _new_id("msg"), "type": "message", "role": "assistant"}
+            self._part: Event = {"type": kind, "annotations": [], "logprobs": []}
+            self._of_delta: Event = {"logprobs": []}
+        else:
+            self._head = {"id": _new_id("rs"), "type": "reasoning", "summary": []}
+            self._part = {"type": kind}
+            self._of_delta = {}
+        self._place = {"item_id": self._head["id"], "output_index": index, "content_index": 0}
 
     def begin(self) -> Iterator[Event]:
-        yield _item_event("added", self._index, self.with_parts("in_progress", []))
-        yield {"type": "response.content_part.added", **self._place, "part": self.part("")}
+        yield _item_event("added", self._index, self._head | {"status": "in_progress", "content": []})
+        yield {"type": "response.content_part.added", **self._place, "part": self._part | {"text": ""}}
 
     def write(self, text: str) -> Event:
         self._texts.append(text)
-        return {"type": f"response.{self.kind}.delta", **self._place, "delta": text, **self.of_delta}
+        return {"type": f"response.{self.kind}.delta", **self._place, "delta": text, **self._of_delta}
 
     def end(self, status: str) -> Iterator[Event]:
         text = "".join(self._texts)
-        yield {"type": f"response.{self.kind}.done", **self._place, "text": text, **self.of_delta}
-        yield {"type": "response.content_part.done", **self._place, "part": self.part(text)}
-        yield _item_event("done", self._index, self.item(status))
-
-
-class _Message(_TextItem):
-    """Text of the answer."""
-
-    id_prefix = "msg"
-    kind = "output_text"
-    of_delta: ClassVar[dict[str, Any]] = {"logprobs": []}
-
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def with_parts(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": parts}
-
-
-class _Reasoning(_TextItem):
-    """Reasoning before an answer, whole and not summarised."""
-
-    id_prefix = "rs"
-    kind = "reasoning_text"
-
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": text}
-
-    def with_parts(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "content": parts}
+        part = self._part | {"text": text}
+        yield {"type": f"response.{self.kind}.done", **self._place, "text": text, **self._of_delta}
+        yield {"type": "response.content_part.done", **self._place, "part": part}
+        yield _item_event("done", self._index, self._head | {"status": status, "content": [part]})
 
 
 def _item_event(what: str, index: int, item: dict[str, Any]) -> Event:

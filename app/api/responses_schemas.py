@@ -5,7 +5,7 @@ Lists and strings have the bounds of schemas.py. refusals.py has the fields that
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag
 
 from app.api.schemas import (
     MAX_MESSAGES,
@@ -18,14 +18,15 @@ from app.api.schemas import (
     Count,
     FunctionName,
     SamplingRequest,
+    at_most,
     known_type,
 )
 
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 MAX_METADATA = 16
-MAX_METADATA_KEY = 64
-MAX_METADATA_VALUE = 512
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataText = Annotated[str, Field(max_length=512)]
 
 
 class InputPart(Body):
@@ -58,8 +59,7 @@ class InputMessage(InputItem):
     type: Annotated[
         Literal["message"],
         known_type(
-            *_ITEMS,
-            why=f"must be {', '.join(_ITEMS)}: nothing is stored here, and there are no built-in tools",
+            *_ITEMS, why=f"must be {', '.join(_ITEMS)}: nothing is stored here, and there are no built-in tools"
         ),
     ] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -175,25 +175,12 @@ class ResponsesRequest(SamplingRequest):
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataText] | None, at_most(MAX_METADATA)] = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
-
-    @field_validator("metadata", mode="before")
-    @classmethod
-    def _check_metadata(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        if len(value) > MAX_METADATA:
-            raise ValueError(f"must have at most {MAX_METADATA} entries, not {len(value)}")
-        if any(len(key) > MAX_METADATA_KEY for key in value):
-            raise ValueError(f"must have keys of at most {MAX_METADATA_KEY} characters")
-        if any(isinstance(text, str) and len(text) > MAX_METADATA_VALUE for text in value.values()):
-            raise ValueError(f"must have values of at most {MAX_METADATA_VALUE} characters")
-        return value
 
 
 class ConversationRequest(ChatCompletionRequest):

@@ -55,6 +55,17 @@ def known_type(*known: str, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def at_most(count: int) -> BeforeValidator:
+    """Return a check of an object's number of entries before any of them is read, because a dict has no `fail_fast`."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"must have at most {count} entries, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
 class StreamOptions(Body):
     """Options of a stream. `continuous_usage_stats` puts the usage so far on every chunk, unless usage is not wanted.
 
@@ -96,18 +107,10 @@ class SamplingRequest(ModelRequest):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias] | None, Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     speculate: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _check_num_biases(cls, value: object) -> object:
-        """Check the number before any entry, because a dict has no `fail_fast`."""
-        if isinstance(value, dict) and len(value) > MAX_BIASES:
-            raise ValueError(f"must have at most {MAX_BIASES} entries, not {len(value)}")
-        return value
 
     @property
     def stop_strings(self) -> list[str]:
@@ -123,10 +126,6 @@ class SamplingRequest(ModelRequest):
     @property
     def num_prompts(self) -> int:
         return 1
-
-    @property
-    def num_sequences(self) -> int:
-        return self.num_prompts * self.num_choices
 
 
 class GenerationRequest(SamplingRequest):
@@ -326,17 +325,14 @@ class TemplatedRequest(ModelRequest):
 
     def switches(self, known: Collection[str]) -> dict[str, Any]:
         """Return the set variables of the chat template's own (`known`). A null counts as unset."""
-        wishes = (self.chat_template_kwargs or {}) | self.thinking
+        wishes = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            wishes["enable_thinking"] = self.reasoning_effort != "none"
+            if wishes["enable_thinking"]:
+                wishes["reasoning_effort"] = self.reasoning_effort
+        elif self.enable_thinking is not None:
+            wishes["enable_thinking"] = self.enable_thinking
         return {k: v for k, v in wishes.items() if v is not None and k in known}
-
-    @property
-    def thinking(self) -> dict[str, bool | str]:
-        """The variables `enable_thinking` and `reasoning_effort` of chat templates, if a field of the request sets
-        them."""
-        effort = self.reasoning_effort
-        if effort is None:
-            return {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
 
     @property
     def forces_call(self) -> bool:

@@ -7,33 +7,67 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from app.api.answers import Answers, Piece, Reason
 from app.api.errors import ApiError, unavailable
 from app.engine_client.client import EngineClient
 from app.engine_client.request_stream import RequestStream
 from app.engine_client.timeline import Timeline
 from app.messages import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
-from app.text.parsers import OutputParser, Parsed, Reasoning, ToolCall
+from app.text.parsers import OutputParser, Parsed
 
 KEEP_ALIVE_SECONDS = 15.0
 _CHECKS_PER_KEEP_ALIVE = 5
 
+Reason = FinishReason | Literal["tool_calls"]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New part of the choice `index`. The last piece of a choice has a `finish_reason`.
+
+    `parts` is what was parsed, in its order. `num_earlier_calls` counts the tool calls of earlier pieces. `steps` is
+    empty unless the client wants them. A step has its number of drafts `verified` and `accepted`, and the texts of its
+    `tokens`. `stop_reason` and `matched_stop` of a last piece are what ended the choice, as vLLM and SGLang name it.
+    """
+
+    index: int
+    parts: Sequence[Parsed] = ()
+    num_earlier_calls: int = 0
+    steps: Sequence[dict[str, Any]] = ()
+    finish_reason: Reason | None = None
+    is_first: bool = False
+    stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
+
+
+class Answers(Protocol):
+    """Writer of one request's answer, whole or as Server-Sent Events."""
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the answer of which each piece is one whole choice."""
+
+    def events(self, piece: Piece) -> bytes:
+        """Return the events of one piece, b"" if it has nothing to show."""
+
+    def end(self) -> bytes:
+        """Return the events after all pieces."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that `error` breaks off."""
 
 
 @dataclass(slots=True)
 class Choice:
     """One choice: its deltas, decoded, cut at stop strings and parsed. A stop string aborts the request.
 
-    `with_steps` splits the text into steps and tokens. The call `max_calls` ends the answer, and so the request. A stop
-    token of `eos_ids` is the model's own end.
+    `with_steps` splits the text into steps and tokens. A stop token of `eos_ids` is the model's own end.
     """
 
     index: int
@@ -42,9 +76,7 @@ class Choice:
     parser: OutputParser
     engine: EngineClient
     with_steps: bool = False
-    max_calls: int | None = None
     eos_ids: Collection[int] = ()
-    calls: list[ToolCall] = field(default_factory=list)
     cached_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     has_begun: bool = False
@@ -53,15 +85,8 @@ class Choice:
     @property
     def num_reasoning_tokens(self) -> int:
         """Number of tokens of the reasoning and its marks."""
-        return self._num_before_content if self._reasoning and self._reasoning.has_reasoned else 0
-
-    @property
-    def _reasoning(self) -> Reasoning | None:
-        return self.parser.reasoning
-
-    @property
-    def _is_before_content(self) -> bool:
-        return self._reasoning is not None and self._reasoning.is_before_content
+        reasoning = self.parser.reasoning
+        return self._num_before_content if reasoning and reasoning.has_reasoned else 0
 
     def take(self) -> Piece | None:
         """Return what has arrived since the last call, or None. Raises ApiError if the engine failed on the request."""
@@ -83,63 +108,46 @@ class Choice:
 
     def _read(self, delta: TokenDelta) -> Piece:
         """Return the piece of a delta. Tokens after the end of the answer are not read."""
+        detokenizer, parser = self.detokenizer, self.parser
         texts: list[str] = []
         parts: list[Parsed] = []
-        num_earlier = len(self.calls)
+        num_earlier = len(parser.calls)
         token_ids: list[int] = []
+        is_over = False
         for token_ids, finish in self._tokens(delta):
-            is_before_content = self._is_before_content
-            text = self.detokenizer.push(token_ids, finish)
-            parsed = self._parse(text)
-            is_hidden = is_before_content and not self.parser.shows_reasoning
+            is_before_content = parser.is_before_content
+            text = detokenizer.push(token_ids, finish)
+            parsed = parser.push_in_order(text)
+            is_hidden = is_before_content and not parser.shows_reasoning
             texts.append("".join(part.content for part in parsed) if is_hidden else text)
             parts += parsed
             if is_before_content:
-                self._num_before_content = self.detokenizer.num_tokens
-            if self._is_over():
+                self._num_before_content = detokenizer.num_tokens
+            if is_over := detokenizer.finish_reason is not None or parser.has_all_calls:
                 break
         reason: Reason | None = None
-        if self._is_over():
-            self.deltas.close(self.detokenizer.finish_reason or "stop")
-            parts.append(self._parsed(self.parser.finish()))
-            reason = "tool_calls" if self._has_all_calls() else self.detokenizer.finish_reason
-            reason = "tool_calls" if reason == "stop" and self.calls else reason
+        if is_over:
+            self.deltas.close(detokenizer.finish_reason or "stop")
+            parts.append(parser.finish())
+            reason = "tool_calls" if parser.has_all_calls else detokenizer.finish_reason
+            reason = "tool_calls" if reason == "stop" and parser.calls else reason
         is_first, self.has_begun = not self.has_begun, True
         steps = self._steps(delta, texts) if self.with_steps and delta.token_ids else ()
         piece = Piece(self.index, Parsed.in_order(parts), num_earlier, steps, reason, is_first)
-        if self.detokenizer.finish_reason != "stop":
+        if detokenizer.finish_reason != "stop":
             return piece
-        matched = self.detokenizer.stop_string or next(reversed(token_ids), None)
+        matched = detokenizer.stop_string or next(reversed(token_ids), None)
         return replace(piece, matched_stop=matched, stop_reason=None if matched in self.eos_ids else matched)
 
     def _tokens(self, delta: TokenDelta) -> Iterator[tuple[list[int], FinishReason | None]]:
         """Yield the tokens, one by one if the text of each counts or the answer or its reasoning may end at any."""
-        one_by_one = self.with_steps or self.max_calls is not None or self._is_before_content
+        one_by_one = self.with_steps or self.parser.max_calls is not None or self.parser.is_before_content
         size = 1 if one_by_one else len(delta.token_ids)
         for start in range(0, len(delta.token_ids), size or 1):
             is_last = start + size >= len(delta.token_ids)
             yield delta.token_ids[start : start + size], delta.finish_reason if is_last else None
         if not delta.token_ids:
             yield [], delta.finish_reason
-
-    def _parse(self, text: str) -> list[Parsed]:
-        """Return the parts of a text, up to the one that ends the last call. A freed stop string may have more."""
-        parts: list[Parsed] = []
-        for part in self.parser.push_in_order(text):
-            parts.append(self._parsed(part))
-            if self._has_all_calls():
-                break
-        return parts
-
-    def _parsed(self, parsed: Parsed) -> Parsed:
-        self.calls += parsed.tool_calls
-        return parsed
-
-    def _has_all_calls(self) -> bool:
-        return self.max_calls is not None and len(self.calls) >= self.max_calls
-
-    def _is_over(self) -> bool:
-        return self.detokenizer.finish_reason is not None or self._has_all_calls()
 
     def _steps(self, delta: TokenDelta, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the steps with the texts of their tokens, up to the last token that was read.
@@ -158,24 +166,19 @@ class Choice:
         return steps
 
 
+@dataclass
 class Choices:
     """All choices of one request, by index. The `num_per_prompt` choices of a prompt are neighbours.
 
-    The last piece of the first choice has the `warnings`. `on_close` is called once, after the end of all choices.
+    `warnings` are for the answer. `on_close` is called once, after the end of all choices.
     """
 
-    def __init__(
-        self,
-        num_prompt_tokens: int,
-        num_per_prompt: int,
-        warnings: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_per_prompt = num_per_prompt
-        self.warnings = warnings
-        self._choices: list[Choice] = []
-        self.on_close: Callable[[], None] | None = None
-        self._event = asyncio.Event()
+    num_prompt_tokens: int
+    num_per_prompt: int
+    warnings: Sequence[dict[str, Any]] = ()
+    on_close: Callable[[], None] | None = None
+    _choices: list[Choice] = field(default_factory=list)
+    _event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def append(self, choice: Choice) -> None:
         self._choices.append(choice)
@@ -200,9 +203,9 @@ class Choices:
         A prompt counts once. Its cached tokens are those of its first choice, because the others may have found the
         pages of that one. The steps of speculation are those that verified drafts.
         """
-        num_prompt = self._num_prompt_tokens
+        num_prompt = self.num_prompt_tokens
         num_new = sum(choice.detokenizer.num_tokens for choice in self._choices)
-        cached = sum(choice.cached_tokens for choice in self._choices[:: self._num_per_prompt])
+        cached = sum(choice.cached_tokens for choice in self._choices[:: self.num_per_prompt])
         usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
@@ -243,10 +246,7 @@ class Choices:
                 self._event.clear()
                 pieces = [piece for choice in self._choices if (piece := choice.take()) is not None]
                 num_running -= sum(piece.finish_reason is not None for piece in pieces)
-                yield [
-                    replace(piece, warnings=self.warnings) if piece.finish_reason and not piece.index else piece
-                    for piece in pieces
-                ]
+                yield pieces
         finally:
             self.close()
 

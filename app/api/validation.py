@@ -1,19 +1,18 @@
 """Checks of several fields together, and of fields against the model that is served."""
 
-from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Any
 
 from pydantic import BaseModel
 
-from app.api.errors import bad_request, clip, context_length_exceeded
-from app.api.refusals import asks, unknown_fields
-from app.api.schemas import Body, ChatCompletionRequest, ChatMessage, GenerationRequest, TemplatedRequest
+from app.api.errors import bad_request, clip, context_length_exceeded, unsupported
+from app.api.refusals import LABELS, asks, refusals_of
+from app.api.schemas import Body, ChatMessage, GenerationRequest, TemplatedRequest
+from app.api.services import Services
 from app.metrics import Metrics
 from app.text.chat_template import ChatTemplate
-from app.text.parsers import Family
 from app.text.parsers.base import Json
 
+_NO_PLACE = "This model's chat template has no place for"
 _MAX_UNKNOWN = 16  # warnings of one answer about unknown fields
 _LEVELS = ("low", "medium", "high")
 """Efforts that chat templates with `reasoning_effort` write into the prompt."""
@@ -43,32 +42,25 @@ def token_budget(
 
 def check_fields_together(body: Body) -> None:
     """Raise ApiError for fields that exclude or need each other, and for unknown fields below the top level."""
-    for where, extra in _extras(body):
-        _refuse_extra(where, extra)
+    _refuse_extras(body)
     if isinstance(body, GenerationRequest) and body.stream_options is not None and not body.stream:
         raise bad_request("`stream_options` is only allowed when `stream` is true.", "stream_options")
-    if isinstance(body, TemplatedRequest):
-        _check_conversation(body)
-
-
-def _check_conversation(body: TemplatedRequest) -> None:
+    if not isinstance(body, TemplatedRequest):
+        return
     for index, message in enumerate(body.messages):
         _check_message(f"messages.{index}", message)
     _check_thinking(body)
     if body.forces_call:
         _check_forced_call(body)
     if body.continue_final_message:
-        if body.add_generation_prompt:
-            raise bad_request(
-                "`continue_final_message` and `add_generation_prompt` exclude each other. Send one of them.",
-                "continue_final_message",
-            )
         last = body.messages[-1]
-        if last.role != "assistant" or last.tool_calls or not last.text:
-            raise bad_request(
-                "`continue_final_message` needs a last message of the assistant's with text in it.",
-                "continue_final_message",
-            )
+        if body.add_generation_prompt:
+            problem = "and `add_generation_prompt` exclude each other. Send one of them."
+        elif last.role != "assistant" or last.tool_calls or not last.text:
+            problem = "needs a last message of the assistant's with text in it."
+        else:
+            return
+        raise bad_request(f"`continue_final_message` {problem}", "continue_final_message")
 
 
 def _check_thinking(body: TemplatedRequest) -> None:
@@ -127,81 +119,66 @@ def _check_message(where: str, message: ChatMessage) -> None:
         raise bad_request(f"`{param}` and other reasoning of the message differ. Send one of them.", param)
 
 
-def check_reasoning(body: ChatCompletionRequest, is_parsed: bool) -> None:
-    """Raise ApiError if reasoning must be left out of an answer from which it is not parsed."""
-    if body.include_reasoning is not False or (is_parsed and body.separate_reasoning is not False):
-        return
-    why = "`separate_reasoning` is false" if is_parsed else "this server parses none (--reasoning-parser)"
-    raise bad_request(
-        f"`include_reasoning` false leaves parsed reasoning out, but {why}. Leave it out.",
-        "include_reasoning",
-        "unsupported_parameter",
-    )
-
-
-def check_template(body: TemplatedRequest, template: ChatTemplate, family: Family | None) -> None:
-    """Raise ApiError for fields that the model's chat template does not use, or its `family` of tool calls."""
+def check_template(body: TemplatedRequest, services: Services) -> None:
+    """Raise ApiError for fields that need what the model's chat template or its parsers do not have."""
+    template, family = services.tokenizer.chat_template, services.tool_family
+    separates = services.reasoning and getattr(body, "separate_reasoning", None) is not False
+    if getattr(body, "include_reasoning", None) is False and not separates:
+        why = "`separate_reasoning` is false" if services.reasoning else "this server parses none (--reasoning-parser)"
+        raise unsupported(
+            f"`include_reasoning` false leaves parsed reasoning out, but {why}. Leave it out.", "include_reasoning"
+        )
     if body.forces_call and family is None:
-        raise bad_request(
+        raise unsupported(
             "`tool_choice` asks for a call, but the form of this model's tool calls is not known "
             '(--tool-call-parser). Use "auto".',
             "tool_choice",
-            "unsupported_parameter",
         )
     if body.offered_tools and "tools" not in template.variables:
-        raise bad_request(
-            "This model's chat template has no place for `tools`. Leave them out, or describe them in a message.",
-            "tools",
-            "unsupported_parameter",
-        )
+        raise unsupported(f"{_NO_PLACE} `tools`. Leave them out, or describe them in a message.", "tools")
     for index, message in enumerate(body.messages):
         param = f"messages.{index}.tool_calls"
         if len(message.tool_calls or []) > 1 and template.takes_one_call:
-            raise bad_request(
+            raise unsupported(
                 f"This model's chat template writes one call of a message, and `{param}` has more. Send a message for "
-                "each call, with its result behind it.",
+                "each call, followed by its result.",
                 param,
-                "unsupported_parameter",
             )
         if message.tool_calls and "tool_calls" not in (template.source or ""):
-            raise bad_request(
-                f"This model's chat template has no place for `{param}`. Say in `content` what was called.",
-                param,
-                "unsupported_parameter",
-            )
-    can_turn, has_levels = (name in template.switches for name in ("enable_thinking", "reasoning_effort"))
+            raise unsupported(f"{_NO_PLACE} `{param}`. Say in `content` what was called.", param)
+    _check_switches(body, template.switches)
+
+
+def _check_switches(body: TemplatedRequest, known: list[str]) -> None:
+    """Raise ApiError for variables that are not `known` to the chat template, and for values that it does not know."""
+    can_turn, has_levels = "enable_thinking" in known, "reasoning_effort" in known
     levels = (*(["none"] if can_turn else []), *_LEVELS)
     if has_levels and body.reasoning_effort not in (None, *levels):
-        raise bad_request(
+        raise unsupported(
             f"This model's chat template knows `reasoning_effort` {', '.join(levels)}, and not "
             f"{body.reasoning_effort}. Send one of these.",
             "reasoning_effort",
-            "unsupported_parameter",
         )
     for field in ("enable_thinking",) if has_levels else ("enable_thinking", "reasoning_effort"):
         if getattr(body, field) is not None and not can_turn:
-            raise bad_request(
+            raise unsupported(
                 f"This model's chat template cannot turn thinking on or off (`enable_thinking`). Leave `{field}` out.",
                 field,
-                "unsupported_parameter",
             )
     for name, value in (body.chat_template_kwargs or {}).items():
+        param = f"chat_template_kwargs.{clip(name)}"
         if name == "enable_thinking" and not isinstance(value, bool | None):
-            param = f"chat_template_kwargs.{name}"
             raise bad_request(f"`{param}` must be true or false: to a template any text is true.", param)
-        if name not in template.switches and value is not None and value is not False:
-            known = ", ".join(f"`{switch}`" for switch in template.switches) or "none"
-            param = f"chat_template_kwargs.{clip(name)}"
-            raise bad_request(
-                f"This model's chat template does not know `{clip(name)}`. What it knows: {known}.",
-                param,
-                "unsupported_parameter",
-            )
+        if name not in known and value is not None and value is not False:
+            listed = ", ".join(f"`{switch}`" for switch in known) or "none"
+            message = f"This model's chat template does not know `{clip(name)}`. What it knows: {listed}."
+            raise unsupported(message, param)
 
 
 def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[Json]:
     """Return a warning for each unknown field at the top level, with the name that it may be meant for."""
-    names = unknown_fields(body)
+    known = LABELS | {refusal.field for refusal in refusals_of(type(body))}
+    names = [name for name, value in (body.model_extra or {}).items() if name not in known and asks(value)]
     metrics.count("unknown_fields", len(names))
     warnings = []
     for name in map(clip, names[:_MAX_UNKNOWN]):
@@ -211,8 +188,8 @@ def warn_of_unknown_fields(body: Body, metrics: Metrics) -> list[Json]:
     return warnings
 
 
-def warn_of_messages(body: TemplatedRequest, template: ChatTemplate) -> list[Json]:
-    """Return a warning about names and one about reasoning, if messages have what the template has no place for.
+def warn_of_prompt(body: TemplatedRequest, template: ChatTemplate) -> list[Json]:
+    """Return warnings about names and reasoning that are not in the prompt, and thinking before a forced call.
 
     The name of a tool's message may repeat the function of an earlier call, because the prompt has that.
     """
@@ -231,38 +208,29 @@ def warn_of_messages(body: TemplatedRequest, template: ChatTemplate) -> list[Jso
         why = f"This model's chat template writes no such `name`: {what} not in the prompt."
         warnings.append(_warning("name_left_out", names[0], why))
     if thoughts and not template.writes_reasoning:
-        why = "This model's chat template has no place for reasoning: it is not in the prompt."
+        why = f"{_NO_PLACE} reasoning: it is not in the prompt."
         warnings.append(_warning("reasoning_left_out", thoughts[0], why))
+    if body.forces_call and (on := _fields_that_turn(body, True)):
+        why = "`tool_choice` forces a call, and the answer begins with it."
+        warnings.append(_warning("reasoning_skipped", on[0], why))
     return warnings
-
-
-def warn_of_thinking(body: TemplatedRequest) -> list[Json]:
-    """Return a warning if the request turns thinking on and forces a call, before which there is none."""
-    on = _fields_that_turn(body, True)
-    if not body.forces_call or not on:
-        return []
-    return [_warning("reasoning_skipped", on[0], "`tool_choice` forces a call, and the answer begins with it.")]
 
 
 def _warning(code: str, param: str, message: str) -> Json:
     return {"code": code, "param": param, "message": message}
 
 
-def _extras(model: BaseModel, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the unknown fields of every object below the top level, with the object's path."""
+def _refuse_extras(model: BaseModel, where: str = "") -> None:
+    """Raise ApiError for an unknown field below the top level that is not null, false or empty."""
     for field in type(model).model_fields:
         value = getattr(model, field)
-        items = [(str(i), item) for i, item in enumerate(value)] if isinstance(value, list) else [("", value)]
+        items = [(f".{i}", item) for i, item in enumerate(value)] if isinstance(value, list) else [("", value)]
         for index, item in items:
-            if isinstance(item, BaseModel):
-                path = ".".join(filter(None, (where, field, index)))
-                yield path, item.model_extra or {}
-                yield from _extras(item, path)
-
-
-def _refuse_extra(where: str, extra: dict[str, Any]) -> None:
-    """Raise ApiError for an unknown field that is not null, false or empty."""
-    for name, value in extra.items():
-        if asks(value):
-            param = f"{where}.{clip(name)}"
-            raise bad_request(f"`{param}` is not supported. Leave it out.", param, "unsupported_parameter")
+            if not isinstance(item, BaseModel):
+                continue
+            path = f"{where}{field}{index}"
+            for name, extra in (item.model_extra or {}).items():
+                if asks(extra):
+                    param = f"{path}.{clip(name)}"
+                    raise unsupported(f"`{param}` is not supported. Leave it out.", param)
+            _refuse_extras(item, f"{path}.")

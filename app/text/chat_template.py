@@ -40,7 +40,8 @@ _CUT = "\ue000 the answer goes on here \ue001"
 class ChatTemplate:
     """A compiled template, or the absence of one, with which `render` raises.
 
-    `special` are the special tokens that a template may name. `variables` are the names that this template reads.
+    `special` are the special tokens that a template may name. `variables` are the names that this template reads,
+    and `switches` those that `chat_template_kwargs` may set, sorted.
     `family` is the form of tool calls that it teaches, which decides how it gets messages and tools.
     """
 
@@ -50,37 +51,21 @@ class ChatTemplate:
         environment = _environment()
         tree = environment.parse(source or "")
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        self._own = _set_before_read(tree)
+        own = _set_before_read(tree) | _STANDARD_VARIABLES | special.keys() | _GLOBALS.keys()
+        self.switches = sorted(self.variables - own)
+        text = source or ""
+        # A template may write the first call of a message and leave others out.
+        self.takes_one_call = "message.tool_calls[0]" in text and "in message.tool_calls" not in text
+        self.writes_reasoning = "reasoning_content" in text or ".thinking" in text  # the latter is gpt-oss's name
+        self.writes_names = _MESSAGE_NAME.search(text) is not None
+        self.family = family_for("auto", text)
         timeout = environment.extensions[_Timeout.identifier]
         assert isinstance(timeout, _Timeout)
         self._timeout = timeout
-        self.family = family_for("auto", source or "")
         self._template: jinja2.Template | None = None
         if source is not None:
             code = environment.compile(timeout.insert_checks(tree))
             self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
-
-    @property
-    def takes_one_call(self) -> bool:
-        """True if the template writes the first call of a message and leaves others out."""
-        source = self.source or ""
-        return "message.tool_calls[0]" in source and "in message.tool_calls" not in source
-
-    @property
-    def writes_reasoning(self) -> bool:
-        """True if the template reads a message's reasoning, by its usual name or by gpt-oss's."""
-        source = self.source or ""
-        return "reasoning_content" in source or ".thinking" in source
-
-    @property
-    def writes_names(self) -> bool:
-        """True if the template reads the name of a message."""
-        return _MESSAGE_NAME.search(self.source or "") is not None
-
-    @property
-    def switches(self) -> list[str]:
-        """Names that `chat_template_kwargs` may set, sorted."""
-        return sorted(self.variables - self._own - _STANDARD_VARIABLES - self._special.keys() - _GLOBALS.keys())
 
     @classmethod
     def load(cls, folder: Path, settings: dict[str, Any], special: dict[str, str]) -> "ChatTemplate":
@@ -130,7 +115,7 @@ class ChatTemplate:
         variables = dict(switches or {}) | self._special
         self._timeout.start()
         try:
-            if self.family is not None:
+            if self.family is not None and self.family.for_template is not None:
                 messages, tools = self.family.for_template(messages, tools)
             text = _joined(
                 self._template.generate(

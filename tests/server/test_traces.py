@@ -96,6 +96,19 @@ def test_a_collector_gets_the_spans_with_their_time_in_the_queue(protocol, colle
     assert leaves - waits <= queue < queue + inference < whole
 
 
+def test_a_stop_sends_the_spans_that_wait_for_the_next_batch(monkeypatch):
+    monkeypatch.setenv(OTLP_PROTOCOL, "http/protobuf")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
+    sent: Queue[Sent] = Queue()
+    with http_collector(sent) as endpoint, process("--otlp-traces-endpoint", endpoint, *ROOM) as (url, server):
+        assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=PATIENCE).status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 0
+        (resource,) = sent.get_nowait().resource_spans
+        (span,) = [span for scope in resource.scope_spans for span in scope.spans]
+        assert values(span)["gen_ai.usage.completion_tokens"] == 40
+
+
 def values(described) -> dict[str, object]:
     """Return the attributes of a span or of a resource."""
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in described.attributes}

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from app.api.answers import ChatAnswers, Piece
+from app.api.answers import ChatAnswers
 from app.api.schemas import StreamOptions
+from app.api.stream import Choices, Piece
 from app.engine.checkpoint.files import DEMO
 from app.engine_client.request_stream import RequestStream
 from app.messages import StepOutput
@@ -285,7 +286,7 @@ def _parse(texts: Sequence[Sequence[str]]) -> None:
 
 
 def _events(pieces: Sequence[Sequence[Piece]]) -> None:
-    answers = ChatAnswers("demo", lambda with_speculation: {"completion_tokens": 1}, StreamOptions(include_usage=True))
+    answers = ChatAnswers("demo", Choices(0, 1), StreamOptions(include_usage=True))
     for piece in itertools.chain.from_iterable(pieces):
         answers.events(piece)
 

@@ -1,7 +1,7 @@
 """Parsers of output: reasoning, and the tool calls of each family of models."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from app.text.parsers import harmony, llama3_json, qwen3
 from app.text.parsers.base import CallParser, Family, Parsed, Reasoning, ToolCall
@@ -22,12 +22,8 @@ __all__ = [
     "reasoning_for",
 ]
 
-FAMILIES = (
-    qwen3.FAMILY,
-    llama3_json.FAMILY,
-    harmony.FAMILY,
-)
-_AFTER_CALL = re.compile(r"(?<=[>}])")
+FAMILIES = (qwen3.FAMILY, llama3_json.FAMILY, harmony.FAMILY)
+_AFTER_CALL = re.compile(r"(?<=[>}])")  # a call ends there
 MARKS = (THINK, END_THINK, *(mark for family in FAMILIES for mark in family.marks))
 
 
@@ -47,8 +43,8 @@ def reasoning_for(name: str, template: str) -> Callable[[bool], Reasoning] | Non
 class OutputParser:
     """Parser of one output into reasoning, content and tool calls, each if there is a parser of it.
 
-    The concatenated results depend on the text alone, and not on the pieces. Without `shows_reasoning` the reasoning is
-    dropped.
+    The concatenated results depend only on the text, and not on the pieces. Without `shows_reasoning` the reasoning is
+    dropped. `calls` are those that were read so far, and `max_calls` is the number after which nothing more is read.
     """
 
     def __init__(
@@ -56,34 +52,52 @@ class OutputParser:
         reasoning: Reasoning | None = None,
         calls: CallParser | None = None,
         shows_reasoning: bool = True,
+        max_calls: int | None = None,
     ) -> None:
         self.reasoning = reasoning
-        self._calls = calls
         self.shows_reasoning = shows_reasoning
+        self.max_calls = max_calls
+        self.calls: list[ToolCall] = []
+        self._parser = calls
         self._finished = False
+
+    @property
+    def is_before_content(self) -> bool:
+        """True while the output may still be reasoning."""
+        return self.reasoning is not None and self.reasoning.is_before_content
+
+    @property
+    def has_all_calls(self) -> bool:
+        return self.max_calls is not None and len(self.calls) >= self.max_calls
 
     def push(self, text: str) -> Parsed:
         """Return what this piece makes certain, often nothing."""
         assert not self._finished, "pushed to output that has finished"
-        reasoning, content = self.reasoning.push(text) if self.reasoning else ("", text)
-        return self._parsed(reasoning, content)
+        return self._parsed(*(self.reasoning.push(text) if self.reasoning else ("", text)))
 
-    def push_in_order(self, text: str) -> Iterator[Parsed]:
-        """Push the text in parts, of which each has its content before its calls. A call ends at a `>` or `}`."""
-        parts = _AFTER_CALL.split(text) if self._calls is not None else [text]
-        return (self.push(part) for part in parts if part)
+    def push_in_order(self, text: str) -> list[Parsed]:
+        """Push the text in parts, up to the last call. Each part has its content before its calls."""
+        parsed: list[Parsed] = []
+        for part in _AFTER_CALL.split(text) if self._parser is not None else [text]:
+            if part and not self.has_all_calls:
+                parsed.append(self.push(part))
+        return parsed
 
     def finish(self) -> Parsed:
         """Return the held text at the end of the output. No push may follow."""
         assert not self._finished, "finished twice"
         self._finished = True
         parsed = self._parsed(*(self.reasoning.finish() if self.reasoning else ("", "")))
-        if self._calls is None:
+        if self._parser is None:
             return parsed
-        return Parsed.joined((parsed, self._calls.finish()))
+        held = self._parser.finish()
+        self.calls += held.tool_calls
+        return Parsed.joined((parsed, held))
 
     def _parsed(self, reasoning: str, content: str) -> Parsed:
         reasoning = reasoning if self.shows_reasoning else ""
-        if self._calls is None or not content:
+        if self._parser is None or not content:
             return Parsed(content, reasoning)
-        return self._calls.push(content)._replace(reasoning=reasoning)
+        parsed = self._parser.push(content)._replace(reasoning=reasoning)
+        self.calls += parsed.tool_calls
+        return parsed

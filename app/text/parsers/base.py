@@ -73,11 +73,6 @@ class CallParser(Protocol):
         """Return the held text at the end of the output. No push may follow."""
 
 
-def as_they_are(messages: list[Json], tools: list[Json] | None) -> tuple[list[Json], list[Json] | None]:
-    """Return messages and tools of a family whose chat templates write all that they say."""
-    return messages, tools
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """Format in which a family of models writes tool calls.
@@ -85,7 +80,8 @@ class Family:
     `marks` are tags that must stay in the text, even if they are special tokens. `fits(source)` is true of a chat
     template that teaches this format. `opening` begins a call, up to the function's name. `key` names the arguments.
     `behind_name` is what stands between a name and its arguments, in a format whose calls are no JSON object.
-    `for_template` returns messages and tools as the family's chat templates read them, or raises ValueError.
+    `for_template` returns messages and tools as the family's chat templates read them, or raises ValueError. It is None
+    if the templates write all that they say.
     """
 
     name: str
@@ -95,7 +91,7 @@ class Family:
     opening: str
     key: str
     behind_name: str = ""
-    for_template: Callable[[list[Json], list[Json] | None], tuple[list[Json], list[Json] | None]] = as_they_are
+    for_template: Callable[[list[Json], list[Json] | None], tuple[list[Json], list[Json] | None]] | None = None
 
     def prefix(self, function: str | None) -> str:
         """Return the beginning of a call of `function`, or of any function.

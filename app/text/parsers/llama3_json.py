@@ -124,11 +124,5 @@ def for_template(messages: list[Json], tools: list[Json] | None) -> tuple[list[J
 
 
 FAMILY = Family(
-    "llama3_json",
-    Llama3Calls,
-    (PYTHON_TAG,),
-    _fits,
-    opening='{"name": "',
-    key="parameters",
-    for_template=for_template,
+    "llama3_json", Llama3Calls, (PYTHON_TAG,), _fits, opening='{"name": "', key="parameters", for_template=for_template
 )

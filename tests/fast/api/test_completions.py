@@ -1,3 +1,8 @@
+"""Bare prompts, as text or token ids, to their continuations."""
+
+import asyncio
+from typing import Any
+
 import pytest
 
 ASK = {"model": "tiny"}
@@ -151,6 +156,20 @@ def test_echo_says_the_prompt_before_the_answer(server, prompts, as_ids, stream)
 def test_stop_strings_are_looked_for_in_the_answer_alone_and_not_in_the_echo(server, stream):
     server.script.plan(server.bytes("END of it"), [2])
     assert answers(server, stream, prompt="the E", stop=["ND", "the"], echo=True)[0] == ["the EE"]
+
+
+def test_an_echo_is_decoded_off_the_event_loop_and_before_anything_is_submitted(server, monkeypatch):
+    """A prompt of ids that cannot be decoded leaves no request of the engine, and a long one blocks no other."""
+    loops = []
+
+    def fails(*ids: Any, **named: Any) -> str:
+        loops.append(asyncio._get_running_loop())
+        raise RuntimeError("no such text")
+
+    monkeypatch.setattr(server.tokenizer, "decode", fails)
+    response = server.http.post("/v1/completions", json=ASK | {"prompt": [5, 6], "echo": True})
+    assert (response.status_code, loops) == (500, [None])
+    assert server.engine.num_running == server.engine.admission.num_in_flight == 0
 
 
 def test_echo_false_or_null_says_nothing(server):

@@ -105,6 +105,15 @@ def submitted(server: Server, path: str, fields: dict[str, Any]) -> dict[str, An
                 CHAT_RESULT,
             ],
         ),
+        (
+            {"input": [HELLO, CALLED, said("two"), RESULT]},
+            [
+                HELLO,
+                {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]},
+                {"role": "assistant", "content": "two"},
+                CHAT_RESULT,
+            ],
+        ),
         ({"input": "hello", "instructions": ""}, [HELLO]),
         ({"input": [HELLO] * 80, "instructions": "x"}, [{"role": "system", "content": "x"}, *[HELLO] * 80]),
         (
@@ -297,8 +306,8 @@ def asked(*items: Any) -> dict[str, Any]:
         ({"stop_token_ids": [512]}, "stop_token_ids.0"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"metadata": {f"{n}": "" for n in range(17)}}, "metadata"),
-        ({"metadata": {"a": "b" * 513}}, "metadata"),
-        ({"metadata": {"a" * 65: "b"}}, "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "metadata.a"),
+        ({"metadata": {"a" * 65: "b"}}, f"metadata.{'a' * 61}..."),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"chat_template_kwargs": {"nothing": 1}}, "chat_template_kwargs.nothing"),

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
@@ -97,6 +98,17 @@ def test_all_choices_are_one_span(server):
     assert attributes["gen_ai.usage.num_sequences"] == attributes["gen_ai.request.n"] == 3
     assert attributes["gen_ai.usage.completion_tokens"] == 6
     assert attributes["gen_ai.response.finish_reasons"] == ("stop",) * 3
+
+
+def test_the_time_in_the_queue_is_that_of_the_choice_that_was_scheduled_first(server, background):
+    asked = background.submit(lambda: server.http.post("/v1/completions", json=TEXT | {"n": 2}))
+    first, second = (server.script.see("Submit")["request_id"] for _ in range(2))
+    server.script.emit(first, [5, 2])
+    time.sleep(0.3)
+    server.script.emit(second, [5, 2])
+    assert asked.result().status_code == 200
+    attributes = span().attributes
+    assert attributes["gen_ai.latency.time_in_queue"] < 0.3 < attributes["gen_ai.latency.e2e"]
 
 
 def test_an_error_of_the_engine_is_the_status(server, background):
