@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.draft import refuse_foreign_tensors
-from app.engine.checkpoint.read import read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
 from app.engine.compile.backend import TracedBackend
 from app.engine.compile.cache import compile_cache
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend, Heads
-from app.engine.device.factory import found_device, make_backend
+from app.engine.device.factory import make_backend
 from app.engine.dflash.drafter import DFlashDrafter
 from app.engine.dflash.model import DFlashModel
 from app.engine.errors import UnsupportedError
 from app.engine.load.compile import (
     compile_missing,
-    is_compiled,
     load_kept,
     load_or_compile,
     shapes_of,
@@ -32,10 +30,11 @@ from app.engine.load.compile import (
     traced_config,
 )
 from app.engine.load.loader import OpenWeights, SafetensorsWeights
+from app.engine.load.plan import kind_of, make_plan, name_of
 from app.engine.load.ranks import Join, alone
 from app.engine.load.refusals import Facts, check
 from app.engine.load.self_test import check_attention
-from app.engine.load.sizes import Sizes, bytes_per_token, settle_pages, settle_sizes
+from app.engine.load.sizes import Sizes, bytes_per_token, settle_pages
 from app.engine.load.states import make_state_slots, make_states
 from app.engine.load.step_memory import step_memory
 from app.engine.load.time_steps import measure_costs
@@ -53,7 +52,7 @@ from app.engine.schedule.page_pool import PagePool
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.forward import Forward
-from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
+from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout
 from app.engine.step.runner import ModelRunner
@@ -68,8 +67,6 @@ functions, "warm-up" in steps, "timing steps" in seconds."""
 
 CPU_KV_BYTES = 4 << 30
 """KV memory on a CPU if none is given. At most half of free memory is taken, because steps and others need the rest."""
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +142,7 @@ def build_runner(
 @contextmanager
 def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
     """Yield the backend of a rank. Errors of its device get a note with their meaning."""
-    check(Facts(config, _kind(config)))
+    check(Facts(config, kind_of(config)))
     backend = make_backend(config.device, rank=rank, batch_invariant=config.batch_invariant)
     try:
         yield backend
@@ -154,44 +151,28 @@ def _explained(config: EngineConfig, rank: int) -> Iterator[Backend]:
         raise
 
 
-def _kind(config: EngineConfig) -> str:
-    return found_device(config.device).partition(":")[0]
-
-
 def _load_runner(
     config: EngineConfig, backend: Backend, on_progress: Progress, open_weights: OpenWeights, join: Join
 ) -> Loaded:
-    models = read_checkpoints(config)
-    shape, draft_shape = models.target, models.draft
-    dtype = _dtype(config, shape, backend)
-    check(Facts(config, _kind(config), shape, draft_shape, _name(dtype)))
-    compiles = is_compiled(config, backend, shape, dtype)
-    if delta := shape.gated_delta:
-        backend.check_gated_delta(delta.num_v_heads, delta.k_head_dim, delta.v_head_dim)
-    block_size = draft_shape.block_size if draft_shape else 1
-    sizes = settle_sizes(config, block_size, shape.max_position_embeddings, backend.defaults)
-    graph_sizes = _graph_sizes(config, sizes, backend)
-    if graph_sizes:
-        sizes = replace(sizes, scratch_pages=-(-graph_sizes.max_rows // sizes.page_size))
+    plan = make_plan(config, backend)
     rank = join(backend)
     comm = rank.comm
     assert comm.size == config.tensor_parallel_size
-    shape = shape.shard(comm.size)
-    if draft_shape and config.draft_tensor_parallel_size != 1:
-        draft_shape = replace(draft_shape, decoder=draft_shape.decoder.shard(comm.size))
-    decoders = [shape, *([draft_shape.decoder] if draft_shape else [])]
+    plan = plan.shard(comm.size, whole_draft=config.draft_tensor_parallel_size == 1)
+    shape, draft_shape, dtype, sizes = plan.target, plan.draft, plan.dtype, plan.sizes
+    graph_sizes, decoders, max_rows = plan.graph_sizes, plan.decoders, plan.max_rows
     if draft_shape and dtype == torch.float16:
         logger.warning("draft: features overflow in float16, so few drafts are right; --dtype bfloat16 avoids that")
     for decoder in decoders:
-        backend.check(decoder.head_dim, block_size, sizes.page_size, dtype)
-        check_attention(backend, decoder, sizes.page_size, block_size, dtype)
+        backend.check(decoder.head_dim, sizes.block_size, sizes.page_size, dtype)
+        check_attention(backend, decoder, sizes.page_size, sizes.block_size, dtype)
     if shape.moe:
         backend.check_experts(shape.moe, shape.hidden_size)
 
     def opened(folder: Path, stage: str) -> Weights:
         return open_weights(folder, backend.device, dtype, partial(on_progress, stage))
 
-    target, draft = _load(config, target_class(models.model_type), shape, draft_shape, backend, opened, comm)
+    target, draft = _load(config, target_class(plan.model_type), shape, draft_shape, backend, opened, comm)
     tuned = {}
     if config.tune == "auto" and comm.size == 1:  # ranks must launch alike, and their clocks would not agree
         heads = [Heads(decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) for decoder in decoders]
@@ -199,7 +180,6 @@ def _load_runner(
     vocab = shape.vocab_size
     sampler = Sampler(vocab, backend) if comm.size == 1 else ShardedSampler(vocab, backend, comm)
     counts = TokenCounts(sizes.max_num_seqs, shape.vocab_size, backend)
-    max_rows = max(sizes.max_num_batched_tokens, graph_sizes.max_rows if graph_sizes else 0)
     first_draft_row = draft_shape.first_draft_row if draft_shape else 1
     hybrid = shape.gated_delta is not None
     apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
@@ -238,7 +218,7 @@ def _load_runner(
     if graph_sizes:
         graphs = _capture(forward, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
     runner = ModelRunner(forward, backend, counts, layout, pools, graphs, rank.tell)
-    if compiles and not graphs:
+    if plan.compiles and not graphs:
         if config.compile == "auto":
             compiled = load_kept(forward)
         else:
@@ -246,7 +226,7 @@ def _load_runner(
             compiled = load_or_compile(forward, traced, partial(on_progress, "compile"))
         if compiled:
             take_up(runner, compiled)
-    return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states, compiles, tuned)
+    return Loaded(runner, sizes, num_pages, dtype, shape, draft_shape, states, plan.compiles, tuned)
 
 
 def compile_packages(config: EngineConfig) -> None:
@@ -295,7 +275,7 @@ def _warm(config: EngineConfig, loaded: Loaded, on_progress: Progress) -> Engine
         serving.scheduler.pool.events = CacheEvents()
     device = str(runner.backend.device)
     shapes = loaded.target, loaded.draft, states
-    return Engine(serving, sizes, device, _name(loaded.dtype), *shapes, loaded.compiles, loaded.tuned)
+    return Engine(serving, sizes, device, name_of(loaded.dtype), *shapes, loaded.compiles, loaded.tuned)
 
 
 def matrices(target: Target) -> dict[str, list[Tensor]]:
@@ -350,47 +330,6 @@ def _check_memory(config: EngineConfig, backend: Backend, target: Weights, draft
             f"the weights take {needed >> 20} MiB in this dtype ({listed}), but {free >> 20} MiB are free on "
             f"{backend.device}: free some, or give a smaller model or a narrower --dtype"
         )
-
-
-def _dtype(config: EngineConfig, target: DecoderConfig, backend: Backend) -> torch.dtype:
-    """Return the dtype that was asked for. "auto" is the checkpoint's own, if the backend has no reason against it."""
-    if config.dtype != "auto":
-        return _DTYPES[config.dtype]
-    own, default = _DTYPES.get(target.dtype, torch.float32), backend.defaults.dtype
-    is_narrow, moe = own.itemsize < default.itemsize, target.moe
-    inner = moe.num_experts * moe.intermediate_size if moe else target.intermediate_size
-    wants_float32 = config.compile is True and is_narrow
-    reason = "--compile is for float32" if wants_float32 else backend.why_not(own, 2 * inner * target.hidden_size)
-    if reason:
-        half = f"; --dtype {_name(own)} takes half the memory" if is_narrow else ""
-        logger.info("dtype: %s, and not the checkpoint's %s, because %s%s", _name(default), _name(own), reason, half)
-        return default
-    if is_narrow:
-        exact = "takes twice the memory, and leaves texts with drafts equal but for margins below 1e-4"
-        logger.info("dtype: %s, like the checkpoint; --dtype %s %s", _name(own), _name(default), exact)
-    return own
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _graph_sizes(config: EngineConfig, sizes: Sizes, backend: Backend) -> GraphSizes | None:
-    """Return the sizes to capture, or None to run eagerly."""
-    eager = not backend.captures if config.enforce_eager is None else config.enforce_eager
-    if eager:
-        return None
-    max_graphs, limit = config.max_graphs, backend.max_graphs(config.tensor_parallel_size)
-    if limit is not None and limit < max_graphs:
-        logger.warning("--max-graphs %d: this device has streams for %d, so as many are captured", max_graphs, limit)
-        max_graphs = limit
-    return settle_graph_sizes(
-        sizes.max_num_seqs,
-        sizes.block_size,
-        max_graphs,
-        draft_graphs=config.draft is not None and not config.draft_enforce_eager,
-        spare=0 if backend.allows_empty_sequences else 1,
-    )
 
 
 def _capture(

@@ -16,7 +16,7 @@ from app.engine.cpu import linear
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.factory import make_backend
 from app.engine.device.moe import MoeConfig
-from app.engine.load.engine import _dtype
+from app.engine.load.plan import dtype_of
 from app.engine.process import _info
 from app.engine.sampling.sampler import Sampler
 from app.engine_config import EngineConfig
@@ -45,7 +45,7 @@ def chosen(checkpoint: str, hidden_size: int = 1024, **wishes: Any) -> str:
     shape = replace(demo, dtype=checkpoint, hidden_size=hidden_size, intermediate_size=2 * hidden_size)
     config = EngineConfig(DEMO / "target", device="cpu", **UNTIMED | wishes)
     backend = make_backend("cpu", batch_invariant=config.batch_invariant)
-    return str(_dtype(config, shape, backend)).removeprefix("torch.")
+    return str(dtype_of(config, shape, backend)).removeprefix("torch.")
 
 
 def test_a_checkpoint_stays_in_bfloat16_where_the_processor_multiplies_it_and_the_log_says_what_float32_gives(
@@ -95,14 +95,14 @@ def test_a_small_target_gains_nothing_and_becomes_float32_like_the_demo_with_its
         assert [chosen("bfloat16", hidden_size=size) for size in (192, 361, 363)] == ["float32"] * 2 + ["bfloat16"]
     assert "its layers are so small" in caplog.messages[0]
     demo = target_config(read_config(DEMO / "target"))
-    assert _dtype(EngineConfig(DEMO / "target", **UNTIMED), demo, CpuBackend(CPU)) == torch.float32
+    assert dtype_of(EngineConfig(DEMO / "target", **UNTIMED), demo, CpuBackend(CPU)) == torch.float32
 
 
 def test_the_experts_of_a_layer_count_together(monkeypatch):
     facts(monkeypatch)
     moe = MoeConfig(128, 8, 16, norm_topk_prob=True)
     shape = replace(target_config(read_config(DEMO / "target")), dtype="bfloat16", moe=moe)
-    assert _dtype(EngineConfig(DEMO / "target", **UNTIMED), shape, CpuBackend(CPU)) == torch.bfloat16
+    assert dtype_of(EngineConfig(DEMO / "target", **UNTIMED), shape, CpuBackend(CPU)) == torch.bfloat16
 
 
 def test_check_tells_what_a_bfloat16_checkpoint_becomes(monkeypatch):
