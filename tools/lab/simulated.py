@@ -109,7 +109,9 @@ class SimulatedRunner:
         return getattr(self._runner, name)
 
     def launch(self, inputs: StepInputs) -> SimulatedStep:
-        accepted = [min(self._draw(), num_drafts) for num_drafts in inputs.target.num_drafts.tolist()]
+        accepted = [
+            min(self._draw(), num_drafts) for num_drafts in inputs.target.num_drafts[: inputs.target.num_seqs].tolist()
+        ]
         pending = self._runner.launch(inputs)
         if self._tell_device and not inputs.has_prefill:
             self._overwrite(accepted)
@@ -119,8 +121,8 @@ class SimulatedRunner:
     def _overwrite(self, accepted: list[int]) -> None:
         """Overwrite the step's result on the device; the host's copy is on its way."""
         assert self._runner.graphs
-        (numbers,) = Packed([np.array(accepted, dtype=np.int32)], self._runner.forward.backend).tensors
-        self._runner.graphs.verified[: len(accepted), -1] = numbers
+        packed = Packed({"accepted": np.array(accepted, dtype=np.int32)}, self._runner.forward.backend)
+        self._runner.graphs.verified[: len(accepted), -1] = packed.tensors["accepted"]
 
     def _draw(self) -> int:
         """Return the number of rates above one random number, so that at least k has the chance of rate k."""

@@ -75,7 +75,7 @@ def others(engine: Engine, concurrency: int) -> dict[str, Way]:
     own = engine.core.runner
     if not own.graphs:
         return {}
-    layout = replace(own.layout, draft_columns=None, graph_sizes=None)
+    layout = replace(own.layout, graphs=None)
     eager = ModelRunner(own.forward, own.backend, own._counts, layout, own.pools)
     found = {f"{FIRST}, eager, one step at a time": Way(eager, overlap=False)}
     if any(chosen != "default" for chosen in engine.tuned.values()):
@@ -116,7 +116,7 @@ def captured(engine: Engine, own: ModelRunner, concurrency: int) -> ModelRunner:
     targets = [size for size in wide if size[0] == most[0]]
     graphs = StepGraphs(
         own.forward,
-        own.backend,
+        own.layout,
         sizes.captured(targets, [sizes.draft(concurrency, block)]),
         block_size=block,
         pages=max(engine.sizes.pages_per_sequence, engine.sizes.scratch_pages),

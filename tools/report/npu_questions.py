@@ -277,7 +277,7 @@ def captures(backend: Backend, extent: Extent) -> Result:
     try:
         StepGraphs(
             core.runner.forward,
-            core.runner.forward.backend,
+            core.runner.layout,
             sizes,
             block_size=16,
             pages=5,

@@ -31,11 +31,8 @@ class CompiledForward:
             self._first_draft_row = forward.drafter.model.config.first_draft_row
             self.draft_step, forward.drafter.context_step = of_draft
 
-    def run_target(self, token_ids: Tensor, inputs: TargetTensors, *, greedy: bool) -> TargetOutput:
-        assert len(inputs.groups) == 1
-        rows, numbers = inputs.groups[0], self._numbers
-        meta = rows.meta
-        logits_indices = numbers[: len(token_ids)] if inputs.logits_indices is None else inputs.logits_indices
+    def run_target(self, token_ids: Tensor, tensors: TargetTensors, *, greedy: bool) -> TargetOutput:
+        (rows,), numbers, logits_indices = tensors.inputs.groups, self._numbers, tensors.inputs.logits_indices
         num_logits = len(logits_indices)
         greedy = greedy and 0 < num_logits <= self._max_rows
         step = _TargetInputs(
@@ -44,21 +41,20 @@ class CompiledForward:
             choice_rows=numbers[: num_logits if greedy else 1],
             seq_ids=rows.seq_ids,
             position_offsets=rows.position_offsets,
-            query_start_loc=meta.query_start_loc,
-            seq_lens=meta.seq_lens,
-            pages=meta.page_table,
+            query_start_loc=rows.query_start_loc,
+            seq_lens=rows.seq_lens,
+            pages=rows.page_table,
         )
         hidden, choices, positions, slot_mapping, *features = self.target_step(*step)
         chosen = choices if greedy else None
         return TargetOutput(hidden[:num_logits], chosen, features[0] if features else None, positions, slot_mapping)
 
-    def draft(self, inputs: DraftTensors) -> Tensor | None:
-        rows, meta, block = inputs.rows, inputs.rows.meta, inputs.rows.meta.query_lens[0]
-        if self.draft_step is None or len(inputs.anchors) * (block - self._first_draft_row) > self._max_rows:
+    def draft(self, tensors: DraftTensors) -> Tensor | None:
+        (rows,), anchors = tensors.inputs.groups, tensors.inputs.anchors
+        block = rows.query_lens[0]
+        if self.draft_step is None or len(anchors) * (block - self._first_draft_row) > self._max_rows:
             return None
-        step = _DraftInputs(
-            inputs.anchors, rows.position_offsets, meta.seq_lens, meta.page_table, self._numbers[:block]
-        )
+        step = _DraftInputs(anchors, rows.position_offsets, rows.seq_lens, rows.page_table, self._numbers[:block])
         (drafts,) = self.draft_step(*step)
         return drafts
 

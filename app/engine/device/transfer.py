@@ -1,34 +1,47 @@
 """Copies of several arrays to the device at once."""
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from app.engine.arrays import Ints
 from app.engine.device.base import Backend
 
 _ALIGNMENT = 8
-"""Numbers of int32 in 32 bytes, the unit in which an NPU's cores move data."""
+"""Numbers of 32 bits in 32 bytes, the unit in which an NPU's cores move data."""
 
 
 class Packed:
-    """Int32 arrays on the device that arrive in one copy. `tensors` keep their memory from one `send` to the next."""
+    """Arrays of 32-bit numbers on the device that arrive in one copy, by name.
 
-    def __init__(self, arrays: Sequence[Ints], backend: Backend) -> None:
-        lengths = [len(array) for array in arrays]
-        padding = [-length % _ALIGNMENT for length in lengths]
-        sizes = [size for pair in zip(lengths, padding, strict=True) for size in pair]
-        self._starts = list(accumulate(sizes, initial=0))[:-1:2]
-        self._memory = torch.empty(sum(sizes), dtype=torch.int32, device=backend.device)
+    `tensors` have the shapes and dtypes of the arrays, and keep their memory from one `send` to the next.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], backend: Backend) -> None:
         self._backend = backend
-        self.tensors = list(self._memory.split(sizes)[::2])
+        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        size = 0
+        for name, array in arrays.items():
+            self._places[name] = slice(size, size + array.size), array.shape
+            size += array.size + -array.size % _ALIGNMENT
+        self._memory = torch.empty(size, dtype=torch.int32, device=backend.device)
+        self.tensors = {
+            name: (
+                self._memory[place].view(torch.float32) if arrays[name].dtype == np.float32 else self._memory[place]
+            ).view(shape)
+            for name, (place, shape) in self._places.items()
+        }
         self.send(arrays)
 
-    def send(self, arrays: Sequence[Ints]) -> None:
-        """Queue a copy of arrays of the same sizes."""
+    def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Queue a copy of arrays of the same names and shapes. Rows of a table may be shorter, and end with zeros."""
         packed = np.zeros(len(self._memory), dtype=np.int32)
-        for start, array in zip(self._starts, arrays, strict=True):
-            packed[start : start + len(array)] = array
+        for name, (place, shape) in self._places.items():
+            array = arrays[name].view(np.int32)
+            if len(shape) == 2:
+                packed[place].reshape(shape)[:, : array.shape[1]] = array
+            else:
+                packed[place] = array
         self._backend.upload(torch.from_numpy(packed), self._memory)

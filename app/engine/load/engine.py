@@ -183,7 +183,7 @@ def _load_runner(
     first_draft_row = draft_shape.first_draft_row if draft_shape else 1
     hybrid = shape.gated_delta is not None
     apart = backend.separate_prefill or hybrid  # a recurrent layer reads decoding rows and chunks as groups
-    layout = Layout(sizes.page_size, apart, first_draft_row=first_draft_row, hybrid=hybrid)
+    layout = Layout(sizes.page_size, apart, first_draft_row, hybrid, host_positions=backend.lengths_on_host)
     states = make_states(config, shape, sizes, dtype, backend, comm)
 
     def forward_over(num_pages: int) -> tuple[Forward, list[KvPool]]:
@@ -216,7 +216,7 @@ def _load_runner(
     forward, pools = forward_over(num_pages)
     graphs = None
     if graph_sizes:
-        graphs = _capture(forward, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
+        graphs = _capture(forward, layout, graph_sizes, sizes, comm, partial(on_progress, "graphs"))
     runner = ModelRunner(forward, backend, counts, layout, pools, graphs, rank.tell)
     if plan.compiles and not graphs:
         if config.compile == "auto":
@@ -334,6 +334,7 @@ def _check_memory(config: EngineConfig, backend: Backend, target: Weights, draft
 
 def _capture(
     forward: Forward,
+    layout: Layout,
     graph_sizes: GraphSizes,
     sizes: Sizes,
     comm: Comm,
@@ -342,7 +343,7 @@ def _capture(
     try:
         return StepGraphs(
             forward,
-            forward.backend,
+            layout,
             graph_sizes,
             block_size=sizes.block_size,
             pages=max(sizes.pages_per_sequence, sizes.scratch_pages),

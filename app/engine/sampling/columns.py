@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from app.engine.arrays import Floats, Ints
+from numpy.typing import NDArray
 
 
 class CountedTokens(NamedTuple):
@@ -27,11 +25,6 @@ class SamplingRows:
     Columns [M]: the logit of row `bias_row` and token `bias_token` gets `bias` on top.
     """
 
-    columns: dict[str, Ints | Floats]
+    columns: dict[str, NDArray[Any]]
     counted: list[CountedTokens]
     is_filtered: bool
-
-    @property
-    def arrays(self) -> list[Ints]:
-        """Return the columns for the device, fp32 as int32 of the same bits."""
-        return [column.view(np.int32) for column in self.columns.values()]

@@ -1,12 +1,9 @@
 """The tables of `columns` on the device: what the sampler is told about rows that need more than argmax."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from app.engine.device.base import Backend
@@ -74,20 +71,16 @@ def sampling_metadata(
     kinds: Sequence[SamplingRows], drafts: Tensor | None, counts: TokenCounts, backend: Backend
 ) -> list[SamplingMetadata]:
     """Return tables of rows on the device, after one copy. `drafts` [D, columns] are those that the rows stand on."""
-    if not kinds:
-        return []
-    tensors = iter(Packed([array for rows in kinds for array in rows.arrays], backend).tensors)
-    return [_metadata(rows, tensors, drafts, counts) for rows in kinds]
+    columns = {f"{n}.{name}": column for n, rows in enumerate(kinds) for name, column in rows.columns.items()}
+    found = Packed(columns, backend).tensors
+    on_device = [{name: found[f"{n}.{name}"] for name in rows.columns} for n, rows in enumerate(kinds)]
+    return [_metadata(rows, own, drafts, counts) for rows, own in zip(kinds, on_device, strict=True)]
 
 
 def _metadata(
-    rows: SamplingRows, tensors: Iterator[Tensor], drafts: Tensor | None, counts: TokenCounts
+    rows: SamplingRows, on_device: dict[str, Tensor], drafts: Tensor | None, counts: TokenCounts
 ) -> SamplingMetadata:
     host = rows.columns
-    on_device = {
-        name: tensor.view(torch.float32) if column.dtype == np.float32 else tensor
-        for (name, column), tensor in zip(host.items(), islice(tensors, len(host)), strict=True)
-    }
     filters = additions = penalties = None
     if rows.is_filtered:
         short = bool(host["top_k"].max() <= SHORTLIST)

@@ -91,23 +91,25 @@ class TokenCounts:
                 prompted.append(np.array(seq.token_ids[:done], dtype=np.int32) + row)
             emitted.append(np.array(seq.token_ids[done:], dtype=np.int32) + row)
             self._counted[seq.batch_slot] = (seq.key, len(seq.token_ids))
-        return self._add([np.array(cleared, dtype=np.int32), np.concatenate(prompted), np.concatenate(emitted)])
+        return self._add(np.array(cleared, dtype=np.int32), np.concatenate(prompted), np.concatenate(emitted))
 
     def forget(self) -> None:
         """Count all tokens again at the next call, because a step failed."""
         self._counted.clear()
 
-    def _add(self, arrays: list[Ints]) -> tuple[Tensor, Tensor]:
+    def _add(self, cleared: Ints, prompted_places: Ints, emitted_places: Ints) -> tuple[Tensor, Tensor]:
         if self._counts is None:
             device = self._backend.device
             counts = torch.zeros(self._shape, dtype=torch.int32, device=device)
             self._counts = counts, torch.zeros(self._shape, dtype=torch.bool, device=device)
         emitted, prompted = self._counts
-        batch_slots, prompt_places, places = (x.long() for x in Packed(arrays, self._backend).tensors)
+        arrays = {"cleared": cleared, "prompted": prompted_places, "emitted": emitted_places}
+        packed = {name: x.long() for name, x in Packed(arrays, self._backend).tensors.items()}
+        batch_slots, places = packed["cleared"], packed["emitted"]
         if len(batch_slots):
             emitted.index_fill_(0, batch_slots, 0)
             prompted.index_fill_(0, batch_slots, False)
-            prompted.view(-1).index_fill_(0, prompt_places, True)
+            prompted.view(-1).index_fill_(0, packed["prompted"], True)
         if len(places):
             emitted.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         return self._counts

@@ -1,122 +1,108 @@
-"""A batch as arrays: token ids, lengths, page tables, and which rows are sampled. Pure NumPy, no loop over tokens.
+"""A step as one record of arrays: token ids, lengths, page tables, and which rows are sampled. No torch.
 
-`forward` computes positions and slots from them on the device, after one packed copy.
+The same records hold NumPy arrays on the host and tensors on the device, by the same names (`A`). `arrays` and
+`with_arrays` go over their fields, so the copy between the two, and the message to other ranks, know no field.
+Positions and slots are computed on the device, after one packed copy, unless the device takes them from the host.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from app.engine.arrays import Ints
 from app.engine.schedule.batch import Batch, ScheduledSequence
-from app.engine.step.graph_sizes import GraphSizes
+from app.engine.step.graph_sizes import GraphSizes, Size
 from app.engine.step.sampling_rows import SampledSequence, SamplingRows, sampling_rows
 
+A = TypeVar("A")
+R = TypeVar("R")
+
 
 @dataclass(slots=True)
-class RowGroup:
-    """Rows of S sequences that go through attention in one call, back to back.
+class RowGroup(Generic[A]):
+    """R rows of S sequences that go through attention in one call, back to back. All arrays are int32.
 
-    Sequence i has query_lens[i] rows, from position starts[i] on. `page_table` is [S, P], padded with the scratch page
-    0. `query_lens` and `host_seq_lens` (the rows themselves included) are host lists of S.
+    Row r is of sequence `seq_ids[r]` [R]. `position_offsets` [S] is a sequence's first position less the number of its
+    first row, so a row's position is its number plus that. `query_start_loc` [S + 1] are the numbers of first rows, and
+    `seq_lens` [S] include the rows themselves. `page_table` is [S, P], padded with the scratch page 0. `query_lens` and
+    `host_seq_lens` are lengths on the host. `positions` and `slot_mapping` [R] are there if the device wants them.
     """
 
-    starts: Ints
-    page_table: Ints
+    seq_ids: A
+    position_offsets: A
+    query_start_loc: A
+    seq_lens: A
+    page_table: A
     query_lens: list[int]
     host_seq_lens: list[int]
-
-    @property
-    def arrays(self) -> list[Ints]:
-        """Return the arrays of `AttentionInputs` and its metadata: a sequence [R] of each row, position offsets [S],
-        query_start_loc [S + 1], sequence lengths [S], and the page table, flat."""
-        query_start_loc = np.array([0, *accumulate(self.query_lens)], dtype=np.int32)
-        seq_lens = np.array(self.host_seq_lens, dtype=np.int32)
-        seq_ids = np.repeat(np.arange(len(self.query_lens), dtype=np.int32), self.query_lens)
-        return [seq_ids, self.starts - query_start_loc[:-1], query_start_loc, seq_lens, self.page_table.ravel()]
-
-    def positions_and_slots(self, page_size: int) -> list[Ints]:
-        """Return the position [R] of each row, and its slot [R]."""
-        seq_ids, offsets = self.arrays[:2]
-        positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
-        pages, in_page = np.divmod(positions, np.int32(page_size))
-        return [positions, self.page_table[seq_ids, pages] * np.int32(page_size) + in_page]
+    positions: A | None = None
+    slot_mapping: A | None = None
 
 
 @dataclass(slots=True)
-class DraftInputs:
-    """D blocks to draft, each from its anchor on. `prev_rows` [D] are as in TargetInputs."""
+class DraftInputs(Generic[A]):
+    """D blocks to draft, each from its anchor on. `prev_rows` [D] are as in TargetInputs. Requests have no padding."""
 
     request_ids: list[str]
-    anchors: Ints
-    prev_rows: Ints
-    group: RowGroup
-
-    @property
-    def arrays(self) -> list[Ints]:
-        return [self.anchors, self.prev_rows, *self.group.arrays]
+    anchors: A
+    prev_rows: A
+    groups: list[RowGroup[A]]
 
 
 @dataclass(slots=True)
-class RecurrentInputs:
+class RecurrentInputs(Generic[A]):
     """Slots [S + C] of a step's recurrent states, which are read from `slots` and written to `next_slots`.
 
     The first S sequences decode, with at most `width` rows each. Then come C chunks of prompts with `chunk_lens` [C]
     rows from positions `chunk_starts` [C] on. In a graph shapes are `static`.
     """
 
-    slots: Ints
-    next_slots: Ints
-    chunk_starts: Ints
-    chunk_lens: Ints
+    slots: A
+    next_slots: A
+    chunk_starts: A
+    chunk_lens: A
+    host_chunk_lens: list[int]
     width: int
     static: bool = False
 
-    @property
-    def arrays(self) -> list[Ints]:
-        return [self.slots, self.next_slots, self.chunk_starts, self.chunk_lens]
-
 
 @dataclass(slots=True)
-class TargetInputs:
+class TargetInputs(Generic[A]):
     """The target's T rows. `token_ids` [T] has 0 where a draft belongs. `token_source` [T] is where a row's token is:
     among `token_ids` at its own number, or at T + its place in the flattened drafts.
 
     `logits_indices` [R] are the rows whose next token is wanted. Sampled sequence i of S has the logit rows
     `logits_start[i] ...`, one and then one per draft. `draft_index[i]` is its row in the drafts, 0 if it has none.
-    `prev_rows[i]` is its row in the result of the step in flight, which moves its anchor and its start, or -1. The last
-    sequence of a padded step is padding, and has no entry there. `recurrent` is there if the target is a hybrid.
+    `prev_rows[i]` is its row in the result of the step in flight, which moves its anchor and its start, or -1. Without
+    padding there are `num_seqs`. The last sequence of a padded step is padding, and has no entry in `prev_rows`.
+    `recurrent` is there if the target is a hybrid.
     """
 
-    token_ids: Ints
-    token_source: Ints
-    logits_indices: Ints
-    logits_start: Ints
-    num_drafts: Ints
-    draft_index: Ints
-    prev_rows: Ints
-    groups: list[RowGroup]
-    recurrent: RecurrentInputs | None = None
-
-    @property
-    def arrays(self) -> list[Ints]:
-        logits = [self.logits_indices, self.logits_start, self.num_drafts, self.draft_index]
-        own = [self.token_ids, self.token_source, *logits, self.prev_rows]
-        states = self.recurrent.arrays if self.recurrent else []
-        return own + [array for group in self.groups for array in group.arrays] + states
+    token_ids: A
+    token_source: A
+    logits_indices: A
+    logits_start: A
+    num_drafts: A
+    draft_index: A
+    prev_rows: A
+    groups: list[RowGroup[A]]
+    num_seqs: int
+    recurrent: RecurrentInputs[A] | None = None
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step as arrays. A runner gets nothing else, so it can be pickled and sent to another process.
+    """One step as arrays. A runner gets nothing else, so it can be sent to another process.
 
     `sampling` is empty if argmax is enough for all rows. `sequence_keys` are those of the decoding sequences. The token
     lists in `sampling` are those of the sequences themselves, so a step is launched before the next commit.
     """
 
-    target: TargetInputs
-    draft: DraftInputs | None
+    target: TargetInputs[Ints]
+    draft: DraftInputs[Ints] | None
     sampling: list[SamplingRows]
     sequence_keys: list[tuple[str, int]]
     has_prefill: bool
@@ -127,106 +113,195 @@ class StepInputs:
         return None if self.has_prefill or self.draft else self.sequence_keys
 
 
+def arrays(record: Any) -> dict[str, Ints]:
+    """Return the arrays of DraftInputs or TargetInputs by name, those of their groups and states too."""
+    return dict(_named(record, ""))
+
+
+def _named(record: Any, prefix: str) -> Iterator[tuple[str, Ints]]:
+    for name in record.__slots__:
+        value = getattr(record, name)
+        if isinstance(value, np.ndarray):
+            yield prefix + name, value
+        elif name == "recurrent" and value is not None:
+            yield from _named(value, "recurrent.")
+        elif name == "groups":
+            for number, group in enumerate(value):
+                yield from _named(group, f"groups.{number}.")
+
+
+def with_arrays(record: R, found: Mapping[str, Any], prefix: str = "") -> R:
+    """Return the record with others in the place of its arrays, by the names that `arrays` gives them."""
+    fields: dict[str, Any] = {}
+    for name in record.__slots__:  # type: ignore[attr-defined]
+        value = getattr(record, name)
+        if name == "recurrent" and value is not None:
+            value = with_arrays(value, found, "recurrent.")
+        elif name == "groups":
+            value = [with_arrays(group, found, f"groups.{number}.") for number, group in enumerate(value)]
+        fields[name] = found.get(prefix + name, value)
+    return type(record)(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLayout:
+    """Arrangement of decode steps that graphs run: padded to `sizes`, with drafts in `block_size` - 1 columns.
+
+    Padding rows lie on the first `scratch_pages`, each in a slot of its own.
+    """
+
+    sizes: GraphSizes
+    block_size: int
+    scratch_pages: int
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Arrangement of arrays that a runner reads.
 
-    Prefill chunks are a group of their own if `separate_prefill`. With graphs drafts lie in `draft_columns`, and blocks
-    are widened to a captured width of `graph_sizes`. A draft's block has a row for each draft, and with a
-    `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state.
+    Prefill chunks are a group of their own if `separate_prefill`. A draft's block has a row for each draft, and with a
+    `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
+    `host_positions`, which are positions and slots.
     """
 
     page_size: int
     separate_prefill: bool = True
-    draft_columns: int | None = None
-    graph_sizes: GraphSizes | None = None
     first_draft_row: int = 1
     hybrid: bool = False
+    host_positions: bool = False
+    graphs: GraphLayout | None = None
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
-        rows, num_blocks = batch.block_rows, sum(share.num_drafts > 0 for share in batch.decodes)
-        if self.graph_sizes and self.graph_sizes.drafts and num_blocks:
-            _, rows = self.graph_sizes.draft(num_blocks, rows)
-        inputs = build(
-            batch,
-            self.page_size,
-            rows,
-            draft_columns=self.draft_columns,
-            separate_prefill=self.separate_prefill,
-            first_draft_row=self.first_draft_row,
+        blocks, width, size, graphs = batch.num_drafting, batch.block_rows, None, self.graphs
+        if graphs and graphs.sizes.drafts and blocks:
+            blocks, width = graphs.sizes.draft(blocks, width)
+        if graphs and not batch.prefills:
+            size = graphs.sizes.target(len(batch.decodes), len(batch.decodes) + batch.num_drafts)
+        target = self.target(batch, size, graphs.block_size - 1 if graphs else width - 1)
+        draft = self.draft(batch, blocks, width) if blocks else None
+        sampled = [
+            SampledSequence(share, logits_start, draft_index)
+            for share, logits_start, draft_index in zip(
+                batch.sampling, target.logits_start.tolist(), target.draft_index.tolist(), strict=False
+            )
+            if not share.seq.request.sampling.is_argmax
+        ]
+        keys = [share.seq.key for share in batch.decodes]
+        return StepInputs(target, draft, sampling_rows(sampled) if sampled else [], keys, bool(batch.prefills))
+
+    def draft(self, batch: Batch, blocks: int, width: int, pages: int = 0) -> DraftInputs[Ints]:
+        """Return `blocks` blocks of `width` - 1 drafts, also if fewer of their rows are verified. Missing ones are
+        padding."""
+        rows = width - 1 + self.first_draft_row
+        drafting = [share for share in batch.decodes if share.num_drafts]
+        padding = [rows] * (blocks - len(drafting))
+        return DraftInputs(
+            request_ids=[share.seq.request.request_id for share in drafting],
+            anchors=_filled([share.seq.token_ids[-1] for share in drafting], blocks),
+            prev_rows=_filled([share.prev_row for share in drafting], blocks, -1),
+            groups=[self._group(drafting, [rows] * len(drafting), padding, pages)],
         )
-        if self.hybrid:
-            inputs.target.recurrent = _recurrent_inputs(batch)
-        return inputs
 
+    def target(self, batch: Batch, size: Size | None, draft_columns: int, pages: int = 0) -> TargetInputs[Ints]:
+        """Return the target's rows, padded to (sequences, rows) of `size` if it is given.
 
-def build(
-    batch: Batch,
-    page_size: int,
-    block_rows: int,
-    *,
-    draft_columns: int | None = None,
-    separate_prefill: bool = True,
-    first_draft_row: int = 1,
-) -> StepInputs:
-    """Return the arrays of a batch that is not empty, with draft blocks for `block_rows` - 1 drafts.
+        A missing sequence gets as many rows as the size says, and one more sequence all others, which may be none.
+        Tables of a graph to be captured are `pages` wide.
+        """
+        shares, sampling = batch.rows, batch.sampling
+        counts, tokens = [share.count for share in shares], _token_ids(shares)
+        num_drafts = [share.num_drafts for share in sampling]
+        logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
+        drafting_so_far = accumulate(count > 0 for count in num_drafts)
+        draft_index = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
+        num_rows, padding, entries = len(tokens), list[int](), len(sampling)
+        if size:
+            assert self.graphs
+            missing, each = size[0] - len(shares), self.graphs.sizes.padding_rows(*size)
+            padding = [each] * missing + [size[1] - num_rows - each * missing]
+            num_rows, entries = size[1], size[0]
+        every_row = np.arange(num_rows, dtype=np.int32)
+        token_source = logits_indices = every_row
+        if batch.prefills:
+            ends = accumulate(counts)
+            firsts = [end - share.num_drafts - 1 for share, end in zip(shares, ends, strict=True) if share.needs_logits]
+            logits_indices = _ranges(firsts, [count + 1 for count in num_drafts])
+        if any(num_drafts):
+            drafts = _ranges([first + 1 for first in logits_start], num_drafts)
+            token_source = every_row.copy()
+            token_source[logits_indices[drafts]] = num_rows + _ranges(
+                [index * draft_columns for index in draft_index], num_drafts
+            )
+        parts = (batch.decodes, batch.prefills) if self.separate_prefill and not size else (shares,)
+        places = entries + bool(size)
+        return TargetInputs(
+            token_ids=_filled(tokens, num_rows),
+            token_source=token_source,
+            logits_indices=logits_indices,
+            logits_start=_filled(logits_start, places),
+            num_drafts=_filled(num_drafts, places),
+            draft_index=_filled(draft_index, places),
+            prev_rows=_filled([share.prev_row for share in sampling], entries, -1),
+            groups=[
+                self._group(part, [share.count for share in part], padding, pages) for part in parts if part or padding
+            ],
+            num_seqs=len(sampling),
+            recurrent=self._recurrent(batch, size) if self.hybrid else None,
+        )
 
-    Drafts lie in `draft_columns`, or without gaps if it is None. See `Layout` for the others.
-    """
-    rows, sampling = batch.rows, batch.sampling
-    token_ids = _token_ids(rows)
-    num_drafts = [share.num_drafts for share in sampling]
-    logits_start = [0, *accumulate(count + 1 for count in num_drafts)][:-1]
-    drafting_so_far = accumulate(count > 0 for count in num_drafts)
-    draft_index = [so_far - 1 if count else 0 for so_far, count in zip(drafting_so_far, num_drafts, strict=True)]
-    every_row = np.arange(len(token_ids), dtype=np.int32)
-    token_source = logits_indices = every_row
-    if batch.prefills:
-        ends = accumulate(share.count for share in rows)
-        firsts = [end - share.num_drafts - 1 for share, end in zip(rows, ends, strict=True) if share.needs_logits]
-        logits_indices = _ranges(firsts, [count + 1 for count in num_drafts])
-    if any(num_drafts):
-        drafts = _ranges([first + 1 for first in logits_start], num_drafts)
-        token_source = every_row.copy()
-        columns = block_rows - 1 if draft_columns is None else draft_columns
-        token_source[logits_indices[drafts]] = len(every_row) + _ranges([n * columns for n in draft_index], num_drafts)
-    parts = (batch.decodes, batch.prefills) if separate_prefill else (rows,)
-    target = TargetInputs(
-        token_ids=token_ids,
-        token_source=token_source,
-        logits_indices=logits_indices,
-        logits_start=np.array(logits_start, dtype=np.int32),
-        num_drafts=np.array(num_drafts, dtype=np.int32),
-        draft_index=np.array(draft_index, dtype=np.int32),
-        prev_rows=_prev_rows(sampling),
-        groups=[_group(part, [share.count for share in part], page_size) for part in parts if part],
-    )
-    draft = _draft_inputs(batch, page_size, block_rows - 1 + first_draft_row) if any(num_drafts) else None
-    sampled = [
-        SampledSequence(*each)
-        for each in zip(sampling, logits_start, draft_index, strict=True)
-        if not each[0].seq.request.sampling.is_argmax
-    ]
-    keys = [share.seq.key for share in batch.decodes]
-    return StepInputs(target, draft, sampling_rows(sampled) if sampled else [], keys, bool(batch.prefills))
+    def _group(
+        self, shares: list[ScheduledSequence], counts: list[int], padding: list[int], pages: int
+    ) -> RowGroup[Ints]:
+        """Return `counts[i]` rows from the start of `shares[i]` on, with pages for the greatest start they may have.
 
+        Sequences of `padding[i]` rows follow. Their rows lie one after another on the scratch pages, and each attends
+        to as many tokens as it has rows, from the first scratch page on (N30 of docs/npu-contract.md).
+        """
+        starts = [share.start for share in shares]
+        seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
+        ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
+        scratch = self.graphs.scratch_pages if self.graphs and padding else 0
+        width = max(pages, scratch, -(-max(ends, default=0) // self.page_size))
+        page_table = np.zeros((len(shares) + len(padding), width), dtype=np.int32)
+        for row, share in zip(page_table, shares, strict=False):
+            own = np.frombuffer(share.seq.pages, dtype=np.int32)[:width]
+            row[: len(own)] = own
+        page_table[len(shares) :, :scratch] = np.arange(scratch)
+        if padding:
+            starts += [0, *accumulate(padding[:-1])]
+            counts, seq_lens = counts + padding, seq_lens + padding
+        query_start_loc = np.array([0, *accumulate(counts)], dtype=np.int32)
+        offsets = np.array(starts, dtype=np.int32) - query_start_loc[:-1]
+        seq_ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        lens = np.array(seq_lens, dtype=np.int32)
+        group: RowGroup[Ints] = RowGroup(seq_ids, offsets, query_start_loc, lens, page_table, counts, seq_lens)
+        if self.host_positions:
+            group.positions = np.arange(len(seq_ids), dtype=np.int32) + offsets[seq_ids]
+            page, in_page = np.divmod(group.positions, np.int32(self.page_size))
+            group.slot_mapping = page_table[seq_ids, page] * np.int32(self.page_size) + in_page
+        return group
 
-def _recurrent_inputs(batch: Batch) -> RecurrentInputs:
-    moves = [(share.seq.state_slot, share.next_slot or share.seq.state_slot) for share in batch.decodes]
-    chunks = []
-    for share in batch.prefills:
-        slot, next_slot = share.seq.state_slot, share.next_slot or share.seq.state_slot
-        if share.split:
-            moves.append((slot, share.seq.split_slot))
-            chunks.append((share.start, share.split - share.start))
-            slot = share.seq.split_slot
-        first = share.split or share.start
-        moves.append((slot, next_slot))
-        chunks.append((first, share.end - first))
-    slots, next_slots = _columns(moves)
-    starts, lens = _columns(chunks)
-    return RecurrentInputs(slots, next_slots, starts, lens, max((share.count for share in batch.decodes), default=0))
+    def _recurrent(self, batch: Batch, size: Size | None) -> RecurrentInputs[Ints]:
+        moves = [(share.seq.state_slot, share.next_slot or share.seq.state_slot) for share in batch.decodes]
+        chunks = []
+        for share in batch.prefills:
+            slot, next_slot = share.seq.state_slot, share.next_slot or share.seq.state_slot
+            if share.split:
+                moves.append((slot, share.seq.split_slot))
+                chunks.append((share.start, share.split - share.start))
+                slot = share.seq.split_slot
+            first = share.split or share.start
+            moves.append((slot, next_slot))
+            chunks.append((first, share.end - first))
+        width = max((share.count for share in batch.decodes), default=0)
+        if size:  # padding sequences share the scratch slot
+            assert self.graphs
+            moves += [(0, 0)] * (size[0] + 1 - len(moves))
+            width = min(self.graphs.block_size, size[1] - self.graphs.sizes.padding_rows(*size) * (size[0] - 1))
+        slots, next_slots = _columns(moves)
+        starts, lens = _columns(chunks)
+        return RecurrentInputs(slots, next_slots, starts, lens, lens.tolist(), width, static=size is not None)
 
 
 def _columns(pairs: list[tuple[int, int]]) -> Ints:
@@ -234,41 +309,20 @@ def _columns(pairs: list[tuple[int, int]]) -> Ints:
     return np.array(pairs, dtype=np.int32).reshape(-1, 2).T
 
 
-def _token_ids(shares: list[ScheduledSequence]) -> Ints:
+def _token_ids(shares: list[ScheduledSequence]) -> list[int]:
     """Return the tokens of all rows, 0 where a draft belongs."""
     token_ids: list[int] = []
-    for rows in shares:
-        own = rows.seq.token_ids[rows.start : rows.end]
+    for share in shares:
+        own = share.seq.token_ids[share.start : share.end]
         token_ids += own
-        token_ids += [0] * (rows.count - len(own))
-    return np.array(token_ids, dtype=np.int32)
+        token_ids += [0] * (share.count - len(own))
+    return token_ids
 
 
-def _group(shares: list[ScheduledSequence], counts: list[int], page_size: int) -> RowGroup:
-    """Return `counts[i]` rows from the start of `shares[i]` on, with pages for the greatest start they may have."""
-    starts = [rows.start for rows in shares]
-    seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
-    width = -(-max(length + rows.max_accepted for length, rows in zip(seq_lens, shares, strict=True)) // page_size)
-    page_table: Ints = np.zeros((len(shares), width), dtype=np.int32)
-    for row, rows in zip(page_table, shares, strict=True):
-        pages = np.frombuffer(rows.seq.pages, dtype=np.int32)[:width]
-        row[: len(pages)] = pages
-    return RowGroup(np.array(starts, dtype=np.int32), page_table, counts, seq_lens)
-
-
-def _draft_inputs(batch: Batch, page_size: int, block_rows: int) -> DraftInputs:
-    """Return blocks of one width from each anchor on, also if fewer of their rows are verified."""
-    drafting = [rows for rows in batch.decodes if rows.num_drafts]
-    return DraftInputs(
-        request_ids=[rows.seq.request.request_id for rows in drafting],
-        anchors=np.array([rows.seq.token_ids[-1] for rows in drafting], dtype=np.int32),
-        prev_rows=_prev_rows(drafting),
-        group=_group(drafting, [block_rows] * len(drafting), page_size),
-    )
-
-
-def _prev_rows(shares: list[ScheduledSequence]) -> Ints:
-    return np.array([rows.prev_row for rows in shares], dtype=np.int32)
+def _filled(values: list[int], size: int, padding: int = 0) -> Ints:
+    filled: Ints = np.full(size, padding, dtype=np.int32)
+    filled[: len(values)] = values
+    return filled
 
 
 def _ranges(starts: list[int], counts: list[int]) -> Ints:

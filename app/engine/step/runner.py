@@ -1,12 +1,12 @@
 """The device side of a step: draft, target, context KV, verify. A few copies in, one copy out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from app.engine.arrays import Ints
 from app.engine.device.base import Backend
 from app.engine.device.transfer import Packed
 from app.engine.models.kv_pool import KvPool
@@ -16,7 +16,7 @@ from app.engine.schedule.batch import StepResult
 from app.engine.step.forward import Forward
 from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
-from app.engine.step.inputs import DraftInputs, Layout, StepInputs
+from app.engine.step.inputs import DraftInputs, Layout, StepInputs, TargetInputs
 
 Tell = Callable[[StepInputs | list[int]], None]
 """Function that lets the other ranks launch a step too, or scrub slots."""
@@ -65,7 +65,7 @@ class ModelRunner:
         self._counts = counts
         self._tell = tell
         if graphs:
-            self.layout = replace(layout, draft_columns=graphs.draft_columns, graph_sizes=graphs.sizes)
+            self.layout = graphs.layout
 
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> PendingStep:
@@ -82,8 +82,8 @@ class ModelRunner:
             if self.graphs and not inputs.has_prefill:
                 verified = self.graphs.target(inputs.target, draws)
             else:
-                verified = self._target(inputs, drafts, draws)
-        return PendingStep(self.backend.start_download(verified[: len(inputs.target.logits_start)]))
+                verified = self._target(inputs.target, drafts, draws)
+        return PendingStep(self.backend.start_download(verified[: inputs.target.num_seqs]))
 
     @property
     def padded_to(self) -> GraphSizes | None:
@@ -105,23 +105,22 @@ class ModelRunner:
         if self._tell:
             self._tell(slot_mapping)
         self.forward.pending_context.write()
-        (slots,) = Packed([np.array(slot_mapping, dtype=np.int32)], self.backend).tensors
+        packed = Packed({"slots": np.array(slot_mapping, dtype=np.int32)}, self.backend)
         for pool in self.pools:
-            pool.clear(slots)
+            pool.clear(packed.tensors["slots"])
 
-    def _draft(self, inputs: DraftInputs) -> Tensor:
+    def _draft(self, inputs: DraftInputs[Ints]) -> Tensor:
         """Return drafts [D, columns], integers: those of one block, or with graphs of the widest."""
         if self.graphs and self.graphs.has_draft:
             return self.graphs.draft(inputs)
-        tensors = self.forward.draft_tensors(inputs, Packed(self.forward.arrays(inputs), self.backend))
-        self.forward.plan(tensors.rows, inputs.group)
+        tensors = self.forward.on_device(inputs)
+        self.forward.plan(tensors, inputs)
         drafts = self.forward.draft(tensors)
         return self.graphs.keep(drafts) if self.graphs else drafts
 
-    def _target(self, inputs: StepInputs, drafts: Tensor | None, draws: Sequence[SamplingMetadata]) -> Tensor:
+    def _target(self, inputs: TargetInputs[Ints], drafts: Tensor | None, draws: Sequence[SamplingMetadata]) -> Tensor:
         """Return the result of `engine.verify` [S, w + 1]."""
-        tensors = self.forward.target_tensors(inputs.target, Packed(self.forward.arrays(inputs.target), self.backend))
-        for rows, group in zip(tensors.groups, inputs.target.groups, strict=True):
-            self.forward.plan(rows, group)
+        tensors = self.forward.on_device(inputs)
+        self.forward.plan(tensors, inputs)
         _, choices = self.forward.choose(tensors, drafts, draws)
-        return self.forward.verify(tensors, choices, drafts)
+        return self.forward.verify(tensors.inputs, choices, drafts)

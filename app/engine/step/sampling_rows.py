@@ -4,11 +4,12 @@ A new sampling parameter is one line of PARAMETERS, and one that uses it in `app
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from app.engine.arrays import Floats, Ints
+from app.engine.arrays import Ints
 from app.engine.sampling.columns import CountedTokens, SamplingRows
 from app.engine.sampling.noise import noise_states
 from app.engine.schedule.batch import ScheduledSequence
@@ -57,7 +58,7 @@ def _rows(sampled: Sequence[SampledSequence]) -> SamplingRows:
     def repeated(values: Sequence[int]) -> Ints:
         return np.repeat(np.array(values, dtype=np.int32), counts)
 
-    columns: dict[str, Ints | Floats] = {
+    columns: dict[str, NDArray[Any]] = {
         "rows": repeated([one.logits_start for one in sampled]) + places,
         "state": np.concatenate([_noise_states(one.share) for one in sampled]),
         "batch_slot": repeated([seq.batch_slot for seq in seqs]),

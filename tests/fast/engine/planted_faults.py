@@ -11,7 +11,7 @@ from app.engine.core import EngineCore
 from app.engine.load.engine import Engine
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sequence import Sequence
-from app.engine.step import inputs as step_inputs
+from app.engine.step.inputs import Layout
 from app.messages import Request, TokenDelta
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.lossless import make_engine
@@ -102,14 +102,14 @@ def names(rows: list[Any]) -> set[str]:
 
 
 def in_build(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
-    build = step_inputs.build
+    build = Layout.build
 
-    def spoilt(batch: Any, *args: Any, **settings: Any) -> Any:
+    def spoilt(layout: Layout, batch: Any) -> Any:
         if "bad" in names(batch.rows):
             raise Planted("in build")
-        return build(batch, *args, **settings)
+        return build(layout, batch)
 
-    patch.setattr(step_inputs, "build", spoilt)
+    patch.setattr(Layout, "build", spoilt)
 
 
 def during(method: str, *, behind: bool = False) -> Plant:
@@ -166,10 +166,10 @@ def in_read(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
 def in_counts(patch: pytest.MonkeyPatch, core: EngineCore) -> None:
     add = TokenCounts._add
 
-    def spoilt(counts: TokenCounts, arrays: Any) -> Any:
+    def spoilt(counts: TokenCounts, *arrays: Any) -> Any:
         if any(key[0] == "bad" for key, _ in counts._counted.values()):
             raise Planted("behind the notes of who is counted")
-        return add(counts, arrays)
+        return add(counts, *arrays)
 
     patch.setattr(TokenCounts, "_add", spoilt)
 

@@ -10,7 +10,7 @@ import torch
 
 from app.engine.load.engine import Engine
 from app.engine.npu.error_codes import explain
-from app.engine.step import inputs as step_inputs
+from app.engine.step.inputs import Layout
 from app.messages import Request, SamplingParams
 from tests.costs import fast_ones
 from tests.fast.engine.flat_request import flat_request
@@ -239,14 +239,14 @@ def test_several_that_raise_at_once_are_all_dropped(pair: Pair, monkeypatch: pyt
     good, settings = requests(pair, 2), {"max_num_seqs": 8}
     plain = undisturbed(engine_of(pair, **settings), good)
     engine = engine_of(pair, **settings)
-    build = step_inputs.build
+    build = Layout.build
 
-    def spoilt(batch: Any, *args: Any, **settings: Any) -> Any:
+    def spoilt(layout: Layout, batch: Any) -> Any:
         if any(name.startswith("bad") for name in names(batch.rows)):
             raise Planted
-        return build(batch, *args, **settings)
+        return build(layout, batch)
 
-    monkeypatch.setattr(step_inputs, "build", spoilt)
+    monkeypatch.setattr(Layout, "build", spoilt)
     bad = [Request(f"bad {i}", (1, 2), 4) for i in range(5)]
     run = Run(engine, [*bad[:3], good[0], bad[3], good[1], bad[4]]).to_the_end()
     assert len(run.errors()) == 5
@@ -254,7 +254,7 @@ def test_several_that_raise_at_once_are_all_dropped(pair: Pair, monkeypatch: pyt
 
 
 def test_an_engine_whose_warm_up_fails_does_not_start(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_inputs, "build", lambda *_, **settings: 1 / 0)
+    monkeypatch.setattr(Layout, "build", lambda *_, **settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine_of(pair)
 
@@ -266,7 +266,7 @@ def test_an_exception_that_everyone_raises_ends_the_engine(pair: Pair, count: in
     def broken(*_: Any, **settings: Any) -> Any:
         raise Planted("all is lost")
 
-    monkeypatch.setattr(step_inputs, "build", broken)
+    monkeypatch.setattr(Layout, "build", broken)
     with pytest.raises(Planted, match="all is lost"):
         for i in range(3):
             for request in requests(pair, count):
@@ -290,11 +290,11 @@ def test_an_error_of_the_device_ends_the_engine_at_once(pair: Pair, error: Excep
     monkeypatch.setattr(backend, "explain", lambda error: explain(str(error)))
     launches = []
 
-    def broken(batch: Any, *_: Any, **settings: Any) -> Any:
+    def broken(layout: Layout, batch: Any) -> Any:
         launches.append(batch)
         raise error
 
-    monkeypatch.setattr(step_inputs, "build", broken)
+    monkeypatch.setattr(Layout, "build", broken)
     for request in requests(pair, 4):
         engine.core.add(request)
     with pytest.raises(type(error)):

@@ -95,6 +95,15 @@ def test_without_graphs_nothing_overlaps(lucky: Pair):
     assert not eager(lucky, enforce_eager=False, max_graphs=4).core.overlap, "lengths are the host's"
 
 
+def test_steps_count_why_the_next_one_was_not_ahead(lucky: Pair):
+    reasons = set[str]()
+    overlapping(lucky).core.run(requests(2), lambda step: reasons.add(step.stats.not_ahead))
+    assert reasons == {"", "prefill", "end"}
+    reasons.clear()
+    eager(lucky).core.run(requests(2), lambda step: reasons.add(step.stats.not_ahead))
+    assert reasons == {""}, "only engines that overlap count them"
+
+
 def test_every_call_says_what_a_step_did(lucky: Pair):
     """The one that begins a stretch, too: it launches two steps and reads one."""
     run = Run(overlapping(lucky), requests(3))
@@ -489,10 +498,10 @@ def test_simulated_lengths_are_the_devices_too(lucky: Pair):
     forward = core.runner.forward
     choose = forward.choose
 
-    def noted(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        (rows, *_) = inputs.groups
-        starts.append(rows.position_offsets.tolist() if len(inputs.groups) == 1 else [])
-        return choose(inputs, *args, **kwargs)
+    def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        (group, *others) = tensors.inputs.groups
+        starts.append([] if others else group.position_offsets.tolist())
+        return choose(tensors, *args, **kwargs)
 
     forward.choose = noted
     simulate(core, survival([3.0], BLOCK))

@@ -26,7 +26,7 @@ from app.engine.sampling.penalties import Penalties, TokenCounts, penalise
 from app.engine.sampling.sampler import Sampler
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.sequence import Sequence as EngineSequence
-from app.engine.step import inputs as step_inputs
+from app.engine.step.inputs import Layout
 from app.messages import Request, SamplingParams
 from tests.fast.engine.flat_request import flat_request
 from tests.fast.engine.pairs import Pair, make_pair
@@ -347,7 +347,8 @@ class Step:
     def choices(self, backend: TorchBackend, counts: TokenCounts | None = None) -> list[int]:
         """The engine's: arrays, their copies on the device, counts, and the sampler."""
         counts = counts or TokenCounts(64, self.vocab, backend)
-        inputs = step_inputs.build(self.batch, page_size=4, block_rows=self.block)
+        self.batch.block_rows = self.block
+        inputs = Layout(page_size=4).build(self.batch)
         draws = sampling_metadata(inputs.sampling, self.drafts, counts, backend)
         return Sampler(self.vocab, backend).choose(self.logits, torch.eye(self.vocab), draws).tolist()
 

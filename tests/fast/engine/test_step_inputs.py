@@ -14,16 +14,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from app.engine.device.base import AttentionMetadata
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
-from app.engine.step import inputs as step_inputs
-from app.engine.step import padding
 from app.engine.step.graph_sizes import settle_graph_sizes
-from app.engine.step.inputs import RowGroup, StepInputs
+from app.engine.step.inputs import GraphLayout, Layout, RowGroup, StepInputs, arrays
 from app.messages import Request, SamplingParams
 from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import make_pair
@@ -63,6 +60,11 @@ def batches(draw: st.DrawFn) -> tuple[Batch, int, int]:
     return batch, page_size, block_size
 
 
+def build(batch: Batch, page_size: int, block_rows: int) -> StepInputs:
+    batch.block_rows = block_rows
+    return Layout(page_size, host_positions=True).build(batch)
+
+
 def state_of(seed: int, index: int) -> int:
     """Three rounds of the hash, over the seed's low half, its high half, and the token's index."""
     x = 0x9E3779B9
@@ -80,21 +82,14 @@ def slot(seq: Sequence, position: int, page_size: int) -> int:
 
 def on_device(group: RowGroup, page_size: int) -> tuple[list[int], list[int]]:
     """The positions and slots of a group's rows, as the device makes them."""
-    seq_ids, position_offsets, query_start_loc, kv_len, table = (torch.from_numpy(array) for array in group.arrays)
-    meta = AttentionMetadata(
-        query_start_loc,
-        kv_len,
-        table.view(group.page_table.shape),
-        group.query_lens,
-        group.host_seq_lens,
-        page_size,
-    )
+    seq_ids, offsets, table = (torch.from_numpy(x) for x in (group.seq_ids, group.position_offsets, group.page_table))
     row_numbers = torch.arange(len(seq_ids), dtype=torch.int32)
     positions, slot_mapping = TorchBackend(torch.device("cpu")).positions_and_slots(
-        seq_ids, position_offsets, row_numbers, meta.page_table, meta.page_size
+        seq_ids, offsets, row_numbers, table, page_size
     )
     assert positions.dtype == slot_mapping.dtype == torch.int32, "what Ascend's operators take"
-    on_host = group.positions_and_slots(page_size)
+    assert group.positions is not None and group.slot_mapping is not None
+    on_host = [group.positions, group.slot_mapping]
     assert all(array.dtype == np.int32 for array in on_host)
     assert [array.tolist() for array in on_host] == [positions.tolist(), slot_mapping.tolist()], (
         "an NPU's are the host's"
@@ -174,18 +169,18 @@ def check(inputs: StepInputs, batch: Batch, page_size: int, block_size: int) -> 
     assert inputs.draft.request_ids == request_ids
     assert inputs.draft.anchors.tolist() == anchors
     blocks = [(rows.seq, rows.start, block_size) for rows in batch.decodes if rows.num_drafts]
-    check_group(inputs.draft.group, blocks, page_size)
+    check_group(inputs.draft.groups[0], blocks, page_size)
 
 
 @settings(max_examples=300)
 @given(batches())
 def test_every_array_equals_the_loop_over_rows(drawn: tuple[Batch, int, int]) -> None:
     batch, page_size, block_size = drawn
-    inputs = step_inputs.build(batch, page_size, block_size)
+    inputs = build(batch, page_size, block_size)
     check(inputs, batch, page_size, block_size)
-    parts = [part for part in (inputs.target, inputs.draft, *inputs.sampling) if part]
-    arrays = [array for part in parts for array in part.arrays]
-    assert {array.dtype for array in arrays} == {np.dtype(np.int32)}, "they go to the device packed, as int32"
+    found = [array for part in (inputs.target, inputs.draft) if part for array in arrays(part).values()]
+    found += [column.view(np.int32) for rows in inputs.sampling for column in rows.columns.values()]
+    assert {array.dtype for array in found} == {np.dtype(np.int32)}, "they go to the device packed, as int32"
 
 
 def test_a_mixed_step_worked_out_by_hand():
@@ -206,7 +201,7 @@ def test_a_mixed_step_worked_out_by_hand():
         ],
         [ScheduledSequence(ending, 1, 2, needs_logits=True), ScheduledSequence(starting, 0, 3, needs_logits=False)],
     )
-    inputs = step_inputs.build(batch, page_size=4, block_rows=4)
+    inputs = build(batch, page_size=4, block_rows=4)
     target = inputs.target
     assert target.token_ids.tolist() == [15, 0, 0, 21, 31, 32, 40, 41, 42]
     assert target.token_source.tolist() == [0, 9, 10, 3, 4, 5, 6, 7, 8]
@@ -229,9 +224,9 @@ def test_a_mixed_step_worked_out_by_hand():
     draft = inputs.draft
     assert draft is not None
     assert (draft.request_ids, draft.anchors.tolist()) == (["a"], [15])
-    assert on_device(draft.group, 4) == ([5, 6, 7, 8], [13, 14, 15, 20])
-    assert draft.group.page_table.tolist() == [[8, 3, 5]]
-    assert (draft.group.query_lens, draft.group.host_seq_lens) == ([4], [9])
+    assert on_device(draft.groups[0], 4) == ([5, 6, 7, 8], [13, 14, 15, 20])
+    assert draft.groups[0].page_table.tolist() == [[8, 3, 5]]
+    assert (draft.groups[0].query_lens, draft.groups[0].host_seq_lens) == ([4], [9])
 
 
 @settings(max_examples=200)
@@ -242,14 +237,15 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     batch, page_size, block_size = drawn
     batch.prefills.clear()
     assume(batch.decodes)
-    inputs = step_inputs.build(batch, page_size, block_size)
+    inputs = build(batch, page_size, block_size)
     num_seqs, num_rows = len(batch.decodes), len(inputs.target.token_ids)
     sizes = settle_graph_sizes(num_seqs + more_seqs, block_size, max_graphs, draft_graphs=True, spare=spare)
     scratch_pages = -(-sizes.max_rows // page_size)
-    pages = scratch_pages + 40
     seqs, rows = sizes.target(num_seqs, num_rows)
     each = sizes.padding_rows(seqs, rows)
-    padded = padding.pad_target(inputs.target, seqs, rows, pages, scratch_pages, block_size, each)
+    layout = Layout(page_size, host_positions=True, graphs=GraphLayout(sizes, block_size, scratch_pages))
+    padded_step = layout.build(batch)
+    padded = padded_step.target
     assert padded.token_ids[:num_rows].tolist() == inputs.target.token_ids.tolist()
     drafts = np.where(
         inputs.target.token_source < num_rows, inputs.target.token_source, inputs.target.token_source + rows - num_rows
@@ -260,24 +256,26 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
         assert len(getattr(padded, name)) == seqs + 1
     assert padded.prev_rows.tolist() == [-1] * seqs
     (own,), (group,) = inputs.target.groups, padded.groups
-    check_padded(own, group, rows, pages, scratch_pages, page_size)
+    check_padded(own, group, rows, scratch_pages, page_size)
     assert set(group.query_lens[num_seqs:-1]) <= {each} and group.query_lens[-1] >= spare
     assert each or not spare, "an NPU's attention takes no empty sequence"
     if inputs.draft:
         blocks, _ = sizes.draft(len(inputs.draft.anchors), block_size)
-        draft = padding.pad_draft(inputs.draft, blocks, block_size, pages, scratch_pages)
-        assert set(draft.group.query_lens) == {block_size} and len(draft.anchors) == blocks
+        draft = padded_step.draft
+        assert draft is not None
+        (own,), (group,) = inputs.draft.groups, draft.groups
+        assert set(group.query_lens) == {block_size} and len(draft.anchors) == blocks
         assert draft.prev_rows.tolist() == [-1] * blocks
-        check_padded(inputs.draft.group, draft.group, blocks * block_size, pages, scratch_pages, page_size)
+        check_padded(own, group, blocks * block_size, scratch_pages, page_size)
 
 
-def check_padded(own: RowGroup, group: RowGroup, rows: int, pages: int, scratch_pages: int, page_size: int) -> None:
+def check_padded(own: RowGroup, group: RowGroup, rows: int, scratch_pages: int, page_size: int) -> None:
     """N2, N3, N11, N16 and N30 of docs/npu-contract.md, and the real sequences' places as they were."""
     num_seqs, num_rows = len(own.query_lens), sum(own.query_lens)
     assert group.query_lens[:num_seqs] == own.query_lens and group.host_seq_lens[:num_seqs] == own.host_seq_lens
     assert sum(group.query_lens) == rows
     assert group.host_seq_lens[num_seqs:] == group.query_lens[num_seqs:]
-    assert group.page_table.shape == (len(group.query_lens), pages)
+    assert len(group.page_table) == len(group.query_lens)
     assert (group.page_table[num_seqs:, 0] == 0).all()
     positions, slot_mapping = on_device(group, page_size)
     assert (positions[:num_rows], slot_mapping[:num_rows]) == on_device(own, page_size)
@@ -371,12 +369,10 @@ def test_too_few_graphs_for_a_step_are_refused_by_name() -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_draft_blocks_have_the_rows_they_are_given_however_few_are_verified(page_size):
     seq = Sequence(Request("a", tuple(range(10)), 2), 0, pages=array("i", range(1, 30)))
-    inputs = step_inputs.build(
-        Batch([ScheduledSequence(seq, 9, 2, needs_logits=True, num_drafts=1)]), page_size, block_rows=8
-    )
+    inputs = build(Batch([ScheduledSequence(seq, 9, 2, needs_logits=True, num_drafts=1)]), page_size, block_rows=8)
     assert inputs.draft is not None
-    assert on_device(inputs.draft.group, page_size)[0] == list(range(9, 17))
-    assert inputs.draft.group.host_seq_lens == [17], "the block is counted once"
+    assert on_device(inputs.draft.groups[0], page_size)[0] == list(range(9, 17))
+    assert inputs.draft.groups[0].host_seq_lens == [17], "the block is counted once"
     assert inputs.target.token_source.tolist() == [0, 2]
 
 
@@ -388,10 +384,11 @@ def test_drafts_are_found_in_lines_that_are_longer_than_blocks():
             ScheduledSequence(seqs[1], 9, 2, needs_logits=True, num_drafts=1),
         ]
     )
-    close = step_inputs.build(batch, 4, block_rows=3).target.token_source
-    apart = step_inputs.build(batch, 4, block_rows=3, draft_columns=7)
-    assert close.tolist() == [0, 5, 6, 3, 5 + 2] and apart.target.token_source.tolist() == [0, 5, 6, 3, 5 + 7]
-    assert apart.draft is not None and apart.draft.group.query_lens == [3, 3]
+    close = build(batch, 4, block_rows=3)
+    apart = Layout(4).target(batch, None, draft_columns=7)
+    assert close.target.token_source.tolist() == [0, 5, 6, 3, 5 + 2]
+    assert apart.token_source.tolist() == [0, 5, 6, 3, 5 + 7]
+    assert close.draft is not None and close.draft.groups[0].query_lens == [3, 3]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -405,21 +402,19 @@ def test_a_step_behind_one_that_is_not_read_follows_its_lines_over_pages_for_whe
         ScheduledSequence(seqs[0], 10, 4, True, 3, prev_row=2, max_accepted=7),
         ScheduledSequence(seqs[1], 10, 1, True, 0, prev_row=0, max_accepted=3),
     ]
-    inputs = step_inputs.build(Batch(rows), page_size, block_rows=8)
+    inputs = build(Batch(rows), page_size, block_rows=8)
     (group,) = inputs.target.groups
     assert inputs.target.prev_rows.tolist() == [2, 0] and inputs.target.token_source.tolist() == [0, 5, 6, 7, 4]
     assert inputs.target.token_ids.tolist() == [0] * 5
-    assert (group.starts.tolist(), group.host_seq_lens) == ([10, 10], [14, 11])
+    assert (on_device(group, page_size)[0], group.host_seq_lens) == ([10, 11, 12, 13, 10], [14, 11])
     assert group.page_table.shape[1] == -(-(10 + 7 + 4) // page_size)
     assert inputs.draft is not None and inputs.draft.prev_rows.tolist() == [2]
-    assert inputs.draft.group.page_table.tolist() == [seqs[0].pages[: -(-(10 + 7 + 8) // page_size)].tolist()]
+    assert inputs.draft.groups[0].page_table.tolist() == [seqs[0].pages[: -(-(10 + 7 + 8) // page_size)].tolist()]
 
 
 def test_a_chunk_that_is_not_the_last_asks_for_no_logits():
     seq = Sequence(Request("a", (1, 2, 3, 4), 2, sampling=SamplingParams(temperature=1.0)), 0, pages=array("i", [1]))
-    inputs = step_inputs.build(
-        Batch(prefills=[ScheduledSequence(seq, 0, 3, needs_logits=False)]), page_size=4, block_rows=4
-    )
+    inputs = build(Batch(prefills=[ScheduledSequence(seq, 0, 3, needs_logits=False)]), page_size=4, block_rows=4)
     target = inputs.target
     assert (
         target.logits_indices.size == target.logits_start.size == target.num_drafts.size == target.draft_index.size == 0

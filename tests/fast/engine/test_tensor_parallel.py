@@ -58,10 +58,10 @@ from app.engine.ranks.messages import Message, decode, encode
 from app.engine.ranks.runner import follow
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
+from app.engine.schedule.batch import Batch
 from app.engine.sequence import NOT_FINITE
 from app.engine.step.graphs import StepGraphs
-from app.engine.step.inputs import StepInputs
-from app.engine.step.padding import empty_target
+from app.engine.step.inputs import Layout, StepInputs, arrays
 from app.engine.step.runner import ModelRunner, PendingStep
 from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
@@ -459,7 +459,7 @@ def test_a_follower_whose_device_fails_behind_a_launch_ends_because_it_reads_whe
 
 
 def empty_step(number: int) -> StepInputs:
-    target = replace(empty_target(hybrid=False), prev_rows=np.array([number], dtype=np.int32))
+    target = replace(Layout(4).target(Batch(), None, 0), prev_rows=np.array([number], dtype=np.int32))
     return StepInputs(target=target, draft=None, sampling=[], sequence_keys=[], has_prefill=False)
 
 
@@ -486,7 +486,7 @@ def test_stale_arrays_on_a_follower_are_seen(tmp_path: Path):
 
 
 def _shapes(message: Message) -> list[Any]:
-    return [x.shape for x in message.argument.target.arrays]
+    return [x.shape for x in arrays(message.argument.target).values()]
 
 
 def test_a_step_that_raises_ends_the_engine_of_ranks(lucky: Pair, monkeypatch: pytest.MonkeyPatch):
@@ -598,8 +598,8 @@ def whole_tensors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> set[str]:
             whole.add(re.sub(r".*layers\.\d+\.|.*model\.", "", name))
             return self.file.get_tensor(name)
 
-    own = loader._open
-    monkeypatch.setattr(loader, "_open", lambda *args: Watched(own(*args)))
+    own = loader.safe_open
+    monkeypatch.setattr(loader, "safe_open", lambda *args, **options: Watched(own(*args, **options)))
     ThreadRanks(
         EngineConfig(pair.target, pair.draft, device="cpu", max_num_seqs=1, tensor_parallel_size=2, **UNTIMED)
     ).close()

@@ -65,6 +65,20 @@ class Flight:
         return deltas
 
 
+def test_a_step_that_must_wait_says_why():
+    def why(flight: Flight) -> Any:
+        return schedule_ahead(flight.scheduler, flight.batch)
+
+    assert why(Flight(max_tokens=2)) == "end"
+    assert why(Flight(temperature=0.5)) == "sampling"
+    assert why(Flight(2, pages=18)) == "pages"
+    flight = Flight()
+    flight.scheduler.add(Request("late", (1, 2), 4))
+    assert why(flight) == "admission"
+    flight.batch = flight.scheduler.schedule()
+    assert why(flight) == "prefill"
+
+
 def test_rows_begin_where_they_must_at_least_and_own_pages_for_where_they_may_end():
     flight = Flight(2)
     behind = flight.behind()

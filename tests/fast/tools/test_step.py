@@ -81,7 +81,8 @@ class Watched:
     def launch(self, inputs: StepInputs) -> PendingStep:
         assert not inputs.has_prefill, "nothing is prefilled"
         (group,) = inputs.target.groups
-        self.batches.append([(start + 1, rows) for start, rows in zip(group.starts, group.query_lens, strict=True)])
+        lengths = zip(group.host_seq_lens, group.query_lens, strict=True)
+        self.batches.append([(length - rows + 1, rows) for length, rows in lengths])
         return self.runner.launch(inputs)
 
 
