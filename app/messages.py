@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+BEING_COMPILED = "by operators, and being compiled"
 MIN_TEMPERATURE = 1e-5
 """A request below it is greedy, because the noise is lost in the rounding of logits / T."""
 
@@ -158,3 +159,34 @@ class StepOutput:
     stats: StepStats
     cache_events: list[CacheEvent] = field(default_factory=list)
     scheduled: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts about a loaded engine, for the start-up table, /v1/models, /server_info and the checks before admission.
+
+    Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says, for
+    people) are empty. A hybrid target has `state_bytes` of recurrent state in addition to the KV, and
+    `state_cache_bytes` for `num_state_checkpoints` of its prefix cache. `tuned` are the ways of launches that were
+    timed. `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
+    """
+
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    block_size: int
+    taps: list[int]
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    draft_config: dict[str, str] = field(default_factory=dict)
+    state_bytes: int = 0
+    state_cache_bytes: int = 0
+    num_state_checkpoints: int = 0
+    tensor_parallel_size: int = 1
+    tuned: dict[str, str] = field(default_factory=dict)
+    forwards: str = "by operators"

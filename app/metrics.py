@@ -21,8 +21,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from app.engine_config import EngineInfo
-from app.messages import SpecStep, StepOutput, StepStats
+from app.messages import EngineInfo, SpecStep, StepOutput, StepStats
 
 logger = logging.getLogger(__name__)
 disable_created_metrics()  # a third of all samples, which neither the alerts nor vLLM's dashboards read

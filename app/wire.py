@@ -6,8 +6,8 @@ other has, so no message outlives the engine that it is for or comes from.
 
 import msgspec
 
-from app.engine_config import EngineConfig, EngineInfo
-from app.messages import Request, StepOutput
+from app.config.engine import EngineConfig
+from app.messages import EngineInfo, Request, StepOutput
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):

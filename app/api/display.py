@@ -12,7 +12,7 @@ from rich.table import Table
 
 from app.engine_client.client import EngineClient
 from app.engine_client.supervisor import EngineState
-from app.engine_config import EngineInfo
+from app.messages import EngineInfo
 from app.wire import LoadProgress
 
 logger = logging.getLogger(__name__)

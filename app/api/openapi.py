@@ -18,7 +18,7 @@ from app.api.schemas import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from app.engine_config import EngineInfo
+from app.messages import EngineInfo
 
 _REFS = "#/components/schemas/{model}"
 _STATUSES = {

@@ -10,7 +10,7 @@ from app.api.errors import ApiError, bad_request, clip, context_length_exceeded
 from app.api.schemas import TemplatedRequest
 from app.api.services import Services
 from app.api.validation import check_template, warn_of_prompt
-from app.engine_config import EngineInfo
+from app.messages import EngineInfo
 from app.text.chat_template import ChatTemplateError
 from app.text.parsers import END_THINK, THINK
 from app.text.tokenizer import PromptTooLong

@@ -5,8 +5,7 @@ from dataclasses import asdict, fields, replace
 from app.api.errors import bad_request
 from app.api.prompts import unknown_id
 from app.api.schemas import GenerationRequest
-from app.engine_config import EngineInfo
-from app.messages import MIN_TEMPERATURE, SamplingParams
+from app.messages import MIN_TEMPERATURE, EngineInfo, SamplingParams
 from app.text.tokenizer import GenerationDefaults
 
 _GAMMA = 0x9E3779B97F4A7C15

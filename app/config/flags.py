@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from app.config.aliases import PEER_FLAGS, PeerFlag
+from app.config.engine import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION
 from app.config.error import ConfigError
 from app.config.parser import Parser
 from app.config.settings import env_name, flag_name, no_flag_name
 from app.config.sources import SETTINGS, GivenSetting, nearest
-from app.engine_config import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION
 
 GROUPS = (MODEL, SPECULATION, ENGINE, CHAT, SERVER, LOGS)
 THREE_WAYS = {"compile"}

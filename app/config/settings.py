@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, create_model
 
+from app.config.engine import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION, EngineConfig
 from app.config.error import ConfigError
 from app.config.values import (
     BlockRows,
@@ -31,7 +32,6 @@ from app.config.values import (
     Words,
     YesOrChosen,
 )
-from app.engine_config import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION, EngineConfig
 
 ENV_PREFIX = "DFLASH_"
 ENGINE_TYPES: dict[str, Any] = {

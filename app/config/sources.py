@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from app.config.aliases import PEER_FLAGS, SPECULATIVE_CONFIG
+from app.config.engine import MODEL, SPECULATION
 from app.config.error import ConfigError
 from app.config.settings import ENGINE_SETTINGS, ENV_PREFIX, SERVER_SETTINGS, Config, env_name, setting
 from app.config.values import UNREADABLE, parse_json
-from app.engine_config import MODEL, SPECULATION
 
 SETTINGS: dict[str, Any] = {
     **SERVER_SETTINGS,

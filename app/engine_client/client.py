@@ -12,8 +12,7 @@ from app.engine_client.admission import Admission, Permits
 from app.engine_client.kv_events import KvEventPublisher
 from app.engine_client.request_stream import RequestStream
 from app.engine_client.supervisor import EngineState, EngineUnavailable, Supervisor
-from app.engine_config import EngineInfo
-from app.messages import CacheEvent, Request, StepOutput, StepStats, TokenDelta
+from app.messages import CacheEvent, EngineInfo, Request, StepOutput, StepStats, TokenDelta
 from app.metrics import Metrics
 from app.wire import Abort, FlushCache, Submit
 

@@ -17,8 +17,7 @@ import msgspec
 import zmq
 
 from app.engine_client.link import EngineLink
-from app.engine_config import EngineInfo
-from app.messages import StepOutput
+from app.messages import EngineInfo, StepOutput
 from app.metrics import Metrics
 from app.wire import Command, Fatal, LoadProgress, Ready, Reply, Shutdown, Stepped, Submit
 

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from app.config.engine import EngineConfig
 from app.engine.load.engine import Engine, build_engine
 from app.engine.ranks import follower
 from app.engine.ranks.leader import Followers
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
-from app.engine_config import EngineConfig
 from app.messages import Request
 from app.wire import encode_config
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.engine_config import EngineConfig
+from app.config.engine import EngineConfig
 from tests.exhaustive.gloo_ranks import PROGRAM
 from tests.exhaustive.rank_processes import Job, Result, run_on_ranks
 from tests.fast.engine import lossless

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.engine_config import BEING_COMPILED
+from app.messages import BEING_COMPILED
 from tests.server.demo import process, ready
 
 PATIENCE = 600.0

@@ -18,7 +18,7 @@ import httpx
 
 from app.config.error import ConfigError
 from app.engine_client.child_process import engine_environment
-from app.engine_config import BEING_COMPILED
+from app.messages import BEING_COMPILED
 from tools.bench.client import ServerError
 
 VARIANTS = {

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
+from app.config.engine import EngineConfig
 from app.engine.load.engine import Engine, build_engine
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
 from app.text.tokenizer import Tokenizer
 from tools.bench.table import Row, markdown, write_page

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.load.engine import build_engine
-from app.engine_config import EngineConfig
 from app.messages import Request
 
 KV_BYTES = 256 << 20

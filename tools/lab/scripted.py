@@ -15,8 +15,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 import zmq
 
-from app.engine_config import EngineInfo
-from app.messages import FinishReason, Request, SpecStep, StepOutput, StepStats, TokenDelta
+from app.messages import EngineInfo, FinishReason, Request, SpecStep, StepOutput, StepStats, TokenDelta
 from app.wire import Command, Ready, Reply, Shutdown, Stepped, Submit
 
 NUM_PAGES = 1 << 12

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.load.engine import Engine, Progress, build_engine
-from app.engine_config import EngineConfig
 from tools.lab import expected, random_weights, simulated
 from tools.lab.floors import Load, run_seconds, step_seconds
 from tools.lab.timed import Timed, requests, timed

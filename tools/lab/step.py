@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from app.config.engine import EngineConfig
 from app.config.error import ConfigError
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
@@ -26,7 +27,6 @@ from app.engine.errors import UnsupportedError
 from app.engine.load.engine import CPU_KV_BYTES, Engine, build_engine
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.load.sizes import bytes_per_token
-from app.engine_config import EngineConfig
 from tools.bench.command import out_folder, progress
 from tools.bench.flags import add_out_flag, count, counts
 from tools.bench.paired import Ratio, ratio

@@ -14,8 +14,8 @@ from random import Random
 
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.load.engine import build_engine
-from app.engine_config import EngineConfig
 from app.messages import Request
 from tools.npu_contract.check import Checked
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from app import demo
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.engine.load import engine as build
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
 from tools.report.command import Options
 from tools.report.part import Part, Result

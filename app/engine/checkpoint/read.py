@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import draft_config, is_draft, refuse_foreign_tensors
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import TOKENIZER_FILES, StoredTensor, find_folder, read_config, read_tensors, token_id
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
-from app.engine_config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

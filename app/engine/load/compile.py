@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from app.config.engine import EngineConfig
 from app.engine.cache_folder import own_folder
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.compile.aot import Compiled, why_not
@@ -21,7 +22,6 @@ from app.engine.load.loader import OpenWeights, Progress
 from app.engine.models.weights import Part, Weights
 from app.engine.step.forward import Forward
 from app.engine.step.runner import ModelRunner
-from app.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

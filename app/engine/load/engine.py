@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import refuse_foreign_tensors
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.comm.comm import ALONE, Comm
@@ -56,7 +57,6 @@ from app.engine.step.graph_sizes import GraphSizes
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout
 from app.engine.step.runner import ModelRunner
-from app.engine_config import EngineConfig
 from app.messages import Request
 
 logger = logging.getLogger(__name__)

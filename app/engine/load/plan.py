@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.read import read_checkpoints
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.device.base import Backend
@@ -13,7 +14,6 @@ from app.engine.load.compile import is_compiled
 from app.engine.load.refusals import Facts, check
 from app.engine.load.sizes import Sizes, settle_sizes
 from app.engine.step.graph_sizes import GraphSizes, settle_graph_sizes
-from app.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

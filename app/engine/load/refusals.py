@@ -6,10 +6,10 @@ A limit of a device, of memory or of a tensor is refused where it is known.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.decoder import EXPERTS_ALIGNMENT
 from app.engine.checkpoint.shapes import DecoderConfig, DFlashConfig
 from app.engine.errors import UnsupportedError
-from app.engine_config import EngineConfig
 
 _VOCAB = "tokens in its vocabulary"
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine_config import EngineConfig
 
 MIN_BATCHED_TOKENS = 2048
 MIN_MODEL_LEN = 2

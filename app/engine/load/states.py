@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
@@ -15,7 +16,6 @@ from app.engine.errors import UnsupportedError
 from app.engine.load.sizes import PREFILL_SHARE, Sizes
 from app.engine.models.state_pool import StatePool
 from app.engine.schedule.state_slots import StateSlots
-from app.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

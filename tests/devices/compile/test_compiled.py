@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.compile import aot as compiled
 from app.engine.compile.cache import load_package
 from app.engine.core import EngineCore
@@ -28,7 +29,6 @@ from app.engine.load.compile import load_kept, take_up
 from app.engine.load.compile_later import COMMAND
 from app.engine.load.engine import Engine, build_engine
 from app.engine.sampling import sampler
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
 from app.wire import encode_config
 from tests import UNTIMED

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 import app.engine.load.engine as build
+from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.cuda import integers
 from app.engine.cuda.backend import CudaBackend
@@ -29,7 +30,6 @@ from app.engine.cuda.launch import counters
 from app.engine.cuda.products import Product
 from app.engine.device.base import AttentionMetadata
 from app.engine.device.graph import Graph, RerunGraph
-from app.engine_config import EngineConfig
 from app.messages import Request
 from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair

@@ -13,8 +13,8 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 import app.engine.load.engine as build
+from app.config.engine import EngineConfig
 from app.engine.cuda.backend import CudaBackend
-from app.engine_config import EngineConfig
 from app.messages import Request
 from tests import UNTIMED
 from tests.fast.engine.flat_request import flat_request

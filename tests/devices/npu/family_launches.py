@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import app.engine.load.engine as build
-from app.engine_config import EngineConfig
+from app.config.engine import EngineConfig
 from app.messages import Request
 from tests import UNTIMED
 from tests.devices.npu.null_device import traced

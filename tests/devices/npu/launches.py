@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 import app.engine.load.engine as build
+from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.npu.backend import NpuBackend
 from app.engine.npu.graph import NpuGraph
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.devices.npu.null_device import traced

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch_npu
 
+from app.config.engine import EngineConfig
 from app.engine.load.engine import Engine, build_engine
 from app.engine.npu.backend import NpuBackend
-from app.engine_config import EngineConfig
 from tests import UNTIMED
 from tests.devices.npu.numerics import Numerics
 from tests.fast.engine.dialects import DIALECTS, WINDOW

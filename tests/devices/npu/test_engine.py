@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import app.engine.load.engine as build
+from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.device.base import Backend, Defaults
 from app.engine.device.torch import TorchBackend
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
 from app.engine.step.inputs import DraftInputs
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.devices.npu.null_device import traced

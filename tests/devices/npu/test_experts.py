@@ -13,10 +13,10 @@ import torch
 import torch_npu
 
 import app.engine.load.engine as build
+from app.config.engine import EngineConfig
 from app.engine.device.moe import ExpertWeights, MoeConfig, mixture
 from app.engine.errors import UnsupportedError
 from app.engine.npu.backend import NpuBackend
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.devices.npu.null_device import traced

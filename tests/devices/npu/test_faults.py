@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import app.engine.load.engine as build
+from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.device.base import LayerKv
 from app.engine.npu.backend import NpuBackend
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.devices.npu.numerics import Numerics

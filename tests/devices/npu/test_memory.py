@@ -14,7 +14,7 @@ import gc
 from pathlib import Path
 import app.engine.load.engine as build
 from app.engine.errors import UnsupportedError
-from app.engine_config import EngineConfig
+from app.config.engine import EngineConfig
 from tests.devices.npu.numerics import Numerics
 
 def engine(**config):

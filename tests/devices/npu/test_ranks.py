@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from app.check import collectives
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.comm.comm import ALONE
 from app.engine.comm.process_group import Meeting
 from app.engine.errors import UnsupportedError
 from app.engine.npu import backend as npu
 from app.engine.npu.backend import NpuBackend
-from app.engine_config import EngineConfig
 from app.messages import Request
 from tests import UNTIMED
 from tests.devices.npu import demo

@@ -11,11 +11,11 @@ import torch
 import torch_npu
 
 import app.engine.load.engine as build
+from app.config.engine import EngineConfig
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
 from app.engine.npu import graph as npu_graph
 from app.engine.npu.backend import NpuBackend
-from app.engine_config import EngineConfig
 from app.messages import Request
 from tests import UNTIMED
 from tests.devices.npu import demo

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from app.engine_config import EngineInfo
-from app.messages import Request, SpecStep, StepOutput, StepStats, TokenDelta
+from app.messages import EngineInfo, Request, SpecStep, StepOutput, StepStats, TokenDelta
 from app.wire import Abort, Command, Fatal, FlushCache, LoadProgress, Ready, Reply, Shutdown, Stepped
 
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from app.api.display import ready_table, stage_line, state_line
-from app.engine_config import EngineInfo
+from app.messages import EngineInfo
 from app.wire import LoadProgress
 
 

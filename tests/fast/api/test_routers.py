@@ -6,8 +6,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.engine_config import EngineInfo
-from app.messages import StepOutput, StepStats
+from app.messages import EngineInfo, StepOutput, StepStats
 from app.metrics import metrics_for
 from tests.fast.api.served import INFO, Server
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import Engine, build_engine
-from app.engine_config import EngineConfig
 from app.messages import Request
 from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair

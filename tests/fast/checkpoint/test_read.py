@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app import cli
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.checkpoint.read import check_checkpoints, read_checkpoints
 from app.engine.errors import UnsupportedError
 from app.engine.load.loader import SafetensorsWeights
-from app.engine_config import EngineConfig
 from tests.fast.engine.pairs import GPT_OSS, Pair, make_pair
 
 PAIRS: dict[str, dict[str, Any]] = {

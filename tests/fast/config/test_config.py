@@ -8,11 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from app.config.aliases import PEER_FLAGS
+from app.config.engine import EngineConfig
 from app.config.error import ConfigError
 from app.config.settings import Config, flag_name
 from app.config.sources import SETTINGS, GivenSetting, load_config
 from app.config.values import parse_bytes
-from app.engine_config import EngineConfig
 from app.wire import decode_config, encode_config
 
 VLLM_CONFIG = '{"method": "dflash", "model": "draft", "num_speculative_tokens": 15}'

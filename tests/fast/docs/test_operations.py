@@ -14,7 +14,7 @@ from app.config.settings import flag_name
 from app.config.sources import SETTINGS
 from app.engine.load.refusals import REFUSALS
 from app.engine.load.sizes import bytes_per_token
-from app.engine_config import EngineInfo
+from app.messages import EngineInfo
 from app.metrics import TABLE
 from app.text import chat_template
 from tests import ROOT

@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.load.engine import Engine, build_engine
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine_config import EngineConfig
 from app.messages import Request, StepOutput
 from app.text.tokenizer import Tokenizer
 from tests import UNTIMED

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.device.base import AttentionMetadata
 from app.engine.dflash.drafter import DFlashDrafter
@@ -21,7 +22,6 @@ from app.engine.load.engine import Engine, build_engine
 from app.engine.models.rope import RotaryTable
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
-from app.engine_config import EngineConfig
 from app.messages import Request, StepOutput, TokenDelta
 from tests import UNTIMED
 from tests.fast.engine.pairs import Pair

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from app.check import probes
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import DEMO, read_config
 from app.engine.cpu import backend as cpu_backend
@@ -19,7 +20,6 @@ from app.engine.device.moe import MoeConfig
 from app.engine.load.plan import dtype_of
 from app.engine.process import _info
 from app.engine.sampling.sampler import Sampler
-from app.engine_config import EngineConfig
 from tests import UNTIMED
 from tests.fast.engine.feeder import Feeder
 from tests.fast.engine.lossless import LUCKY, Case, Subject, make_engine, random_prompts, run_engine

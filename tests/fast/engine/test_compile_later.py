@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine import cache_folder
 from app.engine.device.base import LayerKv
 from app.engine.load import compile as building
 from app.engine.load import compile_later
 from app.engine.load.compile import compile_missing, is_compiled, load_kept
 from app.engine.load.compile_later import COMMAND, Compiling
-from app.engine_config import EngineConfig
 
 PATIENCE = 600.0
 

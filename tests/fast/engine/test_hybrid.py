@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
 from app.engine.checkpoint.read import check_checkpoints
@@ -26,7 +27,6 @@ from app.engine.load.sizes import bytes_per_token
 from app.engine.load.states import without_memory
 from app.engine.load.step_memory import verify_batch
 from app.engine.models.state_pool import StatePool
-from app.engine_config import EngineConfig
 from app.messages import Request
 from tests.costs import fast_ones
 from tests.fast.engine.feeder import Feeder, assert_logits_close

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine import process
 from app.engine.core import EngineCore
 from app.engine.device.torch import TorchBackend
@@ -18,7 +19,6 @@ from app.engine.npu.error_codes import explain
 from app.engine.schedule.page_pool import PagePool
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.inputs import Layout
-from app.engine_config import EngineConfig
 from app.messages import Request
 from app.wire import Fatal
 

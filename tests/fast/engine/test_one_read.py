@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.load.engine import build_engine
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.fast.engine.no_reads import NoReads

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.config.engine import EngineConfig
 from app.engine.device.factory import make_backend
 from app.engine.errors import UnsupportedError
 from app.engine.load.plan import make_plan
-from app.engine_config import EngineConfig
 from tests.fast.engine.pairs import Pair, make_pair
 
 

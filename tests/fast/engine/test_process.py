@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import zmq
 
+from app.config.engine import EngineConfig
 from app.engine.load.engine import Engine
 from app.engine.process import Link, serve
 from app.engine_client.child_process import engine_environment
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, SpecStep, StepOutput, StepStats, TokenDelta
 from app.wire import Abort, Ready, Reply, Shutdown, Stepped, Submit, encode_config
 from tests import UNTIMED

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from app.config.engine import EngineConfig
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
 from app.engine.load.refusals import REFUSALS, Facts, Refusal, check
-from app.engine_config import EngineConfig
 from tests.fast.engine.hybrid_pairs import make_hybrid_pair
 from tests.fast.engine.pairs import make_pair
 

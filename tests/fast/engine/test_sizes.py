@@ -11,13 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from app.config.engine import EngineConfig
 from app.engine.cpu import backend as cpu_backend
 from app.engine.device.base import Defaults
 from app.engine.errors import UnsupportedError
 from app.engine.load.engine import build_engine
 from app.engine.load.sizes import MIN_MODEL_LEN, Sizes, settle_pages, settle_sizes
 from app.engine.schedule.page_pool import SCRATCH_PAGES
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.fast.engine.pairs import Pair, make_pair

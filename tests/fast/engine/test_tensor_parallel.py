@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.draft import draft_config
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
@@ -63,7 +64,6 @@ from app.engine.sequence import NOT_FINITE
 from app.engine.step.graphs import StepGraphs
 from app.engine.step.inputs import Layout, StepInputs, arrays
 from app.engine.step.runner import ModelRunner, PendingStep
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams
 from tests import UNTIMED
 from tests.fast.engine import lossless, thread_ranks

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.config.engine import EngineConfig
 from app.engine.checkpoint.files import DEMO
 from app.engine.core import EngineCore
 from app.engine.errors import UnsupportedError
@@ -18,7 +19,6 @@ from app.engine.load.time_steps import measure_costs
 from app.engine.schedule.batch import Batch
 from app.engine.schedule.policy import Policy, Widths
 from app.engine.step.runner import PendingStep
-from app.engine_config import EngineConfig
 from app.messages import Request, SamplingParams, StepOutput
 from tests import UNTIMED
 from tests.costs import fast_ones

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from app.config.engine import EngineConfig
 from app.engine.comm.comm import Comm
 from app.engine.load.engine import Engine, build_engine, build_runner
 from app.engine.load.ranks import Rank
 from app.engine.ranks.runner import follow, teller
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep
-from app.engine_config import EngineConfig
 
 T = TypeVar("T")
 PATIENCE = 600.0

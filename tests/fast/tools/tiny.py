@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from app.config.engine import EngineConfig
 from app.engine.load.engine import Engine, build_engine
-from app.engine_config import EngineConfig
 from tests import UNTIMED
 from tools.lab.random_weights import TARGETS, RandomWeights, write_configs
 

@@ -1,10 +1,9 @@
-"""Settings of an engine, and facts about a loaded one. Only the standard library, like `app.messages`."""
+"""Settings of an engine. Only the standard library, because the engine runs without pydantic."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-BEING_COMPILED = "by operators, and being compiled"
 MODEL, SPECULATION, ENGINE = "model", "speculative decoding", "engine and memory"
 CHAT, SERVER, LOGS = "chat", "server", "logs and metrics"
 
@@ -105,36 +104,3 @@ class EngineConfig:
 
     log_level: str = _setting(LOGS, "info", "debug | info | warning | error")
     log_format: Literal["text", "json"] = _setting(LOGS, "text", "text | json, one object per line")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """Facts about a loaded engine, for the start-up table, /v1/models, /server_info and the checks before admission.
-
-    Without a draft model `draft` is None, `block_size` is 1, and `taps` and `draft_config` are empty. `draft_config` is
-    what was read from the draft's config.json, for people.
-    A hybrid target has `state_bytes` of recurrent state in addition to the KV, and `state_cache_bytes` for
-    `num_state_checkpoints` of its prefix cache.
-    `tensor_parallel_size` processes share each layer. `tuned` are the ways of launches that were timed.
-    `forwards` run "by operators", are BEING_COMPILED, or are "compiled".
-    """
-
-    target: str
-    draft: str | None
-    device: str
-    dtype: str
-    block_size: int
-    taps: list[int]
-    page_size: int
-    num_pages: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    vocab_size: int
-    draft_config: dict[str, str] = field(default_factory=dict)
-    state_bytes: int = 0
-    state_cache_bytes: int = 0
-    num_state_checkpoints: int = 0
-    tensor_parallel_size: int = 1
-    tuned: dict[str, str] = field(default_factory=dict)
-    forwards: str = "by operators"
