@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from app.engine.checkpoint.rope import rope_config
+from app.engine.checkpoint.decoder import rope_config
 from app.engine.device.torch import TorchBackend
 from app.engine.models.rope import RotaryTable, frequencies
 

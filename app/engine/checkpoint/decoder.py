@@ -1,16 +1,23 @@
-"""The shape of a decoder of any family. A field that would be run wrongly is refused by name."""
+"""The shape of a decoder of any family, with its RoPE. A field that would be run wrongly is refused by name."""
 
+import math
 from typing import Any
 
-from app.engine.checkpoint.fields import Raw, flag, number, only, positive
-from app.engine.checkpoint.rope import rope_config
-from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, MoeConfig
+from app.engine.checkpoint.fields import Raw, fields, flag, number, only, positive
+from app.engine.checkpoint.shapes import AttentionMask, DecoderConfig, Llama3Scaling, MoeConfig, RopeConfig, YarnScaling
 from app.engine.errors import UnsupportedError
 
 EXPERTS_ALIGNMENT = 8
 """Numbers that a row of an expert's weights is a multiple of: 16 bytes in 16 bits, for PyTorch's grouped product."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 """The number of experts, by its names. Transformers 5 writes the second one."""
+_PAIR_KEYS = ("is_neox_style", "rope_is_neox_style")
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "rope_dim", *_PAIR_KEYS}
+_SCALING_KEYS = {
+    "default": set[str](),
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"},
+}
 
 
 def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> DecoderConfig:
@@ -19,9 +26,8 @@ def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> Decoder
     Raises UnsupportedError naming a field that would be run wrongly, like those of experts without `experts`.
     """
     _refuse_variants(raw, experts)
-    hidden, heads, num_layers = (
-        positive(raw, field) for field in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
+    sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    hidden, heads, num_layers = (positive(raw, field) for field in sizes)
     kv_heads = positive(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
@@ -29,12 +35,8 @@ def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> Decoder
     if head_dim % 2:
         raise UnsupportedError(f"head_dim {head_dim} is odd; RoPE needs two halves")
     rope, longest = rope_config(raw, head_dim)
-    has_bias, full = bool(raw.get("attention_bias")), AttentionMask(causal=True)
-    own: dict[str, Any] = {
-        "masks": (full,) * num_layers,
-        "qkv_bias": has_bias,
-        "o_bias": has_bias,
-    }
+    biases = dict.fromkeys(("qkv_bias", "o_bias"), bool(raw.get("attention_bias")))
+    traits = {"masks": (AttentionMask(causal=True),) * num_layers} | biases | traits
     return DecoderConfig(
         hidden_size=hidden,
         intermediate_size=positive(raw, "intermediate_size"),
@@ -49,7 +51,7 @@ def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> Decoder
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
         moe=_experts(raw) if experts else None,
-        **own | traits,
+        **traits,
     )
 
 
@@ -58,8 +60,7 @@ def layer_masks(kinds: Any, window: Any, num_layers: int, causal: bool | None) -
     kinds = layer_kinds(kinds, num_layers, ("full_attention", "sliding_attention"))
     if "sliding_attention" in kinds:
         window = positive({"sliding_window": window}, "sliding_window")
-    full = AttentionMask(causal is True)
-    sliding = AttentionMask(causal is not False, window)
+    full, sliding = AttentionMask(causal is True), AttentionMask(causal is not False, window)
     return tuple(sliding if kind == "sliding_attention" else full for kind in kinds)
 
 
@@ -70,6 +71,47 @@ def layer_kinds(kinds: Any, num_layers: int, known: tuple[str, ...]) -> list[str
     if unknown := [kind for kind in kinds if kind not in known]:
         raise UnsupportedError(f"layer_types has {unknown[0]!r}, which is not supported yet; known: {', '.join(known)}")
     return kinds
+
+
+def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
+    """Return RoPE as `rope_scaling` and `rope_parameters` have it, and the longest context with it.
+
+    Raises UnsupportedError naming a type or a parameter that is not computed here.
+    """
+    rope = fields(raw, "rope_scaling") | fields(raw, "rope_parameters")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
+        known = ", ".join(_SCALING_KEYS)
+        raise UnsupportedError(f"RoPE scaling of type {kind!r} is not supported yet; supported: {known}")
+    if unknown := sorted(set(rope) - _ROPE_KEYS - _SCALING_KEYS[kind]):
+        raise UnsupportedError(f"RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} of {kind} is not supported yet")
+    dim = positive(rope, "rope_dim", head_dim)
+    if dim > head_dim or dim % 2:
+        raise UnsupportedError(f"rope_dim {dim} must be even, and at most head_dim {head_dim}")
+    longest = positive(raw, "max_position_embeddings", 32768)
+    original = positive({**rope, **raw}, "original_max_position_embeddings", longest)
+    scaling: Llama3Scaling | YarnScaling | None = None
+    if kind == "llama3":
+        factor, low, high = (number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        if high <= low:
+            raise UnsupportedError(f"RoPE parameter high_freq_factor {high} must exceed low_freq_factor {low}")
+        scaling = Llama3Scaling(factor, low, high, original)
+    elif kind == "yarn":
+        factor = number(rope, "factor")
+        scaling = YarnScaling(
+            factor,
+            original,
+            beta_fast=number(rope, "beta_fast", 32.0),
+            beta_slow=number(rope, "beta_slow", 1.0),
+            attention_factor=number(rope, "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
+            truncate=flag(rope, "truncate") is not False,
+        )
+        longest = max(longest, int(factor * original))
+    styles = {flag(part, key) for key in _PAIR_KEYS for part in (raw, rope)} - {None}
+    if len(styles) > 1:
+        raise UnsupportedError(f"{' and '.join(_PAIR_KEYS)} disagree, in config.json or its RoPE parameters")
+    theta = number({"rope_theta": raw.get("rope_theta"), **rope}, "rope_theta", 10000.0)
+    return RopeConfig(theta, scaling, None if dim == head_dim else dim, adjacent_pairs=False in styles), longest
 
 
 def _refuse_variants(raw: Raw, experts: bool) -> None:

@@ -15,25 +15,15 @@ from app.engine.errors import UnsupportedError
 _SLIDING_KEYS = {"layer_types", "sliding_window", "use_sliding_window", "use_swa", "swa_window_size"}
 _LOGIT_KEYS = {"logit_scale", "final_logit_softcapping"}
 """Keys that keep the order of logits, so the best token stays the best."""
-_IN_EITHER_PLACE = (
-    _SLIDING_KEYS
-    | _LOGIT_KEYS
-    | set(
-        """
+_OTHER_KEYS = """
     is_causal causal block_size target_layer_ids mask_token_id mask_token num_target_layers target_hidden_size
-    draft_vocab_size sample_from_anchor
-    """.split()
-    )
-)
-"""Keys that are read inside `dflash_config` or at the top level."""
-_AT_THE_TOP = _IN_EITHER_PLACE | set(
-    """
-    architectures model_type dtype torch_dtype hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act attention_bias mlp_bias tie_word_embeddings
-    rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style max_position_embeddings
-    original_max_position_embeddings quantization_config attn_logit_softcapping dflash_config
-    """.split()
-)
+    draft_vocab_size sample_from_anchor architectures model_type dtype torch_dtype hidden_size intermediate_size
+    num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act attention_bias
+    mlp_bias tie_word_embeddings rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style
+    max_position_embeddings original_max_position_embeddings quantization_config attn_logit_softcapping
+""".split()
+_KEYS = {*_SLIDING_KEYS, *_LOGIT_KEYS, *_OTHER_KEYS}
+"""Keys that are read, inside `dflash_config` or at the top level."""
 _INERT = re.compile(
     r"_.*|transformers_version|auto_map|(bos|eos|pad)_token_id|initializer_range|use_cache|attention_dropout|use_return_dict"
     r"|return_dict|output_(attentions|hidden_states)|id2label|label2id|problem_type|is_encoder_decoder|pretraining_tp"
@@ -75,7 +65,7 @@ def draft_config(
 ) -> DFlashConfig:
     """Return the shape of a draft. A smaller `block_size` than the trained one may be given; None takes that one.
 
-    `token_id` finds a mask token that is named by its text. Raises UnsupportedError naming the field that we would run
+    `token_id` finds a mask token that is named by its text. Raises UnsupportedError naming the field that would be run
     wrongly or that does not fit the target.
     """
     with naming("draft"):
@@ -115,16 +105,15 @@ def refuse_foreign_tensors(names: Iterable[str], *, biases: bool) -> None:
 
     It is of another variant of DFlash, which is named, or a bias while the config names no `biases`.
     """
-    known = (_TENSOR, _BIAS) if biases else (_TENSOR,)
-    unknown = sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in known))
+    unknown = sorted(name for name in names if not _TENSOR.fullmatch(name) and not (biases and _BIAS.fullmatch(name)))
     for name in unknown:
         if dialect := next(filter(None, map(_dialect, name.split("."))), None):
             raise UnsupportedError(f"draft: tensor {name} is of {dialect}, which is not supported yet")
     if unknown and _BIAS.fullmatch(unknown[0]):
         raise UnsupportedError(f"draft: tensor {unknown[0]} is a bias, but attention_bias in config.json is not true")
     if unknown:
-        others = f"tensor {unknown[0]} (one of {len(unknown)})"
-        raise UnsupportedError(f"draft: {others} is of a variant of DFlash that is not supported yet")
+        which = f"{unknown[0]} (one of {len(unknown)})"
+        raise UnsupportedError(f"draft: tensor {which} is of a variant of DFlash that is not supported yet")
 
 
 def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
@@ -139,24 +128,19 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
         raise UnsupportedError(
             f"config.json has no dflash_config, so this is no DFlash draft (architectures: {raw.get('architectures')})"
         )
-    unknown = [name for name, value in raw.items() if name not in _AT_THE_TOP and not _is_noise(name, value)]
-    unknown += [
-        f"dflash_config.{name}"
-        for name, value in inner.items()
-        if name not in _IN_EITHER_PLACE and not _is_noise(name, value)
-    ]
-    keys = {name: value for name, value in raw.items() if not _INERT.fullmatch(name)}
-    for name in ("rope_scaling", "rope_parameters"):
-        keys[name] = {key: value for key, value in fields(raw, name).items() if not _INERT.fullmatch(key)}
-    used = {name: value for name, value in inner.items() if name in _IN_EITHER_PLACE and value is not None}
+    inner = {name: value for name, value in inner.items() if value is not None}
     warnings = [
-        f"{name} is {keys[name]!r} in config.json and {value!r} in its dflash_config, which is used"
-        for name, value in used.items()
-        if keys.get(name) not in (None, value)
+        f"{name} is {raw[name]!r} in config.json and {value!r} in its dflash_config, which is used"
+        for name, value in inner.items()
+        if name in _KEYS and raw.get(name) not in (None, value)
     ]
-    if unknown:
+    merged = without(raw, ("dflash_config",)) | inner
+    keys = {name: value for name, value in merged.items() if not _is_noise(name, value)}
+    for name in ("rope_scaling", "rope_parameters"):
+        keys[name] = {key: value for key, value in fields(keys, name).items() if not _INERT.fullmatch(key)}
+    if unknown := [name for name in keys if name not in _KEYS]:
         warnings.append(f"config.json has keys that are unknown here and ignored: {', '.join(unknown)}")
-    return keys | used, warnings
+    return keys, warnings
 
 
 def _from_speculators(raw: Raw) -> dict[str, Any]:
@@ -166,10 +150,8 @@ def _from_speculators(raw: Raw) -> dict[str, Any]:
     """
     kind, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if kind != "dflash" or not isinstance(layer, dict):
-        raise UnsupportedError(
-            f"speculators_model_type {kind!r} with transformer_layer_config {type(layer).__name__} is not "
-            "supported yet; supported: 'dflash' with an object"
-        )
+        found = f"speculators_model_type {kind!r} with transformer_layer_config {type(layer).__name__}"
+        raise UnsupportedError(f"{found} is not supported yet; supported: 'dflash' with an object")
     own = without(raw, ("speculators_model_type", "transformer_layer_config", "model_type", "architectures"))
     ids = own.pop("aux_hidden_state_layer_ids", None)
     if not isinstance(ids, list) or not all(type(i) is int and i > 0 for i in ids):
@@ -183,8 +165,7 @@ def _is_noise(name: str, value: Any) -> bool:
     """Return True for a key that changes nothing. Raises UnsupportedError for one of a dialect."""
     if _INERT.fullmatch(name):
         return True
-    dialect = _dialect(name)
-    if dialect and value:
+    if (dialect := _dialect(name)) and value:
         raise UnsupportedError(f"{name} = {value!r} is of {dialect}, which is not supported yet")
     return dialect is not None
 
@@ -209,8 +190,8 @@ def _masks(keys: Raw) -> tuple[AttentionMask, ...]:
         if keys.get("swa_window_size") or (window and keys.get("use_sliding_window") is None):
             raise UnsupportedError(f"sliding_window is {window!r}, but neither layer_types nor use_swa says where")
         kinds = ["full_attention"] * num_layers
-    stated, causal = flag(keys, "is_causal"), flag(keys, "causal")
-    return layer_masks(kinds, window, num_layers, causal if stated is None else stated)
+    is_causal, causal = flag(keys, "is_causal"), flag(keys, "causal")
+    return layer_masks(kinds, window, num_layers, causal if is_causal is None else is_causal)
 
 
 def _block_size(keys: Raw, wanted: int | None, first_draft_row: int) -> int:
@@ -232,24 +213,22 @@ def _block_size(keys: Raw, wanted: int | None, first_draft_row: int) -> int:
 
 
 def _target_layer_ids(ids: Any, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Return the taps. Without any they are the method's default: the middle layer, or one for each of the draft's
-    layers, evenly from 1 to N - 3."""
+    """Return the taps, by default the middle layer, or one for each of the draft's layers, evenly from 1 to N - 3."""
     last = num_target_layers - 2
     if ids is None:
         steps = [i / (num_layers - 1) for i in range(num_layers)] if num_layers > 1 else []
         chosen = [round(1 + (num_target_layers - 4) * step) for step in steps] or [num_target_layers // 2]
         if chosen != sorted(set(chosen)) or chosen[-1] > last:
-            raise UnsupportedError(
-                f"config.json names no target_layer_ids, and a target of {num_target_layers} layers is too small for "
-                f"the default of a draft of {num_layers}"
+            too_small = (
+                f"a target of {num_target_layers} layers is too small for the default of a draft of {num_layers}"
             )
+            raise UnsupportedError(f"config.json names no target_layer_ids, and {too_small}")
         return tuple(chosen)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise UnsupportedError(f"target_layer_ids must be a list of layer numbers, found {ids!r}")
-    if ids != sorted(set(ids)):
-        raise UnsupportedError(f"target_layer_ids {ids} must ascend without repeats")
-    if ids[0] < 0 or ids[-1] > last:
-        raise UnsupportedError(f"target_layer_ids {ids} must lie in 0..{last}, the last layer excluded")
+    if not (isinstance(ids, list) and ids and all(type(i) is int and 0 <= i <= last for i in ids)) or ids != sorted(
+        set(ids)
+    ):
+        wanted = f"a list of layer numbers that ascend without repeats in 0..{last}, the last layer excluded"
+        raise UnsupportedError(f"target_layer_ids must be {wanted}, found {ids!r}")
     return tuple(ids)
 
 

@@ -2,22 +2,20 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from app.engine.checkpoint.decoder import decoder_config, layer_kinds, layer_masks
 from app.engine.checkpoint.fields import Raw, fields, naming, number, only, positive, without
 from app.engine.checkpoint.shapes import SWIGLU_ALPHA, DecoderConfig, GatedDeltaConfig
 from app.engine.errors import UnsupportedError
 
-_PARTIAL_ROTARY_FACTOR = 0.25
-"""Share of a head that turns where a hybrid's config names none, as in the family's own code."""
 _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 """Fields that multimodal configs have outside or inside their text part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """A family of targets: its name in messages, its class `module.Class` of app/engine/models, and its reader."""
 
     name: str
@@ -28,16 +26,11 @@ class Family:
 def target_config(raw: Raw) -> DecoderConfig:
     """Return the shape of a target's config.json. Raises UnsupportedError for what its class would run wrongly."""
     with naming("target"):
-        return family_of(raw).read(raw)
-
-
-def family_of(raw: Raw) -> Family:
-    """Return the family of a target's config.json. Raises UnsupportedError if it is not supported."""
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join(f"{name!r} ({family.name})" for name, family in FAMILIES.items())
-        raise UnsupportedError(f"model_type {model_type!r} is not supported yet; supported: {supported}")
-    return FAMILIES[model_type]
+        model_type = raw.get("model_type")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            supported = ", ".join(f"{name!r} ({family.name})" for name, family in FAMILIES.items())
+            raise UnsupportedError(f"model_type {model_type!r} is not supported yet; supported: {supported}")
+        return FAMILIES[model_type].read(raw)
 
 
 def _gpt_oss(raw: Raw) -> DecoderConfig:
@@ -66,11 +59,14 @@ def _gpt_oss(raw: Raw) -> DecoderConfig:
 
 def _hybrid(raw: Raw, *, experts: bool = False) -> DecoderConfig:
     """Return the shape of Qwen3.5's family, whose fields are at the top or in `text_config`."""
-    text = _text_part(raw)
+    text = fields(raw, "text_config")
+    for field in _SHARED:
+        if field in text and field in raw and text[field] != raw[field]:
+            raise UnsupportedError(f"{field} is {raw[field]!r} in config.json and {text[field]!r} in its text_config")
+    text = {field: raw[field] for field in _SHARED if field in raw} | text if text else dict(raw)
     only(text, attn_output_gate=(True,), attention_bias=(False,))
     rope = fields(text, "rope_parameters")
-    fallback = number(text, "partial_rotary_factor", _PARTIAL_ROTARY_FACTOR)
-    share = number(rope, "partial_rotary_factor", fallback)
+    share = number(rope, "partial_rotary_factor", number(text, "partial_rotary_factor", 0.25))  # default of Qwen3.5
     if share > 1:
         raise UnsupportedError(f"partial_rotary_factor is the share of a head that turns, found {share:g}")
     # Positions of text are equal in all three parts of multimodal RoPE, so its sections do not matter here.
@@ -82,21 +78,8 @@ def _hybrid(raw: Raw, *, experts: bool = False) -> DecoderConfig:
         only(text, mlp_only_layers=([],), decoder_sparse_step=(1,), norm_topk_prob=(True,))
         plain |= {"norm_topk_prob": True, "intermediate_size": text.get("moe_intermediate_size")}
     config = decoder_config(plain, experts=experts, qk_norm=True, gated_delta=_gated_delta(text))
-    if config.moe:
-        shared_size = positive(text, "shared_expert_intermediate_size")
-        config = replace(config, moe=replace(config.moe, shared_size=shared_size))
-    return config
-
-
-def _text_part(raw: Raw) -> Raw:
-    """Return the config of the text part: the whole, or `text_config` with what it shares with the other parts."""
-    if raw.get("text_config") is None:
-        return raw
-    text = fields(raw, "text_config")
-    for field in _SHARED:
-        if field in text and field in raw and text[field] != raw[field]:
-            raise UnsupportedError(f"{field} is {raw[field]!r} in config.json and {text[field]!r} in its text_config")
-    return {field: raw[field] for field in _SHARED if field in raw} | text
+    moe = config.moe and replace(config.moe, shared_size=positive(text, "shared_expert_intermediate_size"))
+    return replace(config, moe=moe)
 
 
 def _gated_delta(text: Raw) -> GatedDeltaConfig:
@@ -118,8 +101,8 @@ def _gated_delta(text: Raw) -> GatedDeltaConfig:
     if sizes.conv_kernel < 2:
         raise UnsupportedError(f"linear_conv_kernel_dim {sizes.conv_kernel}: it must be at least 2")
     if sizes.num_v_heads % sizes.num_k_heads:
-        heads = f"linear_num_value_heads {sizes.num_v_heads}"
-        raise UnsupportedError(f"{heads} is no multiple of linear_num_key_heads {sizes.num_k_heads}")
+        both = f"linear_num_value_heads {sizes.num_v_heads} is no multiple of linear_num_key_heads {sizes.num_k_heads}"
+        raise UnsupportedError(both)
     return sizes
 
 

@@ -45,8 +45,7 @@ def flag(raw: Raw, field: str) -> bool | None:
 
 def fields(raw: Raw, field: str) -> dict[str, Any]:
     """Return the object of a field, empty if the field is missing or null. Raises UnsupportedError."""
-    value = raw.get(field) or {}
-    if not isinstance(value, Mapping):
+    if not isinstance(value := raw.get(field) or {}, Mapping):
         raise _wrong(field, value, "an object")
     return dict(value)
 

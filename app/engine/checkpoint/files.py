@@ -19,19 +19,16 @@ _HUB_FILES = (
 ).split()
 _PREFIX = re.compile(r"^((language_)?model\.)+")
 _AGAIN = "download it again"
-_QUANTISED = tuple(
-    (re.compile(rf".+\.({suffixes})"), quantisation)
-    for suffixes, quantisation in (
-        ("g_idx", "GPTQ"),
-        ("qweight|qzeros|scales", "AWQ or GPTQ"),
-        ("weight_packed|weight_shape|weight_g_idx|weight_zero_point", "compressed-tensors"),
-        (r"(nested_)?(absmax|quant_map)|quant_state\.\w+|SCB", "bitsandbytes"),
-        ("weight_offset|deq_scale|quant_bias", "msModelSlim"),
-        ("weight_scale_inv", "fp8 in blocks"),
-        ("weight_scale_2|weight_global_scale|input_global_scale", "NVFP4"),
-        ("weight_scale|input_scale", "fp8 or int8 with scales"),
-    )
-)
+_QUANTISED = {
+    "g_idx": "GPTQ",
+    "qweight|qzeros|scales": "AWQ or GPTQ",
+    "weight_packed|weight_shape|weight_g_idx|weight_zero_point": "compressed-tensors",
+    r"(nested_)?(absmax|quant_map)|quant_state\.\w+|SCB": "bitsandbytes",
+    "weight_offset|deq_scale|quant_bias": "msModelSlim",
+    "weight_scale_inv": "fp8 in blocks",
+    "weight_scale_2|weight_global_scale|input_global_scale": "NVFP4",
+    "weight_scale|input_scale": "fp8 or int8 with scales",
+}
 """Ends of tensors' names that only weights of one quantisation have, the surest first."""
 
 
@@ -108,14 +105,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 def token_id(text: str, folders: Iterable[Path]) -> int | None:
     """Return the id of a token by the tokenizer.json or added_tokens.json of the first folder that has it, or None."""
     for folder in folders:
-        ids: dict[str, Any] = {}
-        if (file := folder / "tokenizer.json").is_file():
-            tokenizer = read_json(file)
-            vocabulary = tokenizer.get("model", {}).get("vocab")
-            ids = vocabulary if isinstance(vocabulary, dict) else {}
-            ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-        if (file := folder / "added_tokens.json").is_file():
-            ids |= read_json(file)
+        tokenizer, ids = (
+            read_json(file) if (file := folder / name).is_file() else {}
+            for name in ("tokenizer.json", "added_tokens.json")
+        )
+        vocabulary = tokenizer.get("model", {}).get("vocab")
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        ids = (vocabulary if isinstance(vocabulary, dict) else {}) | added | ids
         if text in ids:
             return int(ids[text])
     return None
@@ -142,8 +138,8 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         if plain in stored:
             raise UnsupportedError(f"{folder}: two tensors are called {plain} after their prefixes")
         stored[plain] = StoredTensor(folder / shard, name, headers[shard][name])
-    for pattern, quantisation in _QUANTISED:
-        if quantised := min(filter(pattern.fullmatch, stored), default=None):
+    for ends, quantisation in _QUANTISED.items():
+        if quantised := min(filter(re.compile(rf".+\.({ends})").fullmatch, stored), default=None):
             raise UnsupportedError(
                 f"{folder}: tensor {quantised} is of weights that are quantised ({quantisation}), which are not "
                 "supported yet; give the model in bfloat16"
@@ -185,9 +181,8 @@ def _read_shapes(file: Path) -> dict[str, list[int]]:
         raise UnsupportedError(f"{file} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         with file.open("rb") as stream:
-            if stream.read(8) == b"version ":
-                raise UnsupportedError(
-                    f"{file} is a Git LFS pointer and not the weights; run `git lfs pull` in its folder"
-                ) from None
-        size = file.stat().st_size
-        raise UnsupportedError(f"{file} is cut off or damaged ({size} bytes: {error}); {_AGAIN}") from None
+            is_pointer = stream.read(8) == b"version "
+        reason = f"is cut off or damaged ({file.stat().st_size} bytes: {error}); {_AGAIN}"
+        if is_pointer:
+            reason = "is a Git LFS pointer and not the weights; run `git lfs pull` in its folder"
+        raise UnsupportedError(f"{file} {reason}") from None

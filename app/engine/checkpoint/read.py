@@ -1,7 +1,7 @@
 """The reader of checkpoints: folders by name, and the shapes of both models, checked against their files' headers."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,51 +60,46 @@ def check_checkpoints(config: EngineConfig) -> None:
             f"{config.target / 'config.json'} allows {limit}; a longer context needs rope_scaling of type yarn there"
         )
     if not any((config.target / name).is_file() for name in TOKENIZER_FILES):
-        raise UnsupportedError(
-            f"{config.target}: no tokenizer; looked for {', '.join(TOKENIZER_FILES)}; copy the tokenizer files of the "
-            "model next to its weights"
-        )
-    wanted = dict(_layers(target)) | {"embed_tokens.weight": [target.vocab_size, target.hidden_size]}
-    if not target.tie_word_embeddings:
-        wanted["lm_head.weight"] = [target.vocab_size, target.hidden_size]
+        looked = f"no tokenizer; looked for {', '.join(TOKENIZER_FILES)}"
+        raise UnsupportedError(f"{config.target}: {looked}; copy the tokenizer files of the model next to its weights")
+    ends = ["embed_tokens"] if target.tie_word_embeddings else ["embed_tokens", "lm_head"]
+    wanted = _layers(target) | {name: [target.vocab_size, target.hidden_size] for name in ends}
     _compare(config.target, read_tensors(config.target), wanted)
     if config.draft and models.draft:
-        decoder, hidden = models.draft.decoder, models.draft.decoder.hidden_size
-        stored = read_tensors(config.draft)
+        decoder, stored = models.draft.decoder, read_tensors(config.draft)
         refuse_foreign_tensors(stored, biases=decoder.qkv_bias)
-        taps = len(models.draft.target_layer_ids) * models.draft.target_hidden_size
-        wanted = dict(_layers(decoder)) | {"hidden_norm.weight": [hidden], "fc.weight": [hidden, taps]}
-        _compare(config.draft, stored, wanted)
+        hidden, taps = decoder.hidden_size, len(models.draft.target_layer_ids) * models.draft.target_hidden_size
+        _compare(config.draft, stored, _layers(decoder) | {"hidden_norm": [hidden], "fc": [hidden, taps]})
 
 
-def _layers(config: DecoderConfig) -> Iterator[tuple[str, list[int]]]:
-    """Yield the tensors that layers of all families share, and the last norm, with their shapes."""
+def _layers(config: DecoderConfig) -> dict[str, list[int]]:
+    """Return the shapes of the weights that layers of all families share, and of the last norm."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     kv, attention = config.num_kv_heads * dim, config.num_heads * dim
+    gated = 2 if config.gated_delta else 1  # a hybrid's q_proj has a gate for each head
+    wanted = {"norm": [hidden]}
     for i in range(config.num_layers):
-        yield f"layers.{i}.input_layernorm.weight", [hidden]
-        yield f"layers.{i}.post_attention_layernorm.weight", [hidden]
+        shapes = {"input_layernorm": [hidden], "post_attention_layernorm": [hidden]}
         if i not in config.recurrent_layers:
-            gated = 2 if config.gated_delta else 1  # a hybrid's q_proj has a gate for each head
-            yield f"layers.{i}.self_attn.q_proj.weight", [gated * attention, hidden]
-            yield f"layers.{i}.self_attn.k_proj.weight", [kv, hidden]
-            yield f"layers.{i}.self_attn.v_proj.weight", [kv, hidden]
-            yield f"layers.{i}.self_attn.o_proj.weight", [hidden, attention]
+            shapes |= {"self_attn.q_proj": [gated * attention, hidden], "self_attn.o_proj": [hidden, attention]}
+            shapes |= {"self_attn.k_proj": [kv, hidden], "self_attn.v_proj": [kv, hidden]}
         if not config.moe_of(i):
-            yield f"layers.{i}.mlp.gate_proj.weight", [inner, hidden]
-            yield f"layers.{i}.mlp.up_proj.weight", [inner, hidden]
-            yield f"layers.{i}.mlp.down_proj.weight", [hidden, inner]
-    yield "norm.weight", [hidden]
+            shapes |= {
+                "mlp.gate_proj": [inner, hidden],
+                "mlp.up_proj": [inner, hidden],
+                "mlp.down_proj": [hidden, inner],
+            }
+        wanted |= {f"layers.{i}.{name}": shape for name, shape in shapes.items()}
+    return wanted
 
 
 def _compare(folder: Path, stored: Mapping[str, StoredTensor], wanted: Mapping[str, list[int]]) -> None:
+    """Raise UnsupportedError unless each weight that is wanted is stored, in its shape."""
+    wanted = {f"{name}.weight": shape for name, shape in wanted.items()}
     if missing := [name for name in wanted if name not in stored]:
-        raise UnsupportedError(
-            f"{folder}: tensor {missing[0]} is missing, one of {len(missing)} that config.json wants; download it again"
-        )
+        which = f"{missing[0]} is missing, one of {len(missing)} that config.json wants"
+        raise UnsupportedError(f"{folder}: tensor {which}; download it again")
     for name, shape in wanted.items():
         if stored[name].shape != shape:
-            raise UnsupportedError(
-                f"{folder}: tensor {name} has shape {stored[name].shape}, but config.json wants {shape}; config.json "
-                "and weights are of different models"
-            )
+            both = f"{name} has shape {stored[name].shape}, but config.json wants {shape}"
+            raise UnsupportedError(f"{folder}: tensor {both}; config.json and weights are of different models")

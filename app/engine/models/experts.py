@@ -5,8 +5,12 @@ from torch import Tensor
 
 from app.engine.checkpoint.shapes import MoeConfig
 from app.engine.device.moe import ExpertWeights
-from app.engine.models.mxfp4 import BLOCK, dequantised
 from app.engine.models.weights import LayerSource, Part, own_part
+
+MXFP4_BLOCK = 32
+"""Numbers of a block of mxfp4 (OCP Microscaling Formats 1.0), each of 4 bits, e2m1, with a common power of two."""
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_MXFP4_SCALE_BIAS = 127
 
 
 def load_experts(layer: LayerSource, moe: MoeConfig) -> ExpertWeights:
@@ -65,20 +69,28 @@ def _copy_mxfp4(to: Tensor, layer: LayerSource, name: str, split: int, blocks: t
     count, out_features, in_features = to.shape
     comm = layer.comm
     columns = range(in_features) if split == 1 else comm.part(in_features * comm.size)
-    own_blocks = range(columns.start // BLOCK, -(-columns.stop // BLOCK))
+    own_blocks = range(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
 
     def read(kind: str, *rest: int) -> Tensor:
         stored, packed = layer.name(f"mlp.experts.{name}_{kind}"), layer.weights.packed
         if split == 1 or comm.size == 1:
             return own_part(packed, stored, (count, out_features, len(own_blocks), *rest), comm, split, blocks)
-        whole = -(-in_features * comm.size // BLOCK)
+        whole = -(-in_features * comm.size // MXFP4_BLOCK)
         return packed(stored, count, out_features, whole, *rest, part=Part(2, (own_blocks,)))
 
-    numbers, scales = read("blocks", BLOCK // 2), read("scales")
+    numbers, scales = read("blocks", MXFP4_BLOCK // 2), read("scales")
     for expert in range(count):
         own = slice(expert, expert + 1)
         values = dequantised(numbers[own], scales[own], to.dtype)
-        _copy_rows(to[own], values.narrow(2, columns.start - own_blocks.start * BLOCK, in_features), blocks)
+        _copy_rows(to[own], values.narrow(2, columns.start - own_blocks.start * MXFP4_BLOCK, in_features), blocks)
+
+
+def dequantised(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers [..., 32 * B] of mxfp4 blocks [..., B, 16] and scales [..., B], both uint8, low half first."""
+    table = torch.tensor(_MXFP4_VALUES, device=blocks.device)
+    halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(-2)
+    exponents = scales.to(torch.int32).unsqueeze(-1) - _MXFP4_SCALE_BIAS
+    return torch.ldexp(table[halves.int()], exponents).flatten(-2).to(dtype)
 
 
 def _copy_rows(to: Tensor, stored: Tensor, blocks: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import read_config
 from app.engine.errors import UnsupportedError
-from app.engine.models.mxfp4 import dequantised
+from app.engine.models.experts import dequantised
 from tests.fast.engine.feeder import Feeder, assert_logits_close, random_checkpoint
 from tests.fast.engine.lossless import LUCKY, Case, Subject, assert_lossless, make_engine, random_prompts
 from tests.fast.engine.pairs import GPT_OSS, GPT_OSS_WINDOW, Pair, make_pair

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.checkpoint.rope import rope_config
+from app.engine.checkpoint.decoder import rope_config
 from app.engine.checkpoint.shapes import Llama3Scaling, RopeConfig, YarnScaling
 from app.engine.cpu.backend import CpuBackend
 from app.engine.device.base import Backend
