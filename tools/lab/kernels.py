@@ -112,7 +112,7 @@ def staircase(stairs: Stairs, model: str) -> Result:
         count = min(seqs, rows) if rows % min(seqs, rows) == 0 else min(seqs, whole)
         width = rows // count
         stairs.graphs.target(stairs.inputs(count, width).target)
-        case = stairs.case(count, width, stairs.graphs.target_graph(seqs, rows))
+        case = stairs.case(count, width, stairs.graphs.target_graphs[seqs, rows][0])
         floor = step_seconds(engine.target, None, Load(count, stairs.context, 0))
         step = expected.of_rows(model, count, width)
         sizes = {"sequences of the graph": seqs, "rows": rows}
@@ -139,7 +139,7 @@ def of_drafts(stairs: Stairs, model: str) -> Result:
         inputs = stairs.inputs(blocks, width).draft
         assert inputs is not None
         stairs.graphs.draft(inputs)
-        case = stairs.case(blocks, width, stairs.graphs.draft_graph(blocks, width))
+        case = stairs.case(blocks, width, stairs.graphs.draft_graphs[blocks, width][0])
         step = expected.of_rows(model, blocks, width)
         cases.append({"rows": blocks * width} | case | {"expected ms": step and step.draft})
     return {"cases": cases, "found": f"{len(cases)} draft graphs"}

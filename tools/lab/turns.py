@@ -118,9 +118,7 @@ def captured(engine: Engine, own: ModelRunner, concurrency: int) -> ModelRunner:
         own.forward,
         own.layout,
         sizes.captured(targets, [sizes.draft(concurrency, block)]),
-        block_size=block,
         pages=max(engine.sizes.pages_per_sequence, engine.sizes.scratch_pages),
-        scratch_pages=engine.sizes.scratch_pages,
         on_graph=lambda done, total: None,
     )
     return ModelRunner(own.forward, own.backend, own._counts, own.layout, own.pools, graphs)

@@ -279,9 +279,7 @@ def captures(backend: Backend, extent: Extent) -> Result:
             core.runner.forward,
             core.runner.layout,
             sizes,
-            block_size=16,
             pages=5,
-            scratch_pages=-(-sizes.max_rows // PAGE),
             on_graph=lambda done, total: captured.append(done),
         )
     except RuntimeError as error:

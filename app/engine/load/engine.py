@@ -345,9 +345,7 @@ def _capture(
             forward,
             layout,
             graph_sizes,
-            block_size=sizes.block_size,
             pages=max(sizes.pages_per_sequence, sizes.scratch_pages),
-            scratch_pages=sizes.scratch_pages,
             on_graph=on_graph,
             comm=comm,
         )

@@ -20,8 +20,8 @@ class CountedTokens(NamedTuple):
 class SamplingRows:
     """N logit rows, ascending, whose requests want the same kinds of operators.
 
-    Columns [N] int32: `rows` (numbers of the logit rows), `state` (of the noise), `batch_slot`, `place` (drafts that
-    the row stands on) and `draft_index` (row of the drafts). Columns [N] fp32: PARAMETERS of `step/sampling_rows.py`.
+    Columns [N] int32: `rows` (numbers of the logit rows), `state` (of the noise), `batch_slot`, `place` (drafts before
+    the row) and `draft_index` (row of the drafts). Columns [N] fp32: PARAMETERS of `step/sampling_rows.py`.
     Columns [M]: the logit of row `bias_row` and token `bias_token` gets `bias` on top.
     """
 

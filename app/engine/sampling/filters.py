@@ -1,8 +1,8 @@
 """Top-k, top-p and min-p over many rows at once, without a sort of the vocabulary.
 
-The order is vLLM's: min-p, top-k, top-p, each over the tokens that the one before keeps. Logits are already divided by
-the temperature. Most rows look at few tokens only (`shortlist`), and the others find thresholds (`keep`). Both keep all
-tokens that tie at an edge. 16-bit logits often tie, and the two ways must keep the same tokens.
+The order is vLLM's: min-p, top-k, top-p, each over the tokens that the previous one keeps. Logits are already divided
+by the temperature. Most rows look at few tokens only (`shortlist`), and the others find thresholds (`keep`). Both keep
+all tokens that tie at an edge. 16-bit logits often tie, and the two ways must keep the same tokens.
 """
 
 from typing import NamedTuple
@@ -27,10 +27,6 @@ class Filters(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     short: bool = False
-
-    def within(self, part: slice | Tensor) -> "Filters":
-        """Return the filters of a part of the rows."""
-        return Filters(self.top_k[part], self.top_p[part], self.min_p[part], self.short)
 
 
 class Shortlist(NamedTuple):

@@ -1,8 +1,8 @@
-"""The tables of `columns` on the device: what the sampler is told about rows that need more than argmax."""
+"""The tables of `columns` on the device: what the sampler knows of rows that need more than argmax."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -12,9 +12,11 @@ from app.engine.sampling.columns import SamplingRows
 from app.engine.sampling.filters import SHORTLIST, Filters
 from app.engine.sampling.penalties import Penalties, TokenCounts
 
+Table = TypeVar("Table", Filters, Penalties, "LogitBias", "SamplingMetadata")
+Numbered = TypeVar("Numbered", "LogitBias", "SamplingMetadata")
 
-@dataclass(frozen=True, slots=True)
-class LogitBias:
+
+class LogitBias(NamedTuple):
     """Values [M] fp32 that are added to the logits of `rows` [M] and `tokens` [M], both int64.
 
     `host_rows` are the same rows on the host, ascending.
@@ -25,14 +27,8 @@ class LogitBias:
     tokens: Tensor
     values: Tensor
 
-    def within(self, start: int, stop: int) -> "LogitBias":
-        part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
-        rows = self.rows[part] - start
-        return LogitBias([row - start for row in self.host_rows[part]], rows, self.tokens[part], self.values[part])
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
+class SamplingMetadata(NamedTuple):
     """N logit rows that need the same kinds of work beyond argmax: `host_rows` ascending, and `rows` [N] on the device.
 
     `temperature` [N] fp32 is 1 for greedy rows, and `state` [N] int32 seeds the noise. `drawn` [N] bool is false for
@@ -50,27 +46,41 @@ class SamplingMetadata:
 
     def within(self, start: int, stop: int) -> "SamplingMetadata | None":
         """Return the part for logit rows [start, stop), counted from `start`; None if it is empty."""
-        part = slice(bisect_left(self.host_rows, start), bisect_left(self.host_rows, stop))
+        part = _range(self.host_rows, start, stop)
         if part.start == part.stop:
             return None
         if part.stop - part.start == len(self.host_rows) and not start:
             return self
-        return SamplingMetadata(
-            [row - start for row in self.host_rows[part]],
-            self.rows[part] - start,
-            self.temperature[part],
-            self.state[part],
-            None if self.drawn is None else self.drawn[part],
-            self.filters and self.filters.within(part),
-            self.additions and self.additions.within(part.start, part.stop),
-            self.penalties and self.penalties.within(part),
-        )
+        added = self.additions
+        if added:
+            added = _from(part.start, part_of(added, _range(added.host_rows, part.start, part.stop)))
+        return _from(start, part_of(self, part))._replace(additions=added)
+
+
+def part_of(table: Table, part: slice | Tensor) -> Table:
+    """Return a part of the rows of a table: of its tensors, its `host_rows`, its filters and its penalties."""
+    own: dict[str, Any] = {}
+    for name, column in table._asdict().items():
+        if isinstance(column, Tensor) or name == "host_rows":
+            own[name] = column[part]
+        elif name in ("filters", "penalties") and column:
+            own[name] = part_of(column, part)
+    return table._replace(**own)
+
+
+def _range(host_rows: list[int], start: int, stop: int) -> slice:
+    return slice(bisect_left(host_rows, start), bisect_left(host_rows, stop))
+
+
+def _from(start: int, table: Numbered) -> Numbered:
+    """Return a table whose rows are counted from `start`."""
+    return table._replace(host_rows=[row - start for row in table.host_rows], rows=table.rows - start)
 
 
 def sampling_metadata(
     kinds: Sequence[SamplingRows], drafts: Tensor | None, counts: TokenCounts, backend: Backend
 ) -> list[SamplingMetadata]:
-    """Return tables of rows on the device, after one copy. `drafts` [D, columns] are those that the rows stand on."""
+    """Return tables of rows on the device, after one copy. `drafts` [D, columns] are those that the rows verify."""
     columns = {f"{n}.{name}": column for n, rows in enumerate(kinds) for name, column in rows.columns.items()}
     found = Packed(columns, backend).tensors
     on_device = [{name: found[f"{n}.{name}"] for name in rows.columns} for n, rows in enumerate(kinds)]
@@ -80,8 +90,7 @@ def sampling_metadata(
 def _metadata(
     rows: SamplingRows, on_device: dict[str, Tensor], drafts: Tensor | None, counts: TokenCounts
 ) -> SamplingMetadata:
-    host = rows.columns
-    filters = additions = penalties = None
+    host, filters, additions, penalties = rows.columns, None, None, None
     if rows.is_filtered:
         short = bool(host["top_k"].max() <= SHORTLIST)
         filters = Filters(on_device["top_k"], on_device["top_p"], on_device["min_p"], short)
@@ -89,18 +98,9 @@ def _metadata(
         bias_row, bias_token = on_device["bias_row"].long(), on_device["bias_token"].long()
         additions = LogitBias(host["bias_row"].tolist(), bias_row, bias_token, on_device["bias"])
     if rows.counted:
-        emitted, prompted = counts.of(rows.counted)
         own_drafts = None if drafts is None else drafts[on_device["draft_index"]]
-        names = ("presence", "frequency", "repetition", "batch_slot", "place")
-        columns = {name: on_device[name] for name in names}
-        penalties = Penalties(**columns, drafts=own_drafts, emitted=emitted, prompted=prompted)
-    return SamplingMetadata(
-        host["rows"].tolist(),
-        on_device["rows"],
-        on_device["temperature"],
-        on_device["state"],
-        drawn=None if host["is_drawn"].all() else on_device["is_drawn"].bool(),
-        filters=filters,
-        additions=additions,
-        penalties=penalties,
-    )
+        columns = {name: on_device[name] for name in ("presence", "frequency", "repetition", "batch_slot", "place")}
+        penalties = Penalties(**columns, drafts=own_drafts, counts=counts.of(rows.counted))
+    drawn = None if host["is_drawn"].all() else on_device["is_drawn"].bool()
+    numbers, temperature, state = (on_device[name] for name in ("rows", "temperature", "state"))
+    return SamplingMetadata(host["rows"].tolist(), numbers, temperature, state, drawn, filters, additions, penalties)

@@ -1,6 +1,6 @@
 """Penalties for tokens that a sequence has had, by counts of its committed tokens `[batch slots, V]`.
 
-Meanings are vLLM's. The repetition penalty counts prompt and answer, presence and frequency the answer alone. A row of
+Meanings are vLLM's. The repetition penalty counts prompt and answer, presence and frequency only the answer. A row of
 a block also counts the drafts before it. They are a small correction, and no counts are kept for rows.
 """
 
@@ -22,9 +22,9 @@ _NONE = np.zeros(0, dtype=np.int32)
 class Penalties(NamedTuple):
     """Penalties of N rows: `presence`, `frequency` and `repetition` fp32 `[N]`.
 
-    `batch_slot` `[N]` is the sequence's row in `emitted` and `prompted`. `emitted` `[batch slots, V]` int32 counts each
-    token of its answer. `prompted` `[batch slots, V]` bool is true for tokens of its prompt. A row stands behind the
-    first `place` `[N]` of the `drafts` `[N, columns]`, which are None without drafts.
+    `batch_slot` `[N]` is the sequence's row in `counts`. These are `[batch slots, V]` int32, how often each token is in
+    its answer, and `[batch slots, V]` bool, true for tokens of its prompt. A row comes after the first `place` `[N]` of
+    the `drafts` `[N, columns]`, which are None without drafts.
     """
 
     presence: Tensor
@@ -33,24 +33,16 @@ class Penalties(NamedTuple):
     batch_slot: Tensor
     place: Tensor
     drafts: Tensor | None
-    emitted: Tensor
-    prompted: Tensor
-
-    def within(self, part: slice) -> "Penalties":
-        """Return the penalties of a part of the rows."""
-        own = {
-            name: getattr(self, name)[part] for name in ("presence", "frequency", "repetition", "batch_slot", "place")
-        }
-        return self._replace(**own, drafts=None if self.drafts is None else self.drafts[part])
+    counts: tuple[Tensor, Tensor]
 
 
 def penalise(logits: Tensor, of: Penalties) -> Tensor:
     """Return logits `[N, V]` fp32 with the penalties of their rows."""
-    counts, prompted = of.emitted[of.batch_slot], of.prompted[of.batch_slot]
+    counts, prompted = (counted[of.batch_slot] for counted in of.counts)
     penalised = _penalised(logits, counts, prompted, of)
     if of.drafts is None:
         return penalised
-    # The first draft fills the columns behind a row's drafts. With place 0 no draft counts.
+    # The first draft fills the columns after a row's drafts. With place 0 no draft counts.
     before = torch.arange(of.drafts.shape[1], device=logits.device) < of.place[:, None]
     tokens = torch.where(before, of.drafts, of.drafts[:, :1]).long()
     more = ((tokens[:, :, None] == of.drafts[:, None, :]) & before[:, None, :]).sum(dim=2)
@@ -79,7 +71,7 @@ class TokenCounts:
         self._counts: tuple[Tensor, Tensor] | None = None
 
     def of(self, sequences: Iterable[CountedTokens]) -> tuple[Tensor, Tensor]:
-        """Return (emitted, prompted) of `Penalties`, after counting all tokens of these sequences."""
+        """Return the `counts` of `Penalties`, after counting all tokens of these sequences."""
         cleared: list[int] = []
         prompted, emitted = [_NONE], [_NONE]
         for seq in sequences:

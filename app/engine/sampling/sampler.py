@@ -17,7 +17,7 @@ from torch import Tensor
 from app.engine.device.base import Backend
 from app.engine.sampling import filters
 from app.engine.sampling.filters import Filters
-from app.engine.sampling.metadata import SamplingMetadata
+from app.engine.sampling.metadata import SamplingMetadata, part_of
 from app.engine.sampling.noise import FACTORS, NOISE_BITS, signed
 from app.engine.sampling.penalties import penalise
 from app.engine.sequence import NOT_FINITE
@@ -116,7 +116,7 @@ class Sampler:
         drawn = short.tokens.gather(1, best)[:, 0]
         if not of.short and not bool(short.complete.all()):
             rest = (~short.complete).nonzero()[:, 0]
-            kept = filters.keep(logits[rest], of.within(rest))
+            kept = filters.keep(logits[rest], part_of(of, rest))
             drawn[rest] = self._pick(logits[rest].masked_fill(~kept, -torch.inf), state[rest])
         return drawn
 

@@ -97,7 +97,7 @@ class Forward:
     def on_device(self, inputs: Inputs) -> OnDevice[Inputs]:
         """Return `inputs` as tensors, after one copy."""
         packed = Packed(arrays(inputs), self.backend)
-        tensors = with_arrays(inputs, packed.tensors)
+        tensors = with_arrays(inputs, lambda name, _: packed.tensors[name])
         metas = [
             AttentionMetadata(
                 group.query_start_loc,

@@ -107,6 +107,10 @@ class GraphSizes:
         return seqs * width + self.spare
 
     @property
+    def block_size(self) -> int:
+        return self.widths[-1]
+
+    @property
     def max_rows(self) -> int:
         """Return the rows of the largest graph. While it is captured, every row is padding."""
         return self.rows(self.seqs[-1], self.widths[-1])

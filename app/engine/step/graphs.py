@@ -1,7 +1,7 @@
 """A decode step from graphs: its draft and its target, each captured in a few sizes and padded to the nearest."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,13 @@ from torch import Tensor
 
 from app.engine.arrays import Ints
 from app.engine.comm.comm import ALONE, Comm
-from app.engine.device.base import AttentionMetadata
 from app.engine.device.graph import Graph
 from app.engine.errors import UnsupportedError, last_words
 from app.engine.sampling.metadata import SamplingMetadata
 from app.engine.schedule.batch import Batch
 from app.engine.step.forward import DraftTensors, Forward, OnDevice, TargetTensors
 from app.engine.step.graph_sizes import GraphSizes, Size
-from app.engine.step.inputs import DraftInputs, GraphLayout, Layout, TargetInputs, arrays
+from app.engine.step.inputs import DraftInputs, Layout, TargetInputs, arrays
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +36,7 @@ class StepGraphs:
         layout: Layout,
         sizes: GraphSizes,
         *,
-        block_size: int,
         pages: int,
-        scratch_pages: int,
         on_graph: Callable[[int, int], None],
         comm: Comm = ALONE,
     ) -> None:
@@ -47,14 +44,15 @@ class StepGraphs:
         self._comm = comm
         self._backend = backend = forward.backend
         self._pages = pages
-        self.layout = replace(layout, graphs=GraphLayout(sizes, block_size, scratch_pages))
+        block_size = sizes.block_size
+        self.layout = replace(layout, graphs=sizes)
         self._hidden = forward.target.embedding.new_empty(sizes.max_rows, forward.target.config.hidden_size)
         self.drafts = None
         if block_size > 1:
             self.drafts = torch.zeros(sizes.seqs[-1], block_size - 1, dtype=torch.int32, device=backend.device)
         self.verified = torch.zeros(sizes.seqs[-1] + 1, block_size + 1, dtype=torch.int64, device=backend.device)
-        self._draft_graphs: dict[Size, tuple[Graph, DraftTensors]] = {}
-        self._target_graphs: dict[Size, tuple[Graph, TargetTensors]] = {}
+        self.draft_graphs: dict[Size, tuple[Graph, DraftTensors]] = {}
+        self.target_graphs: dict[Size, tuple[Graph, TargetTensors]] = {}
         done, total = 0, len(sizes.drafts) + len(sizes.targets)
         # The largest first: the memory that it leaves serves all others.
         for seqs, rows in reversed(sizes.targets):
@@ -63,18 +61,12 @@ class StepGraphs:
         for blocks, width in reversed(sizes.drafts):
             self._capture_draft(blocks, width)
             on_graph(done := done + 1, total)
-        self.sizes = sizes.captured(self._target_graphs, self._draft_graphs)
-        self.layout = replace(layout, graphs=GraphLayout(self.sizes, block_size, scratch_pages))
+        self.sizes = sizes.captured(self.target_graphs, self.draft_graphs)
+        self.layout = replace(layout, graphs=self.sizes)
 
     @property
     def has_draft(self) -> bool:
-        return bool(self._draft_graphs)
-
-    def target_graph(self, seqs: int, rows: int) -> Graph:
-        return self._target_graphs[seqs, rows][0]
-
-    def draft_graph(self, blocks: int, width: int) -> Graph:
-        return self._draft_graphs[blocks, width][0]
+        return bool(self.draft_graphs)
 
     def keep(self, drafts: Tensor) -> Tensor:
         """Store drafts [D, columns] for the target to verify, and return them as [D, b - 1]."""
@@ -86,7 +78,7 @@ class StepGraphs:
     def draft(self, inputs: DraftInputs[Ints]) -> Tensor:
         """Return drafts [D, b - 1] of padded blocks, which stay until the next ones."""
         blocks, rows = len(inputs.anchors), inputs.groups[0].query_lens[0]
-        graph, tensors = self._draft_graphs[blocks, rows + 1 - self.layout.first_draft_row]
+        graph, tensors = self.draft_graphs[blocks, rows + 1 - self.layout.first_draft_row]
         self._replay(graph, tensors, inputs)
         assert self.drafts is not None
         return self.drafts[:blocks]
@@ -97,7 +89,7 @@ class StepGraphs:
         The graph chooses greedily. Rows of `draws` are chosen again from the hidden states, which all graphs write to
         the same place.
         """
-        graph, tensors = self._target_graphs[len(inputs.prev_rows), len(inputs.token_ids)]
+        graph, tensors = self.target_graphs[len(inputs.prev_rows), len(inputs.token_ids)]
         self._replay(graph, tensors, inputs)
         choices, verified = graph.outputs
         if not draws:
@@ -105,7 +97,7 @@ class StepGraphs:
         forward = self._forward
         for kind in draws:
             rows = forward.row_numbers[: len(kind.host_rows)]
-            own = replace(kind, host_rows=list(range(len(rows))), rows=rows)
+            own = kind._replace(host_rows=list(range(len(rows))), rows=rows)
             choices[kind.rows] = forward.sampler.choose(self._hidden[kind.rows], forward.target.lm_head, [own])
         return forward.verify(tensors.inputs, choices, self.drafts)
 
@@ -113,42 +105,6 @@ class StepGraphs:
         tensors.packed.send(arrays(inputs))
         self._forward.plan(tensors, inputs)
         graph.replay()
-
-    def _capture(self, run: Callable[[], tuple[Tensor, ...]], meta: AttentionMetadata, what: str) -> Graph | None:
-        """Return the graph of `run` after its first replay, or None if a rank cannot capture it.
-
-        A rank that cannot must not go on alone, because the others would wait for its collectives. So the outcome is
-        exchanged before the replay. An error of `run` itself ends all ranks: it has left others in their collectives.
-        """
-        has_run, graph = False, None
-
-        def noting() -> tuple[Tensor, ...]:
-            nonlocal has_run
-            outputs = run()
-            has_run = True
-            return outputs
-
-        try:
-            graph = self._backend.capture(noting, [meta])
-        except Exception as error:
-            if self._comm.size == 1 or not has_run:
-                raise
-            self._backend.annotate(error)
-            logger.error("%s: the graph cannot be captured on rank %d: %s", what, self._comm.rank, last_words(error))
-        if not self._comm.minimum(graph is not None):
-            return None
-        assert graph is not None
-        graph.replay()
-        return graph
-
-    def _leave_out(self, what: str, captured: Collection[Size]) -> None:
-        """Let a larger one of the `captured` graphs serve such steps. Raises UnsupportedError if there is none."""
-        if not captured:
-            raise UnsupportedError(
-                f"{what}: this graph, which all ranks need, cannot be captured on all of them; the log of each says "
-                "why: give a smaller --max-num-seqs, --kv-cache-memory or --memory-utilization, or --enforce-eager"
-            )
-        logger.warning("%s: without a graph of its own, such a step is padded to a larger one", what)
 
     def _capture_draft(self, blocks: int, width: int) -> None:
         forward, inputs = self._forward, self.layout.draft(Batch(), blocks, width, self._pages)
@@ -160,12 +116,8 @@ class StepGraphs:
             self.keep(forward.draft(tensors))
             return ()
 
-        forward.plan(tensors, inputs)
         what = f"draft of {blocks} blocks of {inputs.groups[0].query_lens[0]} rows"
-        if graph := self._capture(run, tensors.metas[0], what):
-            self._draft_graphs[blocks, width] = graph, tensors
-        else:
-            self._leave_out(what, self._draft_graphs)
+        self._capture(self.draft_graphs, (blocks, width), inputs, tensors, run, what)
 
     def _capture_target(self, seqs: int, rows: int) -> None:
         forward, inputs = self._forward, self.layout.target(Batch(), (seqs, rows), 0, self._pages)
@@ -182,12 +134,51 @@ class StepGraphs:
                 self.verified[: seqs + 1] = verified
             return choices, verified
 
-        forward.plan(tensors, inputs)
         what = f"target of {seqs} sequences and {rows} rows"
-        if graph := self._capture(run, tensors.metas[0], what):
-            self._target_graphs[seqs, rows] = graph, tensors
+        self._capture(self.target_graphs, (seqs, rows), inputs, tensors, run, what)
+
+    def _capture(
+        self,
+        graphs: dict[Size, tuple[Graph, Any]],
+        size: Size,
+        inputs: Any,
+        tensors: OnDevice[Any],
+        run: Callable[[], tuple[Tensor, ...]],
+        what: str,
+    ) -> None:
+        """Add the graph of `run` to `graphs` after its first replay. Without it, larger ones of `graphs` have to serve.
+
+        A rank that cannot capture it must not go on, because the others would wait for its collectives. So the outcome
+        is exchanged before the replay. An error of `run` itself ends all ranks: it has left others in their
+        collectives. Raises UnsupportedError if there is no larger graph.
+        """
+        has_run, graph = False, None
+
+        def noting() -> tuple[Tensor, ...]:
+            nonlocal has_run
+            outputs = run()
+            has_run = True
+            return outputs
+
+        self._forward.plan(tensors, inputs)
+        try:
+            graph = self._backend.capture(noting, [tensors.metas[0]])
+        except Exception as error:
+            if self._comm.size == 1 or not has_run:
+                raise
+            self._backend.annotate(error)
+            logger.error("%s: the graph cannot be captured on rank %d: %s", what, self._comm.rank, last_words(error))
+        if self._comm.minimum(graph is not None):
+            assert graph is not None
+            graph.replay()
+            graphs[size] = graph, tensors
+        elif graphs:
+            logger.warning("%s: without a graph of its own, such a step is padded to a larger one", what)
         else:
-            self._leave_out(what, self._target_graphs)
+            raise UnsupportedError(
+                f"{what}: this graph, which all ranks need, cannot be captured on all of them; the log of each says "
+                "why: give a smaller --max-num-seqs, --kv-cache-memory or --memory-utilization, or --enforce-eager"
+            )
 
     def _advance(self, tensors: DraftTensors | TargetTensors, token_ids: Tensor, anchor_rows: Tensor) -> None:
         """Move rows to where the step in flight leaves their sequences; see `Backend.advance_by_accepted`."""

@@ -5,7 +5,7 @@ The same records hold NumPy arrays on the host and tensors on the device, by the
 Positions and slots are computed on the device, after one packed copy, unless the device takes them from the host.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
@@ -15,7 +15,7 @@ import numpy as np
 from app.engine.arrays import Ints
 from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.step.graph_sizes import GraphSizes, Size
-from app.engine.step.sampling_rows import SampledSequence, SamplingRows, sampling_rows
+from app.engine.step.sampling_rows import SamplingRows, sampling_rows
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -97,62 +97,38 @@ class TargetInputs(Generic[A]):
 class StepInputs:
     """One step as arrays. A runner gets nothing else, so it can be sent to another process.
 
-    `sampling` is empty if argmax is enough for all rows. `sequence_keys` are those of the decoding sequences. The token
-    lists in `sampling` are those of the sequences themselves, so a step is launched before the next commit.
+    `sampling` is empty if argmax is enough for all rows. Its token lists are those of the sequences themselves, so a
+    step is launched before the next commit. `plain_sequences` are the keys of the sequences of a step without drafts
+    and prefill, whose context KV may be pending, or None for another step.
     """
 
     target: TargetInputs[Ints]
     draft: DraftInputs[Ints] | None
     sampling: list[SamplingRows]
-    sequence_keys: list[tuple[str, int]]
+    plain_sequences: list[tuple[str, int]] | None
     has_prefill: bool
-
-    @property
-    def plain_sequences(self) -> list[tuple[str, int]] | None:
-        """Return the keys of the sequences of a step without drafts and prefill, whose context KV may be pending."""
-        return None if self.has_prefill or self.draft else self.sequence_keys
 
 
 def arrays(record: Any) -> dict[str, Ints]:
     """Return the arrays of DraftInputs or TargetInputs by name, those of their groups and states too."""
-    return dict(_named(record, ""))
+    found: dict[str, Ints] = {}
+    with_arrays(record, found.setdefault)
+    return found
 
 
-def _named(record: Any, prefix: str) -> Iterator[tuple[str, Ints]]:
-    for name in record.__slots__:
-        value = getattr(record, name)
-        if isinstance(value, np.ndarray):
-            yield prefix + name, value
-        elif name == "recurrent" and value is not None:
-            yield from _named(value, "recurrent.")
-        elif name == "groups":
-            for number, group in enumerate(value):
-                yield from _named(group, f"groups.{number}.")
-
-
-def with_arrays(record: R, found: Mapping[str, Any], prefix: str = "") -> R:
-    """Return the record with others in the place of its arrays, by the names that `arrays` gives them."""
+def with_arrays(record: R, other: Callable[[str, Any], Any], prefix: str = "") -> R:
+    """Return the record with `other(name, array)` in the place of its arrays, by the names that `arrays` returns."""
     fields: dict[str, Any] = {}
     for name in record.__slots__:  # type: ignore[attr-defined]
         value = getattr(record, name)
-        if name == "recurrent" and value is not None:
-            value = with_arrays(value, found, "recurrent.")
+        if isinstance(value, np.ndarray):
+            value = other(prefix + name, value)
+        elif name == "recurrent" and value is not None:
+            value = with_arrays(value, other, "recurrent.")
         elif name == "groups":
-            value = [with_arrays(group, found, f"groups.{number}.") for number, group in enumerate(value)]
-        fields[name] = found.get(prefix + name, value)
+            value = [with_arrays(group, other, f"groups.{number}.") for number, group in enumerate(value)]
+        fields[name] = value
     return type(record)(**fields)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphLayout:
-    """Arrangement of decode steps that graphs run: padded to `sizes`, with drafts in `block_size` - 1 columns.
-
-    Padding rows lie on the first `scratch_pages`, each in a slot of its own.
-    """
-
-    sizes: GraphSizes
-    block_size: int
-    scratch_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +137,8 @@ class Layout:
 
     Prefill chunks are a group of their own if `separate_prefill`. A draft's block has a row for each draft, and with a
     `first_draft_row` of 1 the anchor's. `hybrid` targets get the slots of their recurrent state. Some devices get
-    `host_positions`, which are positions and slots.
+    `host_positions`, which are positions and slots. Decode steps are padded to the sizes of `graphs`, and their drafts
+    are in the columns of a whole block. Padding rows lie on the first pages, each in its own slot.
     """
 
     page_size: int
@@ -169,26 +146,20 @@ class Layout:
     first_draft_row: int = 1
     hybrid: bool = False
     host_positions: bool = False
-    graphs: GraphLayout | None = None
+    graphs: GraphSizes | None = None
 
     def build(self, batch: Batch) -> StepInputs:
         """Return the arrays of a batch that is not empty."""
         blocks, width, size, graphs = batch.num_drafting, batch.block_rows, None, self.graphs
-        if graphs and graphs.sizes.drafts and blocks:
-            blocks, width = graphs.sizes.draft(blocks, width)
+        if graphs and graphs.drafts and blocks:
+            blocks, width = graphs.draft(blocks, width)
         if graphs and not batch.prefills:
-            size = graphs.sizes.target(len(batch.decodes), len(batch.decodes) + batch.num_drafts)
+            size = graphs.target(len(batch.decodes), len(batch.decodes) + batch.num_drafts)
         target = self.target(batch, size, graphs.block_size - 1 if graphs else width - 1)
         draft = self.draft(batch, blocks, width) if blocks else None
-        sampled = [
-            SampledSequence(share, logits_start, draft_index)
-            for share, logits_start, draft_index in zip(
-                batch.sampling, target.logits_start.tolist(), target.draft_index.tolist(), strict=False
-            )
-            if not share.seq.request.sampling.is_argmax
-        ]
-        keys = [share.seq.key for share in batch.decodes]
-        return StepInputs(target, draft, sampling_rows(sampled) if sampled else [], keys, bool(batch.prefills))
+        sampling = sampling_rows(batch.sampling, target.logits_start, target.draft_index)
+        plain = None if batch.prefills or draft else [share.seq.key for share in batch.decodes]
+        return StepInputs(target, draft, sampling, plain, bool(batch.prefills))
 
     def draft(self, batch: Batch, blocks: int, width: int, pages: int = 0) -> DraftInputs[Ints]:
         """Return `blocks` blocks of `width` - 1 drafts, also if fewer of their rows are verified. Missing ones are
@@ -218,7 +189,7 @@ class Layout:
         num_rows, padding, entries = len(tokens), list[int](), len(sampling)
         if size:
             assert self.graphs
-            missing, each = size[0] - len(shares), self.graphs.sizes.padding_rows(*size)
+            missing, each = size[0] - len(shares), self.graphs.padding_rows(*size)
             padding = [each] * missing + [size[1] - num_rows - each * missing]
             num_rows, entries = size[1], size[0]
         every_row = np.arange(num_rows, dtype=np.int32)
@@ -261,7 +232,7 @@ class Layout:
         starts = [share.start for share in shares]
         seq_lens = [start + count for start, count in zip(starts, counts, strict=True)]
         ends = [length + share.max_accepted for length, share in zip(seq_lens, shares, strict=True)]
-        scratch = self.graphs.scratch_pages if self.graphs and padding else 0
+        scratch = -(-self.graphs.max_rows // self.page_size) if self.graphs and padding else 0
         width = max(pages, scratch, -(-max(ends, default=0) // self.page_size))
         page_table = np.zeros((len(shares) + len(padding), width), dtype=np.int32)
         for row, share in zip(page_table, shares, strict=False):
@@ -298,7 +269,7 @@ class Layout:
         if size:  # padding sequences share the scratch slot
             assert self.graphs
             moves += [(0, 0)] * (size[0] + 1 - len(moves))
-            width = min(self.graphs.block_size, size[1] - self.graphs.sizes.padding_rows(*size) * (size[0] - 1))
+            width = min(self.graphs.block_size, size[1] - self.graphs.padding_rows(*size) * (size[0] - 1))
         slots, next_slots = _columns(moves)
         starts, lens = _columns(chunks)
         return RecurrentInputs(slots, next_slots, starts, lens, lens.tolist(), width, static=size is not None)

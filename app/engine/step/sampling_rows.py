@@ -4,7 +4,7 @@ A new sampling parameter is one line of PARAMETERS, and one that uses it in `app
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,42 +28,33 @@ PARAMETERS: Mapping[str, Callable[[SamplingParams], float]] = {
 """fp32 columns with one value a sequence, repeated for each of its rows."""
 
 
-class SampledSequence(NamedTuple):
-    """A share whose rows are sampled: the first of its logit rows, and its row in the drafts."""
+def sampling_rows(shares: Sequence[ScheduledSequence], logits_start: Ints, draft_index: Ints) -> list[SamplingRows]:
+    """Return the rows of those sequences that need more than argmax, where they start and with their row in the drafts.
 
-    share: ScheduledSequence
-    logits_start: int
-    draft_index: int
-
-
-def sampling_rows(sampled: Sequence[SampledSequence]) -> list[SamplingRows]:
-    """Return the rows of sequences that need more than argmax. Those with filters or penalties are kept apart, because
-    they cost more."""
-    kinds: dict[tuple[bool, bool], list[SampledSequence]] = {}
-    for one in sampled:
-        params = one.share.seq.request.sampling
-        kinds.setdefault((params.is_filtered, params.is_penalised), []).append(one)
-    return [_rows(of_kind) for of_kind in kinds.values()]
+    Those with filters or penalties are kept apart, because they cost more.
+    """
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for i, share in enumerate(shares):
+        params = share.seq.request.sampling
+        if not params.is_argmax:
+            kinds.setdefault((params.is_filtered, params.is_penalised), []).append(i)
+    return [_rows([shares[i] for i in kind], logits_start[kind], draft_index[kind]) for kind in kinds.values()]
 
 
-def _rows(sampled: Sequence[SampledSequence]) -> SamplingRows:
-    seqs = [one.share.seq for one in sampled]
+def _rows(shares: list[ScheduledSequence], logits_start: Ints, draft_index: Ints) -> SamplingRows:
+    seqs = [share.seq for share in shares]
     params = [seq.request.sampling for seq in seqs]
-    counts = [one.share.num_drafts + 1 for one in sampled]
+    counts = [share.num_drafts + 1 for share in shares]
     starts = np.cumsum(counts) - counts
-    biases = [pair for one, start in zip(sampled, starts, strict=True) for pair in _biases(one.share, int(start))]
+    biases = [pair for share, start in zip(shares, starts.tolist(), strict=True) for pair in _biases(share, start)]
     bias_row, bias_token, bias = zip(*biases, strict=True) if biases else ((), (), ())
     places = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
-
-    def repeated(values: Sequence[int]) -> Ints:
-        return np.repeat(np.array(values, dtype=np.int32), counts)
-
     columns: dict[str, NDArray[Any]] = {
-        "rows": repeated([one.logits_start for one in sampled]) + places,
-        "state": np.concatenate([_noise_states(one.share) for one in sampled]),
-        "batch_slot": repeated([seq.batch_slot for seq in seqs]),
+        "rows": np.repeat(logits_start, counts) + places,
+        "state": np.concatenate([_noise_states(share) for share in shares]),
+        "batch_slot": np.repeat(np.array([seq.batch_slot for seq in seqs], dtype=np.int32), counts),
         "place": places,
-        "draft_index": repeated([one.draft_index for one in sampled]),
+        "draft_index": np.repeat(draft_index, counts),
         "bias_row": np.array(bias_row, dtype=np.int32),
         "bias_token": np.array(bias_token, dtype=np.int32),
         "bias": np.array(bias, dtype=np.float32),

@@ -128,7 +128,7 @@ def test_what_graphs_read_and_write_stays_where_it_was(pair: Pair) -> None:
     assert graphs
 
     def places() -> list[int]:
-        captured = [*graphs._draft_graphs.values(), *graphs._target_graphs.values()]
+        captured = [*graphs.draft_graphs.values(), *graphs.target_graphs.values()]
         tensors = [x for graph, on in captured for x in (*on.packed.tensors.values(), *graph.outputs)]
         return [tensor.data_ptr() for tensor in (*tensors, graphs.drafts)]
 

@@ -266,7 +266,7 @@ def test_whatever_comes_and_goes_all_say_what_they_say_alone(lucky: Pair, verify
     expected = undisturbed(alone, list(asked.values()))
     for name, text in texts.items():
         assert text == (expected[name][: len(text)] if name in aborted else expected[name])
-    assert len(log.overlapped) > 50 and aborted and scheduler.numpreemptions and scheduler.prefix_cache_hits
+    assert len(log.overlapped) > 50 and aborted and scheduler.num_preemptions and scheduler.prefix_cache_hits
     policy = scheduler.policy
     assert not policy.histories
 
@@ -283,7 +283,7 @@ def test_where_pages_are_short_it_waits_and_no_sequence_ispreempted_behind_a_ste
 
     engine.core.scheduler.preempt = watched  # type: ignore[method-assign]
     run = Run(engine, asked).to_the_end()
-    assert run.scheduler.numpreemptions > 0 and log.overlapped
+    assert run.scheduler.num_preemptions > 0 and log.overlapped
     assert run.texts == undisturbed(eager(lucky), asked)
 
 

@@ -484,8 +484,10 @@ def test_the_rows_of_a_block_worked_out_by_hand():
         batch_slot=torch.ones(rows, dtype=torch.int32),
         place=torch.arange(rows, dtype=torch.int32),
         drafts=torch.tensor([[2, 1, 2]] * rows, dtype=torch.int32),
-        emitted=torch.tensor([[9, 9, 9, 9], [0, 1, 0, 0]], dtype=torch.int32),
-        prompted=torch.tensor([[True] * 4, [True, False, False, False]]),
+        counts=(
+            torch.tensor([[9, 9, 9, 9], [0, 1, 0, 0]], dtype=torch.int32),
+            torch.tensor([[True] * 4, [True, False, False, False]]),
+        ),
     )
     found = penalise(torch.tensor([[4.0, 4.0, -4.0, 4.0]] * rows), of)
     once, twice = 0.75, 1.0

@@ -351,7 +351,7 @@ def test_dflash_and_a_cache_change_no_token(lucky: Subject, case: Case, short_in
     assert_lossless(lucky.compare([emitted[request.request_id] for request in requests], case))
     scheduler = engine.core.scheduler
     assert scheduler.prefix_cache_hits > 0 and watch.num_checked > 0
-    assert (scheduler.numpreemptions > 0) == case.preempted
+    assert (scheduler.num_preemptions > 0) == case.preempted
 
 
 @pytest.mark.exhaustive

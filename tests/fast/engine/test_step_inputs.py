@@ -20,7 +20,7 @@ from app.engine.schedule.batch import Batch, ScheduledSequence
 from app.engine.schedule.page_pool import SCRATCH_PAGES
 from app.engine.sequence import Sequence
 from app.engine.step.graph_sizes import settle_graph_sizes
-from app.engine.step.inputs import GraphLayout, Layout, RowGroup, StepInputs, arrays
+from app.engine.step.inputs import Layout, RowGroup, StepInputs, arrays
 from app.messages import Request, SamplingParams
 from tests.fast.engine.lossless import LUCKY, make_engine
 from tests.fast.engine.pairs import make_pair
@@ -243,7 +243,7 @@ def test_padding_leaves_real_rows_alone_and_keeps_the_contract(
     scratch_pages = -(-sizes.max_rows // page_size)
     seqs, rows = sizes.target(num_seqs, num_rows)
     each = sizes.padding_rows(seqs, rows)
-    layout = Layout(page_size, host_positions=True, graphs=GraphLayout(sizes, block_size, scratch_pages))
+    layout = Layout(page_size, host_positions=True, graphs=sizes)
     padded_step = layout.build(batch)
     padded = padded_step.target
     assert padded.token_ids[:num_rows].tolist() == inputs.target.token_ids.tolist()

@@ -460,7 +460,7 @@ def test_a_follower_whose_device_fails_behind_a_launch_ends_because_it_reads_whe
 
 def empty_step(number: int) -> StepInputs:
     target = replace(Layout(4).target(Batch(), None, 0), prev_rows=np.array([number], dtype=np.int32))
-    return StepInputs(target=target, draft=None, sampling=[], sequence_keys=[], has_prefill=False)
+    return StepInputs(target=target, draft=None, sampling=[], plain_sequences=None, has_prefill=False)
 
 
 def test_stale_arrays_on_a_follower_are_seen(tmp_path: Path):
