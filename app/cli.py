@@ -37,13 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         print(USAGE, end="", file=sys.stderr)
         return 2
-    if command in MOVED:
-        return _fail(
-            f"{command} is no command of the server", f"`python -m tools.{command}` in the source tree runs it"
-        )
+    if command in ("bench", "report"):
+        return _fail(f"{command} is no command of the server", f"run `python -m tools.{command}` in the source tree")
     if command not in COMMANDS:
-        near = get_close_matches(command, COMMANDS, n=1)
-        meant = [*near, *arguments[1:]] if near else ["serve", *arguments]
+        meant = [*(get_close_matches(command, COMMANDS, n=1) or ["serve", command]), *arguments[1:]]
         return _fail(f"unknown command {command}", f"did you mean `dflash-server {' '.join(meant)}`?")
     # If torch loads device backends by itself, a torch_npu without CANN breaks `import torch` in every process. The NPU
     # backend imports torch_npu by name.
@@ -85,9 +82,8 @@ def check(arguments: Sequence[str]) -> int:
 
     parser = Parser(prog="dflash-server check", description=check.__doc__)
     parser.add_argument("--device", help="auto | cpu | cuda | cuda:N | npu | npu:N [default: auto, DFLASH_DEVICE]")
-    parser.add_argument(
-        "--tensor-parallel-size", "-tp", "--tp", metavar="N", help="add up on N devices, from that one on"
-    )
+    help = "add up on N devices, from that one on"
+    parser.add_argument("--tensor-parallel-size", "-tp", "--tp", metavar="N", help=help)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     names = {"--device": "device", "--tensor-parallel-size": "tensor_parallel_size"}
@@ -97,15 +93,8 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _fail(message: str, hint: str = "") -> int:
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    print(f"error: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
     return 2
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": serve, "check": check}
-MOVED = ("bench", "report")
-"""Instruments, which only a source tree and the images have."""
-
-if __name__ == "__main__":
-    sys.exit(main())

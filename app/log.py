@@ -7,11 +7,10 @@ redacted, and so is every text after "Bearer".
 import json
 import logging
 import re
-import sys
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Literal, TextIO
+from typing import Literal
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """X-Request-Id of the request that the current task serves."""
@@ -19,7 +18,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 LogFormat = Literal["text", "json"]
 
 
-class TextFormatter(logging.Formatter):
+class _Text(logging.Formatter):
     """Lines like `2026-01-31 12:00:00 INFO app.api.server message [request id]`."""
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class TextFormatter(logging.Formatter):
         return f"{line} [{identifier}]" if (identifier := request_id.get()) else line
 
 
-class JsonFormatter(logging.Formatter):
+class _Json(logging.Formatter):
     """JSON objects, one a line: time (UTC, ISO 8601), level, logger, message, and request_id and exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -48,23 +47,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-class _Handler(logging.StreamHandler[TextIO]):
-    """Handler that writes to stderr and redacts `secrets`, and every text after "Bearer"."""
-
-    def __init__(self, secrets: Iterable[str]) -> None:
-        super().__init__(sys.stderr)
-        spelt = {form for secret in secrets for form in (secret, json.dumps(secret, ensure_ascii=False)[1:-1])}
-        longest_first = sorted(map(re.escape, spelt), key=len, reverse=True)
-        self._secret = re.compile("|".join([*longest_first, r"(?i:(?<=bearer )[^\s\"']+)"]))
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self._secret.sub("[redacted]", super().format(record))
-
-
 def set_up(level: str, style: LogFormat, secrets: Iterable[str] = ()) -> None:
     """Send every logger's lines of `level` ("info", "WARNING", ...) and above to stderr, without `secrets`."""
-    handler = _Handler(secrets)
-    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    spelt = {form for secret in secrets for form in (secret, json.dumps(secret, ensure_ascii=False)[1:-1])}
+    longest_first = sorted(map(re.escape, spelt), key=len, reverse=True)
+    secret = re.compile("|".join([*longest_first, r"(?i:(?<=bearer )[^\s\"']+)"]))
+    formatter = _Json() if style == "json" else _Text()
+    handler = logging.StreamHandler()
+    handler.format = lambda record: secret.sub("[redacted]", formatter.format(record))  # type: ignore[method-assign]
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # INFO lines of uvicorn, asyncio and httpx repeat ours.
     for name in ("uvicorn.error", "asyncio", "httpx"):

@@ -1,14 +1,10 @@
-"""Nouns that the API process and the engine process share. `app.wire` carries them from one to the other.
-
-Only the standard library, because device reports run the engine in bare images.
-"""
+"""Nouns that the API process and the engine process share, in the standard library's types. `app.wire` sends them."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
 BEING_COMPILED = "by operators, and being compiled"
 MIN_TEMPERATURE = 1e-5
 """A request below it is greedy, because the noise is lost in the rounding of logits / T."""
@@ -18,7 +14,7 @@ MIN_TEMPERATURE = 1e-5
 class SamplingParams:
     """Parameters of the target's choice of a token. Temperature 0 is argmax; `seed` is an unsigned 64-bit number.
 
-    Names and meanings are vLLM's; the defaults change nothing. `top_k` 0 is off. `logit_bias` is (token, bias) pairs.
+    Names and meanings are vLLM's; the defaults change nothing. `logit_bias` is (token, bias) pairs.
     """
 
     temperature: float = 0.0
@@ -54,8 +50,7 @@ class SamplingParams:
 class Request:
     """One request for tokens. `token_ids` is the whole prompt, never empty, because the engine knows no text.
 
-    `max_tokens` >= 1 fits the context together with the prompt. `speculate=False` decodes without drafts. Requests
-    share cached KV only if they have the same `cache_salt`.
+    `max_tokens` >= 1 fits the context with the prompt. Requests share cached KV only if their `cache_salt` is the same.
     """
 
     request_id: str
@@ -79,9 +74,8 @@ class SpecStep(NamedTuple):
 class TokenDelta:
     """New tokens of one request, in order, and the steps that they come from.
 
-    `cached_tokens` of the prompt were found in the prefix cache; every delta of a request has the same number. The
-    last delta of a request has a `finish_reason`. With "stop" its last token is the stop token itself, which counts as
-    a token and is not text. With "error" `error` is the reason.
+    `cached_tokens` of the prompt were found in the prefix cache, in every delta. The last delta has a `finish_reason`.
+    With "stop" its last token is the stop token, which counts as a token and is not text. With "error" `error` is why.
     """
 
     request_id: str
@@ -104,12 +98,11 @@ class TokenDelta:
 class StepStats:
     """State of the engine after a step. `kind` is "prefill", "decode" or "mixed", or "idle" if there was no step.
 
-    `seconds` are wall-clock time, from the end of the step before if this one was in flight by then. `num_decoding`
+    `seconds` are wall-clock time, from the end of the previous step if this one was in flight by then. `num_decoding`
     sequences decoded in the step, and `num_drafting` of them verified drafts. Pages leave out the scratch pages. Only a
-    hybrid target has state slots, and checkpoints of states in the prefix cache. All other numbers count since the
-    start. `prefix_cache_queries` are prompt tokens of admitted requests, and `prefix_cache_hits` those found in the
-    cache. `num_not_finite` requests ended because of logits that were not finite, and `num_faults` because of
-    exceptions. `not_ahead` is why the next step was not launched before this one was read, on engines that do so.
+    hybrid target has state slots and checkpoints. All other numbers count since the start: prompt tokens looked up and
+    found in the prefix cache, and requests ended by logits that were not finite and by exceptions (`num_faults`).
+    `not_ahead` is why the next step was not launched before this one was read, on engines that do so.
     """
 
     kind: str
@@ -163,7 +156,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about a loaded engine, for the start-up table, /v1/models, /server_info and the checks before admission.
+    """Facts about a loaded engine, for the startup table, /v1/models, /server_info and the checks before admission.
 
     Without a draft `draft` is None, `block_size` is 1, and `taps` and `draft_config` (what its config.json says, for
     people) are empty. A hybrid target has `state_bytes` of recurrent state in addition to the KV, and

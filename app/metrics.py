@@ -8,20 +8,12 @@ may have several servers.
 import logging
 import time
 from collections import Counter as Sums
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from app.messages import EngineInfo, SpecStep, StepOutput, StepStats
+from app.messages import EngineInfo, StepOutput, StepStats
 
 logger = logging.getLogger(__name__)
 disable_created_metrics()  # a third of all samples, which neither the alerts nor vLLM's dashboards read
@@ -66,9 +58,7 @@ TABLE = (
     Metric("engine_restarts", "counter", "Engine processes started because the previous one had ended or hung"),
     Metric("requests_not_finite", "counter", "Requests ended because the target's logits were NaN or infinite"),
     Metric("requests_dropped", "counter", "Requests ended because a step failed on them"),
-    Metric(
-        "requests_turned_away", "counter", "Requests answered 429 or 503 before any work was done, by code", ("code",)
-    ),
+    Metric("requests_turned_away", "counter", "Requests answered 429 or 503 before any work, by code", ("code",)),
     Metric("request_refused", "counter", "Requests refused because of a field, by field", ("param",)),
     Metric("unknown_fields", "counter", "Fields of requests that this server does not know"),
     Metric("steps_not_ahead", "counter", "Steps that were read before the next was launched, by reason", ("reason",)),
@@ -77,20 +67,18 @@ TABLE = (
 
 
 class Metrics:
-    """Every metric of one server. Each name begins with `prefix` ("dflash:", "vllm:"). Each sample has `labels`."""
+    """Every metric of one server. Each name begins with `prefix`. Under "vllm:" samples have vLLM's labels too."""
 
-    def __init__(self, prefix: str = "dflash:", labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, prefix: str = "dflash:", model_name: str = "") -> None:
         self._registry = CollectorRegistry()
         kinds: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": partial(Histogram, buckets=_LATENCY)}
-        labels = labels or {}
-        self._label_values = tuple(labels.values())
+        labels = {"model_name": model_name, "engine": "0"} if prefix == "vllm:" else {}
         self._metrics: dict[str, Any] = {}
-        """Metrics without labels of their own, and families of those with some."""
+        self._labels = tuple(labels.values())
         for metric in TABLE:
-            names = [*labels, *metric.labels]
+            names = (*labels, *metric.labels)
             family = kinds[metric.kind](prefix + metric.name, metric.help, names, registry=self._registry)
-            alone = labels and not metric.labels
-            self._metrics[metric.name] = family.labels(*self._label_values) if alone else family
+            self._metrics[metric.name] = family.labels(*self._labels) if labels and not metric.labels else family
         self._engine_totals: dict[str, int] = {}
         self._last_stats: StepStats | None = None
         self._since_log = Sums[str]()
@@ -103,24 +91,18 @@ class Metrics:
     def count(self, name: str, amount: int = 1, label: str | None = None) -> None:
         """Raise the counter `name`, at the value `label` of its label if it has one."""
         (self._metrics[name] if label is None else self._labelled(name, label)).inc(amount)
+        self._since_log[name] += amount
 
     def _labelled(self, name: str, *values: str) -> Any:
-        return self._metrics[name].labels(*self._label_values, *values)
+        return self._metrics[name].labels(*self._labels, *values)
 
-    def request_ended(self, reason: str, seconds: float) -> None:
-        self.count("request_success", label=reason)
-        self._metrics["e2e_request_latency_seconds"].observe(seconds)
-
-    def first_token(self, seconds: float) -> None:
-        self._metrics["time_to_first_token_seconds"].observe(seconds)
-
-    def later_tokens(self, seconds: float, count: int) -> None:
-        """Observe `count` tokens of one step, which share the `seconds` since the token before them."""
+    def observe(self, name: str, seconds: float, count: int = 1) -> None:
+        """Add `count` events that share these seconds to the histogram `name`."""
         for _ in range(count):
-            self._metrics["inter_token_latency_seconds"].observe(seconds / count)
+            self._metrics[name].observe(seconds / count)
 
     def engine_ready(self, info: EngineInfo) -> None:
-        """Tell the sizes of the KV cache, by which routers count the prefixes that fit, and of recurrent state."""
+        """Set the sizes of the KV cache, by which routers count the prefixes that fit, and of recurrent state."""
         self._metrics["state_bytes"].set(info.state_bytes)
         self._metrics["state_cache_bytes"].set(info.state_cache_bytes)
         self._metrics["cache_config_info"].clear()
@@ -137,55 +119,42 @@ class Metrics:
     def step(self, output: StepOutput) -> None:
         """Count one engine step of the whole batch. The kind "idle" is a state without a step."""
         stats = self._last_stats = output.stats
-        steps = [step for delta in output.deltas for step in delta.steps]
-        drafted = [step for step in steps if step.n_verified > 0]
-        tokens = sum(len(delta.token_ids) for delta in output.deltas)
-        drafts = sum(step.n_verified for step in drafted)
         self._metrics["num_requests_running"].set(stats.num_running)
         self._metrics["num_requests_waiting"].set(stats.num_waiting)
-        self._metrics["kv_cache_usage_perc"].set(_kv_usage(stats))
+        self._metrics["kv_cache_usage_perc"].set(stats.used_pages / max(1, stats.num_pages))
         self._metrics["state_slots_usage_perc"].set(stats.used_state_slots / max(1, stats.num_state_slots))
-        checkpoints = stats.used_state_checkpoints / max(1, stats.num_state_checkpoints)
-        self._metrics["state_cache_usage_perc"].set(checkpoints)
+        used_checkpoints = stats.used_state_checkpoints / max(1, stats.num_state_checkpoints)
+        self._metrics["state_cache_usage_perc"].set(used_checkpoints)
         if stats.kind != "idle":
             self._labelled("step_seconds", stats.kind).observe(stats.seconds)
-        self._count_growth("preemptions", stats.num_preemptions)
         if stats.not_ahead:
             self.count("steps_not_ahead", label=stats.not_ahead)
-        self._count_growth("requests_not_finite", stats.num_not_finite)
-        self._count_growth("requests_dropped", stats.num_faults)
-        self.count("generation_tokens", tokens)
-        self.count("decode_rows", stats.num_decoding + drafts)
+        totals = {
+            "preemptions": stats.num_preemptions,
+            "requests_not_finite": stats.num_not_finite,
+            "requests_dropped": stats.num_faults,
+            "prefix_cache_queries": stats.prefix_cache_queries,
+            "prefix_cache_hits": stats.prefix_cache_hits,
+        }
+        for name, total in totals.items():
+            self.count(name, max(0, total - self._engine_totals.get(name, 0)))
+        self._engine_totals = totals
+        drafted = [step for delta in output.deltas for step in delta.steps if step.n_verified]
+        num_drafts = sum(step.n_verified for step in drafted)
+        self.count("generation_tokens", sum(len(delta.token_ids) for delta in output.deltas))
+        self.count("decode_rows", stats.num_decoding + num_drafts)
         self.count("decode_sequences", stats.num_drafting, "yes")
         self.count("decode_sequences", stats.num_decoding - stats.num_drafting, "no")
-        self._count_drafts(drafted)
-        self._since_log.update(
-            queries=self._count_growth("prefix_cache_queries", stats.prefix_cache_queries),
-            hits=self._count_growth("prefix_cache_hits", stats.prefix_cache_hits),
-            tokens=tokens,
-            decoding=stats.num_decoding,
-            drafting=stats.num_drafting,
-            drafts=drafts,
-            drafted_tokens=sum(step.n_tokens for step in drafted),
-            drafted_steps=len(drafted),
-        )
-
-    def _count_growth(self, name: str, total: int) -> int:
-        """Raise a counter by the growth of an engine's total, and return the growth."""
-        growth = max(0, total - self._engine_totals.get(name, 0))
-        self._engine_totals[name] = total
-        self.count(name, growth)
-        return growth
-
-    def _count_drafts(self, steps: list[SpecStep]) -> None:
-        self.count("spec_decode_num_drafts", len(steps))
-        self.count("spec_decode_num_draft_tokens", sum(step.n_verified for step in steps))
-        self.count("spec_decode_num_accepted_tokens", sum(step.n_accepted for step in steps))
-        for position in range(max((step.n_verified for step in steps), default=0)):
-            verified = sum(step.n_verified > position for step in steps)
-            accepted = sum(step.n_accepted > position for step in steps)
+        self.count("spec_decode_num_drafts", len(drafted))
+        self.count("spec_decode_num_draft_tokens", num_drafts)
+        self.count("spec_decode_num_accepted_tokens", sum(step.n_accepted for step in drafted))
+        for position in range(max((step.n_verified for step in drafted), default=0)):
+            verified = sum(step.n_verified > position for step in drafted)
+            accepted = sum(step.n_accepted > position for step in drafted)
             self.count("spec_decode_num_verified_tokens_per_pos", verified, str(position))
             self.count("spec_decode_num_accepted_tokens_per_pos", accepted, str(position))
+        self._since_log["drafting"] += stats.num_drafting
+        self._since_log["drafted_tokens"] += sum(step.n_tokens for step in drafted)
 
     def log_line(self) -> None:
         """Log the sums since the last call. Without a StepOutput in that time nothing is logged."""
@@ -199,22 +168,13 @@ class Metrics:
             "KV use %.1f %%, prefix cache hits %s",
             stats.num_running,
             stats.num_waiting,
-            sums["tokens"] / max(1e-9, seconds),
-            _ratio(sums["drafted_tokens"], sums["drafted_steps"], ".2f"),
-            _ratio(100 * sums["drafting"], sums["decoding"], ".0f", " %"),
-            _ratio(sums["decoding"] + sums["drafts"], sums["decoding"], ".1f"),
-            100 * _kv_usage(stats),
-            _ratio(100 * sums["hits"], sums["queries"], ".1f", " %"),
+            sums["generation_tokens"] / max(1e-9, seconds),
+            _ratio(sums["drafted_tokens"], sums["spec_decode_num_drafts"], ".2f"),
+            _ratio(100 * sums["drafting"], sums["decode_sequences"], ".0f", " %"),
+            _ratio(sums["decode_rows"], sums["decode_sequences"], ".1f"),
+            100 * stats.used_pages / max(1, stats.num_pages),
+            _ratio(100 * sums["prefix_cache_hits"], sums["prefix_cache_queries"], ".1f", " %"),
         )
-
-
-def metrics_for(prefix: str, model_name: str) -> Metrics:
-    """Return the metrics of a server. Under the prefix `vllm:` they have the labels that vLLM's have."""
-    return Metrics(prefix, {"model_name": model_name, "engine": "0"} if prefix == "vllm:" else None)
-
-
-def _kv_usage(stats: StepStats) -> float:
-    return stats.used_pages / max(1, stats.num_pages)
 
 
 def _ratio(part: float, whole: int, form: str, unit: str = "") -> str:

@@ -1,8 +1,8 @@
 """Replicas on a Ray cluster: `serve run app.ray_serve:application model=Qwen/Qwen3-8B device=npu num_replicas=2`.
 
 Only this file imports Ray. Each replica is a whole server without its own socket: Ray's HTTP server and the proxy
-in front of it take the place of ours. Arguments are those of REPLICAS, and the settings of `dflash-server serve` with
-`_` for `-`. They are settled once, before a replica starts.
+in front of it take the place of ours. Arguments are those of `Replicas`, and the settings of `dflash-server serve`
+with `_` for `-`. They are settled once, before a replica starts.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 from ray import serve
 from starlette.types import ASGIApp
 
 from app import log
 from app.api.server import Server
 from app.config.error import ConfigError
+from app.config.replicas import Replicas, read_replicas
 from app.config.requirements import check_settings
 from app.config.settings import Config
 from app.config.sources import load_config, settings_of
@@ -33,33 +33,15 @@ _RAYS = {"host": "http_options", "port": "http_options", "root_path": "route_pre
 """Settings that Ray has in our place, and their names there."""
 _MIN_SHUTDOWN_SECONDS = 35.0
 """HAProxy sends requests for up to 30 s to a replica that is to end."""
-_HOLD_SECONDS = 60.0
-"""Longest wait of a request for an engine that is being started again."""
 _MARGIN = 16
 """Room for probes and refused requests, in addition to those that the server admits."""
-
-
-class Replicas(BaseModel):
-    """Arguments of Ray's own. With `max_replicas` their number follows the load, from `min_replicas` on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_replicas: PositiveInt = 1
-    min_replicas: PositiveInt = 1
-    max_replicas: PositiveInt | None = None
-    target_ongoing_requests: PositiveFloat | None = None
-    num_cpus: NonNegativeFloat = 1
-    hold_seconds: NonNegativeFloat = _HOLD_SECONDS
-    health_check_period_s: FiniteFloat = 10.0
-    allow_python_proxy: bool = False
 
 
 def application(args: Mapping[str, Any]) -> serve.Application:
     """Return the application of `serve run` and of a YAML file's `args`. Raises ConfigError for a wrong argument."""
     known = Replicas.model_fields.keys()
-    replicas = _replicas({name: value for name, value in args.items() if name in known})
-    given = {name: value for name, value in args.items() if name not in known}
-    config = load_config(settings_of(given))
+    replicas = read_replicas({name: value for name, value in args.items() if name in known})
+    config = load_config(settings_of({name: value for name, value in args.items() if name not in known}))
     for name in sorted(config.model_fields_set & _RAYS.keys()):
         raise ConfigError(f"{name} is not read here, because Ray listens and drains: use {_RAYS[name]}")
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" and not replicas.allow_python_proxy:
@@ -77,64 +59,38 @@ def checked_models(config: Config) -> tuple[Path, Path | None]:
     return target, draft
 
 
-def _replicas(given: Mapping[str, Any]) -> Replicas:
-    try:
-        replicas = Replicas(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{first['loc'][0]}={first['input']}: {first['msg']}") from None
-    if replicas.max_replicas is None:
-        for name in given.keys() & {"min_replicas", "target_ongoing_requests"}:
-            raise ConfigError(f"{name} is read only with max_replicas: give that too, or num_replicas")
-    elif "num_replicas" in given:
-        raise ConfigError("num_replicas is not read with max_replicas, by which the number follows the load: give one")
-    elif replicas.max_replicas < replicas.min_replicas:
-        raise ConfigError(f"max_replicas={replicas.max_replicas} is below min_replicas={replicas.min_replicas}")
-    return replicas
-
-
 def options(config: Config, replicas: Replicas) -> dict[str, Any]:
-    """Return the options of Ray's deployment. Raises ConfigError if Ray cannot place or scale such replicas."""
-    shutdown = max(config.shutdown_timeout + 5, _MIN_SHUTDOWN_SECONDS)
+    """Return the options of Ray's deployment. Raises ConfigError if Ray cannot place or scale such replicas.
+
+    Ray shows a replica only the devices that it takes of its node, from number 0 on.
+    """
+    count, running = config.engine.tensor_parallel_size, config.engine.max_num_seqs
+    of_device: dict[str, Any] = {"cpu": {}, "cuda": {"num_gpus": count}, "npu": {"resources": {"NPU": count}}}
+    devices = of_device.get(config.engine.device)
+    if devices is None:
+        raise ConfigError(f"device={config.engine.device}: say cpu, cuda or npu, by which Ray finds a node's devices")
     chosen: dict[str, Any] = {
         "name": "dflash",
-        "num_replicas": replicas.num_replicas,
-        "ray_actor_options": _resources(config, replicas),
-        "graceful_shutdown_timeout_s": shutdown,
+        "ray_actor_options": {"num_cpus": replicas.num_cpus, **devices},
+        "graceful_shutdown_timeout_s": max(config.shutdown_timeout + 5, _MIN_SHUTDOWN_SECONDS),
         "health_check_period_s": replicas.health_check_period_s,
         "max_constructor_retry_count": 1,  # a replica starts its engine three times before it gives up
         "max_ongoing_requests": 10_000,  # the server's own bound answers 429 with a sentence
     }
-    running = config.engine.max_num_seqs
     if running is not None:
         queue = MAX_QUEUED_PER_RUNNING * running if config.max_queue is None else config.max_queue
         chosen["max_ongoing_requests"] = running + queue + _MARGIN
-    if replicas.max_replicas is not None:
-        if running is None and replicas.target_ongoing_requests is None:
-            raise ConfigError("max_replicas: scaling needs max_num_seqs, or target_ongoing_requests")
-        del chosen["num_replicas"]
-        chosen["autoscaling_config"] = {
-            "min_replicas": replicas.min_replicas,
-            "max_replicas": replicas.max_replicas,
-            "target_ongoing_requests": replicas.target_ongoing_requests or 0.75 * (running or 1),
-        }
-    return chosen
-
-
-def _resources(config: Config, replicas: Replicas) -> dict[str, Any]:
-    """Return what a replica takes of its node. Ray shows it only these devices, from number 0 on."""
-    count = config.engine.tensor_parallel_size
-    if config.engine.device == "npu":
-        return {"num_cpus": replicas.num_cpus, "resources": {"NPU": count}}
-    if config.engine.device == "cuda":
-        return {"num_cpus": replicas.num_cpus, "num_gpus": count}
-    if config.engine.device == "cpu":
-        return {"num_cpus": replicas.num_cpus}
-    raise ConfigError(f"device={config.engine.device}: say cpu, cuda or npu, by which Ray finds a node and its devices")
+    if replicas.max_replicas is None:
+        return chosen | {"num_replicas": replicas.num_replicas}
+    if running is None and replicas.target_ongoing_requests is None:
+        raise ConfigError("max_replicas: scaling needs max_num_seqs, or target_ongoing_requests")
+    bounds = {"min_replicas": replicas.min_replicas, "max_replicas": replicas.max_replicas}
+    target = replicas.target_ongoing_requests or 0.75 * (running or 1)
+    return chosen | {"autoscaling_config": bounds | {"target_ongoing_requests": target}}
 
 
 class Replica:
-    """One server on one node, with an engine process of its own. Ray starts, probes, drains and replaces it."""
+    """One server on one node, with its own engine process. Ray starts, probes, drains and replaces it."""
 
     async def __init__(self, config: Config, hold_seconds: float) -> None:  # type: ignore[misc]
         """Load the model, and return once requests may come. Raises an error with the reason if they never can."""

@@ -1,7 +1,6 @@
 """Messages between the API process and the engine process: msgspec over ZeroMQ.
 
-The API process sends commands, and the engine process answers with replies. Each engine process has sockets that no
-other has, so no message outlives the engine that it is for or comes from.
+Each engine process has its own sockets, so no message outlives the engine that it is for or comes from.
 """
 
 import msgspec
@@ -10,56 +9,49 @@ from app.config.engine import EngineConfig
 from app.messages import EngineInfo, Request, StepOutput
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True):
-    """Message to or from an engine."""
-
-
-class Submit(_Message, frozen=True):
-    """Run this request."""
-
+class Submit(msgspec.Struct, frozen=True, tag=True):
     request: Request
 
 
-class Abort(_Message, frozen=True):
+class Abort(msgspec.Struct, frozen=True, tag=True):
     """Free the request's pages, because its client has gone or a stop string has matched. No delta is sent."""
 
     request_id: str
 
 
-class FlushCache(_Message, frozen=True):
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
     """Forget all cached prefixes. The reply has no deltas."""
 
 
-class Shutdown(_Message, frozen=True):
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave the step loop and exit 0."""
 
 
 Command = Submit | Abort | FlushCache | Shutdown
 
 
-class LoadProgress(_Message, frozen=True):
-    """Progress of the start: `stage` is "target", "draft" (in bytes), "graphs", "compile", "warm-up" (in steps), or
-    "timing steps" (in seconds, at most `total`)."""
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """`stage` is "target", "draft" (in bytes), "graphs", "compile", "warm-up" (in steps) or "timing steps" (in s)."""
 
     stage: str
     done: int
     total: int
 
 
-class Ready(_Message, frozen=True):
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """Weights are loaded and the engine is warm: requests may come."""
 
     info: EngineInfo
 
 
-class Fatal(_Message, frozen=True):
+class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or go on. `user_error`: the configuration is at fault, so a restart is pointless."""
 
     reason: str
     user_error: bool = False
 
 
-class Stepped(_Message, frozen=True):
+class Stepped(msgspec.Struct, frozen=True, tag=True):
     """One engine step is done, or a command that needs no step."""
 
     output: StepOutput

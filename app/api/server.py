@@ -15,7 +15,7 @@ from app.engine_client.admission import Admission
 from app.engine_client.client import EngineClient
 from app.engine_client.kv_events import KvEventPublisher
 from app.engine_client.supervisor import EngineUnavailable, Supervisor
-from app.metrics import metrics_for
+from app.metrics import Metrics
 from app.text.tokenizer import Tokenizer
 from app.wire import encode_config
 
@@ -48,7 +48,7 @@ class Server:
         tokenizer = Tokenizer(target)
         _warn(tokenizer, config)
         settings = encode_config(config.for_engine(target, draft))
-        metrics = metrics_for(config.metrics_prefix, config.model_names[0])
+        metrics = Metrics(config.metrics_prefix, config.model_names[0])
         supervisor = Supervisor(engine_command, settings, metrics, step_timeout=config.step_timeout)
         admission = Admission(config.max_queue, config.max_concurrency_per_key)
         events = config.kv_events_config

@@ -1,5 +1,6 @@
 """Flags of vLLM, vllm-ascend and SGLang that mean something here, as data, and what their values mean."""
 
+import re
 from typing import Any, Literal, NamedTuple
 
 from app.config.error import ConfigError
@@ -9,9 +10,9 @@ from app.config.settings import flag_name, no_flag_name
 class PeerFlag(NamedTuple):
     """A flag of another project. `field` is the setting it sets here, or None if there is nothing to set.
 
-    `value` says how to read the value. "same" is the setting's own value. "block" is a DFlash block, so its drafts are
-    one fewer. "on" and "off" take no value and set true and false. "ignored" takes no value and sets nothing. "only"
-    sets nothing and takes only the value `allowed`. "refused" stops the start. `note` says why.
+    `value` says how to read the value: "same" as the setting's own; "block" is a DFlash block, with one draft fewer;
+    "on" and "off" take no value; "ignored" takes none and sets nothing; "only" takes only the value `allowed` and sets
+    nothing; "refused" stops the start. `note` says why.
     """
 
     flag: str
@@ -24,15 +25,15 @@ class PeerFlag(NamedTuple):
     @property
     def ours(self) -> str | None:
         """Our flag with the same meaning, if there is one."""
-        if self.field is None:
-            return None
-        return no_flag_name(self.field) if self.value == "off" else flag_name(self.field)
+        name = no_flag_name if self.value == "off" else flag_name
+        return name(self.field) if self.field else None
 
     @property
     def nargs(self) -> int | str | None:
         """Number of values, in argparse's terms."""
-        numbers: dict[str, int | str] = {"on": 0, "off": 0, "ignored": 0, "refused": "?"}
-        return numbers.get(self.value)
+        if self.value == "refused":
+            return "?"
+        return 0 if self.value in ("on", "off", "ignored") else None
 
     def read(self, value: Any) -> Any:
         """Return the value for `field`. Raises ConfigError if this server cannot do what is asked."""
@@ -41,10 +42,8 @@ class PeerFlag(NamedTuple):
         if self.value == "only" and value.upper() != self.allowed:
             raise ConfigError(f"{self.flag} {value} is refused: {self.note}")
         if self.value == "block":
-            if not value.isascii() or not value.isdigit() or len(value) > 9 or int(value) < 2:
-                raise ConfigError(
-                    f"{self.flag} {value}: a block is a whole number of rows, the anchor and at least one draft"
-                )
+            if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < 2:
+                raise ConfigError(f"{self.flag} {value}: a block is a number of rows, an anchor and at least one draft")
             return int(value) - 1
         return {"on": True, "off": False}.get(self.value, value)
 
@@ -89,9 +88,7 @@ PEER_FLAGS = (
     PeerFlag("--enable-auto-tool-choice", None, "vLLM", "`tool_choice` of a request decides", "ignored"),
     PeerFlag("--enable-reasoning", None, "vLLM", "see --reasoning-parser", "ignored"),
     PeerFlag("--disable-log-requests", None, "vLLM", "prompts are not logged unless --log-prompts", "ignored"),
-    PeerFlag(
-        "--collect-detailed-traces", None, "vLLM", "a span is of a request; step_seconds has the steps", "refused"
-    ),
+    PeerFlag("--collect-detailed-traces", None, "vLLM", "spans are of requests; see step_seconds", "refused"),
     PeerFlag("--attention-backend", None, "vLLM, SGLang", "the device decides it; leave it out", "refused"),
 )
 

@@ -58,9 +58,7 @@ class EngineConfig:
         ENGINE, None, "memory of all KV pages: bytes, or 4GiB, 512MiB, 2G (binary), 2GB (decimal)"
     )
     state_cache_memory: int | None = _setting(
-        ENGINE,
-        None,
-        "memory of Qwen3.5's recurrent states in the prefix cache (default: 2 for each of --max-num-seqs)",
+        ENGINE, None, "memory of Qwen3.5's recurrent states in the prefix cache (default: 2 for each of --max-num-seqs)"
     )
     memory_utilization: float = _setting(
         ENGINE,

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from app.config.aliases import PEER_FLAGS, PeerFlag
+from app.config.aliases import PEER_FLAGS
 from app.config.engine import CHAT, ENGINE, LOGS, MODEL, SERVER, SPECULATION
 from app.config.error import ConfigError
 from app.config.parser import Parser
@@ -48,11 +48,9 @@ def serve_parser() -> Parser:
     group = parser.add_argument_group("flags of vLLM and SGLang that are understood too")
     for peer in PEER_FLAGS:
         meaning = "refused" if peer.value == "refused" else peer.ours or "nothing to set"
-        note = f"; {peer.note}" if peer.note else ""
-        text = f"{meaning} ({peer.peers}){note}"
-        group.add_argument(
-            peer.flag, dest="given", action=_PeerAction, const=peer, nargs=peer.nargs, metavar="VALUE", help=text
-        )
+        text = f"{meaning} ({peer.peers})" + (f"; {peer.note}" if peer.note else "")
+        options: dict[str, Any] = {"dest": "given", "const": peer, "nargs": peer.nargs, "metavar": "VALUE"}
+        group.add_argument(peer.flag, action=_PeerAction, help=text, **options)
     return parser
 
 
@@ -67,10 +65,9 @@ def _dashed(argument: str) -> str:
 def _with_value(arguments: Sequence[str]) -> list[str]:
     """Return `--compile=on` for a bare `--compile`. The next word may be the MODEL if it is not one of its values."""
     bare = {flag_name(name) for name in THREE_WAYS}
-    following = [*arguments, ""][1:]
     return [
-        f"{argument}=on" if argument in bare and word not in ("on", "off", "auto") else argument
-        for argument, word in zip(arguments, following, strict=True)
+        f"{argument}=on" if argument in bare and following not in ("on", "off", "auto") else argument
+        for argument, following in zip(arguments, [*arguments[1:], ""], strict=False)
     ]
 
 
@@ -91,10 +88,8 @@ def _add_setting(group: Any, name: str, field: Any) -> None:
         group.add_argument(flag_name(name), metavar="on|off|auto", **options)
         group.add_argument(no_flag_name(name), nargs=0, **options | {"help": "off"})
     else:
-        nargs = "+" if isinstance(default, list) else None
-        group.add_argument(
-            flag_name(name), nargs=nargs, metavar=field.json_schema_extra.get("metavar", "VALUE"), **options
-        )
+        options["metavar"] = field.json_schema_extra.get("metavar", "VALUE")
+        group.add_argument(flag_name(name), nargs="+" if isinstance(default, list) else None, **options)
 
 
 class _SettingAction(argparse.Action):
@@ -112,7 +107,6 @@ class _PeerAction(argparse.Action):
     """Collect the setting that another project's flag means. `const` is the PeerFlag."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        peer: PeerFlag = self.const
-        value = peer.read(values)
-        if peer.field:
-            namespace.given = [*namespace.given, GivenSetting(peer.flag, peer.field, value)]
+        value = self.const.read(values)
+        if self.const.field:
+            namespace.given = [*namespace.given, GivenSetting(self.const.flag, self.const.field, value)]

@@ -1,8 +1,7 @@
 """Every setting of the server: name, type, limits, default, and its line in `--help`.
 
 A `Config` holds settled values. The engine's settings are described in `EngineConfig`, which needs no pydantic, and
-ENGINE_TYPES has what a user may write for them. The sources that users have (flags, environment, YAML file) are read
-by app.config.sources.
+ENGINE_TYPES has what a user may write for them. `app.config.sources` reads flags, environment and YAML file.
 """
 
 from dataclasses import fields, replace
@@ -106,9 +105,7 @@ class Config(BaseModel):
         CHAT, {}, 'JSON for requests that send no chat_template_kwargs: {"enable_thinking": false}', metavar="JSON"
     )
     reasoning_parser: ParserName = setting(
-        CHAT,
-        "auto",
-        "auto | none | qwen3 | harmony: how to find reasoning_content; auto goes by the chat template",
+        CHAT, "auto", "auto | none | qwen3 | harmony: how to find reasoning_content; auto goes by the chat template"
     )
     tool_call_parser: ToolParserName = setting(
         CHAT,

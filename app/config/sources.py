@@ -88,13 +88,9 @@ def _environment() -> Iterator[GivenSetting]:
 def _kubernetes_variables() -> set[str]:
     """Return the DFLASH_* variables that Kubernetes sets in every pod for a Service whose name begins with `dflash`."""
     services = [n.removesuffix("_SERVICE_HOST") for n in os.environ if re.fullmatch(r"DFLASH.*_SERVICE_HOST", n)]
-    return {
-        name
-        for service in services
-        for name, value in os.environ.items()
-        if name.startswith((f"{service}_SERVICE_", f"{service}_PORT_"))
-        or (name == f"{service}_PORT" and "://" in value)
-    }
+    names = {name for service in services for name in os.environ if name.startswith(f"{service}_SERVICE_")}
+    names |= {name for service in services for name in os.environ if name.startswith(f"{service}_PORT_")}
+    return names | {f"{s}_PORT" for s in services if "://" in os.environ.get(f"{s}_PORT", "")}
 
 
 def _yaml_file(path: Path) -> Iterator[GivenSetting]:

@@ -32,11 +32,7 @@ class EngineClient:
     """
 
     def __init__(
-        self,
-        supervisor: Supervisor,
-        admission: Admission,
-        metrics: Metrics,
-        kv_events: KvEventPublisher | None = None,
+        self, supervisor: Supervisor, admission: Admission, metrics: Metrics, kv_events: KvEventPublisher | None = None
     ) -> None:
         self.supervisor = supervisor
         self.admission = admission

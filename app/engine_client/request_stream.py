@@ -40,9 +40,9 @@ class RequestStream:
         now = time.monotonic()
         if delta.token_ids:
             if self._has_tokens:
-                self._metrics.later_tokens(now - self._latest, len(delta.token_ids))
+                self._metrics.observe("inter_token_latency_seconds", now - self._latest, len(delta.token_ids))
             else:
-                self._metrics.first_token(now - self._arrived)
+                self._metrics.observe("time_to_first_token_seconds", now - self._arrived)
             self._has_tokens = True
         self._latest = now
         if self.timeline is not None:
@@ -79,7 +79,8 @@ class RequestStream:
         outcome = reason or ended or "abort"
         if self.timeline is not None:
             self.timeline.outcome = outcome
-        self._metrics.request_ended(outcome, self._latest - self._arrived)
+        self._metrics.count("request_success", label=outcome)
+        self._metrics.observe("e2e_request_latency_seconds", self._latest - self._arrived)
 
 
 def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:

@@ -26,7 +26,7 @@ def test_every_name_of_the_table_is_exposed_under_the_prefix():
 
 def test_no_sample_says_when_a_counter_was_created():
     metrics = Metrics()
-    metrics.request_ended("stop", 0.1)
+    metrics.count("request_success", label="stop")
     assert not [name for name in samples(metrics) if "_created" in name]
 
 
@@ -101,7 +101,7 @@ def test_an_idle_output_sets_the_gauges_and_is_no_step():
 
 def test_tokens_of_one_step_share_its_time():
     metrics = Metrics()
-    metrics.later_tokens(0.8, 16)
+    metrics.observe("inter_token_latency_seconds", 0.8, 16)
     found = samples(metrics)
     assert found["dflash:inter_token_latency_seconds_count"] == 16
     assert round(found["dflash:inter_token_latency_seconds_sum"], 9) == 0.8

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.messages import EngineInfo, StepOutput, StepStats
-from app.metrics import metrics_for
+from app.metrics import Metrics
 from tests.fast.api.served import INFO, Server
 
 ASK = {"model": "tiny", "prompt": "hello world"}
@@ -28,7 +28,7 @@ FORWARDED = {
 
 def scrape(prefix: str = "vllm:") -> str:
     """Return the metrics of a server whose engine has done a step."""
-    metrics = metrics_for(prefix, "org/tiny")
+    metrics = Metrics(prefix, "org/tiny")
     metrics.engine_ready(EngineInfo(**INFO))
     metrics.step(StepOutput([], StepStats("decode", 0.02, 3, 2, 25, 100, 0)))
     return metrics.render().decode()
@@ -79,7 +79,7 @@ def test_each_sample_under_vllms_prefix_has_its_labels_and_none_under_ours():
 
 
 def test_sizes_of_a_cache_go_with_its_engine_and_come_with_the_next():
-    metrics = metrics_for("dflash:", "tiny")
+    metrics = Metrics("dflash:", "tiny")
     metrics.engine_ready(EngineInfo(**INFO))
     metrics.engine_ended()
     assert "dflash:cache_config_info{" not in metrics.render().decode()
@@ -88,7 +88,7 @@ def test_sizes_of_a_cache_go_with_its_engine_and_come_with_the_next():
 
 
 def test_bytes_of_recurrent_state_are_told_and_go_with_their_engine():
-    metrics = metrics_for("dflash:", "tiny")
+    metrics = Metrics("dflash:", "tiny")
     metrics.engine_ready(EngineInfo(**INFO | {"state_bytes": 7, "state_cache_bytes": 3}))
     assert {"dflash:state_bytes 7.0", "dflash:state_cache_bytes 3.0"} <= set(metrics.render().decode().splitlines())
     metrics.engine_ended()
