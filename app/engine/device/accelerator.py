@@ -16,7 +16,7 @@ def upload(host: Tensor, to: Tensor) -> None:
 
 
 def start_download(x: Tensor, runtime: Any) -> Callable[[], Tensor]:
-    """Begin `Backend.start_download` into pinned memory, with an event of the current stream behind it."""
+    """Begin `Backend.start_download` into pinned memory, followed by an event of the current stream."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     event = runtime.Event()
@@ -33,8 +33,7 @@ def check_ranks(device: torch.device, size: int, runtime: Any, variable: str) ->
     """Raise UnsupportedError, as `Backend.check_ranks`. `variable` is the one that chooses visible devices."""
     first, count = device.index or 0, runtime.device_count()
     if first + size > count:
-        visible = os.environ.get(variable)
-        with_variable = "" if visible is None else f" with {variable}={visible}"
+        with_variable = f" with {variable}={os.environ[variable]}" if variable in os.environ else ""
         raise UnsupportedError(
             f"--tensor-parallel-size {size}: each rank has a device of its own, {device.type}:{first} to "
             f"{device.type}:{first + size - 1}, and {count} are visible{with_variable}"
@@ -42,7 +41,6 @@ def check_ranks(device: torch.device, size: int, runtime: Any, variable: str) ->
 
 
 def memory(device: torch.device, runtime: Any) -> tuple[int, int]:
-    """Return (free, total) bytes of the device."""
     free, total = runtime.mem_get_info(device)
     return int(free), int(total)
 

@@ -1,4 +1,4 @@
-"""Operators of a device. models/ and dflash/ use this class alone and name no device."""
+"""The interface of a device, with its operators' maths in PyTorch. models/ and dflash/ name no device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -114,22 +114,20 @@ class Backend(ABC):
     interleaved_rope = False
     """True if RoPE rotates dims (2i, 2i + 1) of a head together. The loader puts rows of q and k in that order."""
     separate_prefill = True
-    """True if rows of prompts get an attention call of their own in a step in which others decode."""
+    """True if prompts get a separate attention call in a step in which others decode."""
     captures = False
     """True if graphs are faster on this device. `capture` works on every device."""
     lengths_on_host = True
-    """True if a step's launch needs exact lengths on the host, which then sends positions and slots as well. False if
-    attention in a graph reads them from the device: lengths on the host may be too small, so a step can be launched
-    before the previous one is read."""
+    """True if a launch needs exact lengths on the host, which then sends positions and slots too. False if attention in
+    a graph reads them from the device, so a step can be launched before the previous one is read."""
     allows_empty_sequences = False
     """True if attention takes sequences without rows, so a step that fills a graph needs no padding."""
     compiles = False
     """True if forwards can be compiled functions (`--compile`)."""
     memory_is_host = False
-    """True if the host itself computes, in its own memory: other processes share the memory, no allocator measures a
-    peak, and reading a value back is cheap."""
+    """True if the host computes: other processes share its memory, no peak is measured, and a read costs nothing."""
     batch_invariant = False
-    """True if no bit of a row of the target depends on the other rows of a step, or on its place among them."""
+    """True if no bit of a row of the target depends on the other rows of a step, or on its position among them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -137,7 +135,7 @@ class Backend(ABC):
     def why_not(self, dtype: torch.dtype, layer_numbers: int | None = None) -> str:
         """Return why `--dtype auto` turns weights of `dtype` into those of `defaults`, or "" if it keeps them.
 
-        `layer_numbers` are those of gate and up in a layer of the target, or None for a large one.
+        `layer_numbers` is the size of gate and up in a layer of the target, or None for a large one.
         """
         own = self.defaults.dtype
         return "" if dtype.itemsize == own.itemsize else f"{str(own).removeprefix('torch.')} is the device's own"
@@ -152,10 +150,10 @@ class Backend(ABC):
 
     @abstractmethod
     def join(self, meeting: Meeting) -> Comm:
-        """Return the collectives of this rank, once all have come."""
+        """Return the collectives of this rank, once all have joined."""
 
     def max_graphs(self, size: int) -> int | None:
-        """Return how many graphs with collectives of `size` ranks the device holds, or None without a known limit."""
+        """Return the number of graphs with collectives of `size` ranks that the device holds, or None if unknown."""
         return None
 
     def check_experts(self, config: MoeConfig, hidden_size: int) -> None:
@@ -176,7 +174,7 @@ class Backend(ABC):
         return tuple(table[positions].unsqueeze(1) for table in tables)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return zeros on the device. Memory of the host is taken as it is written."""
+        """Return zeros on the device. The host's memory is taken as it is written."""
         if self.memory_is_host:
             return zeros_on_host(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -190,14 +188,11 @@ class Backend(ABC):
         return sinks.float()
 
     def step(self, num_rows: int) -> AbstractContextManager[None]:
-        """Return a context for the launch of a step with so many rows of the target."""
+        """Return a context for the launch of a step with `num_rows` rows of the target."""
         return nullcontext()
 
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
-        """Return what `attention` under `mask` needs of `meta` beyond itself, for `group` query heads to a KV head.
-
-        The step calls this once a mask before the forward, so that `attention` itself can be captured in a graph.
-        """
+        """Return `meta.plans[mask]` for `group` query heads to a KV head, before the forward and outside of graphs."""
         return None
 
     @abstractmethod
@@ -210,33 +205,39 @@ class Backend(ABC):
         softmax. Slots past `seq_lens` may hold any finite number, which must not show in the result.
         """
 
-    @abstractmethod
     def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
-        """Put row t of K and V [T, kv_heads, D] at slot `slot_mapping[t]` = page id * page_size + offset.
+        """Write row t of K and V [T, kv_heads, D] to slot `slot_mapping[t]` = page id * page_size + offset.
 
         The slots [T] are unique in a call. The rows may be strided views of a wider tensor.
         """
+        kv.k.view(-1, *k_thd.shape[1:])[slot_mapping] = k_thd
+        kv.v.view(-1, *v_thd.shape[1:])[slot_mapping] = v_thd
 
-    @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return RMSNorm (arXiv 1910.07467) of x [..., H] over the last axis: x / sqrt(mean(x^2) + eps) * weight."""
+        if weight.dtype != x.dtype:  # a hybrid target's norms of 1 + weight, which are in float32
+            return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual), each [T, H]."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
 
-    @abstractmethod
     def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
         """Return RoPE (arXiv 2104.09864) of each head: dims (i, D/2 + i) rotate together, or (2i, 2i + 1) if
         `interleaved_rope`."""
+        cos, sin = rotation
+        first, second = x_thd.chunk(2, dim=-1)
+        return x_thd * cos + torch.cat((-second, first), dim=-1) * sin
 
-    @abstractmethod
     def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Return down(silu(gate(x)) * up(x)) [T, H]; `gate_up` is [2I, H] with the gate first, `down` [H, I]."""
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        return self.linear(F.silu(gate).mul_(up), down)
 
     def empty_experts(self, like: Tensor, num_experts: int, out_features: int, in_features: int) -> Tensor:
-        """Return memory [E, out, in] for experts' weights, with device and dtype of `like`, in the memory order that
-        `moe` reads fastest."""
+        """Return memory [E, out, in] of the dtype and device of `like`, in the order that `moe` reads fastest."""
         return like.new_empty(num_experts, out_features, in_features)
 
     def pack_expert_bias(self, bias: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ class Backend(ABC):
         return bias
 
     def moe(self, x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
-        """Return the mixture of experts [T, H] of rows [T, H], as `backend.moe.mixture`."""
+        """Return the mixture of experts [T, H] of rows [T, H], as `moe.mixture`."""
         return mixture(x, weights, config)
 
     def check_gated_delta(self, num_v_heads: int, k_head_dim: int, v_head_dim: int) -> None:
@@ -252,7 +253,7 @@ class Backend(ABC):
         return
 
     def commit_and_verify(self, step: GatedDeltaStep) -> Tensor:
-        """Return outputs [R, Nv, Dv] fp32 of a step's rows, after those that were accepted before them are committed.
+        """Return outputs [R, Nv, Dv] fp32 of a step's rows, after the rows accepted before them are committed.
 
         Rows of padding have any finite outputs.
         """
@@ -274,7 +275,7 @@ class Backend(ABC):
         self.write_kv(k, v.flatten(0, 1), rows.kv, rows.slot_mapping)
 
     def embed_blocks(self, anchors: Tensor, mask_token_id: int, block_size: int, embedding: Tensor) -> Tensor:
-        """Return rows [D * b, H] of the embedding [V, H]: each anchor [D], and b - 1 masks behind it."""
+        """Return rows [D * b, H] of the embedding [V, H]: each anchor [D], and b - 1 masks after it."""
         blocks = F.pad(anchors[:, None], (0, block_size - 1), value=mask_token_id)
         return F.embedding(blocks.flatten(), embedding)
 
@@ -291,12 +292,7 @@ class Backend(ABC):
         return positions, torch.add(in_page, page_table[seq_ids, page], alpha=page_size)
 
     def verify(
-        self,
-        choices: Tensor,
-        drafts: Tensor | None,
-        logits_start: Tensor,
-        num_drafts: Tensor,
-        draft_index: Tensor,
+        self, choices: Tensor, drafts: Tensor | None, logits_start: Tensor, num_drafts: Tensor, draft_index: Tensor
     ) -> Tensor:
         """Return `engine.verify.verify` of the same arguments."""
         return verify(choices, drafts, logits_start, num_drafts, draft_index)
@@ -310,17 +306,16 @@ class Backend(ABC):
         position_offsets: Tensor,
         seq_lens: Tensor,
     ) -> None:
-        """Move S sequences, in place, to where the step in flight leaves them.
+        """Advance S sequences, in place, by the result `verified` [L, w + 1] of the step in flight.
 
-        `verified` [L, w + 1] is that step's result of `verify`, and `prev_row` [S] a sequence's row in it. Its
-        `position_offsets` and `seq_lens` [S] grow by the accepted drafts. Its anchor, at `anchor_rows` [S] of
-        `token_ids`, becomes the bonus token. A sequence with `prev_row` -1 stays where it is.
+        `prev_row` [S] is a sequence's row in it, or -1 to leave it. Its `position_offsets` and `seq_lens` [S] grow by
+        the accepted drafts, and its anchor, at `anchor_rows` [S] of `token_ids`, becomes the bonus token.
         """
         in_flight = prev_row >= 0
         results = verified[prev_row.clamp(min=0)]
         accepted = results[:, -1:]
         bonus = results.gather(1, accepted).flatten().clamp(min=0)  # NOT_FINITE is no token, and ends its request
-        # A sequence without rows may have no anchor row. Such ones write to a place behind all tokens.
+        # A sequence without rows may have no anchor row. It writes past all tokens.
         places = torch.where(in_flight, anchor_rows, len(token_ids)).long()
         token_ids.copy_(torch.cat((token_ids, token_ids[:1])).scatter(0, places, bonus.to(torch.int32))[:-1])
         num_accepted = torch.where(in_flight, accepted.flatten(), 0).to(torch.int32)
@@ -331,29 +326,28 @@ class Backend(ABC):
         """Return the upper 16 bits of int32 x, as int32 numbers 0 to 65535."""
         return (x >> 16) & 0xFFFF
 
-    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, [T, out] for x [T, in], a packed weight [out, in] and a bias [out]."""
+        return F.linear(x, weight, bias)
 
     def logits(self, hidden: Tensor, lm_head: Tensor) -> Tensor:
-        """Return logits [R, V] of hidden states [R, H]: their sums in fp32 if the device can leave them so, else in the
-        engine's dtype."""
+        """Return logits [R, V] of hidden states [R, H], in fp32 if the device can, else in the engine's dtype."""
         return self.linear(hidden, lm_head)
 
     def tune(
         self, decoders: Sequence[Heads], weights: Mapping[str, Sequence[Tensor]], max_num_seqs: int, page_size: int
     ) -> dict[str, str]:
-        """Time ways to launch operators once, before a graph is captured, and use the quickest that are right.
+        """Time variants of launches, before a graph is captured, and use the quickest that are right.
 
-        `decoders` are the target and the draft, and `weights` [out, in] those of the target by name. Returns
-        the choices, by launch, for people; a device without such choices has none.
+        `decoders` are the target and the draft, and `weights` [out, in] those of the target by name. Returns the
+        choices, by launch, for logs.
         """
         return {}
 
     def capture(self, run: Callable[[], tuple[Tensor, ...]], metas: list[AttentionMetadata]) -> Graph:
-        """Return the recorded launches of `run`, whose attention reads the planned `metas`. None is replayed yet.
+        """Return the recorded launches of `run`, whose attention reads the planned `metas`, before the first replay.
 
-        `run` runs once before, so no lazy initialisation is left. The tensors that it reads must keep their place.
+        `run` runs once before, so no lazy initialisation is left. The tensors that it reads must keep their memory.
         """
         return RerunGraph(run)
 
@@ -377,7 +371,7 @@ class Backend(ABC):
 
     @abstractmethod
     def start_download(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin the copy of x to the host behind the work queued so far. The result waits for that copy alone."""
+        """Queue the copy of x to the host after the work queued so far. The result waits for that copy only."""
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:

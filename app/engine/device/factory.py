@@ -12,17 +12,12 @@ from app.engine.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-_INVARIANT = {
-    "cpu.backend.CpuBackend": "cpu.invariant.InvariantCpuBackend",
-    "cuda.backend.CudaBackend": "cuda.invariant.InvariantCudaBackend",
-}
-"""Backends for --batch-invariant, by those that they stand in for."""
-
 
 def found_device(device: str) -> str:
     """Return the device, where "auto" is CUDA if torch sees a GPU, else an NPU that torch_npu can use, else the CPU."""
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "npu" if _can_use_npu() else "cpu"
+        has_torch_npu = has_npu() and importlib.util.find_spec("torch_npu") is not None
+        return "cuda" if torch.cuda.is_available() else "npu" if has_torch_npu else "cpu"
     return device
 
 
@@ -41,29 +36,23 @@ def make_backend(device: str, *, rank: int = 0, batch_invariant: bool = False) -
         )
     if kind == "npu":
         return _npu_backend(device, index)
-    name = "cpu.backend.CpuBackend" if kind == "cpu" else _on_cuda()
+    module, name = ("cpu.backend", "CpuBackend") if kind == "cpu" else _on_cuda()
     if batch_invariant:
-        name = _INVARIANT.get(name, "")
-        if not name:
+        if name == "TorchCudaBackend":
             raise UnsupportedError("--batch-invariant: a GPU needs Triton for it; pip install triton")
-    module, _, backend_class = name.rpartition(".")
-    backend: Backend = getattr(importlib.import_module(f"app.engine.{module}"), backend_class)(
-        torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
-    )
+        module, name = f"{kind}.invariant", f"Invariant{name}"
+    backend_class = getattr(importlib.import_module(f"app.engine.{module}"), name)
+    backend: Backend = backend_class(torch.device("cpu") if kind == "cpu" else torch.device(kind, index))
     return backend
 
 
-def _on_cuda() -> str:
-    """Return the name of CUDA's backend. Torch for CUDA brings Triton on Linux, but not on every system."""
+def _on_cuda() -> tuple[str, str]:
+    """Return module and class of CUDA's backend. Torch for CUDA brings Triton on Linux, but not on every system."""
     if importlib.util.find_spec("triton"):
         logger.info("attention and the operators between matrix products: kernels in Triton")
-        return "cuda.backend.CudaBackend"
+        return "cuda.backend", "CudaBackend"
     logger.warning("Triton is not installed: operators are PyTorch's, and there are no graphs; pip install triton")
-    return "cuda.torch_backend.TorchCudaBackend"
-
-
-def _can_use_npu() -> bool:
-    return has_npu() and importlib.util.find_spec("torch_npu") is not None
+    return "cuda.torch_backend", "TorchCudaBackend"
 
 
 def _npu_backend(device: str, index: int) -> Backend:

@@ -1,9 +1,13 @@
-"""Decoding rows of a Gated DeltaNet layer: the last step's accepted rows are committed, this step's verified.
+"""Gated DeltaNet (arXiv 2412.06464) in fp32: the delta rule as pure functions, and decoding steps with drafts.
 
-Both go through one chunk of the delta rule: the pending rows of the last step, then those of this step. A row that was
-not accepted has no key, no beta and no decay, so it changes nothing. What is committed are the first rows' parts of the
-same solution, because no row depends on later ones. All of it are products and elementwise operators of static shapes.
-Where the host may not wait, all counts are read on the device.
+S sequences have W rows each. q and k are [S, W, Nk, Dk], and v is [S, W, Nv, Dv]. The decay and beta of a head are
+[S, W, Nv]. Nv is a multiple of Nk, and a head of q and k serves Nv / Nk consecutive heads of v. The state is
+[S, Nv, Dk, Dv]. One formula serves a single row, a block and a prompt, so they differ by fp32 rounding only.
+
+A decoding step commits the accepted rows of the previous step and verifies its own rows in one chunk of the delta rule:
+the pending rows, then those of this step. A row that was not accepted has no key, no beta and no decay, so it changes
+nothing. No row depends on later ones, so the first rows' parts of the solution are what is committed. All of it are
+products and elementwise operators of static shapes. Where the host may not wait, all counts are read on the device.
 """
 
 from collections.abc import Callable
@@ -14,18 +18,114 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.device.delta_rule import l2norm, last_rows, short_conv, unit_inverse
+CHUNK = 64
+"""Rows that are solved together, as in the method's code. The work within a chunk grows with its square."""
+L2_EPS = 1e-6
 
 _NEVER = -1e4
 """Log of a decay to nothing: exp of it is 0 in fp32, and no operator meets an infinity."""
 
 
+def l2norm(x: Tensor) -> Tensor:
+    """Return x over the square root of its sum of squares + 1e-6, along the last axis."""
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + L2_EPS)
+
+
+def short_conv(before: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """Return silu of the causal depthwise convolution of rows [S, W, C], which follow the rows `before` [S, K - 1, C].
+
+    The weight is [C, K], and its last column is that of the row itself.
+    """
+    num_rows, taps = rows.shape[1], weight.float().t()
+    x = torch.cat((before, rows), dim=1).float()
+    out = x[:, :num_rows] * taps[0]
+    for j in range(1, len(taps)):
+        out = torch.addcmul(out, x[:, j : j + num_rows], taps[j])
+    return F.silu(out)
+
+
+def last_rows(before: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return the last K - 1 rows of `before` [S, K - 1, C] and the first `counts[s]` of rows [S, W, C]."""
+    sequences, places = (torch.arange(size, device=counts.device) for size in before.shape[:2])
+    return torch.cat((before, rows), dim=1)[sequences[:, None], (counts[:, None] + places).long()]
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Return (outputs [S, W, Nv, Dv], the state after the last row) in fp32, of l2-normed q and k.
+
+    A row first decays the state by exp(log_decay). It then adds k d^T with d = beta (v - state^T k), and its output is
+    state^T q / sqrt(Dk). A row with log_decay 0 and beta 0 leaves the state as it is. Up to `chunk` rows are solved
+    together, as a unit lower triangular system.
+    """
+    num_rows, num_heads, dim = v.shape[1], v.shape[2], k.shape[3]
+    size = min(chunk, num_rows)
+    q, k = (l2norm(x.float()).repeat_interleave(num_heads // x.shape[2], dim=2) for x in (q, k))
+    q, k, v = (_chunks(x.float(), size) for x in (q * dim**-0.5, k, v))
+    beta = _chunks(beta.float()[..., None], size)
+    log_decay = _chunks(log_decay.float()[..., None], size)
+    since_start = log_decay.cumsum(dim=-2).exp()
+    # Decay from row i to row t is exp of a sum over the rows between. Differences of cumulative sums would cancel.
+    is_later = torch.ones(size, size, dtype=torch.bool, device=v.device).tril(-1)
+    between = torch.where(is_later, log_decay, 0.0).cumsum(dim=-2).exp().tril()
+    k_beta = k * beta
+    system = (k_beta @ k.mT) * between
+    solved = unit_inverse(system) @ torch.cat((v * beta, k_beta * since_start), dim=-1)
+    d_alone, d_of_state = solved.split_with_sizes([v.shape[-1], dim], dim=-1)
+    seen = (q @ k.mT) * between
+    q_of_state, k_at_end = q * since_start, (k * between[..., -1, :, None]).mT
+    outputs = []
+    for i in range(q.shape[2]):
+        d = d_alone[:, :, i] - d_of_state[:, :, i] @ state
+        outputs.append(q_of_state[:, :, i] @ state + seen[:, :, i] @ d)
+        state = torch.addcmul(k_at_end[:, :, i] @ d, state, since_start[:, :, i, -1:])
+    o = torch.stack(outputs, dim=2).flatten(2, 3).transpose(1, 2)
+    return o[:, :num_rows], state
+
+
+def unit_inverse(system: Tensor) -> Tensor:
+    """Return the inverse of I + L, where L is `system` [..., n, n] below its diagonal.
+
+    The inverse of two halves gives that of the whole: A^-1 and B^-1 stay, and the corner C between them becomes
+    -B^-1 C A^-1. From halves of one row on, all corners of a size are two products, so an NPU's cube does the work. The
+    series I - L + L^2 - ... would take as few, and lose all digits where keys are nearly equal.
+    """
+    eye, *corners = _corners(system.shape[-1], system.device)
+    if not corners:
+        return eye.expand_as(system)
+    lines = system.flatten(0, -3)
+    found = eye - lines * corners[0]
+    for corner in corners[1:]:
+        found = torch.baddbmm(found, found @ (lines * corner), found, alpha=-1)
+    return found.view(system.shape)
+
+
+@cache
+def _corners(size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return I, and 1 in the corners between halves of 1, 2, 4, ... rows, each [size, size]."""
+    row = torch.arange(size, device=device)
+    corners = []
+    for half in (1 << i for i in range((size - 1).bit_length())):
+        part, pair = row // half, row // (2 * half)
+        corners.append(((pair[:, None] == pair) & (part[:, None] > part)).float())
+    return torch.eye(size, device=device), *corners
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """Return [S, W, N, D] as [S, N, chunks, size, D], with zeros after the last row."""
+    x = x.transpose(1, 2)
+    if missing := -x.shape[2] % size:
+        x = F.pad(x, (0, 0, 0, missing))
+    return x.unflatten(2, (-1, size))
+
+
 class GatedDeltaStep(NamedTuple):
     """R rows of S decoding sequences in one layer, with its weights and slots. C, Nk, Nv, Dk, Dv and K are its sizes.
 
-    `inputs` [R, C + 2 Nv] enter the recurrence. The fields from `slots` to `places` are those of `SequenceRows`, all on
-    the device. Slot 0 belongs to padding. The four fields behind them are those of `LayerState`, which are written in
-    place. With `can_wait` the host may read counts, because it computes them itself.
+    `inputs` [R, C + 2 Nv] enter it, `slots` to `places` are those of `SequenceRows`, all on the device. Slot
+    0 is padding. `matrix` to `num_tokens` are those of `LayerState`, and written in place. With `can_wait` the host may
+    read counts, because it computes them itself.
     """
 
     inputs: Tensor
@@ -51,22 +151,22 @@ class GatedDeltaStep(NamedTuple):
 
 
 def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] = l2norm) -> Tensor:
-    """Return outputs [R, Nv, Dv] fp32 of a step's rows, after those that were accepted before them are committed.
+    """Return `Backend.commit_and_verify` with `normed` as the l2norm of the last axis.
 
-    `normed` is the l2norm of the last axis. All results are there before the first is written.
+    All results are computed before the first is written.
     """
     num_heads, k_dim, v_dim = step.matrix.shape[1:]
     block, channels, width = step.pending.shape[1], step.conv.shape[2], step.rows.shape[1]
     keys = (channels - num_heads * v_dim) // 2
     k_heads = keys // k_dim
 
-    is_new = (step.starts == 0) | (step.slots == 0)  # whatever the slot's last owner has left
+    is_new = (step.starts == 0) | (step.slots == 0)  # whatever the slot's previous sequence has left
     accepted = (step.starts - step.num_tokens[step.slots]).clamp(0, block).masked_fill(is_new, 0)
     if step.can_wait:
         # A plain step has one pending row, so the width of a block would take most of the time.
         block = int(accepted.max())
     device = step.inputs.device
-    fixed, sequences = _fixed(block + width, device), _numbers(len(step.slots), device)
+    (rows_between, never), sequences = _fixed(block + width, device), _numbers(len(step.slots), device)
     counts = accepted[:, None].expand(-1, block), step.counts[:, None].expand(-1, width)
     is_none = _places(block, width, device) >= torch.cat(counts, dim=1)
 
@@ -85,7 +185,7 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     slowing = F.softplus(a + step.dt_bias[:, None]) * step.a_log.exp()[:, None]
     slowing = slowing.masked_fill(is_none[:, None], 0.0).flatten(0, 1)
     # Row 0 and column 0 are the state, and row t has the decay from each row up to itself.
-    between = torch.addmm(fixed.never, slowing, fixed.rows_between).exp()
+    between = torch.addmm(never, slowing, rows_between).exp()
     between = between.view(-1, num_heads, block + width + 1, block + width + 1)
 
     qk = mixed[..., : 2 * keys].unflatten(2, (2, k_heads, k_dim)).permute(0, 3, 2, 1, 4).contiguous()
@@ -114,37 +214,25 @@ def commit_and_verify(step: GatedDeltaStep, normed: Callable[[Tensor], Tensor] =
     return o
 
 
-class _Fixed(NamedTuple):
-    """Numbers that depend on shapes alone. P is the pending rows of a sequence and those of the step.
-
-    `rows_between` [P, (P + 1)^2] is -1 for the rows behind row i up to row t, and `never` [(P + 1)^2] leaves no way
-    back.
-    """
-
-    rows_between: Tensor
-    never: Tensor
-
-
 @cache
 def _places(block: int, width: int, device: torch.device) -> Tensor:
-    """Return each row's place [P] in its part."""
+    """Return the index [P] of each of the `block` pending rows and of the step's `width` rows."""
     return torch.cat([torch.arange(size, dtype=torch.int32, device=device) for size in (block, width)])
 
 
 @cache
-def _fixed(num_rows: int, device: torch.device) -> _Fixed:
-    """Return them, made on the device, because an upload would let the host wait. 32 rows take 139 kB, 64 take 1 MB.
+def _fixed(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (rows between [P, (P + 1)^2], never [(P + 1)^2]) for P pending and new rows together.
 
-    They are kept by the sum of both parts, because each part of a wide block has any number of rows.
+    The first is -1 for the rows after row i up to row t, and the second adds _NEVER where t is before i. They are made
+    on the device, because an upload would let the host wait. 32 rows take 139 kB, 64 take 1 MB.
     """
     row = torch.arange(1 + num_rows, device=device)
     t, i, between = row[:, None], row, row[1:, None, None]
-    rows_between = -((i < between) & (between <= t)).float().flatten(1)
-    never = (i > t).float().flatten() * _NEVER
-    return _Fixed(rows_between, never)
+    return -((i < between) & (between <= t)).float().flatten(1), (i > t).float().flatten() * _NEVER
 
 
 @cache
 def _numbers(num_seqs: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ... apart from what is larger, because steps beside prefill have any number of sequences."""
+    """Return 0, 1, ..., cached apart from `_fixed`, because steps with prefill have any number of sequences."""
     return torch.arange(num_seqs, device=device)

@@ -29,10 +29,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def zeros_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros whose pages the system maps when they are first written, because writing 4 GiB takes seconds.
-
-    The allocator would write zeros to memory that was used before.
-    """
+    """Return zeros whose pages are mapped when they are first written, because writing 4 GiB takes seconds."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
 

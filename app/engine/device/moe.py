@@ -1,4 +1,4 @@
-"""Mixture of experts: its sizes, its weights, and its maths in plain PyTorch, without a value read by the host."""
+"""Mixture of experts in plain PyTorch, without a value read by the host."""
 
 from dataclasses import dataclass
 
@@ -47,8 +47,8 @@ def gated(gate_up: Tensor, config: MoeConfig) -> Tensor:
 def mixture(x: Tensor, weights: ExpertWeights, config: MoeConfig) -> Tensor:
     """Return the weighted sum [T, H] of the outputs of each row's k experts.
 
-    Every pair of a row and an expert is a row of two grouped products, sorted by expert. A row's sum is over its own
-    pairs in the order of their weights, so it has no order of the batch in it. The sum is in fp32.
+    Every pair of a row and an expert is a row of two grouped products, sorted by expert. A row's pairs are added in
+    fp32, in the order of their weights, whatever the batch.
     """
     shares, chosen = route(router_logits(x, weights), config)
     k = config.num_experts_per_tok

@@ -1,6 +1,6 @@
 """Backend in plain PyTorch, on the memory of the host. It is the reference for every other backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from app.engine.comm.comm import Comm
 from app.engine.comm.gloo import GlooComm
 from app.engine.comm.process_group import Meeting
-from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv, Rotation
+from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv
 from app.engine.device.host_memory import host_memory
 
 MAX_SCORES = 1 << 24
@@ -74,17 +74,15 @@ class TorchBackend(Backend):
     def plan_attention(self, meta: AttentionMetadata, mask: AttentionMask, group: int) -> Any:
         """Return few padded calls, none of them mostly padding and none over the memory bounds above."""
         pieces = _pieces(meta, mask, MAX_SCORES // group)
-        bins = _bins(pieces, group, self.max_gathered_tokens)
-        whole = len(bins) == 1 and [piece.seq for piece in pieces] == list(range(len(meta.query_lens)))
-        return [self._call(meta, mask, pieces, group, whole=whole) for pieces in bins]
+        by_size = sorted(pieces, key=lambda piece: (piece.q_len, piece.kv_len))
+        # In order, rows of equal length need no copy.
+        bins = min((_filled(some, group, self.max_gathered_tokens) for some in (pieces, by_size)), key=len)
+        return [self._call(meta, mask, pieces, group) for pieces in bins]
 
     def attention(
         self, q_thd: Tensor, kv: LayerKv, meta: AttentionMetadata, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        return self.attend(q_thd, kv, meta.plans[mask], sinks)
-
-    def attend(self, q_thd: Tensor, kv: LayerKv, calls: list[Call], sinks: Tensor | None = None) -> Tensor:
-        """Return attention `[T, heads, D]` by `calls`."""
+        calls: list[Call] = meta.plans[mask]
         if len(calls) == 1 and calls[0].places is None:
             return self._attend(q_thd, kv, calls[0], sinks)
         o = torch.empty_like(q_thd)
@@ -97,31 +95,6 @@ class TorchBackend(Backend):
             o[call.rows] = self._attend(padded, kv, call, sinks)[call.places]
         return o
 
-    def write_kv(self, k_thd: Tensor, v_thd: Tensor, kv: LayerKv, slot_mapping: Tensor) -> None:
-        kv.k.view(-1, *k_thd.shape[1:])[slot_mapping] = k_thd
-        kv.v.view(-1, *v_thd.shape[1:])[slot_mapping] = v_thd
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if weight.dtype != x.dtype:  # a hybrid target's norms of 1 + weight, which are in float32
-            return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
-
-    def rope(self, x_thd: Tensor, rotation: Rotation) -> Tensor:
-        cos, sin = rotation
-        first, second = x_thd.chunk(2, dim=-1)
-        return x_thd * cos + torch.cat((-second, first), dim=-1) * sin
-
-    def gated_mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, down)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
-
     def upload(self, host: Tensor, to: Tensor) -> None:
         to.copy_(host)
 
@@ -133,8 +106,7 @@ class TorchBackend(Backend):
         return host_memory()
 
     def peak_memory(self, run: Callable[[], object]) -> int:
-        """Return 0 without running: the host's allocator counts no peak."""
-        return 0
+        return 0  # the host's allocator counts no peak
 
     def _attend(self, q_thd: Tensor, kv: LayerKv, call: Call, sinks: Tensor | None) -> Tensor:
         """Return o for padded q, both `[S * Q, heads, D]`."""
@@ -151,9 +123,7 @@ class TorchBackend(Backend):
         o = o.view(call.num_pieces, kv_heads, group, call.max_q, dim)
         return o.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
-    def _call(
-        self, meta: AttentionMetadata, mask: AttentionMask, pieces: list[Piece], group: int, *, whole: bool
-    ) -> Call:
+    def _call(self, meta: AttentionMetadata, mask: AttentionMask, pieces: list[Piece], group: int) -> Call:
         max_q, max_kv = max(piece.q_len for piece in pieces), max(piece.kv_len for piece in pieces)
         min_q, min_kv = min(piece.q_len for piece in pieces), min(piece.kv_len for piece in pieces)
         num_pages = -(-max_kv // meta.page_size)
@@ -162,8 +132,8 @@ class TorchBackend(Backend):
             columns = firsts[:, 1:] + torch.arange(num_pages, device=self.device)
             pages = meta.page_table[firsts[:, :1], columns.clamp_(max=meta.page_table.shape[1] - 1)]
         else:
-            pages = meta.page_table[:, :num_pages]
-            pages = pages if whole else pages[self._uploaded([piece.seq for piece in pieces])]
+            pages, seqs = meta.page_table[:, :num_pages], [piece.seq for piece in pieces]
+            pages = pages if seqs == list(range(len(meta.query_lens))) else pages[self._uploaded(seqs)]
         rows: Tensor | slice = slice(pieces[0].first, pieces[0].first + len(pieces) * max_q)
         places = None
         if any(piece.first != pieces[0].first + i * max_q for i, piece in enumerate(pieces)) or min_q != max_q:
@@ -194,24 +164,19 @@ class TorchBackend(Backend):
 
 
 def _attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
-    """Return attention [S, kv_heads, G * Q, D] whose softmax has a logit more in each row, `sinks` [kv_heads, G * Q].
+    """Return attention [S, kv_heads, G * Q, D] with one more logit in each row's softmax, `sinks` [kv_heads, G * Q].
 
-    The softmax is in fp32, and the logit's own share is dropped (gpt-oss, arXiv 2508.10925). As many KV heads go at
-    once as have MAX_SCORES together.
+    The softmax is in fp32, and the share of the sink is dropped (gpt-oss, arXiv 2508.10925). KV heads are computed in
+    groups that have at most MAX_SCORES scores.
     """
-    heads = max(1, MAX_SCORES // (q.shape[0] * q.shape[2] * k.shape[2]))
-    parts = zip(*(x.split(heads, dim=1) for x in (q, k, v, sinks[None])), strict=True)
-    o = [_attention_of_heads(*part, mask=mask) for part in parts]
-    return o[0] if len(o) == 1 else torch.cat(o, dim=1)
-
-
-def _attention_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, mask: Tensor | None) -> Tensor:
-    scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    sinks = sinks.expand(scores.shape[0], -1, -1).unsqueeze(3)
-    shares = torch.cat((scores, sinks), dim=3).softmax(dim=3)[..., :-1]
-    return shares.to(v.dtype) @ v
+    outputs, size = [], max(1, MAX_SCORES // (q.shape[0] * q.shape[2] * k.shape[2]))
+    for qh, kh, vh, sink in zip(*(x.split(size, dim=1) for x in (q, k, v, sinks[None])), strict=True):
+        scores = (qh @ kh.transpose(2, 3)).float() * q.shape[-1] ** -0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = torch.cat((scores, sink.expand(len(q), -1, -1).unsqueeze(3)), dim=3)
+        outputs.append(scores.softmax(dim=3)[..., :-1].to(v.dtype) @ vh)
+    return torch.cat(outputs, dim=1)
 
 
 def _gather(pool: Tensor, call: Call) -> Tensor:
@@ -244,55 +209,18 @@ def _pieces(meta: AttentionMetadata, mask: AttentionMask, max_scores: int) -> li
     return pieces
 
 
-def _bins(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
-    """Return the pieces of each call.
-
-    One call has all of them in order if that pads little. Otherwise pieces of similar size share a call. If all have
-    as many rows, they stay in order, unless different contexts would make that more calls.
-    """
-    whole = _Size()
-    for piece in pieces:
-        whole = whole.with_one(piece)
-    if whole.fits(group, max_gathered):
-        return [pieces]
-    by_size = _filled(sorted(pieces, key=lambda piece: (piece.q_len, piece.kv_len)), group, max_gathered)
-    if len({piece.q_len for piece in pieces}) > 1:
-        return by_size
-    in_order = _filled(pieces, group, max_gathered)
-    return by_size if len(by_size) < len(in_order) else in_order
-
-
-def _filled(pieces: list[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
-    """Return the pieces of each call, in order, each call with as many of the next pieces as fit."""
+def _filled(pieces: Iterable[Piece], group: int, max_gathered: int) -> list[list[Piece]]:
+    """Return the pieces of each call, in order. A call takes the next pieces as long as it stays within the bounds and
+    half of its scores are not padding."""
     bins: list[list[Piece]] = []
-    size = _Size()
+    max_q = max_kv = useful = 0
     for piece in pieces:
-        size = size.with_one(piece)
-        if not bins or not size.fits(group, max_gathered):
+        max_q, max_kv = max(max_q, piece.q_len), max(max_kv, piece.kv_len)
+        useful += piece.q_len * piece.kv_len
+        num_tokens = (len(bins[-1]) + 1 if bins else 1) * max_kv
+        pads_little = group * max_q * num_tokens <= max(SMALL_CALL, min(2 * group * useful, MAX_SCORES))
+        if not bins or not pads_little or num_tokens > max(max_kv, max_gathered):
             bins.append([])
-            size = _Size().with_one(piece)
+            max_q, max_kv, useful = piece.q_len, piece.kv_len, piece.q_len * piece.kv_len
         bins[-1].append(piece)
     return bins
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """Size of a call over some pieces. `useful` counts scores that are not padding."""
-
-    num_pieces: int = 0
-    max_q: int = 0
-    max_kv: int = 0
-    useful: int = 0
-
-    def with_one(self, piece: Piece) -> "_Size":
-        return _Size(
-            self.num_pieces + 1,
-            max(self.max_q, piece.q_len),
-            max(self.max_kv, piece.kv_len),
-            self.useful + piece.q_len * piece.kv_len,
-        )
-
-    def fits(self, group: int, max_gathered: int) -> bool:
-        scores = group * self.num_pieces * self.max_q * self.max_kv
-        pads_little = scores <= max(SMALL_CALL, min(2 * group * self.useful, MAX_SCORES))
-        return pads_little and self.num_pieces * self.max_kv <= max(self.max_kv, max_gathered)

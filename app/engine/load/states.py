@@ -11,7 +11,7 @@ from app.config.engine import EngineConfig
 from app.engine.checkpoint.shapes import DecoderConfig
 from app.engine.comm.comm import Comm
 from app.engine.device.base import Backend
-from app.engine.device.delta_rule import CHUNK
+from app.engine.device.gated_delta import CHUNK
 from app.engine.errors import UnsupportedError
 from app.engine.load.sizes import PREFILL_SHARE, Sizes
 from app.engine.models.state_pool import StatePool

@@ -9,11 +9,11 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from app.engine.device.delta_rule import L2_EPS
+from app.engine.device.gated_delta import L2_EPS
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """Return `delta_rule.l2norm` as an RMSNorm."""
+    """Return `device.gated_delta.l2norm` as an RMSNorm."""
     dim = x.shape[-1]
     return torch_npu.npu_rms_norm(x, _weight(dim, x.device), L2_EPS / dim)[0]
 

@@ -123,7 +123,7 @@ def test_a_processor_whose_products_depend_on_the_place_is_refused(
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.device.factory._on_cuda", lambda: "cuda.torch_backend.TorchCudaBackend")
+    monkeypatch.setattr("app.engine.device.factory._on_cuda", lambda: ("cuda.torch_backend", "TorchCudaBackend"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UnsupportedError, match="--batch-invariant: a GPU needs Triton"):
         make_backend("cuda:0", batch_invariant=True)

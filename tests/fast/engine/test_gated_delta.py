@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from app.engine.checkpoint.shapes import GatedDeltaConfig
-from app.engine.device.delta_rule import delta_rule, l2norm, last_rows, short_conv
-from app.engine.device.gated_delta import commit_and_verify
+from app.engine.device.gated_delta import commit_and_verify, delta_rule, l2norm, last_rows, short_conv
 from tests.fast.engine.delta_layers import BLOCK, CLOSE, SHAPES, Layer, assert_slots
 
 torch.set_num_threads(1)
