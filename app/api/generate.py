@@ -21,8 +21,7 @@ from app.api.services import Services, services_of
 from app.api.stream import Answers, Choice, Choices, EventStream, events, unless_gone
 from app.api.validation import warn_of_unknown_fields
 from app.engine_client.admission import Permits
-from app.engine_client.request_stream import RequestStream
-from app.engine_client.timeline import Timeline
+from app.engine_client.request_stream import RequestStream, Timeline
 from app.messages import EngineInfo
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser

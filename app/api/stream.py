@@ -15,8 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.errors import ApiError, unavailable
 from app.engine_client.client import EngineClient
-from app.engine_client.request_stream import RequestStream
-from app.engine_client.timeline import Timeline
+from app.engine_client.request_stream import RequestStream, Timeline
 from app.messages import FinishReason, TokenDelta
 from app.text.detokenizer import Detokenizer
 from app.text.parsers import OutputParser, Parsed

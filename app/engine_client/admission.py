@@ -31,7 +31,7 @@ class Admission:
         self.num_unacknowledged = 0
         self._max_queue = max_queue
         self._max_per_client = max_per_client
-        self._num_by_client = Counter[str]()
+        self.num_by_client = Counter[str]()
 
     def max_at_once(self, max_num_seqs: int) -> int:
         """Return the number of permits that an idle server would give one client."""
@@ -39,18 +39,15 @@ class Admission:
         return limit if self._max_per_client is None else min(limit, self._max_per_client)
 
     def _limit(self, max_num_seqs: int) -> int:
-        queue = MAX_QUEUED_PER_RUNNING * max_num_seqs if self._max_queue is None else self._max_queue
-        return max_num_seqs + queue
+        return max_num_seqs + (MAX_QUEUED_PER_RUNNING * max_num_seqs if self._max_queue is None else self._max_queue)
 
     def check(self, client_id: str, count: int, max_num_seqs: int) -> None:
         """Raise ClientBusy or Busy if `count` more requests of this client would be too many."""
         limit = self._limit(max_num_seqs)
         if self.num_unacknowledged > max(limit, MIN_UNACKNOWLEDGED):
-            raise Busy(
-                f"The engine has not answered since {self.num_unacknowledged} requests were cancelled. "
-                "Try again shortly."
-            )
-        num_of_client = self._num_by_client[client_id]
+            cancelled = f"{self.num_unacknowledged} requests were cancelled"
+            raise Busy(f"The engine has not answered since {cancelled}. Try again shortly.")
+        num_of_client = self.num_by_client[client_id]
         if self._max_per_client is not None and num_of_client + count > self._max_per_client:
             raise ClientBusy(
                 f"{num_of_client} of your requests are in flight, and {count} more would exceed the limit of "
@@ -66,15 +63,8 @@ class Admission:
         """Return permits for `count` requests, all or none. Raise what `check` raises. The caller closes them."""
         self.check(client_id, count, max_num_seqs)
         self.num_in_flight += count
-        self._num_by_client[client_id] += count
+        self.num_by_client[client_id] += count
         return Permits(self, client_id, count)
-
-    def release(self, client_id: str, count: int) -> None:
-        """Return `count` permits of this client."""
-        self.num_in_flight -= count
-        self._num_by_client[client_id] -= count
-        if not self._num_by_client[client_id]:
-            del self._num_by_client[client_id]
 
 
 @dataclass
@@ -90,14 +80,17 @@ class Permits:
         assert self._num_unused > 0
         self._num_unused -= 1
 
-    def release(self) -> None:
-        """Return the permit of a request."""
-        self._admission.release(self._client_id, 1)
+    def release(self, count: int = 1) -> None:
+        """Return the permits of `count` requests."""
+        self._admission.num_in_flight -= count
+        self._admission.num_by_client[self._client_id] -= count
+        if not self._admission.num_by_client[self._client_id]:
+            del self._admission.num_by_client[self._client_id]
 
     def close(self) -> None:
         """Return the unused permits. Idempotent."""
-        self._admission.release(self._client_id, self._num_unused)
-        self._num_unused = 0
+        unused, self._num_unused = self._num_unused, 0
+        self.release(unused)
 
     def __enter__(self) -> "Permits":
         return self

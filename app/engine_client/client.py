@@ -1,7 +1,7 @@
 """EngineClient, the asyncio side of the engine process: submit, abort, flush, drain.
 
-It knows neither HTTP nor text. One task reads the engine's replies, and every request has a stream of its own. When the
-engine dies or hangs, every request that runs ends with an error, so that no reader waits for ever.
+One task reads the engine's replies, and every request has its own stream. When the engine dies or hangs, every request
+that runs ends with an error, so that no reader waits for ever.
 """
 
 import asyncio
@@ -26,18 +26,14 @@ class _Running(NamedTuple):
 
 
 class EngineClient:
-    """Client of one engine. `supervisor` starts and restarts its processes, `admission` bounds its requests.
-
-    `kv_events` publishes how the prefix cache changes.
-    """
+    """Client of one engine. `kv_events` publishes how its prefix cache changes."""
 
     def __init__(
         self, supervisor: Supervisor, admission: Admission, metrics: Metrics, kv_events: KvEventPublisher | None = None
     ) -> None:
         self.supervisor = supervisor
         self.admission = admission
-        self.stats: StepStats | None = None
-        """State after the last step of the running engine."""
+        self.stats: StepStats | None = None  # after the last step of the running engine
         self._metrics = metrics
         self._kv_events = kv_events
         self._running: dict[str, _Running] = {}
@@ -70,28 +66,20 @@ class EngineClient:
         if state.phase == "ready" and state.info is not None:
             return state.info
         because = f": {state.reason}" if state.reason else ""
-        if state.phase == "loading":
-            message = f"The model is loading{because}. Ask GET /ready for progress and try again."
-        elif state.phase == "draining":
-            message = "The server is shutting down and takes no new requests."
-        else:
-            message = f"The engine is dead{because}."
-        raise EngineUnavailable(message, state.phase)
+        messages = {
+            "loading": f"The model is loading{because}. Ask GET /ready for progress and try again.",
+            "draining": "The server is shutting down and takes no new requests.",
+        }
+        raise EngineUnavailable(messages.get(state.phase, f"The engine is dead{because}."), state.phase)
 
     def check(self, client_id: str) -> EngineInfo:
-        """Return what is loaded if a request of this client would be admitted now.
-
-        Raise EngineUnavailable or Busy otherwise, so that a request is refused before its body is read.
-        """
+        """Return what is loaded, before a request's body is read. Raise EngineUnavailable or Busy if it is refused."""
         info = self.ready_info()
         self.admission.check(client_id, 1, info.max_num_seqs)
         return info
 
     def acquire(self, client_id: str, count: int = 1) -> Permits:
-        """Return permits for `count` requests whose prompts are still to be made, all or none.
-
-        Raise EngineUnavailable or Busy. The caller closes the permits.
-        """
+        """Return `count` permits, all or none. The caller closes them. Raise EngineUnavailable or Busy."""
         return self.admission.acquire(client_id, count, self.ready_info().max_num_seqs)
 
     def submit(
@@ -104,10 +92,9 @@ class EngineClient:
     ) -> RequestStream:
         """Send one request to the engine, and return the stream of its deltas, which the caller closes.
 
-        `request.request_id` must be new. `arrived` is the `time.monotonic()` when the client
-        asked, and `deadline` the one when the request is aborted if it still runs. One of `permits` is used; without
-        `permits` one is acquired. Raise EngineUnavailable or Busy, or what the encoder raises. Then nothing was sent
-        and no permit was used.
+        `request.request_id` must be new. `arrived` is the `time.monotonic()` when the client asked, and `deadline` the
+        one when a running request is aborted. One of `permits` is used; without `permits` one is acquired. Raise
+        EngineUnavailable or Busy, or what the encoder raises. Then nothing was sent and no permit was used.
         """
         self.ready_info()
         permits = permits or self.acquire(client_id="")
@@ -120,9 +107,8 @@ class EngineClient:
         permits.use()
         now = time.monotonic()
         stream = RequestStream(request.request_id, self._leave, self._metrics, arrived or now)
-        timer = None
-        if deadline is not None:
-            timer = asyncio.get_running_loop().call_later(deadline - now, self._expire, stream)
+        loop = asyncio.get_running_loop()
+        timer = None if deadline is None else loop.call_later(deadline - now, self._expire, stream)
         self._running[request.request_id] = _Running(stream, permits, timer)
         self._idle.clear()
         self._metrics.count("prompt_tokens", len(request.token_ids))

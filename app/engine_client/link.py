@@ -28,8 +28,8 @@ _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 class EngineLink:
     """Running engine process. Made with `open`; its owner must `close` it.
 
-    The engine has its own session, so Ctrl-C in a terminal reaches only the API process, which then drains.
-    The engine's stdin stays open as long as this process lives, and its end tells the engine that the parent is gone.
+    The engine has its own session, so Ctrl-C reaches only the API process, which then drains. The engine's stdin stays
+    open as long as this process lives, and its end tells the engine that the parent is gone.
     """
 
     def __init__(self) -> None:
@@ -77,8 +77,8 @@ class EngineLink:
     async def replies(self) -> AsyncGenerator[Reply, None]:
         """Yield every reply in order, including those that the process sent just before its end.
 
-        Replies that have arrived come within one turn of the event loop, up to a bound. A request with a slow reader
-        thus gets them as one delta. Raise msgspec.DecodeError for a message that is no `Reply`.
+        Replies that have arrived come within one turn of the event loop, up to a bound, so that a slow reader gets them
+        as one delta. Raise msgspec.DecodeError for a message that is no `Reply`.
         """
         assert self._process is not None
         loop = asyncio.get_running_loop()
@@ -113,9 +113,8 @@ class EngineLink:
         code = self._process.returncode if self._process else None
         if code is None:
             return "the engine process stopped answering"
-        if code < 0:
-            return f"the engine process was killed by {signal.Signals(-code).name}"
-        return f"the engine process ended with exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the engine process {how}"
 
     def kill(self) -> None:
         """Kill the process, because one that hangs in a device call does not handle SIGTERM. `close` is still due."""

@@ -3,20 +3,58 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from app.engine_client.timeline import Timeline
 from app.messages import FinishReason, TokenDelta
 from app.metrics import Metrics
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Events of one request, in seconds of `time.monotonic()`, and None before they happen.
+
+    `scheduled` is the beginning of the first step with rows of the request. `steps` counts those that verified drafts,
+    and `drafted_tokens` what these emitted. `outcome` is the reason by which the request was counted, and `error` the
+    engine's.
+    """
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    latest_token: float | None = None
+    steps: int = 0
+    verified: int = 0
+    accepted: int = 0
+    drafted_tokens: int = 0
+    outcome: str = ""
+    error: str | None = None
+
+    def begin(self, moment: float) -> None:
+        """Take the moment of the first step, not of one after a preemption."""
+        if self.scheduled is None:
+            self.scheduled = max(moment, self.arrived)
+
+    def add(self, delta: TokenDelta, now: float) -> None:
+        """Take a delta that arrives now."""
+        if delta.token_ids:
+            self.first_token = now if self.first_token is None else self.first_token
+            self.latest_token = now
+        self.error = delta.error or self.error
+        for step in delta.steps:
+            if step.n_verified:
+                self.steps += 1
+                self.verified += step.n_verified
+                self.accepted += step.n_accepted
+                self.drafted_tokens += step.n_tokens
 
 
 class RequestStream:
     """Deltas of one request, for one reader, which gives an event with `notify` and calls `take`. Its owner closes it.
 
-    The last delta has a `finish_reason`. Deltas that arrive while the reader is busy are joined into one: tokens are
-    concatenated, and `steps` keeps the bounds of the steps. A slow reader therefore costs its tokens, and never a queue
-    of messages. A reader of several streams gives all of them the same event.
-    `arrived` is the `time.monotonic()` of the request. `expired` is set before a deadline aborts it.
-    The `timeline` of a request that is traced takes its events.
+    The last delta has a `finish_reason`. Deltas that arrive while the reader is busy are joined into one: a slow reader
+    never costs a queue of messages. A reader of several streams gives all of them the same event. `arrived` is
+    the `time.monotonic()` of the request. `expired` is set before a deadline aborts it. The `timeline` of a request
+    that is traced takes its events.
     """
 
     def __init__(
@@ -68,15 +106,13 @@ class RequestStream:
     def close(self, reason: FinishReason | None = None) -> None:
         """End the request, and abort it in the engine if it still runs. Idempotent.
 
-        The request is counted as `reason`. Without a `reason` it is counted as "deadline" if that has passed, else as
-        the engine's finish_reason, else as "abort".
+        The request is counted as `reason`, or "deadline" if that has passed, or the engine's finish_reason, or "abort".
         """
         if self._closed:
             return
         self._closed = True
         self._on_close(self)
-        ended = "deadline" if self.expired else self._finish_reason
-        outcome = reason or ended or "abort"
+        outcome = reason or ("deadline" if self.expired else self._finish_reason) or "abort"
         if self.timeline is not None:
             self.timeline.outcome = outcome
         self._metrics.count("request_success", label=outcome)
@@ -87,11 +123,5 @@ def _joined(before: TokenDelta, delta: TokenDelta) -> TokenDelta:
     """Return both as one delta, which takes over the lists of `before`."""
     before.token_ids.extend(delta.token_ids)
     before.steps.extend(delta.steps)
-    return TokenDelta(
-        before.request_id,
-        before.token_ids,
-        before.steps,
-        max(before.cached_tokens, delta.cached_tokens),
-        delta.finish_reason,
-        delta.error,
-    )
+    cached_tokens = max(before.cached_tokens, delta.cached_tokens)
+    return replace(delta, token_ids=before.token_ids, steps=before.steps, cached_tokens=cached_tokens)

@@ -1,7 +1,7 @@
 """Supervisor of the engine process: start it, watch it, restart it, give it up.
 
-An engine process has failed if it dies, or if it has work and is silent for too long. Its requests then end with an
-error, and new ones are refused with the reason. The next engine is started after a pause.
+An engine process fails by its death, or by silence while it has work. Its requests then end with an error, and new ones
+are refused with the reason. The next engine is started after a pause.
 """
 
 import asyncio
@@ -89,19 +89,13 @@ class Supervisor:
         self._was_ready = False
 
     def start(self, on_output: Callable[[StepOutput], bool], on_death: Callable[[str], None]) -> None:
-        """Start the engine process and return.
-
-        `on_output` gets every StepOutput, and returns True while requests run. `on_death` gets the reason of every end.
-        """
+        """Start the engine process. `on_output` returns True while requests run. `on_death` gets a reason."""
         self._on_output = on_output
         self._on_death = on_death
         self._task = asyncio.create_task(self._run(), name="engine supervisor")
 
     def send(self, command: Command) -> None:
-        """Send a command to the engine, which must send a Stepped within `step_timeout` seconds.
-
-        Raise what the encoder raises for a command that cannot be encoded. Then nothing was sent.
-        """
+        """Send a command, which a Stepped must answer in `step_timeout` seconds. Raise what its encoder raises."""
         assert self._link is not None
         self._link.send(command)
         self._has_work.set()
@@ -151,10 +145,7 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _run_engine(self) -> Fatal:
-        """Run one engine process from start to end, and return why it ended.
-
-        Clients get the reason before the process is waited for, because one that gives back a device may take a while.
-        """
+        """Run one engine process, and return why it ended. Clients get the reason before it is waited for."""
         self._num_failed_starts += 1
         self._has_work.clear()
         grace = 0.0
@@ -172,15 +163,12 @@ class Supervisor:
                 await link.close(grace)
 
     async def _run_once(self) -> Fatal:
-        """Start an engine process and handle its replies, until it ends or has to be killed.
-
-        A Fatal before any engine was ready counts as a user error, because the next start would fail alike.
-        """
+        """Start an engine process and handle its replies, until it ends or has to be killed."""
+        # Before any engine was ready a Fatal counts as a user error, because the next start would fail alike.
         try:
             self._link = link = await EngineLink.open(self._command, self._settings)
         except (OSError, zmq.ZMQError) as error:
-            reason = f"the engine process cannot be started: {error}"
-            return Fatal(reason, user_error=not self._was_ready)
+            return Fatal(f"the engine process cannot be started: {error}", user_error=not self._was_ready)
         hang = asyncio.timeout(None)
         watchdog = asyncio.create_task(self._watch(hang), name="engine watchdog")
         try:
@@ -217,8 +205,7 @@ class Supervisor:
     async def _watch(self, hang: asyncio.Timeout) -> None:
         """Let `hang` expire once the engine has had work for `step_timeout` seconds and sent no Stepped.
 
-        Silence is counted in naps, not by the clock. A pause of the whole server is then one nap, after which the
-        engine can still reply.
+        Silence is counted in naps, not by the clock: after a pause of the whole server the engine can still reply.
         """
         num_silent = 0
         while num_silent < NUM_NAPS:
@@ -229,11 +216,10 @@ class Supervisor:
         hang.reschedule(0.0)
 
     def _must_give_up(self, fatal: Fatal) -> bool:
-        """Return True if another start would not help.
+        """Return True after a user error, or three starts in a row that were never ready, or three deaths in a minute.
 
-        That is so after a user error, after three starts in a row that were never ready, and after three deaths within
-        a minute. It is also so after three deaths in a row, each within a minute of the engine's first request. A hang
-        counts from its beginning.
+        Also after three deaths in a row, each within a minute of the engine's first request. A hang counts from its
+        beginning.
         """
         now = time.monotonic()
         self._deaths.append(now)
@@ -242,5 +228,4 @@ class Supervisor:
         if first_request_at is not None:
             soon = now - first_request_at < DEATHS_WINDOW_SECONDS + self._step_timeout
             self._num_deaths_at_work = self._num_deaths_at_work + 1 if soon else 0
-        often = quick or self._num_deaths_at_work >= MAX_DEATHS
-        return fatal.user_error or often or self._num_failed_starts >= MAX_DEATHS
+        return fatal.user_error or quick or max(self._num_deaths_at_work, self._num_failed_starts) >= MAX_DEATHS

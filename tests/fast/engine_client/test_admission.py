@@ -62,7 +62,7 @@ def test_a_client_that_has_left_costs_no_memory(max_per_client: int | None) -> N
         with admission.acquire(f"client {number}", 2, MAX_NUM_SEQS) as permits:
             permits.use()
         permits.release()
-    assert not admission._num_by_client and admission.num_in_flight == 0
+    assert not admission.num_by_client and admission.num_in_flight == 0
 
 
 def test_without_a_bound_on_one_client_it_may_have_all() -> None:
