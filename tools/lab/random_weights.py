@@ -108,7 +108,9 @@ class RandomWeights:
     def __contains__(self, name: str) -> bool:
         return False
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if dtype in (torch.int64, torch.uint8):
+            raise UnsupportedError(f"{name}: no random whole numbers are made")
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         if len(shape) == 1:
             tensor.fill_(1.0)
@@ -117,16 +119,7 @@ class RandomWeights:
             tensor.normal_(std=shape[-1] ** -0.5, generator=torch.Generator(self._device).manual_seed(seed))
         self._made += tensor.nbytes
         self._on_progress(self._made, self._made)
-        return part.of(tensor) if part else tensor
-
-    def get_float32(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        return self.get(name, *shape, part=part).float()
-
-    def get_indices(self, name: str, *shape: int) -> Tensor:
-        raise NotImplementedError(f"random weights have no {name}")
-
-    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        raise UnsupportedError(f"{name}: no random bytes are made")
+        return (part.of(tensor) if part else tensor).to(dtype or self._dtype)
 
     def skip(self, name: str) -> None:
         return

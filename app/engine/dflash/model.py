@@ -75,11 +75,12 @@ class DFlashModel(nn.Module):
 
 def _target_ids(weights: Weights, draft_vocab: int, vocab: int) -> Tensor:
     """Return the target's tokens [Vd] int32 of the draft's, by their distances `d2t`. `t2d` [V] marks the same."""
-    distances = weights.get_indices("d2t", draft_vocab)
+    distances = weights.get("d2t", draft_vocab, dtype=torch.int64)
     ids = torch.arange(draft_vocab, device=distances.device) + distances
     first, last = int(ids.min()), int(ids.max())
     if first < 0 or last >= vocab:
         raise UnsupportedError(f"draft: d2t leads to tokens {first} to {last}, and the target has {vocab}")
-    if "t2d" in weights and not torch.equal(weights.get_indices("t2d", vocab).nonzero().flatten(), ids.sort().values):
+    marked = weights.get("t2d", vocab, dtype=torch.int64).nonzero().flatten() if "t2d" in weights else None
+    if marked is not None and not torch.equal(marked, ids.sort().values):
         raise UnsupportedError("draft: d2t and t2d name other tokens; d2t must hold distances, not tokens")
     return ids.to(torch.int32)

@@ -147,18 +147,10 @@ class Shapes:
     def names(self) -> Iterable[str]:
         return self._weights.names
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype)
-
-    def get_float32(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        return torch.empty(shape)
-
-    def get_indices(self, name: str, *shape: int) -> Tensor:
-        """Return the numbers themselves, which are few and are checked."""
-        return self._weights.get_indices(name, *shape)
-
-    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        raise AssertionError("targets with experts are not compiled")
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if dtype == torch.int64:  # few, and they are checked
+            return self._weights.get(name, *shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype or self._dtype)
 
     def skip(self, name: str) -> None:
         return

@@ -40,10 +40,9 @@ from app.engine.load.states import make_state_slots, make_states
 from app.engine.load.step_memory import step_memory
 from app.engine.load.time_steps import measure_costs
 from app.engine.models.kv_pool import KvPool
-from app.engine.models.registry import target_class
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import StatePool
-from app.engine.models.target import Target
+from app.engine.models.target import Target, target_class
 from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler

@@ -16,7 +16,12 @@ Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all)."""
 
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_FRACTIONS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_KINDS = {
+    torch.int64: ((torch.int32, torch.int64, torch.bool), ", not whole numbers"),
+    torch.uint8: ((torch.uint8,), ", not bytes"),
+}
+"""Dtypes that a tensor asked for in a dtype may be stored in, and what is said of others. The rest are fractions."""
 
 OpenWeights = Callable[[Path, torch.device, torch.dtype, Progress], Weights]
 """Opens the weights of a checkpoint's folder, for a device and a dtype."""
@@ -49,32 +54,14 @@ class SafetensorsWeights:
         numbers = {name: math.prod(tensor.shape) for name, tensor in self._files.items()}
         return sum(n * (2 if name.endswith("_blocks") else 1) for name, n in numbers.items()) * self._dtype.itemsize
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        return self._numbers(name, self._stored(name, shape, part)).to(self._device, self._dtype)
-
-    def get_float32(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        return self._numbers(name, self._stored(name, shape, part)).to(self._device, torch.float32)
-
-    def _numbers(self, name: str, stored: Tensor) -> Tensor:
-        """Return a stored tensor. Raises UnsupportedError if its weights are quantised."""
-        if stored.dtype not in _DTYPES:
-            dtype = str(stored.dtype).removeprefix("torch.")
-            raise UnsupportedError(
-                f"{self._files[name].file}: tensor {name} is {dtype}: quantised weights are not supported yet"
-            )
-        return stored
-
-    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        tensor = self._stored(name, shape, part)
-        if tensor.dtype != torch.uint8:
-            raise UnsupportedError(f"{self._folder}: tensor {name} is {tensor.dtype}, not bytes")
-        return tensor.to(self._device)
-
-    def get_indices(self, name: str, *shape: int) -> Tensor:
-        tensor = self._stored(name, shape)
-        if tensor.dtype not in (torch.int32, torch.int64, torch.bool):
-            raise UnsupportedError(f"{self._folder}: tensor {name} is {tensor.dtype}, not whole numbers")
-        return tensor.to(self._device, torch.int64)
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self._dtype
+        stored = self._stored(name, shape, part)
+        kinds, otherwise = _KINDS.get(dtype, (_FRACTIONS, ": quantised weights are not supported yet"))
+        if stored.dtype not in kinds:
+            found = str(stored.dtype).removeprefix("torch.")
+            raise UnsupportedError(f"{self._files[name].file}: tensor {name} is {found}{otherwise}")
+        return stored.to(self._device, dtype)
 
     def _stored(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         """Return a tensor of `shape` as it is in the file, or only the `part` of it."""

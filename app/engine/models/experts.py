@@ -1,5 +1,7 @@
 """Experts of one layer, read into their fused place one tensor after the other."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,7 @@ def _copy_mxfp4(to: Tensor, layer: LayerSource, name: str, split: int, blocks: t
     own_blocks = range(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
 
     def read(kind: str, *rest: int) -> Tensor:
-        stored, packed = layer.name(f"mlp.experts.{name}_{kind}"), layer.weights.packed
+        stored, packed = layer.name(f"mlp.experts.{name}_{kind}"), partial(layer.weights.get, dtype=torch.uint8)
         if split == 1 or comm.size == 1:
             return own_part(packed, stored, (count, out_features, len(own_blocks), *rest), comm, split, blocks)
         whole = -(-in_features * comm.size // MXFP4_BLOCK)

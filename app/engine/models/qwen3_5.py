@@ -78,16 +78,15 @@ class TextWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if name in self._parts:
             return self._parts.pop(name)
         if name.endswith(".q_proj.weight"):
             return self._query(name, *shape, part=part)
-        if name.endswith((".linear_attn.norm.weight", ".A_log", ".dt_bias")):
-            return self._weights.get_float32(name, *shape, part=part)
-        if name.endswith("norm.weight"):
-            return self._weights.get_float32(name, *shape) + 1
-        return self._weights.get(name, *shape, part=part)
+        if name.endswith(("norm.weight", ".A_log", ".dt_bias")):
+            dtype = torch.float32
+        stored = self._weights.get(name, *shape, part=part, dtype=dtype)
+        return stored + 1 if name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight") else stored
 
     def __getattr__(self, name: str) -> Any:
         """Return what is the same for a part and the whole."""

@@ -14,11 +14,11 @@ class GroupedWeights(TextWeights):
     A key head's v and z are those of all the value heads that it serves. They are put together by kind.
     """
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         prefix, _, kind = name.rpartition("in_proj_")
         if prefix and kind == "qkv.weight":
             self._parts |= self._ungrouped(prefix, *shape, part=part)
-        return super().get(name, *shape, part=part)
+        return super().get(name, *shape, part=part, dtype=dtype)
 
     def _ungrouped(self, prefix: str, channels: int, hidden: int, part: Part | None) -> dict[str, Tensor]:
         sizes = self._config.gated_delta

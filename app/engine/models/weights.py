@@ -28,10 +28,7 @@ class Part(NamedTuple):
 
 
 class Weights(Protocol):
-    """Source of a model's tensors. Names are without the prefixes of `checkpoint.files.read_tensors`.
-
-    `shape` is that of the whole tensor. Of a tensor with a `part` no more than that is read, and returned.
-    """
+    """Source of a model's tensors. Names are without the prefixes of `checkpoint.files.read_tensors`."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -41,32 +38,19 @@ class Weights(Protocol):
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all tensors in the engine's dtype."""
-        ...
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        """Return a tensor on the device, in the engine's dtype. Raises UnsupportedError if its shape is another."""
-        ...
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor on the device, in `dtype`, or in the engine's for None.
 
-    def get_float32(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        """Return a tensor on the device in float32, whatever the engine's dtype. Raises UnsupportedError like `get`."""
-        ...
-
-    def get_indices(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor of whole numbers on the device, int64. Raises UnsupportedError if it is none, or of another
-        shape."""
-        ...
-
-    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        """Return a tensor of bytes (uint8) on the device. Raises UnsupportedError like `get`."""
-        ...
+        `shape` is that of the whole tensor. No more than a `part` of it is read, and returned. Raises UnsupportedError
+        for a tensor of another shape or kind: int64 is for whole numbers, uint8 for bytes, others for fractions.
+        """
 
     def skip(self, name: str) -> None:
         """Accept a tensor that may be in the file and is not needed."""
-        ...
 
     def close(self) -> None:
         """Let go of the files. Raises UnsupportedError if a tensor is left over."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,9 @@ from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.layers import DecoderLayer, StepRows
 from app.engine.models.qwen3_5 import HybridLayer, TextWeights
 from app.engine.models.qwen3_next import GroupedWeights
-from app.engine.models.registry import target_class
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
+from app.engine.models.target import target_class
 from app.engine.models.weights import ExpertLayout, LayerSource, Part
 from app.engine.npu.error_codes import explain
 from app.engine.ranks.leader import Followers
@@ -94,17 +94,13 @@ class Stored:
     def __contains__(self, name: str) -> bool:
         return name.endswith({"fused": "gate_up_proj", "mxfp4": "gate_up_proj_blocks"}.get(self.experts, "\0"))
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, name)))
-        whole = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
-        return part.of(whole) if part else whole
-
-    get_float32 = get
-
-    def packed(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + sum(map(ord, name)))
-        low, high = (122, 126) if name.endswith("scales") else (0, 256)
-        whole = torch.randint(low, high, shape, generator=generator).to(torch.uint8)
+        if dtype == torch.uint8:
+            low, high = (122, 126) if name.endswith("scales") else (0, 256)
+            whole = torch.randint(low, high, shape, generator=generator).to(dtype)
+        else:
+            whole = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 1.0)
         return part.of(whole) if part else whole
 
 
@@ -666,8 +662,7 @@ def loaded(pair: Pair, size: int, what: str = "target") -> tuple[int, int, int]:
 
             return read
 
-        for method in ("get", "get_float32", "packed"):
-            setattr(weights, method, noted(getattr(weights, method)))
+        weights.get = noted(weights.get)
         kept = register_module_parameter_registration_hook(lambda module, name, parameter: live.note(parameter))
         if what == "target":
             model: torch.nn.Module = target_class(raw["model_type"])(shape.shard(size), weights, BACKEND, (), comm)

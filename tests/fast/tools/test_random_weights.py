@@ -13,7 +13,7 @@ from app.engine.checkpoint.families import target_config
 from app.engine.checkpoint.files import DEMO
 from app.engine.device.torch import TorchBackend
 from app.engine.dflash.model import DFlashModel
-from app.engine.models.registry import target_class
+from app.engine.models.target import target_class
 from app.engine.models.weights import Part
 from app.messages import Request
 from tests.fast.tools.tiny import TINY, tiny_engine
@@ -31,15 +31,10 @@ class Counted:
     def __contains__(self, name: str) -> bool:
         return False
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = torch.empty(shape, device="meta")
         self.total += tensor.numel()
         return tensor
-
-    get_float32 = get
-
-    def get_indices(self, name: str, *shape: int) -> torch.Tensor:
-        raise NotImplementedError(name)
 
     def skip(self, name: str) -> None: ...
 
