@@ -32,8 +32,6 @@ def decoder_config(raw: Raw, *, experts: bool = False, **traits: Any) -> Decoder
     if heads % kv_heads:
         raise UnsupportedError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     head_dim = positive(raw, "head_dim", hidden // heads)
-    if head_dim % 2:
-        raise UnsupportedError(f"head_dim {head_dim} is odd; RoPE needs two halves")
     rope, longest = rope_config(raw, head_dim)
     biases = dict.fromkeys(("qkv_bias", "o_bias"), bool(raw.get("attention_bias")))
     traits = {"masks": (AttentionMask(causal=True),) * num_layers} | biases | traits
@@ -86,8 +84,8 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
     if unknown := sorted(set(rope) - _ROPE_KEYS - _SCALING_KEYS[kind]):
         raise UnsupportedError(f"RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} of {kind} is not supported yet")
     dim = positive(rope, "rope_dim", head_dim)
-    if dim > head_dim or dim % 2:
-        raise UnsupportedError(f"rope_dim {dim} must be even, and at most head_dim {head_dim}")
+    if dim > head_dim or dim % 2 or head_dim % 2:
+        raise UnsupportedError(f"rope_dim {dim} of head_dim {head_dim}: both must be even, and the first no larger")
     longest = positive(raw, "max_position_embeddings", 32768)
     original = positive({**rope, **raw}, "original_max_position_embeddings", longest)
     scaling: Llama3Scaling | YarnScaling | None = None

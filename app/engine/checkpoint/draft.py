@@ -205,10 +205,8 @@ def _block_size(keys: Raw, wanted: int | None, first_draft_row: int) -> int:
     if trained < 2:
         raise UnsupportedError(f"block_size must be at least 2, found {trained}")
     if wanted is not None and not 2 <= wanted <= most + 1:
-        raise UnsupportedError(
-            f"num_speculative_tokens {wanted - 1} is outside 1..{most}: the draft was trained with block_size "
-            f"{trained}, and a larger block than that does not draft well"
-        )
+        outside = f"num_speculative_tokens {wanted - 1} is outside 1..{most}: the draft was trained with block_size"
+        raise UnsupportedError(f"{outside} {trained}, and a larger block than that does not draft well")
     return wanted or most + 1
 
 

@@ -116,7 +116,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2 and Qwen2.5", "target.Target", partial(decoder_config, qkv_bias=True)),
     "qwen3_5": Family("dense Qwen3.5, 3.6 and 3.8", "qwen3_5.Qwen3_5", _hybrid),
     "qwen3_5_text": Family("the text part of these", "qwen3_5.Qwen3_5", _hybrid),
-    "qwen3_next": Family("Qwen3-Next", "qwen3_next.Qwen3Next", _hybrid_experts),
+    "qwen3_next": Family("Qwen3-Next", "qwen3_5.Qwen3Next", _hybrid_experts),
     "qwen3_5_moe": Family("Qwen3.5 and 3.6 with experts", "qwen3_5.Qwen3_5", _hybrid_experts),
     "qwen3_5_moe_text": Family("the text part of these", "qwen3_5.Qwen3_5", _hybrid_experts),
 }

@@ -54,14 +54,8 @@ def find_folder(name: str, role: Literal["target", "draft"]) -> Path:
     if folder.exists():
         raise UnsupportedError(f"{role} {name} is a file; give the folder that holds config.json and the weights")
     if not _HUB_ID.fullmatch(name):
-        raise UnsupportedError(
-            f"{role} {name}: there is no such folder (looked for {folder.absolute()}), and it is not a Hugging Face "
-            "id either; give a folder, an id such as Qwen/Qwen3-8B, or demo"
-        )
-    return _from_hub(name, role)
-
-
-def _from_hub(name: str, role: str) -> Path:
+        neither = f"there is no such folder (looked for {folder.absolute()}), and it is not a Hugging Face id either"
+        raise UnsupportedError(f"{role} {name}: {neither}; give a folder, an id such as Qwen/Qwen3-8B, or demo")
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -81,7 +75,7 @@ def _from_hub(name: str, role: str) -> Path:
         reason = f"the download from {hub} failed: {error}"
     if "/" not in name and name.lower().startswith("qwen"):
         reason += f"; did you mean {'z-lab' if 'dflash' in name.lower() else 'Qwen'}/{name}?"
-    raise UnsupportedError(f"{role} {name}: there is no folder {Path(name).absolute()}, and {reason}")
+    raise UnsupportedError(f"{role} {name}: there is no folder {folder.absolute()}, and {reason}")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -140,10 +134,8 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         stored[plain] = StoredTensor(folder / shard, name, headers[shard][name])
     for ends, quantisation in _QUANTISED.items():
         if quantised := min(filter(re.compile(rf".+\.({ends})").fullmatch, stored), default=None):
-            raise UnsupportedError(
-                f"{folder}: tensor {quantised} is of weights that are quantised ({quantisation}), which are not "
-                "supported yet; give the model in bfloat16"
-            )
+            which = f"tensor {quantised} is of weights that are quantised ({quantisation})"
+            raise UnsupportedError(f"{folder}: {which}, which are not supported yet; give the model in bfloat16")
     return stored
 
 
@@ -154,10 +146,8 @@ def _weight_map(folder: Path, single: Path) -> dict[str, str]:
         raise UnsupportedError(f"{single} is a link to a file that is not there ({single.readlink()}); {_AGAIN}")
     if not index.is_file():
         pickled = " (pytorch_model.bin is not read: only safetensors are)" if any(folder.glob("*.bin")) else ""
-        raise UnsupportedError(
-            f"{folder}: no weights; looked for {single.name} and {index.name}{pickled}; give a folder or a revision "
-            "with safetensors"
-        )
+        looked = f"no weights; looked for {single.name} and {index.name}{pickled}"
+        raise UnsupportedError(f"{folder}: {looked}; give a folder or a revision with safetensors")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UnsupportedError(f"{index}: no `weight_map` that says which shard holds a tensor; {_AGAIN}")
@@ -165,10 +155,8 @@ def _weight_map(folder: Path, single: Path) -> dict[str, str]:
     if astray := [shard for shard in shards if Path(shard).name != shard or shard in ("", "..")]:
         raise UnsupportedError(f"{index}: {astray[0]!r} is not the name of a file in its folder; {_AGAIN}")
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-        raise UnsupportedError(
-            f"{folder}: {len(missing)} of {len(shards)} shards named by {index.name} are missing: "
-            f"{', '.join(missing)}; download them again"
-        )
+        found = f"{len(missing)} of {len(shards)} shards named by {index.name} are missing: {', '.join(missing)}"
+        raise UnsupportedError(f"{folder}: {found}; download them again")
     return {name: str(shard) for name, shard in weight_map.items()}
 
 

@@ -133,15 +133,14 @@ class DecoderConfig:
     def shard(self, size: int) -> "DecoderConfig":
         """Return the sizes of each of `size` ranks, which share heads and the MLPs. `size` divides these."""
 
-        def divided(part: Any, *names: str) -> Any:
-            return part and replace(part, **{name: getattr(part, name) // size for name in names})
+        def divided(part: Any, *names: str) -> dict[str, Any]:
+            return {name: getattr(part, name) // size for name in names}
 
-        heads = divided(self, "num_heads", "num_kv_heads", "intermediate_size")
-        moe = divided(self.moe, "intermediate_size", "shared_size")
-        own: DecoderConfig = replace(
-            heads, moe=moe, gated_delta=divided(self.gated_delta, "num_k_heads", "num_v_heads")
-        )
-        return own
+        moe = self.moe and replace(self.moe, **divided(self.moe, "intermediate_size", "shared_size"))
+        delta = self.gated_delta
+        delta = delta and replace(delta, **divided(delta, "num_k_heads", "num_v_heads"))
+        sizes = divided(self, "num_heads", "num_kv_heads", "intermediate_size")
+        return replace(self, moe=moe, gated_delta=delta, **sizes)
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of a layer, or None if it has a dense MLP."""
@@ -160,12 +159,11 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """Shape of a draft. `block_size` is the anchor plus the drafts. After the target's layers `target_layer_ids` the
-    residual stream [T, target_hidden_size] is read.
+    """Shape of a draft. `block_size` is the anchor plus the drafts. Features [T, target_hidden_size] are the target's
+    residual stream after its layers `target_layer_ids`. The draft's own lm_head has `draft_vocab_size` rows.
 
-    The draft's own lm_head has `draft_vocab_size` rows. Drafts are predicted by a block's rows from `first_draft_row`
-    on: 1 if row k predicts the token at position k, and 0 if it predicts the next one (`sample_from_anchor`).
-    `warnings` say which keys of its config.json are not used.
+    Rows of a block predict drafts from `first_draft_row` on: 1 if row k predicts the token at position k, and 0 if it
+    predicts the next one (`sample_from_anchor`). `warnings` say which keys of its config.json are not used.
     """
 
     decoder: DecoderConfig

@@ -13,10 +13,7 @@ from app.engine.models.weights import LayerSource
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, recurrence and gated norm.
-
-    Ranks share the heads: those of q and k with those of v that they serve, and their channels of the convolution.
-    """
+    """Projections, recurrence and gated norm. Ranks share the heads, q's and k's with those of v that they serve."""
 
     def __init__(self, layer: LayerSource) -> None:
         super().__init__()
@@ -77,24 +74,20 @@ class Recurrence:
 
     def verify(self, inputs: Tensor, step: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of decoding rows, after those that were accepted before them are committed."""
+        weights = self._conv, self._a_log, self._dt_bias
         own = step.slots, step.next_slots, step.starts, step.counts, step.rows, step.places
         slots = memory.matrix, memory.conv, memory.pending, memory.num_tokens
         can_wait = self._backend.memory_is_host and not step.static
-        weights = self._conv, self._a_log, self._dt_bias
         return self._backend.commit_and_verify(GatedDeltaStep(inputs, *weights, *own, *slots, can_wait))
 
     def prefill(self, inputs: Tensor, chunk: SequenceRows, memory: LayerState) -> Tensor:
         """Return outputs [R, Nv, Dv] of rows of a prompt, all of which are committed to the chunk's next slot."""
-        o, state = self.advance(inputs[chunk.rows], chunk.counts, self._committed(chunk, memory))
+        state, pending, counts = memory.at(chunk.slots, chunk.starts)
+        if not self._backend.memory_is_host or counts.any():  # a checkpoint of a decoding sequence has pending rows
+            state = self.advance(pending, counts, state)[1]
+        o, state = self.advance(inputs[chunk.rows], chunk.counts, state)
         memory.write(chunk.next_slots, state, chunk.starts + chunk.counts)
         return o.flatten(0, 1)
-
-    def _committed(self, step: SequenceRows, memory: LayerState) -> State:
-        """Return the state in front of a prompt's rows. A checkpoint that a decoding sequence left has pending rows."""
-        state, pending, counts = memory.at(step.slots, step.starts)
-        if self._backend.memory_is_host and not counts.any():
-            return state
-        return self.advance(pending, counts, state)[1]
 
     def advance(self, inputs: Tensor, counts: Tensor, state: State) -> tuple[Tensor, State]:
         """Return outputs [S, W, Nv, Dv] of inputs [S, W, C + 2 Nv], and the state after the first `counts` [S] rows.
@@ -106,9 +99,7 @@ class Recurrence:
         inputs = torch.where(is_row, inputs, 0.0)
         mixed, b, a = inputs.split_with_sizes([shape.channels, shape.num_v_heads, shape.num_v_heads], dim=2)
         keys = shape.num_k_heads * shape.k_head_dim
-        q, k, v = short_conv(state.conv, mixed, self._conv).split_with_sizes(
-            [keys, keys, shape.channels - 2 * keys], dim=2
-        )
+        q, k, v = short_conv(state.conv, mixed, self._conv).tensor_split([keys, 2 * keys], dim=2)
         q, k = (part.unflatten(2, (shape.num_k_heads, -1)) for part in (q, k))
         # A row without decay and beta leaves the state as it is.
         log_decay = torch.where(is_row, -self._a_log.exp() * F.softplus(a.float() + self._dt_bias), 0.0)

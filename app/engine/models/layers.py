@@ -1,8 +1,4 @@
-"""The pre-norm decoder layer that targets and drafts share, with fused weights.
-
-In the target a row sees the tokens before it; in the draft it sees its whole block and the context. The layer is the
-same: only its mask and the KV lengths differ.
-"""
+"""The pre-norm decoder layer that targets and drafts share, with fused weights. Only masks and KV lengths differ."""
 
 from dataclasses import dataclass
 
@@ -54,14 +50,12 @@ class Attention(nn.Module):
         def norm(name: str) -> nn.Parameter:
             return frozen(reordered(layer.get(f"self_attn.{name}.weight", dim), order))
 
-        def sinks() -> nn.Parameter:
-            return frozen(backend.pack_sinks(layer.get("self_attn.sinks", config.num_heads, split=0)))
-
         self.qkv = frozen(backend.pack_weight(*qkv("weight", hidden)))
         self.o = frozen(backend.pack_weight(layer.get("self_attn.o_proj.weight", hidden, q_size, split=1)))
         self.qkv_bias = frozen(torch.cat(qkv("bias"))) if config.qkv_bias else None
         self.o_bias = frozen(layer.get_summed("self_attn.o_proj.bias", hidden)) if config.o_bias else None
-        self.sinks = sinks() if config.sinks else None
+        sinks = layer.get("self_attn.sinks", config.num_heads, split=0) if config.sinks else None
+        self.sinks = None if sinks is None else frozen(backend.pack_sinks(sinks))
         self.q_norm = norm("q_norm") if config.qk_norm else None
         self.k_norm = norm("k_norm") if config.qk_norm else None
         self._mask = config.masks[layer.index]
@@ -121,10 +115,7 @@ class DecoderLayer(nn.Module):
         return add_norm(self._backend, hidden, residual, self.input_norm, self._eps)
 
     def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
-        """Return (output of the MLP or the experts, residual stream before it), each [T, H].
-
-        The residual stream *after* this layer is their sum; the next norm adds them up.
-        """
+        """Return (output of the MLP or the experts, residual stream before it), each [T, H]; the next norm adds both."""
         hidden = self.attention.forward(normed, rows, kv)
         normed, residual = self._backend.add_rms_norm(hidden, residual, self.post_attention_norm, self._eps)
         return self._summed_feed_forward(normed), residual

@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8, dense or with experts: three of four layers are Gated DeltaNet, the others gated attention."""
+"""Qwen3.5, 3.6, 3.8 and Qwen3-Next: three of four layers are Gated DeltaNet, the others gated attention."""
 
 import logging
 from typing import Any
@@ -39,8 +39,7 @@ class HybridLayer(DecoderLayer):
         return out + torch.sigmoid(self._backend.linear(normed, self.shared_gate)) * shared
 
     def make_attention(self, layer: LayerSource) -> nn.Module:
-        assert layer.config.gated_delta is not None
-        return (GatedDeltaNet if layer.index in layer.config.gated_delta.layers else GatedAttention)(layer)
+        return (GatedDeltaNet if layer.index in layer.config.recurrent_layers else GatedAttention)(layer)
 
 
 class GatedAttention(Attention):
@@ -82,22 +81,50 @@ class TextWeights:
         if name in self._parts:
             return self._parts.pop(name)
         if name.endswith(".q_proj.weight"):
-            return self._query(name, *shape, part=part)
+            stored = self._weights.get(name, 2 * shape[0], shape[1], part=part and part.scaled(2))
+            query, gate = stored.unflatten(0, (-1, 2, self._config.head_dim)).unbind(1)
+            self._parts[name.replace(".q_proj.", ".gate_proj.")] = gate.flatten(0, 1)
+            return query.flatten(0, 1)
         if name.endswith(("norm.weight", ".A_log", ".dt_bias")):
             dtype = torch.float32
         stored = self._weights.get(name, *shape, part=part, dtype=dtype)
         return stored + 1 if name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight") else stored
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is the same for a part and the whole."""
         return getattr(self._weights, name)
 
-    def _query(self, name: str, size: int, hidden: int, part: Part | None) -> Tensor:
-        """Return the query rows of a stored q_proj, and keep those of the gate."""
-        stored = self._weights.get(name, 2 * size, hidden, part=part and part.scaled(2))
-        query, gate = stored.unflatten(0, (-1, 2, self._config.head_dim)).unbind(1)
-        self._parts[name.replace(".q_proj.", ".gate_proj.")] = gate.flatten(0, 1)
-        return query.flatten(0, 1)
+
+class GroupedWeights(TextWeights):
+    """Weights whose `in_proj_qkvz` has q, k, v and z of each key head in turn, and whose `in_proj_ba` has b and a.
+
+    A key head's v and z are those of all the value heads that it serves. They are put together by kind.
+    """
+
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        prefix, _, kind = name.rpartition("in_proj_")
+        if prefix and kind == "qkv.weight":
+            self._parts |= self._ungrouped(prefix, *shape, part=part)
+        return super().get(name, *shape, part=part, dtype=dtype)
+
+    def _ungrouped(self, prefix: str, channels: int, hidden: int, part: Part | None) -> dict[str, Tensor]:
+        sizes = self._config.gated_delta
+        assert sizes is not None, "a config with Gated DeltaNet layers has their sizes"
+        k_heads, group = sizes.num_k_heads, sizes.num_v_heads // sizes.num_k_heads
+        rows = [sizes.k_head_dim, sizes.k_head_dim, group * sizes.v_head_dim, group * sizes.v_head_dim]
+        first = part.ranges[0].start // sizes.k_head_dim if part else 0
+
+        def heads(kind: str, width: int) -> Tensor:
+            """Return this rank's key heads [Nk, width, H] of a projection."""
+            own = part and Part(0, (range(first, first + k_heads),)).scaled(width)
+            whole = channels // sizes.channels * k_heads * width
+            stored = TextWeights.get(self, f"{prefix}in_proj_{kind}.weight", whole, hidden, part=own)
+            return stored.unflatten(0, (k_heads, -1))
+
+        qkvz, ba = heads("qkvz", sum(rows)), heads("ba", 2 * group)
+        q, k, v, z = (part.flatten(0, 1) for part in qkvz.split_with_sizes(rows, dim=1))
+        b, a = (part.flatten(0, 1) for part in ba.split_with_sizes([group, group], dim=1))
+        parts = {"qkv": torch.cat((q, k, v)), "z": z, "b": b, "a": a}
+        return {f"{prefix}in_proj_{name}.weight": part for name, part in parts.items()}
 
 
 class Qwen3_5(Target):
@@ -108,3 +135,11 @@ class Qwen3_5(Target):
     @classmethod
     def adapt(cls, weights: Weights, config: DecoderConfig) -> Weights:
         return TextWeights(weights, config)
+
+
+class Qwen3Next(Qwen3_5):
+    """Hybrid decoder with experts in an older layout."""
+
+    @classmethod
+    def adapt(cls, weights: Weights, config: DecoderConfig) -> Weights:
+        return GroupedWeights(weights, config)

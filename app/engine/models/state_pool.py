@@ -41,10 +41,7 @@ class SequenceRows:
 
 
 class RecurrentRows(NamedTuple):
-    """Rows of a step as recurrent layers see them: those of decoding sequences first, then chunks of prompts.
-
-    A chunk may begin in the slot that the previous one has written.
-    """
+    """Rows of a step: those of decoding sequences, then chunks of prompts, which may begin in a previous one's slot."""
 
     decodes: SequenceRows | None
     chunks: list[SequenceRows]
@@ -55,9 +52,8 @@ class LayerState:
     """Slots of one recurrent layer.
 
     `matrix` [slots, Nv, Dk, Dv] fp32 and `conv` [slots, K - 1, C] are the state after the first `num_tokens` [slots]
-    int32 tokens of a sequence. `pending` [slots, b, C + 2 Nv] are the layer's inputs at the rows after these, which
-    the last step has verified. The next step begins at the first token that was refused. So the number of pending
-    rows to commit is its position less `num_tokens`, and a step that is repeated commits none twice.
+    int32 tokens of a sequence. `pending` [slots, b, C + 2 Nv] are the layer's inputs at the rows that the last step has
+    verified after these. The next step commits as many as its position exceeds `num_tokens`, so none twice.
     """
 
     matrix: Tensor
@@ -75,9 +71,8 @@ class LayerState:
         return State(matrix, conv), self.pending[slots], counts
 
     def write(self, slots: Tensor, state: State, num_tokens: Tensor) -> None:
-        """Replace the state of slots [S] by the one after `num_tokens` [S] tokens. Nothing is allocated on the way, so
-        no failure comes between."""
-        num_tokens = num_tokens.to(torch.int32)
+        """Replace the state of slots [S] by the one after `num_tokens` [S] tokens. Once it begins nothing can fail."""
+        num_tokens = num_tokens.to(torch.int32)  # allocated before anything is written
         self.matrix.index_copy_(0, slots, state.matrix)
         self.conv.index_copy_(0, slots, state.conv)
         self.num_tokens.index_copy_(0, slots, num_tokens)
@@ -86,8 +81,7 @@ class LayerState:
 class StatePool:
     """Slots of all recurrent layers, zeroed once. Slot 0 is scratch, and `num_slots` follow it.
 
-    They include `num_checkpoints` of the prefix cache. `block_size` is the most rows that a step verifies, and `zeros`
-    makes tensors of a shape and a dtype.
+    They include `num_checkpoints` of the prefix cache. `block_size` is the most rows that a step verifies.
     """
 
     def __init__(
@@ -108,10 +102,9 @@ class StatePool:
         self.layers = {i: LayerState(*tensors) for i, tensors in zip(config.layers, layers, strict=True)}
         self.num_slots = num_slots
         self.num_checkpoints = num_checkpoints
+        # Bytes of a sequence in all layers: its state, and its pending rows.
         self.slot_bytes = sum(x[:, 0].nbytes for x in (matrix, conv, num_tokens))
-        """Bytes of a sequence's state in all layers."""
         self.pending_bytes = pending[:, 0].nbytes
-        """Bytes of a sequence's pending rows in all layers."""
 
     @property
     def checkpoint_bytes(self) -> int:

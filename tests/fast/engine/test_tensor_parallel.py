@@ -47,8 +47,7 @@ from app.engine.load import loader
 from app.engine.load.engine import Engine, build_engine
 from app.engine.load.loader import SafetensorsWeights
 from app.engine.models.layers import DecoderLayer, StepRows
-from app.engine.models.qwen3_5 import HybridLayer, TextWeights
-from app.engine.models.qwen3_next import GroupedWeights
+from app.engine.models.qwen3_5 import GroupedWeights, HybridLayer, TextWeights
 from app.engine.models.rope import RotaryTable
 from app.engine.models.state_pool import RecurrentRows, SequenceRows, StatePool
 from app.engine.models.target import target_class
