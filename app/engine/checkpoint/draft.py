@@ -217,22 +217,18 @@ def _target_layer_ids(ids: Any, num_layers: int, num_target_layers: int) -> tupl
         steps = [i / (num_layers - 1) for i in range(num_layers)] if num_layers > 1 else []
         chosen = [round(1 + (num_target_layers - 4) * step) for step in steps] or [num_target_layers // 2]
         if chosen != sorted(set(chosen)) or chosen[-1] > last:
-            too_small = (
-                f"a target of {num_target_layers} layers is too small for the default of a draft of {num_layers}"
-            )
-            raise UnsupportedError(f"config.json names no target_layer_ids, and {too_small}")
+            why = f"a target of {num_target_layers} layers is too small for the default of a draft of {num_layers}"
+            raise UnsupportedError(f"config.json names no target_layer_ids, and {why}")
         return tuple(chosen)
-    if not (isinstance(ids, list) and ids and all(type(i) is int and 0 <= i <= last for i in ids)) or ids != sorted(
-        set(ids)
-    ):
+    are_layers = isinstance(ids, list) and ids and all(type(i) is int and 0 <= i <= last for i in ids)
+    if not are_layers or ids != sorted(set(ids)):
         wanted = f"a list of layer numbers that ascend without repeats in 0..{last}, the last layer excluded"
         raise UnsupportedError(f"target_layer_ids must be {wanted}, found {ids!r}")
     return tuple(ids)
 
 
 def _mask_token_id(keys: Raw, vocab_size: int, token_id: Callable[[str], int | None]) -> int:
-    given = keys.get("mask_token_id")
-    field = "mask_token_id" if given is not None else "mask_token"
+    field = "mask_token_id" if keys.get("mask_token_id") is not None else "mask_token"
     found = keys.get(field)
     if found is None:
         raise UnsupportedError("config.json names no mask_token_id, and no mask_token")

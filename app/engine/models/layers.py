@@ -115,7 +115,7 @@ class DecoderLayer(nn.Module):
         return add_norm(self._backend, hidden, residual, self.input_norm, self._eps)
 
     def forward(self, normed: Tensor, residual: Tensor, rows: StepRows, kv: LayerKv) -> tuple[Tensor, Tensor]:
-        """Return (output of the MLP or the experts, residual stream before it), each [T, H]; the next norm adds both."""
+        """Return (output of MLP or experts, residual stream before it), each [T, H]. The next norm adds them up."""
         hidden = self.attention.forward(normed, rows, kv)
         normed, residual = self._backend.add_rms_norm(hidden, residual, self.post_attention_norm, self._eps)
         return self._summed_feed_forward(normed), residual
