@@ -25,11 +25,13 @@ class Kept(RandomWeights):
         super().__init__(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
         self._to, self._homes = to, dict[str, str]()
 
-    def get(self, name: str, *shape: int, part: Part | None = None) -> torch.Tensor:
+    def get(
+        self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         tensor = super().get(name, *shape, part=part)
         self._homes[name] = f"model-{name}.safetensors"
         save_file({name: tensor}, self._to / self._homes[name])
-        return tensor
+        return tensor if dtype is None else tensor.to(dtype)
 
     def close(self) -> None:
         (self._to / "model.safetensors.index.json").write_text(json.dumps({"weight_map": self._homes}))

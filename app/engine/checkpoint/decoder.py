@@ -85,7 +85,7 @@ def rope_config(raw: Raw, head_dim: int) -> tuple[RopeConfig, int]:
         raise UnsupportedError(f"RoPE parameter {unknown[0]} = {rope[unknown[0]]!r} of {kind} is not supported yet")
     dim = positive(rope, "rope_dim", head_dim)
     if dim > head_dim or dim % 2 or head_dim % 2:
-        raise UnsupportedError(f"rope_dim {dim} of head_dim {head_dim}: both must be even, and the first no larger")
+        raise UnsupportedError(f"rope_dim {dim} must be even, and at most head_dim {head_dim}, which must be even too")
     longest = positive(raw, "max_position_embeddings", 32768)
     original = positive({**rope, **raw}, "original_max_position_embeddings", longest)
     scaling: Llama3Scaling | YarnScaling | None = None
