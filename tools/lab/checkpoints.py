@@ -25,9 +25,7 @@ class Kept(RandomWeights):
         super().__init__(folder, torch.device("cpu"), torch.bfloat16, lambda *_: None)
         self._to, self._homes = to, dict[str, str]()
 
-    def get(
-        self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def get(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = super().get(name, *shape, part=part)
         self._homes[name] = f"model-{name}.safetensors"
         save_file({name: tensor}, self._to / self._homes[name])

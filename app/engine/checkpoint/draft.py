@@ -15,15 +15,15 @@ from app.engine.errors import UnsupportedError
 _SLIDING_KEYS = {"layer_types", "sliding_window", "use_sliding_window", "use_swa", "swa_window_size"}
 _LOGIT_KEYS = {"logit_scale", "final_logit_softcapping"}
 """Keys that keep the order of logits, so the best token stays the best."""
-_OTHER_KEYS = """
-    is_causal causal block_size target_layer_ids mask_token_id mask_token num_target_layers target_hidden_size
-    draft_vocab_size sample_from_anchor architectures model_type dtype torch_dtype hidden_size intermediate_size
-    num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act attention_bias
-    mlp_bias tie_word_embeddings rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style
-    max_position_embeddings original_max_position_embeddings quantization_config attn_logit_softcapping
+_INNER_KEYS = {*_SLIDING_KEYS, *_LOGIT_KEYS, "is_causal", "causal", "block_size", "target_layer_ids", "mask_token_id"}
+_INNER_KEYS |= {"mask_token", "num_target_layers", "target_hidden_size", "draft_vocab_size", "sample_from_anchor"}
+"""Keys that are read inside `dflash_config` or at the top level."""
+_OUTER_KEYS = """
+    architectures model_type dtype torch_dtype hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act attention_bias mlp_bias tie_word_embeddings
+    rope_theta rope_scaling rope_parameters is_neox_style rope_is_neox_style max_position_embeddings
+    original_max_position_embeddings quantization_config attn_logit_softcapping
 """.split()
-_KEYS = {*_SLIDING_KEYS, *_LOGIT_KEYS, *_OTHER_KEYS}
-"""Keys that are read, inside `dflash_config` or at the top level."""
 _INERT = re.compile(
     r"_.*|transformers_version|auto_map|(bos|eos|pad)_token_id|initializer_range|use_cache|attention_dropout|use_return_dict"
     r"|return_dict|output_(attentions|hidden_states)|id2label|label2id|problem_type|is_encoder_decoder|pretraining_tp"
@@ -128,17 +128,18 @@ def _flattened(raw: Raw) -> tuple[dict[str, Any], list[str]]:
         raise UnsupportedError(
             f"config.json has no dflash_config, so this is no DFlash draft (architectures: {raw.get('architectures')})"
         )
+    inner = {name if name in _INNER_KEYS else f"dflash_config.{name}": value for name, value in inner.items()}
     inner = {name: value for name, value in inner.items() if value is not None}
     warnings = [
         f"{name} is {raw[name]!r} in config.json and {value!r} in its dflash_config, which is used"
         for name, value in inner.items()
-        if name in _KEYS and raw.get(name) not in (None, value)
+        if raw.get(name) not in (None, value)
     ]
     merged = without(raw, ("dflash_config",)) | inner
-    keys = {name: value for name, value in merged.items() if not _is_noise(name, value)}
+    keys = {name: value for name, value in merged.items() if not _is_noise(name.removeprefix("dflash_config."), value)}
     for name in ("rope_scaling", "rope_parameters"):
         keys[name] = {key: value for key, value in fields(keys, name).items() if not _INERT.fullmatch(key)}
-    if unknown := [name for name in keys if name not in _KEYS]:
+    if unknown := [name for name in keys if name not in _INNER_KEYS and name not in _OUTER_KEYS]:
         warnings.append(f"config.json has keys that are unknown here and ignored: {', '.join(unknown)}")
     return keys, warnings
 
