@@ -28,8 +28,8 @@ class Comm(ABC):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`, the same bits on each. It may overwrite `x`.
 
-        It is added in the order of ranks unless a device's library says otherwise. So a row of the sum does not depend
-        on the rows beside it. It does where each rank adds a part of the buffer.
+        It is added in the order of ranks, so a row of the sum does not depend on other rows, unless a device's library
+        says otherwise.
         """
         total, *others = self.all_gather(x)
         for other in others:

@@ -1,7 +1,4 @@
-"""Collectives of processes that have a device each, by the library of these devices.
-
-Not run on two devices. Calls and captures are tested on stub libraries of Ascend (tests/devices/npu).
-"""
+"""Collectives of processes that have a device each, by the library of these devices. Not run on two devices."""
 
 import torch
 import torch.distributed as dist
@@ -48,7 +45,6 @@ class DeviceComm(Comm):
         return total
 
     def _room(self, x: Tensor) -> Tensor:
-        """Return memory for the numbers of all ranks, flat."""
         count = self.size * x.numel()
         if count > KEPT_NUMBERS:
             return x.new_empty(count)

@@ -1,4 +1,4 @@
-"""Processes of one host that find each other through a file."""
+"""Processes of one host that find each other through a file, and their collectives by Gloo."""
 
 import os
 import sys
@@ -6,11 +6,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from app.engine.comm.comm import Comm
 
 
 class Meeting(NamedTuple):
-    """Rank `rank` of `size` ranks, and the new file `store`, in a folder of theirs alone.
+    """Rank `rank` of `size` ranks, and the new file `store`, in a private folder.
 
     A rank that waits for others longer than `timeout_seconds` gives up with an error. The steps of a loaded engine have
     a shorter limit, `--step-timeout`.
@@ -39,3 +43,23 @@ def start_process_group(meeting: Meeting, libraries: str) -> None:
             f"rank {meeting.rank} cannot join {meeting.size} ranks (--distributed-timeout-seconds "
             f"{meeting.timeout_seconds}, GLOO_SOCKET_IFNAME {os.environ.get('GLOO_SOCKET_IFNAME')}): {error}"
         ) from error
+
+
+class GlooComm(Comm):
+    """Ranks that are processes of one host and share its cores. The end of one raises RuntimeError in the others."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        """Wait until all ranks have come."""
+        super().__init__(meeting.rank, meeting.size)
+        start_process_group(meeting, "gloo")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // meeting.size))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        dist.all_gather(list(gathered.unbind()), x.contiguous())
+        return gathered
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        dist.broadcast(x, src=0)
+        return x

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.comm.comm import Comm
-from app.engine.comm.gloo import GlooComm
-from app.engine.comm.process_group import Meeting
+from app.engine.comm.process_group import GlooComm, Meeting
 from app.engine.device.base import AttentionMask, AttentionMetadata, Backend, Defaults, LayerKv
 from app.engine.device.host_memory import host_memory
 

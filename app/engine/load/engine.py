@@ -47,8 +47,7 @@ from app.engine.models.weights import Weights
 from app.engine.sampling.penalties import TokenCounts
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
-from app.engine.schedule.cache_events import CacheEvents
-from app.engine.schedule.page_pool import PagePool
+from app.engine.schedule.page_pool import CacheEvents, PagePool
 from app.engine.schedule.policy import Policy
 from app.engine.schedule.scheduler import Scheduler
 from app.engine.step.forward import Forward

@@ -69,21 +69,30 @@ class Followers:
             socket.linger = 0
             socket.bind(address)
             self._sockets.append(socket)
-            self._start(rank, address)
+            command = [*self._command, str(rank), address]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._processes.append(process)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(self._settings)
+                process.stdin.flush()
+            self._watchers.append(threading.Thread(target=self._watch, args=(rank, process), daemon=True))
+            self._watchers[-1].start()
 
     def send(self, message: bytes) -> None:
         for socket in self._sockets:
             socket.send(message)
 
     def wait_for_end(self, seconds: float) -> None:
-        """Let the end of a process be told, because it explains an error of rank 0 that it caused."""
+        """Let the end of a process be reported, because it explains an error of rank 0 that it caused."""
         for watcher in self._watchers:
             watcher.join(seconds / len(self._watchers))
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, also those that are stopped."""
         self._ending.acquire(blocking=False)
-        self.kill()
+        for process in self._processes:
+            process.kill()
         for watcher, process in zip(self._watchers, self._processes, strict=True):
             watcher.join()
             assert process.stdin is not None and process.stdout is not None
@@ -91,26 +100,8 @@ class Followers:
             process.stdout.close()
         self._context.destroy()
 
-    def kill(self) -> None:
-        """Kill the processes, also those that are stopped."""
-        for process in self._processes:
-            process.kill()
-
-    def _start(self, rank: int, address: str) -> None:
-        process = subprocess.Popen(
-            [*self._command, str(rank), address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._processes.append(process)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(self._settings)
-            process.stdin.flush()
-        watcher = threading.Thread(target=self._watch, args=(rank, process), daemon=True)
-        watcher.start()
-        self._watchers.append(watcher)
-
     def _watch(self, rank: int, process: "subprocess.Popen[str]") -> None:
-        """Wait for the end of a process, and tell it unless another has ended before."""
+        """Wait for the end of a process, and report it unless another has ended before."""
         assert process.stdout is not None
         said = process.stdout.read().splitlines()
         code = process.wait()

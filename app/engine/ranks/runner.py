@@ -1,15 +1,51 @@
-"""The calls of rank 0 that all ranks of a model make. Rank 0 decides alone, and sends each step before it runs."""
+"""The calls of rank 0 that all ranks of a model make. Only rank 0 decides, and sends each step before it runs.
+
+Messages are msgspec, with NumPy arrays as their bytes.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
-from app.engine.ranks.messages import Message, decode, encode
+import msgspec
+import numpy as np
+
 from app.engine.step.inputs import StepInputs
 from app.engine.step.runner import ModelRunner, PendingStep, Tell
 
+_ARRAY = 1
+"""Code of an array among msgpack's extensions."""
 _QUIET_MS = 100
 """Time without a message. Then rank 0 waits for a step or is idle, and a read does not hold up a step that is launched
 ahead."""
+
+
+class Message(NamedTuple):
+    """Call that all ranks make: the launch of a step, or the scrub of slots. Numbers count from 0, without gaps."""
+
+    number: int
+    argument: StepInputs | list[int]
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message, enc_hook=_extension)
+
+
+def decode(data: bytes) -> Message:
+    """Return a message. Its arrays cannot be written to."""
+    return _DECODER.decode(data)
+
+
+def _extension(array: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((array.dtype.str, array.shape, array.tobytes())))
+
+
+def _array(code: int, data: memoryview) -> Any:
+    dtype, shape, content = msgspec.msgpack.decode(data)
+    return np.frombuffer(content, dtype=dtype).reshape(shape)
+
+
+_DECODER = msgspec.msgpack.Decoder(Message, ext_hook=_array)
 
 
 def teller(send: Callable[[bytes], None]) -> Tell:
@@ -30,30 +66,26 @@ def follow(runner: ModelRunner, receive: Callable[[int | None], bytes | None]) -
     """Make the calls of rank 0, until `receive` or a step raises an error.
 
     `receive` waits some milliseconds for a message, or for ever if that is None. It returns None if none has come. Then
-    the last step is read, because a device may tell its error there alone, while rank 0 waits for this rank.
+    the last step is read, because a device may report its error only there, while rank 0 waits for this rank.
     """
+    expected = 0
+    unread: PendingStep | None = None
     try:
-        _follow(runner, receive)
+        while True:
+            message = receive(_QUIET_MS if unread else None)
+            if message is None:
+                assert unread
+                unread.read()
+                unread = None
+                continue
+            number, argument = decode(message)
+            if number != expected:
+                raise RuntimeError(f"message {number} of rank 0 came in the place of message {expected}")
+            expected += 1
+            if isinstance(argument, StepInputs):
+                unread = runner.launch(argument)
+            else:
+                runner.scrub(argument)
     except Exception as error:
         runner.backend.annotate(error)
         raise
-
-
-def _follow(runner: ModelRunner, receive: Callable[[int | None], bytes | None]) -> None:
-    expected = 0
-    unread: PendingStep | None = None
-    while True:
-        message = receive(_QUIET_MS if unread else None)
-        if message is None:
-            assert unread
-            unread.read()
-            unread = None
-            continue
-        number, argument = decode(message)
-        if number != expected:
-            raise RuntimeError(f"message {number} of rank 0 came in the place of message {expected}")
-        expected += 1
-        if isinstance(argument, StepInputs):
-            unread = runner.launch(argument)
-        else:
-            runner.scrub(argument)

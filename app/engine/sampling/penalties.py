@@ -5,6 +5,7 @@ a block also counts the drafts before it. They are a small correction, and no co
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -91,9 +92,8 @@ class TokenCounts:
 
     def _add(self, cleared: Ints, prompted_places: Ints, emitted_places: Ints) -> tuple[Tensor, Tensor]:
         if self._counts is None:
-            device = self._backend.device
-            counts = torch.zeros(self._shape, dtype=torch.int32, device=device)
-            self._counts = counts, torch.zeros(self._shape, dtype=torch.bool, device=device)
+            zeros = partial(torch.zeros, self._shape, device=self._backend.device)
+            self._counts = zeros(dtype=torch.int32), zeros(dtype=torch.bool)
         emitted, prompted = self._counts
         arrays = {"cleared": cleared, "prompted": prompted_places, "emitted": emitted_places}
         packed = {name: x.long() for name, x in Packed(arrays, self._backend).tensors.items()}

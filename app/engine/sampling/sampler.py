@@ -1,11 +1,10 @@
 """Sampler: the target's own choice of a row is argmax, or argmax of logits / temperature + Gumbel noise.
 
-The latter samples from the softmax (the Gumbel-max trick, arXiv 1411.0030). The noise of a token is a hash of (the
-request's seed, the index of the token drawn, the token). So a draw does not depend on the batch, on preemption, or on
-speculation. The hash uses integers only; 23 mantissa bits keep the noise finite.
+The latter samples from the softmax (the Gumbel-max trick, arXiv 1411.0030). `noise.py` has the hash that makes the
+noise, so a draw does not depend on the batch, on preemption, or on speculation. 23 mantissa bits keep it finite.
 
-Rows of requests that ask for no more than argmax stop there. The others go on in vLLM's order: additions (logit_bias,
-and stop tokens before min_tokens), penalties, temperature, min-p, top-k, top-p, noise, argmax.
+The order is vLLM's: additions (logit_bias, and stop tokens before min_tokens), penalties, temperature, min-p, top-k,
+top-p, noise, argmax.
 """
 
 import itertools
@@ -25,8 +24,7 @@ from app.engine.sequence import NOT_FINITE
 LOGITS_CHUNK_BYTES = 256 << 20
 """Logits are made in row chunks of at most this many fp32 bytes: 4096 rows x 152k tokens would be 2.5 GB."""
 GREEDY_CHUNK_BYTES = 1 << 30
-"""Chunk limit for greedy rows on an accelerator. Only the argmax is kept, so larger chunks are safe, and each chunk
-reads the whole lm_head. 32 blocks of 16 rows x 152k tokens are 0.3 GB."""
+"""Limit for greedy rows on an accelerator. Only the argmax is kept, and each chunk reads the whole lm_head."""
 
 _TOKEN_SALT = 0x85EBCA6B
 
@@ -107,8 +105,8 @@ class Sampler:
 
         If that is not certain, the host reads `complete`, but only on a device where this read is cheap.
         """
-        short_alone = of.short and not self._backend.batch_invariant  # `short` is of all rows that are drawn together
-        if not (short_alone or self._backend.memory_is_host):
+        is_short = of.short and not self._backend.batch_invariant  # `short` is of all rows that are drawn together
+        if not (is_short or self._backend.memory_is_host):
             return self._pick(logits.masked_fill(~filters.keep(logits, of), -torch.inf), state)
         short = filters.shortlist(logits, of, filters.SHORTLIST)
         noise = self.gumbel(state, short.tokens)

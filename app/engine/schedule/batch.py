@@ -13,12 +13,12 @@ class ScheduledSequence:
     prefilling one has a chunk of its own tokens. With `needs_logits` the rows reach the last token, so the step yields
     the next one.
 
-    While the step before is in flight, `prev_row` is the sequence's row in its result, else -1. The true start is then
-    between `start` (no draft accepted) and `start + max_accepted`.
+    While the previous step is in flight, `prev_row` is the sequence's row in its result, else -1. The true start is
+    then between `start` (no draft accepted) and `start + max_accepted`.
 
     A recurrent state is read from the sequence's slot and written to `next_slot`, or to the same one if that is 0. A
-    chunk of a prompt (`is_prefill`) leaves the state behind its last row, and that behind `split` tokens in the
-    sequence's `split_slot` unless it is 0. Other rows leave the state before their first one.
+    prefill chunk (`is_prefill`) saves the state after its last row and, if `split` > 0, the state after `split` tokens
+    in the sequence's `split_slot`. Other rows leave the state before their first one.
     """
 
     seq: Sequence
@@ -37,7 +37,7 @@ class ScheduledSequence:
         return self.start + self.count
 
     def resolve_start(self) -> bool:
-        """Take the true start once the step before is committed.
+        """Take the true start once the previous step is committed.
 
         Return False if these rows no longer count, because their sequence has ended or is recomputed.
         """

@@ -23,10 +23,9 @@ class Scheduler:
     With `prefix_caching` an admitted sequence shares the cached pages of its tokens, except the page of its last token.
     So at least one row runs, and no row is ever written to a cached or shared page.
 
-    `running` is in order of arrival, and each of its sequences is older than all in `waiting`. A sequence that ends or
-    is preempted while a step is in flight still has rows in it (`overlap.py`), and `commit` ignores them. They lie past
-    the last committed token, so past all cached pages. Their pages may be reused at once, because a device works in
-    order and a later step overwrites them.
+    `running` is in order of arrival, and each of its sequences is older than all in `waiting`. Rows in flight of a
+    sequence that has ended or was preempted are ignored by `commit`. They lie past all cached pages, and their pages
+    may be reused at once, because a device works in order and a later step overwrites them.
     """
 
     def __init__(
@@ -218,7 +217,7 @@ class Scheduler:
         ready: list[Sequence] = []
         for seq in [seq for seq in self.running if seq.is_decoding]:
             if seq.arrival > self.running[-1].arrival:
-                break  # an older sequence has preempted this one and all behind it
+                break  # an older sequence has preempted this one and all later ones
             self.at_hand = seq
             if not self._grow_or_preempt(seq):
                 break
@@ -227,21 +226,17 @@ class Scheduler:
 
     def _grow_or_preempt(self, seq: Sequence) -> bool:
         """Give pages to a running sequence. Return False if it was itself preempted because it is the newest."""
-        while not self._grow(seq):
-            self.preempt(newest := self.running[-1])
-            if newest is seq:
-                return False
-        return True
-
-    def _grow(self, seq: Sequence) -> bool:
-        try:
-            self.pool.grow(seq.pages, self.max_length(seq))
-        except OutOfPages:
-            return False
-        return True
+        while True:
+            try:
+                self.pool.grow(seq.pages, self.max_length(seq))
+                return True
+            except OutOfPages:
+                self.preempt(newest := self.running[-1])
+                if newest is seq:
+                    return False
 
     def _take_state(self, seq: Sequence) -> None:
-        """Give a new sequence a slot, and the checkpoint behind the pages that were found for it."""
+        """Give a new sequence a slot, and the checkpoint after the pages that were found for it."""
         page = seq.num_computed // self.pool.page_size - 1
         self.states.take(seq, seq.digest(page, self.pool.page_size) if page >= 0 else None)
         self.states.prepare(seq)
@@ -281,10 +276,7 @@ class Scheduler:
         return True
 
     def _find(self, seq: Sequence) -> "array[int]":
-        """Return cached pages of the sequence's tokens, without the page of the last one.
-
-        Those of a hybrid target end with a page behind which there is a checkpoint.
-        """
+        """Return cached pages of the sequence's tokens but the last. Those of a hybrid target end at a checkpoint."""
         page_size = self.pool.page_size
         pages = (seq.num_tokens - 1) // page_size if seq.cacheable else 0
         found = self.pool.find(seq.digest(page, page_size) for page in range(pages))
@@ -299,10 +291,7 @@ class Scheduler:
         return self.pool.cost(found, self.max_length(seq)) + len(self.running) <= self.pool.num_free
 
     def _is_being_filled(self, seq: Sequence, page: int) -> bool:
-        """Return True if a running sequence fills, in this step, the page that `seq` could use next.
-
-        With a hybrid target it is the page behind which that sequence's next checkpoint is.
-        """
+        """Return True if a running sequence fills, in this step, the page or checkpoint that `seq` could use next."""
         page_size = self.pool.page_size
         if not seq.cacheable:
             return False
@@ -317,7 +306,7 @@ class Scheduler:
         return False
 
     def _next_checkpoint(self, seq: Sequence) -> int:
-        """Return how many tokens the next checkpoint of a prompt will be behind, or 0 if it has none left."""
+        """Return the number of tokens before the next checkpoint of a prompt, or 0 if it has none left."""
         last = self._last_full_page(seq)
         return min(self._next_cut(seq), last) if seq.num_computed < last else 0
 
@@ -372,10 +361,9 @@ class Scheduler:
                 self._publish_states(rows)
 
     def _publish_states(self, rows: ScheduledSequence) -> None:
-        """Let the states behind the last full pages be found that the rows leave.
+        """Let the states that the rows leave after full pages be found.
 
-        A slot has the state behind as many tokens as the rows say, and the inputs of the rows behind them. So it serves
-        for a page that ends among these.
+        A slot has the state before the rows and their inputs, so it serves for a page that ends among these.
         """
         seq, states, page_size = rows.seq, self.states, self.pool.page_size
         if rows.split and seq.split_slot:

@@ -19,7 +19,7 @@ class StateSlots:
     slot is no checkpoint, it takes the spare one. Another prompt between two chunks has to wait for that. There are
     `num_sequences` slots, the spare one and `num_checkpoints`, so a sequence that may run never lacks one.
 
-    A checkpoint is the state behind the page whose digest names it, and is dropped with that page. Those that no
+    A checkpoint is the state after the page whose digest names it, and is dropped with that page. Those that no
     sequence reads are evicted, least-recently-used first. Prompts are cut at multiples of `interval` tokens, where
     their states become checkpoints.
     """
@@ -45,11 +45,11 @@ class StateSlots:
         return len(self._num_readers)
 
     def __contains__(self, digest: bytes) -> bool:
-        """Return True if there is a checkpoint behind the page of this digest."""
+        """Return True if there is a checkpoint after the page of this digest."""
         return digest in self._slot_of
 
     def take(self, seq: Sequence, digest: bytes | None = None) -> None:
-        """Give a sequence that begins to run a slot, or the checkpoint behind the page of `digest` to read."""
+        """Give a sequence that begins to run a slot, or the checkpoint after the page of `digest` to read."""
         if not self.num_slots:
             return
         if digest is None:
@@ -75,7 +75,7 @@ class StateSlots:
         return True
 
     def freeze(self, seq: Sequence) -> bool:
-        """Let no later step write the sequence's slot. Return False if as many are checkpoints as there may be."""
+        """Let no later step write the sequence's slot. Return False if there is no room for a checkpoint."""
         if seq.state_slot in self._num_readers:
             return True
         if not self._has_room():
@@ -125,7 +125,7 @@ class StateSlots:
         self._give_spare_back(seq)
 
     def forget(self, digest: bytes) -> None:
-        """Let the checkpoint behind the page of `digest`, if there is one, be found no more."""
+        """Let the checkpoint after the page of `digest`, if there is one, be found no more."""
         slot = self._slot_of.pop(digest, 0)
         if slot:
             del self._digest_of[slot]

@@ -23,9 +23,9 @@ class GraphSizes:
     has at least `spare` padding rows, because attention on an NPU does not accept a sequence without rows. Up to `few`
     sequences, or draft blocks, only width 1 and the whole block are captured.
 
-    With `totals` the target's graphs are of one row a sequence, and of so many rows, which sequences share in any way.
-    Then a sequence may have no rows, and there is no `spare`. Steps of the sizes that could not be captured,
-    `missing_targets` and `missing_drafts`, are padded to larger ones.
+    With `totals` the target's graphs are of one row a sequence, and of these numbers of rows, which sequences share in
+    any way. Then a sequence may have no rows, and there is no `spare`. Steps of sizes that are `missing` among the
+    targets or the drafts, because they could not be captured, are padded to larger ones.
     """
 
     seqs: tuple[int, ...]
@@ -34,37 +34,36 @@ class GraphSizes:
     few: int = 0
     totals: tuple[int, ...] = ()
     draft_graphs: bool = True
-    missing_targets: frozenset[Size] = frozenset()
-    missing_drafts: frozenset[Size] = frozenset()
+    missing: tuple[frozenset[Size], frozenset[Size]] = (frozenset(), frozenset())
 
     @cached_property
     def targets(self) -> list[Size]:
         """Return (sequences, rows) of the target's graphs, ascending; with `totals` by rows.
 
         Sequences that share rows have one each at least, and one of them two: a step of T rows has fewer than T.
-        One sequence alone has a graph of its own for a block, because tiles without work are launched too.
+        A single sequence has its own graph for a block, because tiles without work are launched too.
         """
         if self.totals:
-            plain = [(n, n) for n in self.seqs] if 1 in self.widths else []
+            plain = {(n, n) for n in self.seqs if 1 in self.widths}
             shared = {(min(self.seqs[-1], total - 1), total) for total in self.totals}
-            alone = {(1, total) for total in self.totals[:1] if total == self.widths[-1]}
-            sizes = sorted([*plain, *(shared | alone)], key=lambda at: (at[1], at[0] != at[1], at[0]))
+            single = {(1, total) for total in self.totals[:1] if total == self.block_size}
+            sizes = sorted(plain | shared | single, key=lambda size: (size[1], size[0] != size[1], size[0]))
         else:
             sizes = [(seqs, self.rows(seqs, width)) for seqs in self.seqs for width in self._widths_of(seqs)]
-        return [size for size in sizes if size not in self.missing_targets]
+        return [size for size in sizes if size not in self.missing[0]]
 
     @cached_property
     def drafts(self) -> list[Size]:
         """Return (blocks, width) of the draft's graphs, ascending."""
-        if not self.draft_graphs:
-            return []
-        sizes = [(blocks, width) for blocks in self.seqs for width in self._widths_of(blocks) if width > 1]
-        return [size for size in sizes if size not in self.missing_drafts]
+        blocks = self.seqs if self.draft_graphs else ()
+        sizes = [(count, width) for count in blocks for width in self._widths_of(count) if width > 1]
+        return [size for size in sizes if size not in self.missing[1]]
 
     def captured(self, targets: Collection[Size], drafts: Collection[Size]) -> "GraphSizes":
         """Return these sizes, of which no others than `targets` and `drafts` could be captured."""
-        missing = frozenset(self.targets) - frozenset(targets), frozenset(self.drafts) - frozenset(drafts)
-        return replace(self, missing_targets=missing[0], missing_drafts=missing[1])
+        return replace(
+            self, missing=(frozenset(self.targets).difference(targets), frozenset(self.drafts).difference(drafts))
+        )
 
     def draft(self, num_blocks: int, width: int) -> Size:
         """Return (blocks, width) that the draft is padded to."""

@@ -51,7 +51,13 @@ def _rows(shares: list[ScheduledSequence], logits_start: Ints, draft_index: Ints
     places = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
     columns: dict[str, NDArray[Any]] = {
         "rows": np.repeat(logits_start, counts) + places,
-        "state": np.concatenate([_noise_states(share) for share in shares]),
+        # A row draws the token after it: the anchor's row draws the next one.
+        "state": np.concatenate(
+            [
+                noise_states(share.seq.request.sampling.seed, share.end - share.num_drafts, share.num_drafts + 1)
+                for share in shares
+            ]
+        ),
         "batch_slot": np.repeat(np.array([seq.batch_slot for seq in seqs], dtype=np.int32), counts),
         "place": places,
         "draft_index": np.repeat(draft_index, counts),
@@ -77,8 +83,3 @@ def _biases(share: ScheduledSequence, start: int) -> Iterator[tuple[int, int, fl
         yield from ((start + place, token, bias) for token, bias in request.sampling.logit_bias)
         if num_emitted + place < request.sampling.min_tokens:
             yield from ((start + place, token, -np.inf) for token in request.stop_token_ids)
-
-
-def _noise_states(share: ScheduledSequence) -> Ints:
-    """Return the noise state of the token that each logit row draws. The anchor's row draws the next token."""
-    return noise_states(share.seq.request.sampling.seed, share.end - share.num_drafts, share.num_drafts + 1)

@@ -54,8 +54,7 @@ from app.engine.models.target import target_class
 from app.engine.models.weights import ExpertLayout, LayerSource, Part
 from app.engine.npu.error_codes import explain
 from app.engine.ranks.leader import Followers
-from app.engine.ranks.messages import Message, decode, encode
-from app.engine.ranks.runner import follow
+from app.engine.ranks.runner import Message, decode, encode, follow
 from app.engine.sampling.sampler import Sampler
 from app.engine.sampling.sharded import ShardedSampler
 from app.engine.schedule.batch import Batch

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from app.config.values import KvEventsConfig
-from app.engine.schedule.cache_events import CacheEvents
+from app.engine.schedule.page_pool import CacheEvents
 from app.engine_client.kv_events import KvEventPublisher
 from tests.fast.schedule.scheduler_harness import VOCAB, Harness
 

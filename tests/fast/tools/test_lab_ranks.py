@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.engine.ranks.messages import decode
+from app.engine.ranks.runner import decode
 from tools.lab import ranks
 from tools.lab.__main__ import main
 
