@@ -134,6 +134,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     for module in (build, cuda_attention, gemms, kernels, operators, ranks, roofline):
         monkeypatch.setattr(module, "make_backend", Interpreted)
     monkeypatch.setattr(expected, "MODEL", str(model))
+    monkeypatch.setattr(operators, "VOCAB", 131)
     shape: dict[str, Any] = {
         "seed": 34,
         "vocab_size": 6,
