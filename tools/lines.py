@@ -1,4 +1,4 @@
-"""`python -m tools.lines`: Python lines by folder against the budgets of pyproject.toml. Exits with 1 if one is exceeded.
+"""`python -m tools.lines`: Python lines by folder against the budgets of pyproject.toml. Exits with 1 if any is over.
 
 A folder that has not been cut to its budget yet has a ceiling in the second table: it may only shrink.
 
