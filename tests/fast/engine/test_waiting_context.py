@@ -47,12 +47,12 @@ def test_no_pending_slot_is_written_by_another_and_no_sequence_drafts_before(
     forward, most = engine.core.runner.forward, 0
     choose, draft = forward.choose, forward.draft
 
-    def watched_choose(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_choose(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
         owed = slots_of(forward.pending_context._steps)
-        written = {slot for rows in inputs.groups for slot in forward._positions_and_slots(rows)[1].tolist()}
+        written = {slot for group in tensors.inputs.groups for slot in group.slot_mapping.tolist()}
         assert not owed & written
-        found = choose(inputs, *args, **kwargs)
+        found = choose(tensors, *args, **kwargs)
         most = max(most, len(forward.pending_context._steps))
         return found
 

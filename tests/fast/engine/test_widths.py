@@ -71,7 +71,7 @@ def blocks_drafted(core: EngineCore) -> list[tuple[int, int]]:
 
     def noted(batch: Batch) -> PendingStep:
         if draft := core.runner.layout.build(batch).draft:
-            (rows,) = set(draft.group.query_lens)
+            (rows,) = set(draft.groups[0].query_lens)
             drafted.append((batch.block_rows, rows))
         return launch(batch)
 
